@@ -1,0 +1,80 @@
+"""Running ``training_step`` once more, for models whose forward is called in several parts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
+
+from spectral_monitor.capture.preserve import Snapshot, preserved
+from spectral_monitor.capture.replay import RandomState, clone_tree, loss_in
+
+
+class TrainingStep:
+    """One call of ``training_step``, ready to be made again: the batch, the module's state, the same randomness."""
+
+    def __init__(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._module = module
+        self._batch = clone_tree(batch)
+        self._batch_idx = batch_idx
+        self._state = Snapshot(module, weights=False)
+        self._randomness = RandomState.now()
+
+    def rewind(self) -> None:
+        """Give the module the state it had before the step."""
+        self._state.restore()
+
+    def __call__(self) -> Tensor | None:
+        """The loss of the step's forward; to be called under :func:`aside`."""
+        step: Any = self._module.training_step
+        arguments = (clone_tree(self._batch), self._batch_idx)[: 2 if _takes_index(step) else 1]
+        with self._randomness.replayed():
+            return loss_in(step(*arguments))
+
+
+def _takes_index(step: Any) -> bool:
+    """Lightning passes the batch's index to a step that takes two arguments or one of that name."""
+    kinds = inspect.signature(step).parameters
+    many = any(p.kind is p.VAR_POSITIONAL for p in kinds.values())
+    return many or "batch_idx" in kinds or len(kinds) >= 2
+
+
+@contextmanager
+def aside(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    """Inside, forwards run at the trainer's precision and nobody hears of them.
+
+    ``self.log`` and the loggers take everything and keep nothing; learning rates and schedules, which a training step
+    may set by itself, come back.
+    """
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    rates = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    schedules = [vars(config.scheduler) for config in trainer.lr_scheduler_configs]
+    with preserved(*rates, *schedules), _muted(trainer, module), trainer.precision_plugin.train_step_context():
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                for key in [key for key in group if key != "params" and key not in rate]:
+                    del group[key]
+                group.update(rate)
+
+
+@contextmanager
+def _muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    """Inside, ``self.log`` and the loggers take everything and keep nothing."""
+    loggers = trainer.loggers
+    names = ("log", "log_dict", "print")
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    for name in names:
+        object.__setattr__(module, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for name in names:
+            object.__delattr__(module, name)
+        trainer.loggers = loggers

@@ -1,0 +1,240 @@
+"""The Lightning callback: when to measure, where to log."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only
+from spectral_monitor.callbacks.again import TrainingStep, aside
+from torch import Tensor
+from torch.optim import Optimizer
+
+from spectral_monitor.capture.replay import loss_in
+from spectral_monitor.engine import Engine, Settings
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.warnings import Warner
+
+
+class SpectralMonitor(pl.Callback):
+    """Measures every layer's weights, updates and features at every n-th optimizer step and logs them.
+
+    Training is not changed: parameters, optimizer state, gradients, buffers, random states and logged metrics stay
+    bit for bit what they would have been. An unmeasured step costs a comparison. A measured one copies the weights,
+    reads the copy some dozens of times and, for feature quantities, runs one more forward, with another copy held
+    meanwhile. Where the training step calls the model in several parts, it is the training step that is run once
+    more: with ``self.log`` and the loggers muted, but a file it writes is written twice.
+
+    What is logged, to every logger of the trainer, at the number of optimizer steps taken:
+    ``spectral/<quantity>/<layer>`` and ``spectral/summary/<name>``; what is NaN is left out, and
+    ``monitor.latest.why(quantity, layer)`` says why it is.
+
+    Args:
+        every_n_steps: measure every n-th optimizer step.
+        quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
+            (all) or a list of keys; only what is asked for is paid for.
+        include, exclude: fnmatch patterns on module or layer names.
+        roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
+            guess in the role table, printed at the start, is wrong.
+        blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
+        max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
+        tol: relative tolerance of spectral norms.
+        drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step.
+        history: measurements kept in :attr:`measurements`.
+
+    Raises:
+        ValueError: before the first step: an argument out of range, an unknown key, a pattern that matches nothing,
+            a role or number of blocks that does not fit, or a way of training that is not supported.
+
+    Example:
+        >>> monitor = SpectralMonitor(every_n_steps=10, exclude=["*.bias"])
+        >>> # trainer = lightning.Trainer(callbacks=[monitor])
+        >>> monitor
+        SpectralMonitor(every_n_steps=10, quantities='standard', measurements=0)
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        quantities: str | Sequence[str] = "standard",
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        roles: Mapping[str, str] | None = None,
+        blocks: Mapping[str, int] | None = None,
+        max_rows: int | None = 4096,
+        tol: float = 0.01,
+        drift_every: int = 5,
+        history: int = 1000,
+    ) -> None:
+        super().__init__()
+        self.settings = Settings(
+            every_n_steps=every_n_steps,
+            quantities=quantities,
+            include=include,
+            exclude=exclude,
+            roles=roles,
+            blocks=blocks,
+            max_rows=max_rows,
+            tol=tol,
+            drift_every=drift_every,
+            history=history,
+        )
+        self.measurements: deque[Measurement] = deque(maxlen=history)
+        self._engine: Engine | None = None
+        self._training_step: TrainingStep | None = None
+        self._warn = Warner()
+
+    @property
+    def latest(self) -> Measurement | None:
+        """The newest measurement."""
+        return self.measurements[-1] if self.measurements else None
+
+    def table(self) -> str:
+        """The newest measurement as text."""
+        return self.latest.table() if self.latest is not None else "nothing measured yet"
+
+    def __repr__(self) -> str:
+        s = self.settings
+        return (
+            f"SpectralMonitor(every_n_steps={s.every_n_steps}, quantities={s.quantities!r}, "
+            f"measurements={len(self.measurements)})"
+        )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the model apart, refuse what cannot be measured, print the role table."""
+        _refuse(trainer, pl_module)
+        self._engine = Engine(pl_module, trainer.optimizers, self.settings)
+        _show(self._engine.anatomy.table())
+        if not trainer.loggers:
+            self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Remember the weights drift is counted from."""
+        if self._engine is not None:
+            if trainer.global_step and self._engine.settings.needs & {"W0", "probe"}:
+                self._warn(f"resumed at step {trainer.global_step}: drift is counted from here")
+            self._engine.start()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Arm, if the optimizer steps in this batch and its step is to be measured."""
+        if (trainer.global_step + 1) % self.settings.every_n_steps or trainer.fit_loop._should_accumulate():
+            return
+        engine = self._engine
+        if engine is None:
+            return
+        self._training_step = None
+
+        def remember() -> None:
+            engine.features.begin()
+            engine.features.backward_open = False
+            if engine.features.layers:
+                self._training_step = TrainingStep(pl_module, batch, batch_idx)
+
+        engine.arm(remember)
+        engine.features.backward_open = False
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """The training step is done; later forwards are none of its."""
+        if self._engine is not None and self._engine.armed:
+            self._engine.features.forward_open = False
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Gradients from here on are those of the step's backward pass."""
+        if self._engine is not None and self._engine.armed:
+            self._engine.features.forward_open = False
+            self._engine.features.backward_open = True
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Later gradients are not."""
+        if self._engine is not None and self._engine.armed:
+            self._engine.features.backward_open = False
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure what was watched and log it."""
+        if self._engine is None or not self._engine.armed:
+            return
+        measurement = self._engine.finish(
+            trainer.global_step,
+            training_step=self._training_step,
+            loss=loss_in(outputs),
+            accumulated=trainer.accumulate_grad_batches,
+            context=partial(aside, trainer, pl_module),
+        )
+        self._training_step = None
+        if measurement is not None:
+            self.measurements.append(measurement)
+            self._log(trainer, measurement)
+
+    def _log(self, trainer: pl.Trainer, measurement: Measurement) -> None:
+        scalars = measurement.scalars()
+        for logger in trainer.loggers:
+            try:
+                logger.log_metrics(scalars, step=measurement.step)
+            except Exception as error:
+                name = type(logger).__name__
+                what = f"{type(error).__name__}: {error}"
+                self._warn(f"{name} did not take the measurement ({what}); training goes on", error)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the last table."""
+        if self._engine is not None and self._engine.measured:
+            _show(self.table())
+        elif self._engine is not None:
+            steps, every = trainer.global_step, self.settings.every_n_steps
+            _show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={every}")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave no hook behind if a batch was skipped after this callback had seen it start, which ends the epoch."""
+        if self._engine is not None and self._engine.armed:
+            self._engine.disarm()
+            self._training_step = None
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave no hook behind."""
+        self._stop()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave no hook behind."""
+        if stage == "fit":
+            self._stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings and measurements; what belongs to a running fit, and the methods Lightning adds, stay behind."""
+        state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
+        return {**state, "_engine": None, "_training_step": None}
+
+    def _stop(self) -> None:
+        if self._engine is not None:
+            self._engine.disarm()
+        self._engine = None
+        self._training_step = None
+
+
+@rank_zero_only
+def _show(text: str) -> None:
+    print(f"\n{text}\n", flush=True)
+
+
+def _refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what would give wrong numbers.
+
+    Raises:
+        ValueError: naming what is not supported and what is.
+    """
+    if trainer.world_size > 1:
+        raise ValueError(f"SpectralMonitor measures one process so far, not {trainer.world_size}; use devices=1")
+    if not module.automatic_optimization:
+        raise ValueError(
+            "SpectralMonitor measures automatic optimization so far; with manual optimization use SpectralProbe"
+        )
+    precision = str(trainer.precision)
+    if precision.startswith("16") or precision in ("transformer-engine", "transformer-engine-float16"):
+        supported = "32-true, 64-true, bf16-mixed, bf16-true"
+        raise ValueError(f"SpectralMonitor does not measure precision={precision!r} so far; supported: {supported}")

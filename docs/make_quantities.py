@@ -1,0 +1,103 @@
+"""Write docs/quantities.md from the registry in the code; a test checks that the two agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spectral_monitor.engine.assemble import VECTOR_KEYS
+from spectral_monitor.quantities import QUANTITIES
+
+TARGET = Path(__file__).with_name("quantities.md")
+
+HEAD = """# What is measured
+
+*Generated from the code by `docs/make_quantities.py`.*
+
+`W` is a weight (fan_out m x fan_in n) before the measured step, `dW` what the optimizer really added to it, `W0` the
+weight at the start of training, `h'` a layer's inputs, `h` its outputs, `dh` the change of the outputs by the step on
+the same batch with the same randomness, `b` the gradient of the loss with respect to the outputs, `g` the gradient of
+the loss with respect to the weight as the optimizer used it (clipped, averaged over micro-batches). `|.|*` is the
+spectral norm, the largest factor by which a matrix stretches a vector; `|.|F` the Frobenius norm; `E` the mean over
+rows (samples, tokens or pixels).
+
+In logs a value is called `spectral/<quantity>/<layer>`. What is NaN is not logged;
+`monitor.latest.why(quantity, layer)` says why.
+
+Tier `light` needs no hooks on modules and no extra forward. Tier `standard` (the default) adds the rest, at the price
+of one more forward on measured steps. `quantities=["update_natural", "lr"]` measures just those.
+
+| quantity | what it says | formula | unit, range | tier | source |
+|---|---|---|---|---|---|
+"""
+
+TAIL = """
+Sources: *Spectral Condition*: Yang, Simon and Bernstein, "A Spectral Condition for Feature Learning"
+(arXiv 2310.17813); *Feature Speed Formula*: Chizat and Netrapalli (arXiv 2311.18718).
+
+Of biases and gains only these are measured, with the RMS of the entries for a norm: {vectors}.
+
+## The whole network: `spectral/summary/<name>`
+
+| name | what it says |
+|---|---|
+| `loss_change_predicted` | minus the sum of all contributions, every parameter with a gradient counted once: what the step should do to the loss to first order. Under gradient clipping it is the clipped gradient's, smaller by the clipping factor. |
+| `loss_change` | what the step did to the loss, on the same batch with the same randomness. Known where the replayed forward returns the loss (as nanoGPT's and Hugging Face's models do) or the training step itself is replayed. |
+| `contribution_spread` | largest over smallest contribution of the operators; 1 is perfect balance, NaN if one goes uphill. |
+| `final_layer_alignment` | `alignment` of the readout. |
+| `worst_layer_ratio` | the operator whose `update_natural` is furthest from the operators' median: by what factor, up or down. |
+| `skipped_updates` | measured steps so far in which the update was missing or something was NaN or inf. |
+| `overhead_ms` | the monitor's own time in this step. |
+
+## How matrices are counted
+
+* **Operators** (Linear, convolutions, attention projections) map features to features. `*_natural` is
+  `sqrt(fan_in / fan_out)` times the spectral norm: the largest RMS of an output over inputs of RMS 1. That this is of
+  order 1 at every width, for the weight and for its update alike, is the spectral condition.
+* **The readout** is the operator whose output is the network's: what the model says it is
+  (`get_output_embeddings`), else the last operator registered. `roles={{"name": "readout"}}` overrides.
+* **Embeddings** look rows up, so their `*_natural` is the largest RMS of a row; `*_norm` is the table's spectral norm.
+* **Fused matrices** (attention's `in_proj`, the gates of an LSTM, or what `blocks={{"*qkv": 3}}` names) and grouped
+  convolutions are measured block by block, each with its own fans; the largest value is reported.
+* **Convolutions** are measured tap by tap, as matrices out x in: spectral norms of the taps are added up, an upper
+  bound for the whole; the stable rank is the largest of a tap, alignments are means over taps. Rows of their features
+  are the channel vectors of every position.
+* **Tied weights** are listed under each of their names; their contribution is counted once, at the first.
+
+## Angles in residual networks
+
+`bfa`, `bfa_cos` and `sensitivity` are about a layer's own outputs. In a plain chain of layers all of the signal passes
+through them, and the Feature Speed Formula applies as it stands: `-<b, dh>` is what all parameters up to there
+contribute. In a residual network or transformer a layer's output is a branch, not the stream: its angle is larger, and
+`sensitivity` counts only the loss decrease that passes through this branch. To see the stream itself, add an identity
+`nn.Linear` with a frozen weight where you want to look.
+
+## Accuracy
+
+Spectral norms are Lanczos estimates from below, within 1 % (`tol=0.01`); see [estimator.md](estimator.md).
+
+Rows of features: at most `max_rows` (4096) per layer, a fixed choice; the products with weights behind `alignment`
+and `update_alignment` use at least 128 of them, and fewer than all only in layers so large that all would cost more
+than 2^26 multiply-adds. The stable ranks of inputs and gradients use at least 512, and fewer than all only in matrices
+of more than 2^19 entries. `max_rows=None` takes all rows everywhere.
+
+A step changes features by little, and the change must not drown in rounding. `bfa` and `bfa_cos` are NaN unless the
+change is 100 times the rounding of the features, `feature_change` and `sensitivity` unless it is twice that. In
+float32 this hardly ever happens. Under bf16-mixed the features are rounded to 3 digits, so the angle is almost always
+NaN and `feature_change` is known only above about 1.6 %; weights, updates, contributions and drift are in float32 and
+as good as ever.
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    rows = []
+    for q in QUANTITIES.values():
+        formula = q.formula.replace("|", "\\|")
+        rows.append(f"| `{q.key}` | {q.meaning} | `{formula}` | {q.unit} | {q.tier} | {q.source} |")
+    vectors = ", ".join(f"`{key}`" for key in QUANTITIES if key in VECTOR_KEYS)
+    return HEAD + "\n".join(rows) + "\n" + TAIL.format(vectors=vectors)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())
+    print(f"wrote {TARGET}")

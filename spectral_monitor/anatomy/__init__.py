@@ -1,0 +1,6 @@
+"""Which matrices a model has: name, role, blocks, fans, and what cannot be measured and why."""
+
+from spectral_monitor.anatomy.find import Anatomy, Layer, Unmeasured, dissect
+from spectral_monitor.anatomy.layout import Layout
+
+__all__ = ["Anatomy", "Layer", "Layout", "Unmeasured", "dissect"]

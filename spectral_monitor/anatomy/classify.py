@@ -1,0 +1,120 @@
+"""What a single parameter is, judged by the module that owns it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
+
+from spectral_monitor.anatomy.layout import Kind, Layout
+
+_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONV_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+"""Modules whose parameters are gains and biases of any shape."""
+_GATES = {"LSTM": 4, "GRU": 3}
+_TABLE = re.compile(r"emb|pos|token|codebook|quer", re.IGNORECASE)
+_NO_CALL = "no module call to hook"
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a parameter seems to be.
+
+    Attributes:
+        suffix: what follows the module's name in the layer's name.
+        role, layout: as measured; without layout it is not measured, for ``reason``.
+        module: whose calls give features.
+        bare: a parameter whose use is not known; a role the user gives it does not turn it around.
+        unfit: no role makes it measurable.
+    """
+
+    suffix: str
+    role: str = ""
+    layout: Layout | None = None
+    module: nn.Module | None = None
+    channels_first: bool = False
+    no_features: str = _NO_CALL
+    note: str = ""
+    reason: str = ""
+    bare: bool = False
+    unfit: bool = False
+
+
+def classify(module: nn.Module, key: str, parameter: nn.Parameter) -> Guess:
+    """Guess role and layout of ``module.<key>``."""
+    if reason := _unfit(parameter):
+        return Guess(key, reason=reason, unfit=True)
+    if _is_parametrized(module, key):
+        return Guess(key, reason="parametrized: the weight in use is computed from it")
+    shape = tuple(parameter.shape)
+    if isinstance(module, _NORMS):
+        return Guess(key, "vector", Layout("vector", shape))
+    if key == "weight" and (guess := _known_module(module, shape)):
+        return guess
+    if len(shape) == 2 and (guess := _known_key(module, key, shape)):
+        return guess
+    if sum(size != 1 for size in shape) <= 1 and len(shape) != 2:
+        return Guess(key, "vector", Layout("vector", shape))
+    if len(shape) > 2 and all(size == 1 for size in shape[:-2]):
+        shape = shape[-2:]
+    if len(shape) == 2:
+        if _TABLE.search(key):
+            note = "bare parameter, taken for a table (tokens, d)"
+            return Guess(key, "embedding", Layout("linear", shape), note=note, bare=True)
+        return Guess(key, "operator", Layout("linear", shape), note="bare parameter, taken for (out, in)", bare=True)
+    owner = type(module).__name__
+    return Guess(key, reason=f"{len(shape)}-D parameter of {owner}: which axes are inputs and outputs is not known")
+
+
+def _unfit(parameter: nn.Parameter) -> str:
+    """Why a parameter cannot be measured at all; empty if it can."""
+    if isinstance(parameter, UninitializedParameter):
+        return "not initialised: run one batch through the model before"
+    if not parameter.is_floating_point():
+        return f"dtype {parameter.dtype} is not real floating point"
+    if parameter.numel() == 0:
+        return "empty"
+    return ""
+
+
+def _is_parametrized(module: nn.Module, key: str) -> bool:
+    base = key.rpartition("_")[0]
+    hooked = key.endswith(("_g", "_v", "_orig")) and base in dir(module) and base not in module._parameters
+    return isinstance(module, ParametrizationList) or hooked
+
+
+def _known_module(module: nn.Module, shape: tuple[int, ...]) -> Guess | None:
+    """Modules whose ``weight`` is their matrix: the layer is named after the module."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return Guess("", "embedding", Layout("linear", shape), module, no_features="")
+    if isinstance(module, (*_CONV, *_CONV_TRANSPOSED)):
+        kind: Kind = "conv" if isinstance(module, _CONV) else "conv_transposed"
+        layout = Layout(kind, shape, blocks=module.groups, groups=module.groups)
+        note = f"{layout.taps} taps, norms added up" if layout.taps > 1 else ""
+        return Guess("", "operator", layout, module, channels_first=True, no_features="", note=note)
+    if isinstance(module, nn.Linear) and len(shape) == 2:
+        if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+            why = "MultiheadAttention uses the weight without calling the module"
+            return Guess("", "operator", Layout("linear", shape), no_features=why)
+        return Guess("", "operator", Layout("linear", shape), module, no_features="")
+    # Hugging Face's Conv1D, a Linear with a transposed weight; known by name so that transformers is not imported.
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and len(shape) == 2:
+        return Guess("", "operator", Layout("transposed", shape), module, no_features="")
+    return None
+
+
+def _known_key(module: nn.Module, key: str, shape: tuple[int, ...]) -> Guess | None:
+    """Matrices that modules hold under names of their own."""
+    if isinstance(module, nn.MultiheadAttention) and key.endswith("_proj_weight"):
+        blocks = 3 if key == "in_proj_weight" else 1
+        note = "query, key and value" if blocks == 3 else ""
+        return Guess(key.removesuffix("_weight"), "operator", Layout("linear", shape, blocks), note=note)
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and key.startswith("weight_"):
+        gates = _GATES.get(type(module).__name__.removesuffix("Cell"), 1) if not key.startswith("weight_hr") else 1
+        note = f"{gates} gates" if gates > 1 else ""
+        return Guess(key, "operator", Layout("linear", shape, gates), note=note)
+    return None

@@ -1,0 +1,241 @@
+"""Take a model apart: every parameter becomes a measured layer or is listed with the reason why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from spectral_monitor.anatomy.classify import Guess, classify
+from spectral_monitor.anatomy.layout import Layout
+from spectral_monitor.anatomy.names import check_patterns, join, matches, named_modules
+from spectral_monitor.functional.norms import ROLES
+from spectral_monitor.measurement import LayerInfo
+
+ROLE_CHOICES = (*ROLES, "ignore")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A measured layer: its public description and where to find it.
+
+    Attributes:
+        info: as in :class:`~spectral_monitor.measurement.LayerInfo`.
+        parameter: the live parameter; only read.
+        layout: from the parameter to its matrices.
+        module: whose calls give the features, ``None`` where no call can be hooked.
+        channels_first: rows of its inputs and outputs lie along dimension 1 (convolutions).
+        no_features: why there is no ``module``; empty where there is one.
+        tied_to: the layer that already counts this very parameter, empty if none.
+        note: what a reader of the role table should know.
+    """
+
+    info: LayerInfo
+    parameter: nn.Parameter
+    layout: Layout
+    module: nn.Module | None
+    channels_first: bool
+    no_features: str
+    tied_to: str
+    note: str
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether spectral quantities mean something here."""
+        return self.info.role != "vector"
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """A parameter that is not measured."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a model is made of.
+
+    Attributes:
+        layers: in registration order.
+        unmeasured: every other parameter, with the reason.
+    """
+
+    layers: tuple[Layer, ...]
+    unmeasured: tuple[Unmeasured, ...]
+
+    @property
+    def infos(self) -> tuple[LayerInfo, ...]:
+        """The public descriptions."""
+        return tuple(layer.info for layer in self.layers)
+
+    def table(self) -> str:
+        """The role table as text."""
+        from spectral_monitor.reporting.table import role_table
+
+        return role_table(self)
+
+
+def dissect(
+    root: nn.Module,
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    roles: Mapping[str, str] | None = None,
+    blocks: Mapping[str, int] | None = None,
+) -> Anatomy:
+    """Find every parameter of ``root`` and say how it is measured.
+
+    Args:
+        root: any module.
+        include: fnmatch patterns on module or layer names; only what matches is measured.
+        exclude: what matches is not measured.
+        roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``; the first
+            pattern that matches overrides the guess.
+        blocks: pattern -> number of matrices stacked along the output, such as 3 for fused query, key and value.
+
+    Raises:
+        ValueError: a pattern that matches nothing, an unknown role, a role or a number of blocks that does not
+            fit a shape; nothing left to measure.
+
+    Example:
+        >>> from torch import nn
+        >>> for info in dissect(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))).infos:
+        ...     print(info.name, info.role, info.fan_in, info.fan_out)
+        0 operator 3 5
+        0.bias vector 1 5
+        2 readout 5 2
+        2.bias vector 1 2
+    """
+    roles, blocks = dict(roles or {}), dict(blocks or {})
+    for pattern, role in roles.items():
+        if role not in ROLE_CHOICES:
+            raise ValueError(f"roles: {pattern!r}: unknown role {role!r}; valid roles: {', '.join(ROLE_CHOICES)}")
+    for pattern, number in blocks.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"blocks: {pattern!r}: the number of blocks must be an integer >= 1, got {number!r}")
+    found = _parameters(root)
+    names = [name for _, name, _, _ in found]
+    check_patterns("roles", roles, names)
+    check_patterns("blocks", blocks, names)
+    owners = list(dict.fromkeys([*names, *(owner for owner, _, _, _ in found if owner)]))
+    check_patterns("include", include or (), owners)
+    check_patterns("exclude", exclude or (), owners)
+
+    chosen = {name: next((role for pattern, role in roles.items() if matches([pattern], name)), "") for name in names}
+    readout = ("", "") if "readout" in chosen.values() else _guess_readout(root, found)
+    layers: list[Layer] = []
+    unmeasured: list[Unmeasured] = []
+    counted: dict[int, str] = {}
+    for owner, name, parameter, guess in found:
+        shape = () if isinstance(parameter, UninitializedParameter) else tuple(parameter.shape)
+        role = chosen[name]
+        count = next((count for pattern, count in blocks.items() if matches([pattern], name)), None)
+        reason = guess.reason if not role else ""
+        if (include and not matches(include, name, owner)) or (exclude and matches(exclude, name, owner)):
+            reason = "left out by include or exclude"
+        if role == "ignore":
+            reason = "left out by roles"
+        if reason:
+            unmeasured.append(Unmeasured(name, shape, reason))
+            continue
+        if guess.unfit:
+            raise ValueError(f"roles: {name!r} cannot be {role!r}: {guess.reason}; choose ignore")
+        if name == readout[0] and not role:
+            guess = replace(guess, role="readout", note=join_notes(readout[1], guess.note))
+        layers.append(_layer(name, parameter, guess, role, count, counted.get(id(parameter), "")))
+        counted.setdefault(id(parameter), name)
+    if not layers:
+        reasons = Counter(item.reason for item in unmeasured) or {"no parameters": 0}
+        listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
+        raise ValueError(f"nothing to measure in {type(root).__name__}: {listed}")
+    return Anatomy(tuple(layers), tuple(unmeasured))
+
+
+Found = tuple[str, str, nn.Parameter, Guess]
+
+
+def _parameters(root: nn.Module) -> list[Found]:
+    """(module name, layer name, parameter, guess) of every parameter of every module, ties included."""
+    found: list[Found] = []
+    for owner, module in named_modules(root):
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            guess = classify(module, key, parameter)
+            found.append((owner, join(owner, guess.suffix) or key, parameter, guess))
+    return found
+
+
+def _guess_readout(root: nn.Module, found: list[Found]) -> tuple[str, str]:
+    """Name of the layer whose output is the network's, and a note.
+
+    It is what the model says it is, else the last operator that was registered.
+    """
+    for _, module in named_modules(root):
+        says = getattr(module, "get_output_embeddings", None)
+        head = says() if callable(says) else None
+        if isinstance(head, nn.Module):
+            for _, name, parameter, guess in found:
+                if guess.module is head and parameter is getattr(head, "weight", None):
+                    return name, ""
+    operators = [name for _, name, _, guess in found if guess.role == "operator" and guess.module is not None]
+    return (operators[-1], "readout by its place: the last operator registered") if operators else ("", "")
+
+
+def join_notes(*notes: str) -> str:
+    """Non-empty notes as one."""
+    return "; ".join(note for note in notes if note)
+
+
+def _layer(name: str, parameter: nn.Parameter, guess: Guess, role: str, count: int | None, tied_to: str) -> Layer:
+    shape = tuple(parameter.shape)
+    layout = _cast(name, shape, guess, role)
+    if role and guess.bare:  # the guess does not hold, nor what its note says
+        guess = replace(guess, note="bare parameter")
+    role = role or guess.role
+    if count is not None:
+        if role in ("embedding", "vector"):
+            raise ValueError(f"blocks: {name!r} is measured as {role}, which has no blocks (shape {shape})")
+        try:
+            layout = replace(layout, blocks=count)
+        except ValueError as error:
+            raise ValueError(f"blocks: {name!r}: {error}") from None
+    fan_out, fan_in = (layout.fan_in, 1) if role == "embedding" else (layout.fan_out, layout.fan_in)
+    note = join_notes(
+        guess.note,
+        f"tied to {tied_to}" if tied_to else "",
+        "" if parameter.requires_grad else "frozen",
+        f"features: {guess.no_features}" if guess.no_features and role != "vector" else "",
+    )
+    return Layer(
+        info=LayerInfo(name, role, fan_out, fan_in, shape, layout.blocks),
+        parameter=parameter,
+        layout=layout,
+        module=guess.module if role != "vector" else None,
+        channels_first=guess.channels_first,
+        no_features=guess.no_features if role != "vector" else "a vector has no features of its own",
+        tied_to=tied_to,
+        note=note,
+    )
+
+
+def _cast(name: str, shape: tuple[int, ...], guess: Guess, role: str) -> Layout:
+    """The layout under an overriding role (an embedding's rows are tokens; an operator's are outputs)."""
+    if role == "vector":
+        return Layout("vector", shape)
+    layout = guess.layout
+    if layout is None or (role and layout.kind == "vector"):
+        raise ValueError(f"roles: {name!r} of shape {shape} cannot be {role!r}; choose vector or ignore")
+    if guess.bare:
+        return layout
+    if role == "embedding" and guess.role != "embedding":
+        if layout.kind.startswith("conv") or layout.blocks > 1:
+            raise ValueError(f"roles: {name!r} of shape {shape} cannot be 'embedding': it is not a table (tokens, d)")
+        return Layout("linear" if layout.kind == "transposed" else "transposed", shape)
+    if role in ("operator", "readout") and guess.role == "embedding":
+        return Layout("transposed", shape)  # a table (tokens, d) seen as a map from tokens to d
+    return layout

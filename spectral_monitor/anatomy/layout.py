@@ -1,0 +1,94 @@
+"""From a parameter as PyTorch stores it to the matrices fan_out x fan_in that it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Kind = Literal["linear", "transposed", "conv", "conv_transposed", "vector"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter holds its matrices.
+
+    Attributes:
+        kind: ``"linear"`` (out, in); ``"transposed"`` (in, out); ``"conv"`` (out, in / groups, *taps);
+            ``"conv_transposed"`` (in, out / groups, *taps); ``"vector"``: any shape, one column.
+        shape: the parameter's shape, leading dimensions of 1 left out.
+        blocks: matrices stacked along the output (a grouped convolution's groups are blocks too).
+        groups: of a convolution.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+    blocks: int = 1
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        rows = self._fan_out_total()
+        if self.blocks < 1 or rows % self.blocks or self.blocks % self.groups:
+            raise ValueError(
+                f"cannot split shape {self.shape} into {self.blocks} blocks: the number must divide its {rows} outputs"
+                + (f" and be a multiple of its {self.groups} groups" if self.groups > 1 else "")
+            )
+
+    def _fan_out_total(self) -> int:
+        if self.kind == "vector":
+            return max(1, _product(self.shape))
+        if self.kind == "transposed":
+            return self.shape[1]
+        return self.shape[1] * self.groups if self.kind == "conv_transposed" else self.shape[0]
+
+    @property
+    def fan_out(self) -> int:
+        """Outputs of one block."""
+        return self._fan_out_total() // self.blocks
+
+    @property
+    def fan_in(self) -> int:
+        """Inputs of one block."""
+        if self.kind == "vector":
+            return 1
+        if self.kind == "conv_transposed":
+            return self.shape[0] // self.groups
+        return self.shape[0] if self.kind == "transposed" else self.shape[1]
+
+    @property
+    def taps(self) -> int:
+        """Spatial positions of a convolution kernel, each a matrix of its own."""
+        return _product(self.shape[2:]) if self.kind.startswith("conv") else 1
+
+    def stack(self, parameter: Tensor) -> Tensor:
+        """The matrices as a view (taps, blocks, fan_out, fan_in) of a tensor of the parameter's size."""
+        parameter = parameter.reshape(self.shape)
+        if self.kind == "vector":
+            return parameter.reshape(1, 1, -1, 1)
+        if self.kind == "conv_transposed":  # (groups, in, out, taps) -> (taps, groups, out, in)
+            by_group = _split(parameter.flatten(2), 0, self.groups).permute(3, 0, 2, 1)
+            return _split(by_group, 2, self.blocks // self.groups).flatten(1, 2)
+        if self.kind == "conv":
+            return _split(parameter.flatten(2).permute(2, 0, 1), 1, self.blocks)
+        return _split(parameter.T if self.kind == "transposed" else parameter, 0, self.blocks).unsqueeze(0)
+
+    def inputs(self, rows: Tensor) -> Tensor:
+        """Input rows (rows, in) as each block sees them: (blocks or 1, rows, fan_in)."""
+        if self.groups == 1:
+            return rows.unsqueeze(0)
+        by_group = _split(rows, 1, self.groups).transpose(0, 1)
+        return by_group.repeat_interleave(self.blocks // self.groups, dim=0)
+
+
+def _split(x: Tensor, dim: int, parts: int) -> Tensor:
+    """Dimension ``dim`` as (parts, rest)."""
+    split: Tensor = x.unflatten(dim, (parts, -1))
+    return split
+
+
+def _product(numbers: tuple[int, ...]) -> int:
+    result = 1
+    for number in numbers:
+        result *= number
+    return result

@@ -1,0 +1,54 @@
+"""Names as the user knows them, and patterns over them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+# Containers that wrap a user's module under these names; the names never reach a log.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once with its name, wrapper prefixes left out; the root's name is empty."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:  # by identity: some modules overload ==
+            return
+        seen.add(id(module))
+        yield name, module
+        for child_name, child in module.named_children():
+            hidden = child_name in _WRAPPERS or (child_name == "module" and isinstance(module, _PARALLEL))
+            yield from walk(child, name if hidden else join(name, child_name))
+
+    return walk(root, "")
+
+
+def join(*parts: str) -> str:
+    """Dotted name of the non-empty parts."""
+    return ".".join(part for part in parts if part)
+
+
+def matches(patterns: Iterable[str], *names: str) -> bool:
+    """Does any fnmatch pattern fit any of the names?"""
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
+
+
+def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse patterns that match nothing.
+
+    Raises:
+        ValueError: naming the argument, the pattern and the names there are.
+    """
+    names = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            shown = ", ".join(names[:40]) + (f", ... ({len(names)} in all)" if len(names) > 40 else "")
+            raise ValueError(f"{argument}: pattern {pattern!r} matches no layer.{hint} Layers: {shown}")

@@ -1,0 +1,259 @@
+"""Inputs, outputs and output gradients of the measured layers, seen by hooks that are there only while armed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from spectral_monitor.anatomy import Layer
+from spectral_monitor.capture.replay import RootCall
+from spectral_monitor.capture.rows import Kept, RowPicker, count_rows, first_tensor, rows_of
+from spectral_monitor.functional.feature_speed import inner
+from spectral_monitor.linalg import compute_dtype
+
+CHUNK = 1 << 18
+"""Entries that are compared at a time."""
+
+Harmless = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass
+class Call:
+    """One call of one layer: chosen rows of its input, its output and the gradient of its output.
+
+    The output is a copy, for the activation that follows may work in place; inputs and gradients are not.
+    """
+
+    h_in: Kept | None
+    h_out: Tensor
+    eps: float
+    index: Tensor | None
+    b: Kept | None = None
+    b_count: int = 0
+
+
+class FeatureCapture:
+    """Records the calls of measured layers in the forward that leads to the step, and in replays of it.
+
+    Attributes:
+        calls: layer index -> its calls.
+        roots: the outermost calls that reached a measured layer, with what it takes to make them again.
+        order: layer indices in the order of their last call.
+        forward_open: whether calls that are made now are those of the forward that leads to the step.
+        backward_open: whether gradients that arrive now are those of the step's backward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        wanted: Sequence[int],
+        max_rows: int | None,
+        harmless: Harmless,
+    ) -> None:
+        self.layers = {i: layers[i] for i in wanted if layers[i].module is not None}
+        self._hooked = {i: layer.module for i, layer in self.layers.items() if layer.module is not None}
+        self._roots = _ancestors(model, {id(module) for module in self._hooked.values()})
+        self._picker = RowPicker(max_rows)
+        self._max_rows = max_rows
+        self._harmless = harmless
+        self._handles: list[RemovableHandle] = []
+        self._replayed: Replay | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.calls: dict[int, list[Call]] = {}
+        self.roots: list[RootCall] = []
+        self.order: list[int] = []
+        self.forward_open = True
+        self.backward_open = True
+        self._depth = 0
+        self._root: RootCall | None = None
+
+    def arm(self) -> None:
+        """Register the hooks."""
+        self._reset()
+        for i, module in self._hooked.items():
+            self._handles.append(module.register_forward_hook(partial(self._record, i), with_kwargs=True))
+        for module in self._roots:
+            # First in line, to see the arguments before the user's own pre-hooks change them.
+            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+
+    def begin(self) -> None:
+        """Forget calls made so far: the training step begins now."""
+        self._reset()
+
+    def disarm(self) -> None:
+        """Remove the hooks and drop every tensor; safe to call at any time."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._reset()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._replayed is not None or not self.forward_open or _in_backward():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        with self._harmless("the start of the forward pass"):
+            if any(call.b is not None for calls in self.calls.values() for call in calls):
+                # A forward after a backward begins another micro-batch; the last one is the one that steps.
+                self.calls, self.roots, self.order = {}, [], []
+            self._root = RootCall(module, args, kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._replayed is not None or not self.forward_open or _in_backward():
+            return
+        self._depth -= 1
+        if self._depth == 0 and self._root is not None:
+            root, self._root = self._root, None
+            if root.reached:
+                with self._harmless("the end of the forward pass"):
+                    root.keep_loss(output)
+                self.roots.append(root)
+
+    def _record(self, i: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._replayed is None and (not self.forward_open or _in_backward()):
+            return  # activation checkpointing computes the forward once more in the backward pass
+        with self._harmless(f"the forward pass of {self.layers[i].info.name}"):
+            out = first_tensor(output)
+            if out is None:
+                return
+            layer = self.layers[i]
+            spatial = layer.parameter.ndim - 2
+            taken = sum(len(call.h_out) for call in self.calls.get(i, ()))
+            if self._replayed is not None:
+                self._replayed.add(i, out, layer)
+                return
+            count = count_rows(out, layer.channels_first, spatial)
+            index = self._picker.choose(count, (self._max_rows or count) - taken, out.device)
+            pick = partial(rows_of, channels_first=layer.channels_first, spatial=spatial)
+            h_out = pick(out, index=index)
+            call = Call(None, h_out.clone() if index is None else h_out, torch.finfo(out.dtype).eps, index)
+            x = first_tensor(args) if args else first_tensor(kwargs)
+            if x is not None and x.is_floating_point() and layer.info.role != "embedding":
+                rows = count_rows(x, layer.channels_first, spatial)
+                call.h_in = Kept(pick(x, index=self._picker.choose(rows, self._max_rows or rows, x.device)))
+            self.calls.setdefault(i, []).append(call)
+            self.order = [j for j in self.order if j != i] + [i]
+            if self._root is not None:
+                self._root.reached += 1
+            if out.requires_grad:
+                self._handles.append(out.register_hook(partial(self._gradient, i, call)))
+
+    def _gradient(self, i: int, call: Call, gradient: Tensor) -> None:
+        if not self.backward_open:
+            return
+        layer = self.layers[i]
+        with self._harmless(f"the backward pass of {layer.info.name}"):
+            call.b_count += 1
+            call.b = Kept(rows_of(gradient, layer.channels_first, layer.parameter.ndim - 2, call.index))
+
+    def outputs(self) -> Outputs:
+        """Which rows of each call were kept, what they were, and their gradients."""
+
+        def gradient(call: Call) -> Tensor | None:
+            return call.b.get() if call.b is not None and call.b_count == 1 else None
+
+        return {i: [(call.index, call.h_out, gradient(call)) for call in calls] for i, calls in self.calls.items()}
+
+    @contextmanager
+    def replaying(self, outputs: Outputs) -> Iterator[Replay]:
+        """While inside, calls of layers are compared with earlier ones, and nothing else is recorded."""
+        self._replayed = Replay(outputs)
+        try:
+            yield self._replayed
+        finally:
+            self._replayed = None
+
+
+Outputs = dict[int, list[tuple[Tensor | None, Tensor, Tensor | None]]]
+"""Layer index -> (kept rows, their values, their gradients where they count) of each call."""
+
+
+@dataclass
+class Change:
+    """dh of some rows: the norm of each, the norm of h of each, and the inner product of all with b."""
+
+    lengths: Tensor
+    before: Tensor
+    inner: Tensor | None
+    size: int
+
+
+class Replay:
+    """What a replayed forward changes in the outputs of layers; only norms and inner products are kept."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self._outputs = outputs
+        self._changes: dict[int, list[Change | None]] = {}
+
+    def add(self, i: int, out: Tensor, layer: Layer) -> None:
+        """Compare one more call of layer ``i``."""
+        done, before = self._changes.setdefault(i, []), self._outputs.get(i, [])
+        change = None
+        if len(done) < len(before):
+            index, h, b = before[len(done)]
+            rows = rows_of(out, layer.channels_first, layer.parameter.ndim - 2, index)
+            change = _compare(rows, h, b) if rows.shape == h.shape else None
+        done.append(change)
+
+    def change(self, i: int) -> Change | None:
+        """Of all rows of layer ``i``; ``None`` if it was not called as often, or not with as much, as before."""
+        there = [change for change in self._changes.get(i, []) if change is not None]
+        if not there or not len(there) == len(self._changes[i]) == len(self._outputs.get(i, ())):
+            return None
+        products = [change.inner for change in there if change.inner is not None]
+        return Change(
+            torch.cat([change.lengths for change in there]),
+            torch.cat([change.before for change in there]),
+            torch.stack(products).sum() if len(products) == len(there) else None,
+            sum(change.size for change in there),
+        )
+
+    def layers(self) -> list[int]:
+        """Layers that are compared."""
+        return list(self._outputs)
+
+
+def _compare(after: Tensor, h: Tensor, b: Tensor | None) -> Change:
+    """A few rows at a time, which stay in the cache."""
+    dtype = compute_dtype(h.dtype)
+    step = max(1, CHUNK // max(h.shape[1], 1))
+    lengths, before, products = [h.new_empty(0, dtype=dtype, device=after.device)], [], []
+    for start in range(0, len(h), step):
+        some = slice(start, start + step)
+        old = h[some].to(after.device, dtype)
+        dh = after[some].to(dtype) - old
+        lengths.append(torch.linalg.vector_norm(dh, dim=1))
+        before.append(torch.linalg.vector_norm(old, dim=1))
+        if b is not None:
+            products.append(inner(b[some], dh).double())
+    product = torch.stack(products).sum() if products else None
+    return Change(torch.cat(lengths), torch.cat([lengths[0], *before]), product, h.numel())
+
+
+def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Rows of all calls as one matrix in the dtype they are measured in; ``None`` if any is missing."""
+    there = [part for part in parts if part is not None]
+    if not there or len(there) < len(parts):
+        return None
+    rows = torch.cat(there) if len(there) > 1 else there[0]
+    return rows.to(compute_dtype(rows.dtype))
+
+
+def _ancestors(model: nn.Module, targets: set[int]) -> list[nn.Module]:
+    """Every module of which a target is a part, the targets too."""
+    return [module for module in model.modules() if any(id(part) in targets for part in module.modules())]
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,219 @@
+"""Leaving no trace: what a forward may change, remembered before it and put back after it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+LARGE = 10_000
+"""Containers of more items are put back, but their items not looked into."""
+
+_CONTAINERS = (list, dict, set, deque)
+_DATA = (bool, int, float, complex, str, bytes, type(None), Tensor, tuple, *_CONTAINERS)
+_TORCH_OWN = frozenset(key for key in vars(nn.Module()) if key != "training")
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def preserved(*roots: object) -> Iterator[None]:
+    """Inside, modules may change what they hold; afterwards all is as it was: see :class:`Snapshot`."""
+    state = Snapshot(*roots)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def _generator_state(generator: Any) -> Any:
+    """The state of a random generator of torch, Python or numpy."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+
+
+def _set_generator_state(generator: Any, state: Any) -> None:
+    """Undo what happened to a generator since it was in ``state``."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _generator_types() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    return (torch.Generator, random.Random, *((numpy.random.RandomState, numpy.random.Generator) if numpy else ()))
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+class Snapshot:
+    """What some modules and other objects hold.
+
+    Covered are parameters, buffers, flags and everything reached through attributes and containers: tensors, numbers,
+    lists and dicts, modules that hide there, private random generators, objects that hold nothing but data.
+
+    Args:
+        roots: modules, containers, tensors.
+        weights: without them only what is not trained: the state a forward starts from besides its weights.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, *roots: object, weights: bool = True) -> None:
+        self._weights = weights
+        self._tensors: list[_TensorState] = []
+        self._undo: list[Callable[[], None]] = []
+        self._generators = _generator_types()
+        seen: set[int] = set()
+        open_ends: list[object] = list(roots)
+        while open_ends:
+            value = open_ends.pop()
+            if id(value) not in seen and not isinstance(value, (int, float, str, type(None))):
+                seen.add(id(value))
+                open_ends.extend(self._take(value))
+
+    def _take(self, value: Any) -> Any:
+        """Remember one object; what it refers to."""
+        if isinstance(value, Tensor):
+            # An inference tensor (a metric's state after validation) cannot be changed by a training forward.
+            trained = isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad)
+            if not (value.is_inference() or value.is_meta or is_lazy(value) or (trained and not self._weights)):
+                self._tensors.append(_TensorState(value))
+        elif isinstance(value, nn.Module):
+            return self._module(value)
+        elif isinstance(value, _CONTAINERS):
+            return self._container(value)
+        elif isinstance(value, tuple):
+            return value
+        elif type(value) in self._generators:
+            state = _generator_state(value)
+            self._undo.append(lambda: _set_generator_state(value, state))
+        elif _is_array(value):
+            if value.flags.writeable and not value.dtype.hasobject:
+                copied = value.copy()
+                self._undo.append(lambda: value.__setitem__(..., copied))
+        elif _is_data(value):
+            return self._container(vars(value))
+        return ()
+
+    def _module(self, module: nn.Module) -> list[Any]:
+        space = vars(module)
+        plain = {key: value for key, value in space.items() if key not in _TORCH_OWN}
+
+        def undo() -> None:
+            for key in [key for key in space if key not in plain and key not in _TORCH_OWN]:
+                del space[key]
+            space.update({key: value for key, value in plain.items() if space.get(key, module) is not value})
+
+        self._undo.append(undo)
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False), *module.children())
+        tables = _TABLES if self._weights else ("_buffers",)
+        return [*plain.values(), *own, *(space.get(table) for table in tables)]
+
+    def _container(self, box: Any) -> list[Any]:
+        if isinstance(box, dict):
+            pairs = list(box.items())
+            self._undo.append(lambda: _refill(box, pairs))
+            return [value for _, value in pairs] if len(pairs) <= LARGE else []
+        content = list(box)
+        self._undo.append(lambda: _refill(box, content))
+        return content if len(content) <= LARGE else []
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back; what did not change is not written to.
+
+        Not to be called between a forward and its backward pass, which needs the tensors' versions unchanged.
+        """
+        for undo in self._undo:
+            undo()
+        for state in self._tensors:
+            state.reattach()
+        for state, changed in zip(self._tensors, _changed(self._tensors), strict=True):
+            if changed:
+                state.tensor.copy_(state.copied)
+
+
+class _TensorState:
+    """A tensor, the memory it lay in, what lay there, and its gradient."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.memory = tensor.data
+        self.copied = tensor.detach().clone()
+        self.trained = tensor.is_leaf and tensor.requires_grad
+        self.grad = tensor.grad if self.trained else None
+
+    def reattach(self) -> None:
+        """Undo ``tensor.data = other`` and ``tensor.grad = other``."""
+        tensor, memory = self.tensor, self.memory
+        if tensor.layout == torch.strided and (tensor.shape != memory.shape or tensor.data_ptr() != memory.data_ptr()):
+            tensor.data = memory
+        if self.trained and tensor.grad is not self.grad:
+            tensor.grad = self.grad
+
+
+def _changed(states: list[_TensorState]) -> list[bool]:
+    """Which tensors differ from their copies, asked with one wait per device.
+
+    A version that moved says so for sure, but one that did not says nothing: batch normalization and whatever writes
+    through ``.data`` leave no mark.
+    """
+    answers = [state.tensor._version != state.version for state in states]
+    asked: dict[torch.device, list[int]] = defaultdict(list)
+    for i, state in enumerate(states):
+        if not answers[i] and state.tensor.layout == torch.strided:
+            asked[state.tensor.device].append(i)
+    for indices in asked.values():
+        differ = [(_comparable(states[i].tensor) != _comparable(states[i].copied)).any() for i in indices]
+        for i, answer in zip(indices, torch.stack(differ).tolist(), strict=True):
+            answers[i] = answer
+    return answers
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """Floats of eight bits cannot be compared as such."""
+    eight = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.view(torch.uint8) if eight else tensor
+
+
+def _refill(box: Any, content: list[Any]) -> None:
+    """Give a container its old content back, if that changed."""
+    if isinstance(box, dict):
+        now = list(box.items())
+        if len(now) != len(content) or any(
+            a is not c or b is not d for (a, b), (c, d) in zip(now, content, strict=True)
+        ):
+            box.clear()
+            for key, value in content:  # not update(), which counts in a Counter
+                box[key] = value
+    elif isinstance(box, set):
+        if box != set(content):
+            box.clear()
+            box.update(content)
+    elif len(box) != len(content) or any(a is not b for a, b in zip(box, content, strict=True)):
+        box.clear()
+        box.extend(content)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether an object of the user's holds nothing but data (a running average, a state); no threads, no files."""
+    if isinstance(value, (type, types.ModuleType, types.FunctionType, types.MethodType, Optimizer)):
+        return False
+    space = getattr(value, "__dict__", None)
+    return type(space) is dict and all(isinstance(item, _DATA) or _is_array(item) for item in space.values())

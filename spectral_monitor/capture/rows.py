@@ -1,0 +1,75 @@
+"""From activations of any shape to at most ``max_rows`` rows of features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class RowPicker:
+    """A fixed choice of rows: which of ``count`` rows are kept depends on ``count`` alone.
+
+    So the rows of a layer's inputs, outputs, gradients and outputs after the step are of the same samples.
+    """
+
+    def __init__(self, max_rows: int | None) -> None:
+        self.max_rows = max_rows
+        self._index: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def choose(self, count: int, room: int, device: torch.device) -> Tensor | None:
+        """Sorted indices of the rows to keep, at most ``room``; ``None`` for all of them."""
+        if self.max_rows is None or count <= room:
+            return None
+        key = (count, room, device)
+        if key not in self._index:
+            if len(self._index) >= 64:  # batch shapes that vary without end must not fill the memory
+                self._index.clear()
+            generator = torch.Generator().manual_seed(count)
+            index = torch.randperm(count, generator=generator, device="cpu")[:room].sort().values
+            self._index[key] = index.to(device)
+        return self._index[key]
+
+
+def rows_of(x: Tensor, channels_first: bool, spatial: int, index: Tensor | None) -> Tensor:
+    """Rows of ``x`` as (rows, features): a view where the layout allows it and all are kept, else a copy.
+
+    Args:
+        x: (..., features), or (batch, features, *spatial) for convolutions; without batch dimension too.
+        channels_first: the second form.
+        spatial: number of spatial dimensions in the second form.
+        index: rows to keep, ``None`` for all.
+    """
+    x = x.detach()
+    if channels_first:
+        x = x.movedim(-spatial - 1, -1)
+    if index is None:
+        return x.reshape(-1, x.shape[-1])
+    return x[torch.unravel_index(index, x.shape[:-1])]
+
+
+class Kept:
+    """Rows that are held without a copy, and given back only if nobody has written to them since."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        self._version = rows._version
+
+    def get(self) -> Tensor | None:
+        """The rows, ``None`` if they were overwritten."""
+        return self._rows if self._rows._version == self._version else None
+
+
+def count_rows(x: Tensor, channels_first: bool, spatial: int) -> int:
+    """How many rows ``x`` holds."""
+    features = x.shape[-spatial - 1] if channels_first else x.shape[-1]
+    return x.numel() // max(features, 1)
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The tensor in a module's output or arguments: itself, or the first of a tuple, list or dict."""
+    if isinstance(value, Tensor):
+        return value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return next((found for item in items if (found := first_tensor(item)) is not None), None)

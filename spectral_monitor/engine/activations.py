@@ -1,0 +1,107 @@
+"""Feature quantities of one measured step: from recorded rows to scalars on the device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.capture.features import Call, Replay, joined
+from spectral_monitor.capture.rows import RowPicker
+from spectral_monitor.engine.scalars import Scalars
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.functional.features import mean_ratio
+from spectral_monitor.linalg import spectral_estimate
+
+Calls = Mapping[int, Sequence[Call]]
+
+SPECTRUM_ENTRIES = 1 << 19
+"""Stable ranks of inputs and gradients use at least 512 rows, more up to this many entries, all with max_rows=None."""
+
+STACK_ENTRIES = 1 << 20
+"""Small row matrices of one shape are measured together; larger ones one by one, to stay in the cache."""
+
+
+def input_rows(calls: Sequence[Call]) -> Tensor | None:
+    """A layer's inputs over all its calls."""
+    return joined([call.h_in.get() if call.h_in is not None else None for call in calls])
+
+
+def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
+    """Gradients of a layer's outputs, if they arrived exactly once for every call."""
+    return joined([call.b.get() if call.b is not None and call.b_count == 1 else None for call in calls])
+
+
+@torch.no_grad()
+def measure_forward(calls: Calls, settings: Settings, out: Scalars) -> None:
+    """Sizes and stable ranks of what the real forward and backward passes showed."""
+    rows: dict[tuple[int, str], Tensor] = {}
+    picker = RowPicker(settings.max_rows)
+    for i, recorded in calls.items():
+        h, h_in, b = joined([call.h_out for call in recorded]), input_rows(recorded), gradient_rows(recorded)
+        if h is not None:
+            _put_norm(i, "h", h, out)
+        if b is not None:
+            _put_norm(i, "b", b, out)
+        if h_in is not None and "input_stable_rank" in settings.keys:
+            rows[(i, "h_in")] = _some(h_in, picker)
+        if b is not None and "backward_stable_rank" in settings.keys:
+            rows[(i, "b")] = _some(b, picker)
+    _spectra(rows, settings.tol, out)
+
+
+def _some(rows: Tensor, picker: RowPicker) -> Tensor:
+    """As many rows as their spectrum is worth; a fixed choice."""
+    index = picker.choose(len(rows), max(512, SPECTRUM_ENTRIES // max(rows.shape[1], 1)), rows.device)
+    return rows if index is None else rows[index]
+
+
+def _put_norm(i: int, name: str, rows: Tensor, out: Scalars) -> None:
+    """Norm and number of the entries."""
+    out.put(i, f"{name}.norm", torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1)))
+    out.put(i, f"{name}.size", torch.tensor(float(rows.numel())))
+
+
+def _spectra(rows: Mapping[tuple[int, str], Tensor], tol: float, out: Scalars) -> None:
+    """Spectral and Frobenius norms of matrices of rows, those of one shape together."""
+    groups: dict[tuple[object, ...], list[tuple[int, str]]] = defaultdict(list)
+    for key, matrix in rows.items():
+        if matrix.numel():
+            groups[(matrix.shape, matrix.dtype, matrix.device)].append(key)
+    for keys in groups.values():
+        together = max(1, STACK_ENTRIES // rows[keys[0]].numel())
+        for start in range(0, len(keys), together):
+            some = keys[start : start + together]
+            stack = torch.stack([rows[key] for key in some]) if len(some) > 1 else rows[some[0]].unsqueeze(0)
+            estimate = spectral_estimate(stack, tol=tol)
+            for k, (i, name) in enumerate(some):
+                out.put(i, f"{name}.sigma", estimate.sigma[k])
+                out.put(i, f"{name}.fro", estimate.fro[k])
+
+
+@torch.no_grad()
+def measure_change(replay: Replay, out: Scalars) -> set[int]:
+    """What the step did to the features; the layers for which it could be seen."""
+    seen: set[int] = set()
+    for i in replay.layers():
+        change = replay.change(i)
+        if change is None or not change.size:
+            continue
+        seen.add(i)
+        out.put(i, "feature_change", mean_ratio(change.lengths, change.before))
+        out.put(i, "dh.norm", torch.linalg.vector_norm(change.lengths))
+        out.put(i, "dh.size", torch.tensor(float(change.size)))
+        if change.inner is not None:
+            out.put(i, "b.dh", change.inner)
+    return seen
+
+
+@torch.no_grad()
+def measure_drift(replay: Replay, out: Scalars) -> None:
+    """Change of the features of the probe batch since they were first seen."""
+    for i in replay.layers():
+        change = replay.change(i)
+        if change is not None and change.size:
+            out.put(i, "feature_drift", mean_ratio(change.lengths, change.before))

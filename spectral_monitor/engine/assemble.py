@@ -1,0 +1,179 @@
+"""On the host: from raw scalars to the documented quantities of each layer, one line per quantity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.anatomy import Layer
+from spectral_monitor.engine.scalars import Raw
+
+Norm = Literal["sigma", "fro"]
+
+VECTOR_KEYS = frozenset(
+    {"weight_natural", "update_natural", "update_ratio", "drift_ratio", "contribution", "lr", "lr_multiplier"}
+)
+"""What is measured of a bias or gain."""
+
+RATIOS = frozenset({"alignment", "update_alignment", "feature_change", "feature_drift"})
+"""Raw scalars that divide by a norm: NaN where that is zero, and then nothing is wrong."""
+
+
+def sound(raw: Mapping[str, list[float]]) -> bool:
+    """Whether everything measured of a layer is finite, but for ratios to zero."""
+    return all(math.isfinite(value) for name, values in raw.items() if name not in RATIOS for value in values)
+
+
+class LayerScalars:
+    """Raw scalars of one layer and how they combine over taps and blocks.
+
+    Norms of a convolution's taps add up (an upper bound on the whole); of several blocks the largest value counts.
+    Plain numbers: there are thousands, and a tensor operation on each would cost more than all the matrices.
+    """
+
+    def __init__(self, layer: Layer, raw: Mapping[str, list[float]]) -> None:
+        self.layer = layer
+        self._raw = raw
+        self._blocks = layer.layout.blocks
+
+    def get(self, name: str) -> float:
+        """A single number, NaN if it was not measured."""
+        value = self._raw.get(name)
+        return math.nan if value is None else value[0]
+
+    def sound(self) -> bool:
+        """Whether everything measured of this layer is finite, but for ratios to zero."""
+        return sound(self._raw)
+
+    def _by_block(self, name: str) -> list[list[float]]:
+        """Values of each block's taps, NaN if not measured."""
+        values = self._raw.get(name, [math.nan] * self._blocks)
+        return [values[block :: self._blocks] for block in range(self._blocks)]
+
+    def _norms(self, name: str, norm: Norm) -> list[float]:
+        """Norm of each block."""
+        blocks = self._by_block(f"{name}.{norm}")
+        return [sum(taps) if norm == "sigma" else math.hypot(*taps) for taps in blocks]
+
+    def norm(self, name: str, norm: Norm = "sigma") -> float:
+        """Spectral or Frobenius norm."""
+        norms = self._norms(name, norm)
+        return math.nan if any(math.isnan(value) for value in norms) else max(norms)
+
+    def natural(self, name: str) -> float:
+        """Natural norm by the layer's role."""
+        info = self.layer.info
+        if info.role == "embedding":
+            return self.get(f"{name}.row")
+        return math.sqrt(info.fan_in / max(info.fan_out, 1)) * self.norm(name)
+
+    def ratio(self, above: str, below: str, norm: Norm = "sigma") -> float:
+        """Norm over norm."""
+        pairs = zip(self._norms(above, norm), self._norms(below, norm), strict=True)
+        ratios = [a / b if b > 0 else math.nan for a, b in pairs]
+        return math.nan if any(math.isnan(value) for value in ratios) else max(ratios)
+
+    def stable_rank(self, name: str) -> float:
+        """Stable rank; zero taps and blocks have none and are left out."""
+        sigmas, fros = self._raw.get(f"{name}.sigma", [math.nan]), self._raw.get(f"{name}.fro", [math.nan])
+        if any(math.isnan(sigma) for sigma in sigmas):
+            return math.nan
+        return max(((fro / sigma) ** 2 for sigma, fro in zip(sigmas, fros, strict=True) if sigma > 0), default=math.nan)
+
+    def alignment(self, name: str) -> float:
+        """Mean over taps; taps and blocks without one are left out."""
+        known = ([value for value in taps if not math.isnan(value)] for taps in self._by_block(name))
+        return max((sum(taps) / len(taps) for taps in known if taps), default=math.nan)
+
+    def row_stable_rank(self, name: str) -> float:
+        """Stable rank of a matrix of rows."""
+        sigma = self.get(f"{name}.sigma")
+        return (self.get(f"{name}.fro") / sigma) ** 2 if sigma > 0 else math.nan
+
+    def root_mean_square(self, name: str) -> float:
+        """RMS of the entries of a matrix of rows."""
+        size = self.get(f"{name}.size")
+        return self.get(f"{name}.norm") / math.sqrt(size) if size else math.nan
+
+    def cosine(self) -> float:
+        """Cosine of the backward-feature angle."""
+        lengths = self.get("b.norm") * self.get("dh.norm")
+        return min(max(-self.get("b.dh") / lengths, -1.0), 1.0) if lengths else math.nan
+
+    def sensitivity(self) -> float:
+        """Feature change per loss decrease."""
+        decrease = -self.get("b.dh")
+        return self.root_mean_square("dh") / decrease if decrease else math.nan
+
+    def above_rounding(self, eps: float, margin: float) -> bool:
+        """Whether the change of the features is ``margin`` times larger than their rounding."""
+        return self.get("dh.norm") >= margin * eps * self.get("h.norm")
+
+
+FORMULAS: dict[str, Callable[[LayerScalars], float]] = {
+    "weight_norm": lambda s: s.norm("W"),
+    "weight_natural": lambda s: s.natural("W"),
+    "update_norm": lambda s: s.norm("dW"),
+    "update_natural": lambda s: s.natural("dW"),
+    "update_ratio": lambda s: s.ratio("dW", "W"),
+    "weight_fro": lambda s: s.norm("W", "fro"),
+    "update_fro": lambda s: s.norm("dW", "fro"),
+    "weight_stable_rank": lambda s: s.stable_rank("W"),
+    "update_stable_rank": lambda s: s.stable_rank("dW"),
+    "drift_ratio": lambda s: s.ratio("drift", "W0"),
+    "drift_fro_ratio": lambda s: s.ratio("drift", "W0", "fro"),
+    "contribution": lambda s: s.get("contribution"),
+    "feature_rms": lambda s: s.root_mean_square("h"),
+    "feature_change": lambda s: s.get("feature_change"),
+    "feature_drift": lambda s: s.get("feature_drift"),
+    "alignment": lambda s: s.alignment("alignment"),
+    "update_alignment": lambda s: s.alignment("update_alignment"),
+    "input_stable_rank": lambda s: s.row_stable_rank("h_in"),
+    "backward_stable_rank": lambda s: s.row_stable_rank("b"),
+    "bfa": lambda s: math.acos(s.cosine()),
+    "bfa_cos": lambda s: s.cosine(),
+    "sensitivity": lambda s: s.sensitivity(),
+}
+"""How each measured quantity is read off the raw scalars of a layer."""
+
+
+def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -> dict[str, float]:
+    """Values of the whole network that follow from what was measured, NaN where they are not defined.
+
+    ``loss_change_predicted`` counts every parameter with a gradient, measured or not, each once.
+    """
+    summary: dict[str, float] = {}
+    operators = [i for i, layer in enumerate(layers) if layer.info.role in ("operator", "readout")]
+    if "contribution" in values:
+        parts = [v[0] for some in raw.values() for name, v in some.items() if name.partition(".")[0] == "contribution"]
+        known = bool(parts) and not bool(values["contribution"].isinf().any())
+        summary["loss_change_predicted"] = -sum(parts) if known else math.nan
+        shares = values["contribution"][operators]
+        shares = shares[~shares.isnan()]
+        downhill = len(shares) > 0 and bool(shares.amin() > 0)
+        summary["contribution_spread"] = float(shares.amax() / shares.amin()) if downhill else math.nan
+    if "alignment" in values:
+        heads = [float(values["alignment"][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
+        summary["final_layer_alignment"] = heads[0] if len(heads) == 1 else math.nan
+    if "update_natural" in values:
+        off = balance_ratios(values["update_natural"][operators])
+        off = torch.maximum(off, 1 / off)
+        summary["worst_layer_ratio"] = max((x for x in off.tolist() if not math.isnan(x)), default=math.nan)
+    return summary
+
+
+def balance_ratios(natural: Tensor) -> Tensor:
+    """Natural norms over their geometric median; NaN where there is nothing to compare with.
+
+    Example:
+        >>> balance_ratios(torch.tensor([0.1, 0.2, 0.8]))
+        tensor([0.5000, 1.0000, 4.0000])
+    """
+    sizes = natural[natural > 0]
+    if not len(sizes):
+        return torch.full_like(natural, math.nan)
+    return torch.where(natural > 0, natural / sizes.log().quantile(0.5).exp(), math.nan)

@@ -1,0 +1,228 @@
+"""One measured step from end to end; Lightning and plain loops only say when."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from spectral_monitor.anatomy import dissect
+from spectral_monitor.capture.features import FeatureCapture
+from spectral_monitor.capture.optimizer import OptimizerCapture
+from spectral_monitor.engine.activations import gradient_rows, input_rows, measure_forward
+from spectral_monitor.engine.assemble import sound, summarize
+from spectral_monitor.engine.matrices import MatrixStage, start_norms
+from spectral_monitor.engine.replays import Again, Context, Replays
+from spectral_monitor.engine.rows import StepFacts, layer_row
+from spectral_monitor.engine.scalars import NETWORK, Raw, Scalars
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.quantities import TIERS
+from spectral_monitor.warnings import Warner
+
+FORWARD = frozenset({"h", "b", "dh", "probe"})
+"""Needs that take hooks on modules."""
+
+
+class Engine:
+    """Arms hooks for one step, reads it, computes a :class:`~spectral_monitor.measurement.Measurement`.
+
+    Use: ``start`` once; around a step ``arm``, then ``finish``, or ``disarm`` to give up. Between steps nothing is
+    registered anywhere. Whatever goes wrong inside costs the measurement, never the training step.
+
+    Raises:
+        ValueError: patterns, roles or blocks that do not fit; feature quantities with LBFGS or a compiled model.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings) -> None:
+        self.model = model
+        self.settings = settings
+        patterns = {key: getattr(settings, key) for key in ("include", "exclude", "roles", "blocks")}
+        self.anatomy = dissect(model, **patterns)
+        self.layers = self.anatomy.layers
+        if settings.needs & FORWARD:
+            _refuse(model, optimizers)
+        self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._after)
+        wanted = range(len(self.layers)) if settings.needs & FORWARD else ()
+        self.features = FeatureCapture(model, self.layers, wanted, settings.max_rows, self._harmless)
+        self._replays = Replays(model, self.features, settings.needs, settings.drift_every)
+        self.armed = False
+        self.measured = 0
+        self.skipped_updates = 0
+        self._start: dict[int, Tensor] = {}
+        self._start_norms: Raw = {}
+        self._reasons: dict[str, str] = {}
+        self._warn = Warner()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._failed = False
+        self._spent = 0.0
+        self._out = Scalars()
+        self._stage = MatrixStage(self.layers, self.settings, self._start, self._inputs, self._out)
+
+    def start(self) -> None:
+        """Remember the weights as those drift is counted from, in host memory."""
+        if "W0" in self.settings.needs:
+            with self._harmless("remembering the start"):
+                self._start = {i: layer.parameter.detach().to("cpu", copy=True) for i, layer in enumerate(self.layers)}
+                self._start_norms = start_norms(self.layers, self._start, self.settings.tol)
+
+    def arm(self, before_forward: Callable[[], None] = lambda: None) -> None:
+        """Register the hooks that watch the coming step.
+
+        Args:
+            before_forward: called before the forward, if that runs inside the optimizer's step.
+        """
+        self.disarm()
+        self.armed = True
+        self._before_forward = before_forward
+        with self._harmless("setting up"):
+            self.features.arm()
+            self.optimizers.arm()
+
+    def disarm(self) -> None:
+        """Remove every hook and forget what was recorded; safe to call at any time."""
+        self.armed = False
+        self.optimizers.disarm()
+        self.features.disarm()
+        self._clear()
+
+    def finish(
+        self,
+        step: int,
+        *,
+        training_step: Again | None = None,
+        loss: Tensor | None = None,
+        accumulated: int = 1,
+        context: Context = nullcontext,
+    ) -> Measurement | None:
+        """Measure the step that was watched, and disarm.
+
+        Args:
+            step: optimizer steps taken, this one included.
+            training_step: runs the forward of the whole training step again, for models called in several parts.
+            loss: what the backward pass started from, to tell whether the loss a model returns is that one.
+            accumulated: what the model's loss was divided by to become that.
+            context: precision the replayed forward runs under, besides the autocast that was recorded.
+
+        Returns:
+            ``None`` if the step could not be measured; a warning has said why.
+        """
+        measurement = None
+        try:
+            with self._harmless("measuring"), _full_precision():
+                if self.armed and not self._failed:
+                    measurement = self._measure(step, training_step, loss, accumulated, context)
+            if measurement is not None:
+                measurement.summary["overhead_ms"] = self._spent * 1e3
+        finally:
+            self.disarm()
+        return measurement
+
+    def _measure(
+        self, step: int, training_step: Again | None, loss: Tensor | None, accumulated: int, context: Context
+    ) -> Measurement:
+        calls, stage, out = self.features.calls, self._stage, self._out
+        stage.rest()
+        facts = StepFacts(stage.lr, stage.stepped, stage.unused, accumulated=accumulated)
+        facts.closures = max(self.optimizers.closure_calls.values(), default=0)
+        facts.called = set(calls)
+        facts.fed = {i for i, recorded in calls.items() if input_rows(recorded) is not None}
+        facts.graded = {i for i, recorded in calls.items() if gradient_rows(recorded) is not None}
+        facts.eps = {i: max(call.eps for call in recorded) for i, recorded in calls.items()}
+        losses = None
+        if self.settings.needs & FORWARD:
+            self._check_readout()
+            measure_forward(calls, self.settings, out)
+            losses = self._replays.run(self.measured, facts, out, training_step, loss, context, self._warn)
+        if losses is not None:
+            out.put(NETWORK, "loss_change", losses[1].double() - losses[0].double())
+        raw = out.fetch()
+        for i, norms in self._start_norms.items():
+            raw.setdefault(i, {}).update(norms)
+        network = raw.get(NETWORK, {})
+        facts.rewritten = any(any(value) for name, value in network.items() if name.startswith("g.changed"))
+
+        rows, reasons = [], {}
+        for i, layer in enumerate(self.layers):
+            row, missing = layer_row(i, layer, self.settings.keys, raw, facts)
+            rows.append(row)
+            reasons.update({f"{key}/{layer.info.name}": reason for key, reason in missing.items()})
+        if reasons != self._reasons:  # mostly they stay the same, and then one copy serves the whole history
+            self._reasons = reasons
+        values = {key: torch.tensor([row[key] for row in rows], dtype=torch.float32) for key in self.settings.keys}
+        summary = summarize(values, self.layers, raw)
+        if facts.rewritten or facts.closures > 1:
+            summary["loss_change_predicted"] = math.nan
+        if "dh" in self.settings.needs:
+            summary["loss_change"] = network["loss_change"][0] if losses is not None else math.nan
+        self.skipped_updates += not (stage.stepped - stage.unused) or not all(map(sound, raw.values()))
+        summary["skipped_updates"] = float(self.skipped_updates)
+        self.measured += 1
+        return Measurement(step, self.anatomy.infos, values, summary, reasons=self._reasons)
+
+    def _inputs(self, i: int) -> Tensor | None:
+        return input_rows(self.features.calls.get(i, ()))
+
+    def _enter(self, optimizer: Optimizer) -> None:
+        with self._harmless("remembering the batch"):
+            self._before_forward()
+
+    def _before(self, optimizer: Optimizer) -> None:
+        with self._harmless("copying the weights"):
+            self._stage.before(optimizer)
+
+    def _after(self, optimizer: Optimizer) -> None:
+        with self._harmless("measuring the update"), _full_precision():
+            if len(self.optimizers.optimizers) == 1:
+                self.features.forward_open = False
+            if not self._failed:
+                self._stage.after(optimizer)
+
+    def _check_readout(self) -> None:
+        """Say so if the readout, a guess by place, was not the last operator that ran."""
+        order = [i for i in self.features.order if self.layers[i].info.role in ("operator", "readout")]
+        guessed = [i for i in order if "by its place" in self.layers[i].note]
+        if guessed and order[-1] not in guessed:
+            last, taken = self.layers[order[-1]].info.name, self.layers[guessed[-1]].info.name
+            self._warn(f"{taken!r} is taken for the readout, but {last!r} ran last; say roles={{{last!r}: 'readout'}}")
+
+    @contextmanager
+    def _harmless(self, what: str) -> Iterator[None]:
+        """Count the time inside, and turn any error into one warning and a step that is not measured."""
+        begin, spent = time.perf_counter(), self._spent
+        try:
+            yield
+        except Exception as error:
+            first, self._failed = not self._failed, True
+            if first:  # the others follow from it
+                self._warn(f"a step was not measured: {what} failed with {type(error).__name__}: {error}", error)
+        finally:
+            self._spent = spent + time.perf_counter() - begin  # what ran inside has counted itself too
+
+
+def _refuse(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    light = f"Choose quantities='light', or a list of: {', '.join(TIERS['light'])}"
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(f"{type(optimizer).__name__} runs the forward several times in a step. {light}")
+    for name, module in model.named_modules():
+        compiled = getattr(module, "_orig_mod", None) is not None or module._compiled_call_impl is not None
+        if compiled or getattr(module, "_compiler_ctx", None):
+            raise ValueError(f"module {name!r} is compiled: hooks inside it would change what it computes. {light}")
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Inside, no autocast: norms are not to be computed in half precision."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

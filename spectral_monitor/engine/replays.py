@@ -1,0 +1,132 @@
+"""Forwards after the step: once more on the same batch, and now and then on the probe batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from spectral_monitor.capture.features import FeatureCapture, Outputs, Replay
+from spectral_monitor.capture.preserve import preserved
+from spectral_monitor.capture.replay import RootCall
+from spectral_monitor.engine.activations import measure_change, measure_drift
+from spectral_monitor.engine.rows import StepFacts
+from spectral_monitor.engine.scalars import Scalars
+from spectral_monitor.warnings import Warner
+
+
+class Again(Protocol):
+    """A forward that can be run again as it was, with its own randomness and precision."""
+
+    def rewind(self) -> None:
+        """Give the model the state it had before that forward, but for its weights."""
+
+    def __call__(self) -> Tensor | None:
+        """Run it; the loss, if it has one."""
+
+
+Context = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """The first measured batch: how to run it again, and what the layers' outputs were."""
+
+    again: Again
+    outputs: Outputs
+
+
+class Replays:
+    """Runs forwards again without a trace."""
+
+    def __init__(self, model: nn.Module, features: FeatureCapture, needs: frozenset[str], drift_every: int) -> None:
+        self._model = model
+        self._features = features
+        self._needs = needs
+        self._drift_every = drift_every
+        self._probe: _Probe | None = None
+
+    def run(
+        self,
+        measured: int,
+        facts: StepFacts,
+        out: Scalars,
+        training_step: Again | None,
+        loss: Tensor | None,
+        context: Context,
+        warn: Warner,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Measure what needs a forward after the step; the loss before and after it, where both are known."""
+        losses = None
+        due = "probe" in self._needs and measured % self._drift_every == 0
+        if "dh" in self._needs or (due and self._probe is None):
+            losses = self._same_batch(facts, out, training_step, loss, context, warn)
+        if not due:
+            facts.no_drift = f"measured at every {self._drift_every}th measured step"
+        elif self._probe is None:
+            facts.no_drift = facts.no_replay
+        elif measured > 0:
+            self._probe_batch(self._probe, facts, out, context, warn)
+        return losses
+
+    def _same_batch(
+        self,
+        facts: StepFacts,
+        out: Scalars,
+        training_step: Again | None,
+        loss: Tensor | None,
+        context: Context,
+        warn: Warner,
+    ) -> tuple[Tensor, Tensor] | None:
+        roots = self._features.roots
+        again: Again
+        if len(roots) == 1:
+            again, before = roots[0], _trained_on(roots[0], loss, facts.accumulated)
+        elif training_step is not None and roots:
+            again, before = training_step, None if loss is None else loss * facts.accumulated
+        else:
+            parts = "was not called" if not roots else f"is called in {len(roots)} separate parts"
+            facts.no_replay = f"the forward cannot be run again: the model {parts}"
+            return None
+        outputs = self._features.outputs()
+        try:
+            replay, after = self._run(again, outputs, context)
+        except Exception as error:
+            facts.no_replay = f"the forward could not be run again ({type(error).__name__}: {error})"
+            warn(f"{facts.no_replay}; what needs the features after the step is left out", error)
+            return None
+        facts.replayed = measure_change(replay, out)
+        if self._probe is None and "probe" in self._needs:
+            kept: Outputs = {
+                i: [(index, h.to("cpu", copy=True), None) for index, h, _ in calls] for i, calls in outputs.items()
+            }
+            self._probe = _Probe(again, kept)
+            measure_drift(replay, out)
+        return None if before is None or after is None else (before, after)
+
+    def _probe_batch(self, probe: _Probe, facts: StepFacts, out: Scalars, context: Context, warn: Warner) -> None:
+        try:
+            replay, _ = self._run(probe.again, probe.outputs, context)
+        except Exception as error:
+            facts.no_drift = f"the probe batch could not be run again ({type(error).__name__}: {error})"
+            warn(facts.no_drift, error)
+            return
+        measure_drift(replay, out)
+
+    def _run(self, again: Again, outputs: Outputs, context: Context) -> tuple[Replay, Tensor | None]:
+        with preserved(self._model), torch.no_grad():
+            again.rewind()
+            with context(), self._features.replaying(outputs) as replay:
+                loss = again()
+        return replay, loss
+
+
+def _trained_on(root: RootCall, loss: Tensor | None, accumulated: int) -> Tensor | None:
+    """The loss the call returned, unless training is known to use another one."""
+    if root.loss is None or loss is None:
+        return root.loss
+    return root.loss if torch.equal((root.loss / accumulated).to(loss), loss) else None

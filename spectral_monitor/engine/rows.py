@@ -1,0 +1,137 @@
+"""The row of one layer: every quantity, and for each that cannot be had the reason why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spectral_monitor.anatomy import Layer
+from spectral_monitor.engine.assemble import FORMULAS, VECTOR_KEYS, LayerScalars
+from spectral_monitor.engine.scalars import Raw
+from spectral_monitor.quantities import QUANTITIES
+
+ONE_HOT = frozenset({"alignment", "update_alignment", "input_stable_rank"})
+"""What is not defined for the one-hot inputs of an embedding."""
+
+# Angles are off by about rounding over change, so 1 % needs a margin of 100. The size of a change is off by half the
+# square of that: 2 leaves about as little, for roundings are spread over a third of their bound.
+ANGLE_MARGIN = 100.0
+CHANGE_MARGIN = 2.0
+
+
+@dataclass
+class StepFacts:
+    """What the host knows about one step.
+
+    Attributes:
+        lr: layer index -> learning rate, for layers some optimizer owns.
+        stepped: layers whose optimizer made its step.
+        unused: layers without a gradient.
+        called: layers that were called in the forward.
+        fed: layers whose inputs are at hand.
+        graded: layers whose every output received its gradient once.
+        eps: layer index -> rounding of its outputs.
+        replayed: layers whose outputs after the step are known.
+        no_replay: why none are; empty if they should be.
+        no_drift: why ``feature_drift`` is missing; empty if it should not be.
+        closures: how often the closure ran, if more than once.
+        rewritten: whether an optimizer overwrote gradients.
+        accumulated: what the loss was divided by before the backward pass.
+    """
+
+    lr: dict[int, float]
+    stepped: set[int]
+    unused: set[int]
+    called: set[int] = field(default_factory=set)
+    fed: set[int] = field(default_factory=set)
+    graded: set[int] = field(default_factory=set)
+    eps: dict[int, float] = field(default_factory=dict)
+    replayed: set[int] = field(default_factory=set)
+    no_replay: str = ""
+    no_drift: str = ""
+    closures: int = 0
+    rewritten: bool = False
+    accumulated: int = 1
+
+
+def layer_row(
+    i: int, layer: Layer, keys: Sequence[str], raw: Raw, facts: StepFacts
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Quantity -> value and, for every value that is NaN, quantity -> reason."""
+    scalars = LayerScalars(layer, raw.get(i, {}))
+    row, reasons = {}, {}
+    for key in keys:
+        reason = _missing(key, i, layer, scalars, facts)
+        value = math.nan if reason else _value(key, i, scalars, facts)
+        if math.isnan(value):
+            reasons[key] = reason or _undefined(scalars)
+        row[key] = value
+    return row, reasons
+
+
+def _value(key: str, i: int, scalars: LayerScalars, facts: StepFacts) -> float:
+    if key == "lr":
+        return facts.lr[i]
+    if key == "lr_multiplier":
+        return 1.0
+    value = FORMULAS[key](scalars)
+    return value / facts.accumulated if key == "sensitivity" else value  # b was of the divided loss
+
+
+def _undefined(scalars: LayerScalars) -> str:
+    return "undefined: it divides by a norm that is zero" if scalars.sound() else "NaN or inf in its values"
+
+
+def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepFacts) -> str:
+    """Why a quantity cannot be had for a layer; empty if it can."""
+    role, needs = layer.info.role, QUANTITIES[key].needs
+    if role == "vector" and key not in VECTOR_KEYS:
+        return "a bias or gain has its RMS, update, drift and contribution only"
+    if (needs & {"dW", "g"} or key in ("lr", "lr_multiplier")) and i not in facts.lr:
+        return "no optimizer updates it" if facts.lr else "no optimizer made a step"
+    if needs & {"dW", "g"} and i in facts.unused:
+        return "no gradient: it was not used in this step"
+    if needs & {"dW", "g"} and i not in facts.stepped:
+        return "its optimizer did not step"
+    if key == "contribution":
+        return _no_contribution(layer, facts)
+    if needs & {"h", "b", "dh", "probe"}:
+        return _no_features(key, i, layer, scalars, facts)
+    return ""
+
+
+def _no_contribution(layer: Layer, facts: StepFacts) -> str:
+    if layer.tied_to:
+        return f"counted at {layer.tied_to}, whose parameter it is"
+    if facts.closures > 1:
+        return f"the closure ran {facts.closures} times: the gradient is not that of the weights before the step"
+    if facts.rewritten:
+        return "the optimizer overwrote the gradients"
+    return ""
+
+
+def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepFacts) -> str:
+    needs = QUANTITIES[key].needs
+    if layer.no_features:
+        return layer.no_features
+    if layer.info.role == "embedding" and key in ONE_HOT:
+        return "an embedding's inputs are one-hot"
+    if i not in facts.called:
+        return "not called in this step"
+    if key in ONE_HOT and i not in facts.fed:
+        return "its inputs are not a tensor of numbers, or were overwritten"
+    if key == "feature_drift":
+        return facts.no_drift
+    if "b" in needs and i not in facts.graded:
+        return "no gradient arrived at its output, or more than one, or it was overwritten"
+    if "dh" not in needs:
+        return ""
+    if facts.no_replay:
+        return facts.no_replay
+    if i not in facts.replayed:
+        return "called differently when the forward was run again"
+    margin = ANGLE_MARGIN if key in ("bfa", "bfa_cos") else CHANGE_MARGIN
+    if scalars.get("dh.norm") > 0 and not scalars.above_rounding(facts.eps[i], margin):
+        return "its change is too close to the rounding of its outputs"
+    return ""

@@ -1,0 +1,175 @@
+"""The Feature Speed Formula: features, the loss, and the angle between what moved and what should have."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.functional.norms import ratio
+from spectral_monitor.linalg import compute_dtype
+
+_CHUNK = 1 << 16
+
+
+def require_alike(**pair: Tensor) -> None:
+    """A clear error unless the two tensors, given by name, are real floating point and of one shape."""
+    (name, a), (other, b) = pair.items()
+    if a.shape != b.shape:
+        raise ValueError(f"{name} {tuple(a.shape)} and {other} {tuple(b.shape)} must have one shape")
+    if not (a.is_floating_point() and b.is_floating_point()):
+        raise ValueError(
+            f"{name} ({a.dtype}) and {other} ({b.dtype}) must be real floating-point, shape {tuple(a.shape)}"
+        )
+
+
+def inner(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum of the products of the entries, accumulated in float64 over chunks (a flat float32 sum loses digits).
+
+    The products themselves, and the result, are in ``dtype``, by default the one the entries are measured in.
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"shapes must agree, got {tuple(a.shape)} and {tuple(b.shape)}")
+    dtype = dtype or torch.promote_types(compute_dtype(a.dtype), compute_dtype(b.dtype))
+    pairs = zip(torch.split(a.reshape(-1), _CHUNK), torch.split(b.reshape(-1), _CHUNK), strict=True)
+    parts = [torch.dot(x.to(dtype), y.to(dtype)) for x, y in pairs]
+    total = torch.stack(parts).sum(dtype=torch.float64) if parts else a.new_zeros((), dtype=torch.float64)
+    return total.to(dtype)
+
+
+def _length(x: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x.to(compute_dtype(x.dtype)), dim=-1))
+    return length
+
+
+@torch.no_grad()
+def backward_feature_cosine(dh: Tensor, b: Tensor) -> Tensor:
+    r"""Cosine of the backward-feature angle, :math:`-\langle b, dh\rangle / (\|b\| \|dh\|)`.
+
+    Args:
+        dh: change of the features by the step, any shape.
+        b: gradient of the loss with respect to the features before the step, the same shape.
+
+    Returns:
+        A scalar in [-1, 1], in (0, 1] for small steps of gradient descent; NaN if either is zero.
+
+    Raises:
+        ValueError: shapes differ, or not real floating point.
+
+    Source: "The Feature Speed Formula", Theorem 2.1 (whose text leaves out the division by both norms).
+
+    Example:
+        >>> import torch
+        >>> backward_feature_cosine(torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 0.0]))
+        tensor(1.)
+    """
+    require_alike(dh=dh, b=b)
+    return ratio(-inner(b, dh), _length(b) * _length(dh)).clamp(-1, 1)
+
+
+@torch.no_grad()
+def backward_feature_angle(dh: Tensor, b: Tensor) -> Tensor:
+    r"""Backward-feature angle (BFA): between the change of the features ``dh`` and the steepest descent ``-b``.
+
+    Args:
+        dh: change of the features by the step, any shape; all entries count as one vector.
+        b: gradient of the loss with respect to the features before the step, the same shape.
+
+    Returns:
+        A scalar in radians, in [0, pi/2) for small steps of gradient descent, in [0, pi] at large; NaN if either
+        is zero. Small angles are as accurate as large ones.
+
+    Raises:
+        ValueError: shapes differ, or not real floating point.
+
+    Source: "The Feature Speed Formula", Theorem 2.1.
+
+    Example:
+        >>> import torch
+        >>> backward_feature_angle(torch.tensor([-1.0, 1.0]), torch.tensor([1.0, 0.0]))
+        tensor(0.7854)
+    """
+    require_alike(dh=dh, b=b)
+    dtype = torch.promote_types(compute_dtype(dh.dtype), compute_dtype(b.dtype))
+    dh, b = dh.to(dtype), b.to(dtype)
+    lengths = torch.stack([_length(dh), _length(b)])
+    u, v = dh / lengths[0], -b / lengths[1]
+    # Kahan: arccos of a rounded cosine near 1 loses half the digits.
+    angle = 2 * torch.atan2(_length(u - v), _length(u + v))
+    # A length of 0 (of an empty tensor) or inf (squares overflow) leaves u = 0, which has no direction.
+    return torch.where(((lengths > 0) & lengths.isfinite()).all(), angle, math.nan)
+
+
+@torch.no_grad()
+def angle_sums(dh: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r""":math:`\langle b, dh\rangle`, :math:`\|dh\|^2` and :math:`\|b\|^2` in float64.
+
+    Unlike angles they add up over batches and processes; :func:`angle_from_sums` gives the angle of the whole.
+    """
+    require_alike(dh=dh, b=b)
+    return inner(b, dh, torch.float64), inner(dh, dh, torch.float64), inner(b, b, torch.float64)
+
+
+@torch.no_grad()
+def angle_from_sums(inner_product: Tensor, dh_squared: Tensor, b_squared: Tensor) -> Tensor:
+    """The backward-feature angle, float64, from :func:`angle_sums` added up; NaN if ``dh`` or ``b`` is zero.
+
+    A rounded cosine leaves angles below 1e-7 rad undetermined, where :func:`backward_feature_angle` on all rows at
+    once would not.
+    """
+    return torch.acos(ratio(-inner_product, dh_squared.sqrt() * b_squared.sqrt()).clamp(-1, 1))
+
+
+@torch.no_grad()
+def sensitivity(dh: Tensor, b: Tensor) -> Tensor:
+    r"""Feature change per loss decrease, :math:`\mathrm{rms}(dh) / (-\langle b, dh\rangle)`.
+
+    The denominator is the first-order loss decrease due to the parameters up to these features.
+
+    Args:
+        dh: change of the features by the step, any shape.
+        b: gradient of the loss with respect to the features before the step, the same shape.
+
+    Returns:
+        A scalar per unit of loss; negative if the features moved uphill; NaN if they moved neither way.
+
+    Raises:
+        ValueError: shapes differ, or not real floating point.
+
+    Source: "The Feature Speed Formula", Eq. 4; its inverse is the laziness.
+
+    Example:
+        >>> import torch
+        >>> sensitivity(torch.tensor([-0.1, -0.1]), torch.tensor([1.0, 0.0]))
+        tensor(1.0000)
+    """
+    require_alike(dh=dh, b=b)
+    return ratio(_length(dh) / math.sqrt(max(dh.numel(), 1)), -inner(b, dh))
+
+
+@torch.no_grad()
+def contribution(g: Tensor, dW: Tensor) -> Tensor:
+    r"""First-order loss decrease by one parameter's update, :math:`-\langle g, \Delta W\rangle`.
+
+    Args:
+        g: gradient of the loss with respect to the parameter, any shape.
+        dW: its update, the same shape.
+
+    Returns:
+        A scalar in units of the loss, positive where the update goes downhill; for gradient descent
+        :math:`\eta \|g\|_F^2`. Minus the sum over all parameters predicts the change of the loss.
+
+    Raises:
+        ValueError: shapes differ, or not real floating point.
+
+    Source: "The Feature Speed Formula", Theorem 2.1 and property (BC), in the form that holds for any optimizer.
+
+    Example:
+        >>> import torch
+        >>> g = torch.tensor([[3.0, 4.0]])
+        >>> contribution(g, -0.1 * g)
+        tensor(2.5000)
+    """
+    require_alike(g=g, dW=dW)
+    return -inner(g, dW)

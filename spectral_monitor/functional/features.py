@@ -1,0 +1,159 @@
+"""What the rows of activations say: size, change, alignment with the weights."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.functional.norms import ratio, spectral_norm
+from spectral_monitor.linalg import compute_dtype
+
+
+def as_rows(x: Tensor, name: str) -> Tensor:
+    """``x`` (rows, features) in the dtype it is measured in."""
+    if x.ndim != 2 or not x.is_floating_point():
+        raise ValueError(f"{name} must be real floating-point (rows, features), got {x.dtype} {tuple(x.shape)}")
+    return x.to(compute_dtype(x.dtype))
+
+
+def ratio_sum(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over rows (last) of ``numerator / denominator`` where the denominator is not 0, and how many those are.
+
+    Unlike means, sums and counts add up over batches and processes.
+    """
+    counted = denominator != 0
+    ratios = torch.where(counted, numerator / torch.where(counted, denominator, 1.0), 0.0)
+    return ratios.sum(-1), counted.sum(-1)
+
+
+def mean_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Mean over rows of ``numerator / denominator`` where the denominator is not 0; NaN if it is 0 everywhere."""
+    return ratio(*ratio_sum(numerator, denominator))
+
+
+@torch.no_grad()
+def feature_rms(h: Tensor) -> Tensor:
+    r"""RMS of the entries of ``h``.
+
+    Args:
+        h: any shape, real floating point; half precisions are summed in float32.
+
+    Returns:
+        A scalar; NaN for an empty tensor.
+
+    Raises:
+        ValueError: ``h`` is not real floating point.
+
+    Source: "A Spectral Condition for Feature Learning", Desideratum 1 (entries of order 1).
+
+    Example:
+        >>> import torch
+        >>> feature_rms(torch.tensor([[3.0, 4.0]])) ** 2
+        tensor(12.5000)
+    """
+    if not h.is_floating_point():
+        raise ValueError(f"h must be real floating-point, got {h.dtype} {tuple(h.shape)}")
+    h = h.to(compute_dtype(h.dtype))
+    if not h.numel():
+        return h.new_tensor(math.nan)
+    length: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(h, dim=-1))
+    return length / math.sqrt(h.numel())
+
+
+@torch.no_grad()
+def change_sum(h_before: Tensor, h_after: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and number of the rows' relative changes, of which :func:`relative_change` is the mean."""
+    before, after = as_rows(h_before, "h_before"), as_rows(h_after, "h_after")
+    if before.shape != after.shape:
+        raise ValueError(f"h_before {tuple(before.shape)} and h_after {tuple(after.shape)} must have one shape")
+    return ratio_sum(torch.linalg.vector_norm(after - before, dim=1), torch.linalg.vector_norm(before, dim=1))
+
+
+@torch.no_grad()
+def relative_change(h_before: Tensor, h_after: Tensor) -> Tensor:
+    r"""Mean over rows of :math:`\|h_{after} - h_{before}\| / \|h_{before}\|`.
+
+    Args:
+        h_before: (rows, m) features before the step.
+        h_after: (rows, m) features of the same inputs after it.
+
+    Returns:
+        A scalar >= 0. Rows of zero norm are left out; NaN if that leaves none.
+
+    Raises:
+        ValueError: not (rows, features), or shapes differ.
+
+    Source: "A Spectral Condition for Feature Learning", Desideratum 1; with features at the start for
+    ``h_before``, its Eq. 23.
+
+    Example:
+        >>> import torch
+        >>> relative_change(torch.ones(5, 3), 1.5 * torch.ones(5, 3))
+        tensor(0.5000)
+    """
+    return ratio(*change_sum(h_before, h_after))
+
+
+def scaled_stretch_sum(products: Tensor, x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Sum over rows of :math:`\|A x\| / (\|A\|_* \|x\|)` and the number of rows; both 0 if ``A`` is 0.
+
+    Args as :func:`mean_alignment`.
+    """
+    products, lengths = torch.linalg.vector_norm(products, dim=-1), torch.linalg.vector_norm(x, dim=-1)
+    stretch = torch.where(lengths == 0, 0.0, products / lengths)
+    # No row is stretched by more than the norm: a row that says otherwise corrects an estimate from below.
+    norm = torch.maximum(norm, stretch.amax(-1)) if stretch.shape[-1] else norm
+    total, rows = ratio_sum(products, lengths)
+    return torch.where(norm == 0, 0.0, total / norm), rows * (norm != 0)
+
+
+def mean_alignment(products: Tensor, x: Tensor, norm: Tensor) -> Tensor:
+    r"""Mean over rows of :math:`\|A x\| / (\|A\|_* \|x\|)` from what is already at hand.
+
+    Args:
+        products: (rows, m) the rows ``A x``.
+        x: (rows, n) the rows ``x``.
+        norm: scalar, the spectral norm of ``A``.
+
+    Returns:
+        A scalar in [0, 1]; NaN if ``A`` or every row is 0.
+    """
+    return ratio(*scaled_stretch_sum(products, x, norm))
+
+
+@torch.no_grad()
+def alignment_sum(A: Tensor, x: Tensor, *, tol: float = 0.01, exact: bool = False) -> tuple[Tensor, Tensor]:
+    """Sum and number of the rows' alignments, of which :func:`alignment` is the mean."""
+    rows = as_rows(x, "x")
+    if A.ndim != 2 or A.shape[1] != rows.shape[1]:
+        raise ValueError(f"A must be (m, {rows.shape[1]}) to act on x {tuple(x.shape)}, got {tuple(A.shape)}")
+    dtype = torch.promote_types(compute_dtype(A.dtype), rows.dtype)
+    norm = spectral_norm(A, tol=tol, exact=exact).to(dtype)
+    return scaled_stretch_sum(rows.to(dtype) @ A.to(dtype).T, rows.to(dtype), norm)
+
+
+@torch.no_grad()
+def alignment(A: Tensor, x: Tensor, *, tol: float = 0.01, exact: bool = False) -> Tensor:
+    r"""Mean over rows of :math:`\|A x\| / (\|A\|_* \|x\|)`: how close inputs come to the direction A stretches most.
+
+    Args:
+        A: (m, n) a weight (alignment) or an update (update alignment).
+        x: (rows, n) the layer's inputs.
+        tol, exact: as in :func:`spectral_monitor.functional.spectral_norm`.
+
+    Returns:
+        A scalar in [0, 1]. Rows of zero norm are left out; NaN if that leaves none or A is zero.
+
+    Raises:
+        ValueError: ``A`` is not a matrix, ``x`` not (rows, n) with A's n.
+
+    Source: "A Spectral Condition for Feature Learning", Eq. 24, 25 and Fig. 1.
+
+    Example:
+        >>> import torch
+        >>> alignment(torch.diag(torch.tensor([2.0, 1.0])), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        tensor(0.7500)
+    """
+    return ratio(*alignment_sum(A, x, tol=tol, exact=exact))

@@ -1,0 +1,93 @@
+"""Block Lanczos: the largest singular value of each matrix of a stack.
+
+The Krylov space of ``A^T A`` grows from four random directions at once (Golub and Underwood 1977), and its largest
+Ritz value approaches the largest squared singular value from below. One read of ``A`` serves all four. A single
+direction is now and then almost orthogonal to the leading singular vector, and then a lesser singular value passes
+for the largest; four at once hardly ever are, and how improbable it is can be computed. Nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+BLOCK = 4
+"""Directions that grow together."""
+
+
+@lru_cache(maxsize=256)
+def start_block(size: int, block: int) -> Tensor:
+    """Fixed random orthonormal rows, (block, size) float64 on the CPU; the global generator is not touched."""
+    generator = torch.Generator("cpu").manual_seed(0x5EC7 + size)
+    columns = torch.randn(size, block, generator=generator, dtype=torch.float64, device="cpu")
+    rows: Tensor = torch.linalg.qr(columns).Q.mT
+    return rows
+
+
+def orthonormal(rows: Tensor, basis: Tensor) -> Tensor:
+    """Orthonormal rows for what (K, b, n) rows span outside an orthonormal basis (K, k, n); 0 in place of rounding."""
+    eps = torch.finfo(rows.dtype).eps
+    ridge = 16 * eps * torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    # What the first round makes of a row in the span of the others is far shorter than 1.
+    for floor in (16 * eps * torch.linalg.vector_norm(rows, dim=2, keepdim=True), 0.1):
+        rows = torch.baddbmm(rows, torch.bmm(rows, basis.mT), basis, alpha=-1)
+        length = torch.linalg.vector_norm(rows, dim=2, keepdim=True)
+        rows = torch.where(length > floor, rows / length, 0.0)
+        lower, _ = torch.linalg.cholesky_ex(torch.baddbmm(ridge, rows, rows.mT))
+        rows = torch.linalg.solve_triangular(lower, rows, upper=False)
+    return rows
+
+
+class KrylovSpace:
+    """A growing orthonormal basis ``V`` of the Krylov space, and ``T = V (A^T A) V^T / unit^2``.
+
+    Attributes:
+        steps: blocks whose images are known; ``V`` has one block more.
+        passes: how often the matrices were read.
+    """
+
+    def __init__(self, A: Tensor, max_steps: int, unit: Tensor, block: int = BLOCK) -> None:
+        """``A`` (K, m, n); ``unit`` (K,), the size of each matrix, takes its scale out of all that follows."""
+        self.A = A if A.shape[1] >= A.shape[2] else A.mT  # V lives on the short side
+        self.block, self.steps, self.passes = block, 0, 0
+        self._scale = torch.where(unit > 0, unit, 1.0).square().reciprocal()[:, None, None]
+        K, size = len(A), self.A.shape[2]
+        self.V = A.new_empty(K, (max_steps + 1) * block, size)
+        self.V[:, :block] = start_block(size, block)
+        self.T = A.new_zeros(K, (max_steps + 1) * block, max_steps * block)
+
+    def step(self) -> None:
+        """One more block: the image under ``A^T A`` of the newest, what is new in it, and its components."""
+        start, end = self.steps * self.block, (self.steps + 1) * self.block
+        # Rows times matrices: the fast order for bmm.
+        image = torch.bmm(torch.bmm(self.V[:, start:end], self.A.mT), self.A) * self._scale
+        self.V[:, end : end + self.block] = orthonormal(image, self.V[:, :end])
+        self.T[:, : end + self.block, start:end] = torch.bmm(self.V[:, : end + self.block], image.mT)
+        self.steps += 1
+        self.passes += 2
+
+    def ritz(self, members: Tensor, tol: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """sigma, residual, seen and doubt of these members (indices on the CPU), float64 on the CPU, in one copy.
+
+        * sigma: the root of the leading Ritz value, in units.
+        * residual: ``|A^T u - sigma w|`` in units, for ``w`` the leading Ritz vector and ``u = A w / sigma``.
+        * seen: ``|A V^T|_F^2``, in units squared.
+        * doubt: a bound on how probable a start is that leaves a singular value above ``(1 + tol) sigma`` unseen.
+          The components of its vector along the first block are a known b x b matrix G times those along the newest
+          block, which are below 1. That b Gaussians of variance 1/n come out that small, shorter than ``|G|``, has a
+          probability of at most ``(n/2)^(b/2) / Gamma(b/2 + 1) |G|^b``. (For b = 1: Hochstenbach 2013.)
+        """
+        b, n, end = self.block, self.V.shape[2], self.steps * self.block
+        T = self.T[:, : end + b, :end].to("cpu").double()
+        T = T if len(members) == len(T) else T[members]
+        values, vectors = torch.linalg.eigh(T[:, :end])  # reads the lower triangle
+        square = values[:, -1].clamp(min=1e-30)  # of a zero matrix 0
+        coupling = torch.bmm(T[:, end:], vectors)
+        residual = torch.linalg.vector_norm(coupling[:, :, -1], dim=1) / square.sqrt()
+        beyond = (1 + tol) ** 2 * square[:, None] - values
+        G = torch.bmm(vectors[:, :b] / beyond[:, None], coupling.mT)
+        size = torch.linalg.vector_norm(G, dim=(1, 2))
+        return square.sqrt(), residual, values.sum(1), (n / 2) ** (b / 2) / math.gamma(b / 2 + 1) * size**b

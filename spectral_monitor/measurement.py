@@ -1,0 +1,110 @@
+"""What a measured step yields: one immutable table, layer by quantity, and a summary row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One measured parameter as the measurement names it.
+
+    Attributes:
+        name: module name, or parameter name where a module has several; without wrapper prefixes.
+        role: ``"operator"``, ``"readout"``, ``"embedding"`` or ``"vector"``.
+        fan_out: outputs; of one block for a fused matrix or a grouped convolution.
+        fan_in: inputs; 1 for embeddings and vectors.
+        shape: of the parameter, the global one.
+        blocks: matrices stacked in the parameter, measured one by one.
+        placement: how the parameter is laid out over processes; ``"local"`` in a single one.
+    """
+
+    name: str
+    role: str
+    fan_out: int
+    fan_in: int
+    shape: tuple[int, ...]
+    blocks: int = 1
+    placement: str = "local"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Every quantity of every layer at one optimizer step.
+
+    Attributes:
+        step: optimizer steps taken, this one included.
+        layers: L rows.
+        values: quantity -> (L,) float32 CPU tensor, NaN where it does not apply or could not be had.
+        summary: values of the whole network.
+        verdicts: judgements against the spectral condition; empty until something judges.
+        reasons: why values are NaN: ``"quantity/layer"``, with ``"*"`` for all quantities or all layers -> sentence.
+            Ask with :meth:`why`.
+    """
+
+    step: int
+    layers: tuple[LayerInfo, ...]
+    values: dict[str, Tensor]
+    summary: dict[str, float]
+    verdicts: tuple[object, ...] = ()
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def value(self, quantity: str, layer: str) -> float:
+        """One number, NaN where it does not apply.
+
+        Raises:
+            KeyError: unknown quantity or layer, with the valid ones.
+        """
+        if quantity not in self.values:
+            raise KeyError(f"{quantity!r} was not measured; measured: {', '.join(self.values)}")
+        names = [info.name for info in self.layers]
+        if layer not in names:
+            raise KeyError(f"no layer {layer!r}; layers: {', '.join(names)}")
+        return float(self.values[quantity][names.index(layer)])
+
+    def why(self, quantity: str, layer: str) -> str:
+        """Why a value is NaN; empty where no reason is known."""
+        for key in (f"{quantity}/{layer}", f"*/{layer}", f"{quantity}/*", "*/*"):
+            if key in self.reasons:
+                return self.reasons[key]
+        return ""
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One plain dict per layer: step, the layer's description and every quantity as a float."""
+        columns = {key: tensor.tolist() for key, tensor in self.values.items()}
+        return [
+            {
+                "step": self.step,
+                "layer": info.name,
+                "role": info.role,
+                "fan_out": info.fan_out,
+                "fan_in": info.fan_in,
+                "blocks": info.blocks,
+                **{key: column[i] for key, column in columns.items()},
+            }
+            for i, info in enumerate(self.layers)
+        ]
+
+    def scalars(self, prefix: str = "spectral") -> dict[str, float]:
+        """Everything finite as one flat dict: ``spectral/<quantity>/<layer>`` and ``spectral/summary/<name>``."""
+        flat = {
+            f"{prefix}/{key}/{info.name}": value
+            for key, tensor in self.values.items()
+            for info, value in zip(self.layers, tensor.tolist(), strict=True)
+            if math.isfinite(value)
+        }
+        flat |= {f"{prefix}/summary/{key}": value for key, value in self.summary.items() if math.isfinite(value)}
+        return flat
+
+    def table(self) -> str:
+        """The measurement as text, one row per matrix."""
+        from spectral_monitor.reporting.table import measurement_table
+
+        return measurement_table(self)
+
+    def __repr__(self) -> str:
+        return f"Measurement(step={self.step}, layers={len(self.layers)}, quantities={len(self.values)})"

@@ -1,0 +1,76 @@
+"""What the metrics have in common: one number, of sums that add up over batches and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.plot import _AX_TYPE, _PLOT_OUT_TYPE
+
+from spectral_monitor.functional.norms import ratio
+
+
+class ScalarMetric(Metric):
+    """A metric of one float32 number that is neither good nor bad by itself."""
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+
+    def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: _AX_TYPE | None = None) -> _PLOT_OUT_TYPE:
+        """Plot one value, or several as a curve.
+
+        Args:
+            val: a result of ``forward`` or ``compute``, or a list of such results; without it ``compute`` is called.
+            ax: a matplotlib axis to draw on.
+
+        Returns:
+            Figure (None if ``ax`` was given) and axis.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed (``pip install spectral-monitor[plots]``).
+        """
+        return self._plot(val, ax)
+
+
+class AverageMetric(ScalarMetric):
+    """A mean over everything seen, by every process, whatever the sizes of the batches.
+
+    Attributes:
+        total: float64, the sum of the values.
+        count: int64, the number of values.
+    """
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # Fixed dtypes: processes must agree on them, one that has seen nothing included.
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def _add(self, total: Tensor, count: Tensor | int) -> None:
+        # Not in place: a module's .to(torch.bfloat16) reaches the states, and this promotes them back.
+        self.total = self.total + total.double()
+        self.count = self.count + count
+
+    def compute(self) -> Tensor:
+        """The mean, float32; NaN if nothing with a value was seen."""
+        return ratio(self.total, self.count).float()
+
+
+class NormAverageMetric(AverageMetric):
+    """An average of what takes spectral norms.
+
+    Args:
+        tol, exact: as in :func:`spectral_monitor.functional.spectral_norm`.
+        kwargs: as in :class:`torchmetrics.Metric`.
+    """
+
+    def __init__(self, *, tol: float = 0.01, exact: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.tol, self.exact = tol, exact

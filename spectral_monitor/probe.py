@@ -1,0 +1,138 @@
+"""The monitor for plain PyTorch loops."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+from torch.optim import Optimizer
+
+from spectral_monitor.anatomy import Anatomy
+from spectral_monitor.engine import Engine, Settings
+from spectral_monitor.measurement import Measurement
+
+
+class SpectralProbe:
+    """Measures optimizer steps of a bare training loop.
+
+    Wrap the forward, the backward and the optimizer's step of an iteration in ``with probe.step():``. Every
+    ``every_n_steps``-th such block is measured; the others cost a comparison. Training is not changed: parameters,
+    optimizer state, gradients, buffers and random states stay bit for bit what they would have been.
+
+    Args:
+        model: the module that is trained; call it once per step (call its parts instead, and what needs the
+            features after the step is NaN).
+        optimizer: its optimizer, or several.
+        every_n_steps: measure every n-th step.
+        quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
+            (all) or a list of keys; only what is asked for is paid for.
+        include, exclude: fnmatch patterns on module or layer names.
+        roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
+            guess in :meth:`role_table` is wrong.
+        blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
+        max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
+        tol: relative tolerance of spectral norms.
+        drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step.
+        history: measurements kept in :attr:`measurements`.
+
+    Raises:
+        ValueError: an argument out of range, an unknown key, a pattern that matches nothing, a role or number of
+            blocks that does not fit, LBFGS or a compiled model with feature quantities.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> probe = SpectralProbe(model, optimizer)
+        >>> for _ in range(3):
+        ...     with probe.step():
+        ...         optimizer.zero_grad()
+        ...         model(torch.randn(16, 4)).square().mean().backward()
+        ...         optimizer.step()
+        >>> probe.latest
+        Measurement(step=3, layers=4, quantities=24)
+        >>> probe.latest.value("update_ratio", "0") > 0
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        every_n_steps: int = 1,
+        quantities: str | Sequence[str] = "standard",
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        roles: Mapping[str, str] | None = None,
+        blocks: Mapping[str, int] | None = None,
+        max_rows: int | None = 4096,
+        tol: float = 0.01,
+        drift_every: int = 5,
+        history: int = 1000,
+    ) -> None:
+        settings = Settings(
+            every_n_steps=every_n_steps,
+            quantities=quantities,
+            include=include,
+            exclude=exclude,
+            roles=roles,
+            blocks=blocks,
+            max_rows=max_rows,
+            tol=tol,
+            drift_every=drift_every,
+            history=history,
+        )
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
+        self.settings = settings
+        self.steps = 0
+        self.measurements: deque[Measurement] = deque(maxlen=settings.history)
+        self._engine = Engine(model, optimizers, settings)
+        self._engine.start()
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """What the model was found to be made of."""
+        return self._engine.anatomy
+
+    @property
+    def latest(self) -> Measurement | None:
+        """The newest measurement."""
+        return self.measurements[-1] if self.measurements else None
+
+    def role_table(self) -> str:
+        """Which layers are measured and how, and which are not and why, as text."""
+        return self.anatomy.table()
+
+    def table(self) -> str:
+        """The newest measurement as text."""
+        return self.latest.table() if self.latest is not None else "nothing measured yet"
+
+    @contextmanager
+    def step(self, *, accumulated: int = 1) -> Iterator[None]:
+        """Around forward, backward and ``optimizer.step()`` of one iteration.
+
+        Args:
+            accumulated: what the loss was divided by, when gradients are accumulated over that many micro-batches;
+                features are those of the last one.
+        """
+        self.steps += 1
+        if self.steps % self.settings.every_n_steps:
+            yield
+            return
+        self._engine.arm()
+        try:
+            yield
+        except BaseException:
+            self._engine.disarm()
+            raise
+        measurement = self._engine.finish(self.steps, accumulated=accumulated)
+        if measurement is not None:
+            self.measurements.append(measurement)
+
+    def __repr__(self) -> str:
+        return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"

@@ -1,0 +1,239 @@
+"""The registry of what can be measured: one row per quantity, the only place that lists them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["light", "standard"]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One logged quantity.
+
+    Attributes:
+        key: name in ``Measurement.values`` and in ``spectral/<key>/<layer>``.
+        formula: in the notation of the documentation.
+        unit: unit or range.
+        tier: ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward.
+        source: where in the papers it comes from.
+        needs: what must be captured, of ``W dW g W0 h b dh probe``.
+        meaning: one line for people who have not read the papers.
+    """
+
+    key: str
+    formula: str
+    unit: str
+    tier: Tier
+    source: str
+    needs: frozenset[str]
+    meaning: str
+
+
+_SPECTRAL = "Spectral Condition"
+_SPEED = "Feature Speed Formula"
+
+
+def _row(key: str, formula: str, unit: str, tier: Tier, source: str, needs: str, meaning: str) -> Quantity:
+    return Quantity(key, formula, unit, tier, source, frozenset(needs.split()), meaning)
+
+
+QUANTITIES: dict[str, Quantity] = {
+    q.key: q
+    for q in (
+        _row("weight_norm", "|W|*", ">= 0", "light", f"{_SPECTRAL}, Cond. 1", "W", "largest stretch by the weight"),
+        _row(
+            "weight_natural",
+            "sqrt(n/m) |W|*",
+            ">= 0, 1 is the condition",
+            "light",
+            f"{_SPECTRAL}, Cond. 1, App. E",
+            "W",
+            "largest RMS out for RMS 1 in; should not depend on width",
+        ),
+        _row("update_norm", "|dW|*", ">= 0", "light", f"{_SPECTRAL}, Cond. 1", "dW", "largest stretch by the update"),
+        _row(
+            "update_natural",
+            "sqrt(n/m) |dW|*",
+            ">= 0",
+            "light",
+            f"{_SPECTRAL}, Cond. 1, App. E",
+            "dW",
+            "largest RMS change of the output for RMS 1 in; should be alike in all layers",
+        ),
+        _row("update_ratio", "|dW|* / |W|*", ">= 0", "light", f"{_SPECTRAL}, Cond. 1", "W dW", "relative update"),
+        _row("weight_fro", "|W|F", ">= 0", "light", f"{_SPECTRAL}, Table 1", "W", "root of summed squares"),
+        _row("update_fro", "|dW|F", ">= 0", "light", f"{_SPECTRAL}, Table 1", "dW", "root of summed squares"),
+        _row(
+            "weight_stable_rank",
+            "|W|F^2 / |W|*^2",
+            "[1, min(m, n)]",
+            "light",
+            f"{_SPECTRAL}, Table 1",
+            "W",
+            "how many directions the weight stretches alike",
+        ),
+        _row(
+            "update_stable_rank",
+            "|dW|F^2 / |dW|*^2",
+            "[1, min(m, n)]",
+            "light",
+            f"{_SPECTRAL}, Fig. 1",
+            "dW",
+            "how many directions the update moves alike",
+        ),
+        _row(
+            "drift_ratio",
+            "|W - W0|* / |W0|*",
+            ">= 0",
+            "light",
+            f"{_SPECTRAL}, Fig. 2B",
+            "W0",
+            "how far the weight has come since the start, this step included",
+        ),
+        _row(
+            "drift_fro_ratio",
+            "|W - W0|F / |W0|F",
+            ">= 0",
+            "light",
+            f"{_SPECTRAL}, Fig. 2D",
+            "W0",
+            "the same in the Frobenius norm",
+        ),
+        _row(
+            "contribution",
+            "-<g, dW>",
+            "loss",
+            "light",
+            f"{_SPEED}, Thm 2.1, (BC)",
+            "dW g",
+            "loss decrease this update promises",
+        ),
+        _row(
+            "feature_rms",
+            "RMS of the entries of h",
+            ">= 0",
+            "standard",
+            f"{_SPECTRAL}, Desideratum 1",
+            "h",
+            "typical size of an output entry",
+        ),
+        _row(
+            "feature_change",
+            "E[ |dh| / |h| ]",
+            ">= 0",
+            "standard",
+            f"{_SPECTRAL}, Desideratum 1",
+            "h dh",
+            "relative change of the outputs by this step",
+        ),
+        _row(
+            "feature_drift",
+            "E[ |h_t - h_0| / |h_0| ]",
+            ">= 0",
+            "standard",
+            f"{_SPECTRAL}, Eq. 23, Fig. 2A",
+            "h probe",
+            "relative change since the first measured step, on its batch",
+        ),
+        _row(
+            "alignment",
+            "E[ |W h'| / (|W|* |h'|) ]",
+            "[0, 1]",
+            "standard",
+            f"{_SPECTRAL}, Eq. 24, Fig. 2C",
+            "W h",
+            "do inputs come from the directions the weight stretches most",
+        ),
+        _row(
+            "update_alignment",
+            "E[ |dW h'| / (|dW|* |h'|) ]",
+            "[0, 1]",
+            "standard",
+            f"{_SPECTRAL}, Eq. 25, Fig. 1",
+            "dW h",
+            "do inputs come from the directions the update stretches most",
+        ),
+        _row(
+            "input_stable_rank",
+            "|H'|F^2 / |H'|*^2",
+            "[1, min(rows, n)]",
+            "standard",
+            f"{_SPECTRAL}, Fig. 3",
+            "h",
+            "how many directions the inputs fill",
+        ),
+        _row(
+            "backward_stable_rank",
+            "|B|F^2 / |B|*^2",
+            "[1, min(rows, m)]",
+            "standard",
+            f"{_SPECTRAL}, Fig. 3",
+            "b",
+            "how many directions the gradients of the outputs fill",
+        ),
+        _row(
+            "bfa",
+            "angle between dh and -b",
+            "rad, [0, pi/2] for GD",
+            "standard",
+            f"{_SPEED}, Thm 2.1",
+            "b dh",
+            "do outputs move where the loss wants them: 0 yes, pi/2 not at all",
+        ),
+        _row("bfa_cos", "cos(bfa)", "[-1, 1]", "standard", f"{_SPEED}, Thm 2.1", "b dh", "the cosine of that angle"),
+        _row(
+            "sensitivity",
+            "rms(dh) / -<b, dh>",
+            "1 / loss",
+            "standard",
+            f"{_SPEED}, Eq. 4",
+            "b dh",
+            "output change per loss decrease",
+        ),
+        _row("lr", "learning rate", "> 0", "light", "", "", "effective learning rate of the step"),
+        _row("lr_multiplier", "correction factor", "> 0", "light", "", "", "1 unless a correction acts"),
+    )
+}
+
+TIERS: dict[str, tuple[str, ...]] = {
+    "light": tuple(key for key, q in QUANTITIES.items() if q.tier == "light"),
+    "standard": tuple(QUANTITIES),
+}
+
+
+def resolve(quantities: str | Sequence[str]) -> tuple[str, ...]:
+    """The keys a user's ``quantities`` argument stands for, in the registry's order.
+
+    Args:
+        quantities: a tier, ``"light"`` or ``"standard"``, or a list of keys.
+
+    Raises:
+        ValueError: an unknown tier or key, with what is valid; or an empty list.
+
+    Example:
+        >>> resolve(["update_norm", "weight_norm"])
+        ('weight_norm', 'update_norm')
+    """
+    if isinstance(quantities, str):
+        if quantities in TIERS:
+            return TIERS[quantities]
+        hint = f" (for a single quantity pass a list: [{quantities!r}])" if quantities in QUANTITIES else ""
+        raise ValueError(f"unknown tier {quantities!r}{hint}; valid tiers: {', '.join(TIERS)}")
+    chosen = list(quantities)
+    if not chosen:
+        raise ValueError(f"no quantities given; valid tiers: {', '.join(TIERS)}; valid keys: {', '.join(QUANTITIES)}")
+    for key in chosen:
+        if key not in QUANTITIES:
+            close = difflib.get_close_matches(str(key), QUANTITIES, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"unknown quantity {key!r}{hint} Valid keys: {', '.join(QUANTITIES)}")
+    return tuple(key for key in QUANTITIES if key in set(chosen))
+
+
+def needs(keys: Sequence[str]) -> frozenset[str]:
+    """Everything that must be captured for ``keys``."""
+    return frozenset().union(*(QUANTITIES[key].needs for key in keys))

@@ -1,0 +1,96 @@
+"""Two gloo processes with unequal shares of the rows give the value one process gives over all rows."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from spectral_monitor.metrics import Alignment, BackwardFeatureAngle, FeatureChange, SpectralNorm, StableRank
+
+METRICS = {
+    metric.__name__: metric for metric in (Alignment, BackwardFeatureAngle, FeatureChange, SpectralNorm, StableRank)
+}
+ROWS = 14
+# How many of the 14 rows (or matrices) the first process has; the second has the others.
+SHARES = {"uneven": 3, "idle": 0}
+
+
+def arguments(name, first, last):
+    """The rows, or matrices, from ``first`` to ``last`` of data every process can make."""
+    generator = torch.Generator().manual_seed(7)
+    one, two = torch.randn(2, ROWS, 6, generator=generator, dtype=torch.float64)
+    stack = torch.randn(ROWS, 5, 4, generator=generator, dtype=torch.float64)
+    weight = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    stack[1], one[2], two[2] = 0, 0, 0
+    rows = slice(first, last)
+    if name in ("SpectralNorm", "StableRank"):
+        return (stack[rows],)
+    if name == "Alignment":
+        return weight, one[rows]
+    if name == "FeatureChange":
+        return one[rows], two[rows]
+    # dh nearly along -b: a small angle, for which every digit of the sums counts.
+    return (1e-3 * two - one)[rows], one[rows]
+
+
+def process(rank, folder):
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        # Without a network the host's own name may not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    results = {}
+    for name, metric_class in METRICS.items():
+        for share, border in SHARES.items():
+            metric = metric_class()
+            first, last = (0, border) if rank == 0 else (border, ROWS)
+            if last > first:
+                # In two batches, with a compute between them: synchronizing must leave each process its own sums.
+                metric.update(*arguments(name, first, first + 1))
+                if share == "uneven":
+                    metric.compute()
+                metric.update(*arguments(name, first + 1, last))
+            local = {key: state.clone() for key, state in metric.metric_state.items()}
+            results[name, share] = metric.compute()
+            results[name, share, "kept"] = all(torch.equal(metric.metric_state[key], local[key]) for key in local)
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gloo")
+    mp.spawn(process, args=(str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("name", METRICS)
+def test_two_processes_equal_one(results, name, share):
+    metric = METRICS[name]()
+    metric.update(*arguments(name, 0, ROWS))
+    expected = metric.compute()
+    assert expected.isfinite()
+    for result in results:
+        torch.testing.assert_close(result[name, share], expected, rtol=1e-6, atol=0)
+        assert result[name, share, "kept"]
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_the_mean_of_the_processes_would_be_another_number(name):
+    """Else the test above could not fail."""
+    shares = []
+    for first, last in ((0, SHARES["uneven"]), (SHARES["uneven"], ROWS)):
+        metric = METRICS[name]()
+        shares.append(metric(*arguments(name, first, last)))
+    whole = METRICS[name]()(*arguments(name, 0, ROWS))
+    assert abs(sum(shares) / 2 - whole) > 1e-3 * whole

@@ -1,0 +1,1 @@
+"""What the three papers measured, measured again with this instrument."""
