@@ -69,7 +69,7 @@ def single_lanczos(A: Tensor) -> float:
     space = KrylovSpace(A, LANCZOS_STEPS, fro, block=1)
     for _ in range(LANCZOS_STEPS):
         space.step()
-    return float(space.ritz(torch.arange(1), 0.01)[0]) * float(fro) * float(scale)
+    return float(space.ritz(space.projected(torch.arange(1)))[0]) * float(fro) * float(scale)
 
 
 def measure(case: Case) -> Row:

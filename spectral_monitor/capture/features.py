@@ -14,27 +14,30 @@ from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.anatomy import Layer
 from spectral_monitor.capture.replay import RootCall
-from spectral_monitor.capture.rows import Kept, RowPicker, count_rows, first_tensor, rows_of
-from spectral_monitor.functional.feature_speed import inner
+from spectral_monitor.capture.rows import Kept, RowPicker, count_rows, first_tensor, rows_of, sample_size
 from spectral_monitor.linalg import compute_dtype
 
 CHUNK = 1 << 18
-"""Entries that are compared at a time."""
+"""Entries that are compared at a time: they stay in the cache, and a flat float32 sum over them is good to 1e-6."""
 
 Harmless = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass
 class Call:
-    """One call of one layer: chosen rows of its input, its output and the gradient of its output.
+    """One call of one layer: chosen rows of its input (a sample), its output and the gradient of its output.
 
-    The output is a copy, for the activation that follows may work in place; inputs and gradients are not.
+    Attributes:
+        count: rows that were chosen of the output.
+        original: the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed.
     """
 
     h_in: Kept | None
-    h_out: Tensor
+    h_out: Kept
+    count: int
     eps: float
     index: Tensor | None
+    original: Tensor | None = None
     b: Kept | None = None
     b_count: int = 0
 
@@ -66,6 +69,7 @@ class FeatureCapture:
         self._harmless = harmless
         self._handles: list[RemovableHandle] = []
         self._replayed: Replay | None = None
+        self._lasting: set[int] = set()
         self._reset()
 
     def _reset(self) -> None:
@@ -129,7 +133,7 @@ class FeatureCapture:
                 return
             layer = self.layers[i]
             spatial = layer.parameter.ndim - 2
-            taken = sum(len(call.h_out) for call in self.calls.get(i, ()))
+            taken = sum(call.count for call in self.calls.get(i, ()))
             if self._replayed is not None:
                 self._replayed.add(i, out, layer)
                 return
@@ -137,11 +141,14 @@ class FeatureCapture:
             index = self._picker.choose(count, (self._max_rows or count) - taken, out.device)
             pick = partial(rows_of, channels_first=layer.channels_first, spatial=spatial)
             h_out = pick(out, index=index)
-            call = Call(None, h_out.clone() if index is None else h_out, torch.finfo(out.dtype).eps, index)
+            copy = i not in self._lasting and h_out.data_ptr() == out.data_ptr()
+            kept = Kept(h_out.clone() if copy else h_out)
+            call = Call(None, kept, len(h_out), torch.finfo(out.dtype).eps, index, h_out if copy else None)
             x = first_tensor(args) if args else first_tensor(kwargs)
             if x is not None and x.is_floating_point() and layer.info.role != "embedding":
                 rows = count_rows(x, layer.channels_first, spatial)
-                call.h_in = Kept(pick(x, index=self._picker.choose(rows, self._max_rows or rows, x.device)))
+                room = min(self._max_rows or rows, sample_size(x.numel() // max(rows, 1)))
+                call.h_in = Kept(pick(x, index=self._picker.choose(rows, room, x.device)))
             self.calls.setdefault(i, []).append(call)
             self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:
@@ -158,12 +165,34 @@ class FeatureCapture:
             call.b = Kept(rows_of(gradient, layer.channels_first, layer.parameter.ndim - 2, call.index))
 
     def outputs(self) -> Outputs:
-        """Which rows of each call were kept, what they were, and their gradients."""
+        """Which rows of each call were kept, what they were, and their gradients; of layers that still have them all.
+
+        An activation may work in place on what a layer returns, so a layer's outputs are copied until once they were
+        seen to last. Where they no longer do, this step has none, and the next one copies again.
+        """
 
         def gradient(call: Call) -> Tensor | None:
             return call.b.get() if call.b is not None and call.b_count == 1 else None
 
-        return {i: [(call.index, call.h_out, gradient(call)) for call in calls] for i, calls in self.calls.items()}
+        outputs: Outputs = {}
+        for i, calls in self.calls.items():
+            kept = [(call.index, h, gradient(call)) for call in calls if (h := call.h_out.get()) is not None]
+            if len(kept) < len(calls):
+                self._lasting.discard(i)
+                continue
+            outputs[i] = kept
+            originals = [(call.original, h) for call, (_, h, _) in zip(calls, kept, strict=True)]
+            if all(was is not None and bool(((was == h) | was.isnan()).all()) for was, h in originals):
+                self._lasting.add(i)
+            for call in calls:
+                call.original = None
+        return outputs
+
+    def drop_inputs(self) -> None:
+        """Free what was kept of the layers' inputs, so that a replay finds room."""
+        for calls in self.calls.values():
+            for call in calls:
+                call.h_in = None
 
     @contextmanager
     def replaying(self, outputs: Outputs) -> Iterator[Replay]:
@@ -236,7 +265,7 @@ def _compare(after: Tensor, h: Tensor, b: Tensor | None) -> Change:
         lengths.append(torch.linalg.vector_norm(dh, dim=1))
         before.append(torch.linalg.vector_norm(old, dim=1))
         if b is not None:
-            products.append(inner(b[some], dh).double())
+            products.append(torch.dot(b[some].to(dh).flatten(), dh.flatten()).double())
     product = torch.stack(products).sum() if products else None
     return Change(torch.cat(lengths), torch.cat([lengths[0], *before]), product, h.numel())
 

@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 
 
+SAMPLE_ENTRIES = 1 << 18
+"""Entries that spectra and alignments of a layer's rows are worth, if that is more than 512 rows."""
+
+
+def sample_size(features: int) -> int:
+    """Rows whose spectrum and alignment stand for all, unless ``max_rows`` is None."""
+    return max(512, SAMPLE_ENTRIES // max(features, 1))
+
+
 class RowPicker:
     """A fixed choice of rows: which of ``count`` rows are kept depends on ``count`` alone.
 
@@ -32,7 +41,7 @@ class RowPicker:
         return self._index[key]
 
 
-def rows_of(x: Tensor, channels_first: bool, spatial: int, index: Tensor | None) -> Tensor:
+def rows_of(x: Tensor, channels_first: bool, spatial: int, index: Tensor | None = None) -> Tensor:
     """Rows of ``x`` as (rows, features): a view where the layout allows it and all are kept, else a copy.
 
     Args:
@@ -44,8 +53,9 @@ def rows_of(x: Tensor, channels_first: bool, spatial: int, index: Tensor | None)
     x = x.detach()
     if channels_first:
         x = x.movedim(-spatial - 1, -1)
-    if index is None:
-        return x.reshape(-1, x.shape[-1])
+    if index is None or x.is_contiguous():
+        rows = x.reshape(-1, x.shape[-1])
+        return rows if index is None else rows.index_select(0, index)
     return x[torch.unravel_index(index, x.shape[:-1])]
 
 
@@ -53,12 +63,13 @@ class Kept:
     """Rows that are held without a copy, and given back only if nobody has written to them since."""
 
     def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
-        self._version = rows._version
+        self._rows = rows.clone() if rows.is_inference() else rows  # whose writes leave no mark
+        self._version = 0 if rows.is_inference() else rows._version
 
     def get(self) -> Tensor | None:
         """The rows, ``None`` if they were overwritten."""
-        return self._rows if self._rows._version == self._version else None
+        rows = self._rows
+        return rows if rows.is_inference() or rows._version == self._version else None
 
 
 def count_rows(x: Tensor, channels_first: bool, spatial: int) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from spectral_monitor.capture.features import Call, Replay, joined
-from spectral_monitor.capture.rows import RowPicker
+from spectral_monitor.capture.features import Call, Outputs, Replay, joined
+from spectral_monitor.capture.rows import RowPicker, sample_size
 from spectral_monitor.engine.scalars import Scalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.functional.features import mean_ratio
@@ -17,11 +17,8 @@ from spectral_monitor.linalg import spectral_estimate
 
 Calls = Mapping[int, Sequence[Call]]
 
-SPECTRUM_ENTRIES = 1 << 19
-"""Stable ranks of inputs and gradients use at least 512 rows, more up to this many entries, all with max_rows=None."""
-
-STACK_ENTRIES = 1 << 20
-"""Small row matrices of one shape are measured together; larger ones one by one, to stay in the cache."""
+STACK_ENTRIES = 1 << 22
+"""Row matrices of one shape are measured together up to this many entries, to stay in the cache."""
 
 
 def input_rows(calls: Sequence[Call]) -> Tensor | None:
@@ -35,27 +32,20 @@ def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
 
 
 @torch.no_grad()
-def measure_forward(calls: Calls, settings: Settings, out: Scalars) -> None:
+def measure_forward(calls: Calls, outputs: Outputs, settings: Settings, out: Scalars) -> None:
     """Sizes and stable ranks of what the real forward and backward passes showed."""
     rows: dict[tuple[int, str], Tensor] = {}
-    picker = RowPicker(settings.max_rows)
     for i, recorded in calls.items():
-        h, h_in, b = joined([call.h_out for call in recorded]), input_rows(recorded), gradient_rows(recorded)
+        h, h_in, b = joined([h for _, h, _ in outputs.get(i, ())]), input_rows(recorded), gradient_rows(recorded)
         if h is not None:
             _put_norm(i, "h", h, out)
         if b is not None:
             _put_norm(i, "b", b, out)
         if h_in is not None and "input_stable_rank" in settings.keys:
-            rows[(i, "h_in")] = _some(h_in, picker)
+            rows[(i, "h_in")] = h_in
         if b is not None and "backward_stable_rank" in settings.keys:
-            rows[(i, "b")] = _some(b, picker)
-    _spectra(rows, settings.tol, out)
-
-
-def _some(rows: Tensor, picker: RowPicker) -> Tensor:
-    """As many rows as their spectrum is worth; a fixed choice."""
-    index = picker.choose(len(rows), max(512, SPECTRUM_ENTRIES // max(rows.shape[1], 1)), rows.device)
-    return rows if index is None else rows[index]
+            rows[(i, "b")] = b
+    _spectra(rows, settings, out)
 
 
 def _put_norm(i: int, name: str, rows: Tensor, out: Scalars) -> None:
@@ -64,18 +54,27 @@ def _put_norm(i: int, name: str, rows: Tensor, out: Scalars) -> None:
     out.put(i, f"{name}.size", torch.tensor(float(rows.numel())))
 
 
-def _spectra(rows: Mapping[tuple[int, str], Tensor], tol: float, out: Scalars) -> None:
-    """Spectral and Frobenius norms of matrices of rows, those of one shape together."""
+def _spectra(rows: Mapping[tuple[int, str], Tensor], settings: Settings, out: Scalars) -> None:
+    """Spectral and Frobenius norms of matrices of rows, those of one shape together; a fixed choice of the rows."""
+    picker = RowPicker(settings.max_rows)
     groups: dict[tuple[object, ...], list[tuple[int, str]]] = defaultdict(list)
     for key, matrix in rows.items():
         if matrix.numel():
             groups[(matrix.shape, matrix.dtype, matrix.device)].append(key)
     for keys in groups.values():
-        together = max(1, STACK_ENTRIES // rows[keys[0]].numel())
+        one = rows[keys[0]]
+        index = picker.choose(len(one), sample_size(one.shape[1]), one.device)
+        count = len(one) if index is None else len(index)
+        together = min(len(keys), max(1, STACK_ENTRIES // (count * one.shape[1])))
+        stack = one.new_empty(together, count, one.shape[1])
         for start in range(0, len(keys), together):
             some = keys[start : start + together]
-            stack = torch.stack([rows[key] for key in some]) if len(some) > 1 else rows[some[0]].unsqueeze(0)
-            estimate = spectral_estimate(stack, tol=tol)
+            for key, place in zip(some, stack, strict=False):
+                if index is None:
+                    place.copy_(rows[key])
+                else:
+                    torch.index_select(rows[key], 0, index, out=place)
+            estimate = spectral_estimate(stack[: len(some)], tol=settings.tol)
             for k, (i, name) in enumerate(some):
                 out.put(i, f"{name}.sigma", estimate.sigma[k])
                 out.put(i, f"{name}.fro", estimate.fro[k])

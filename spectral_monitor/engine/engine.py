@@ -139,8 +139,11 @@ class Engine:
         losses = None
         if self.settings.needs & FORWARD:
             self._check_readout()
-            measure_forward(calls, self.settings, out)
-            losses = self._replays.run(self.measured, facts, out, training_step, loss, context, self._warn)
+            outputs = self.features.outputs()
+            facts.lasted = set(outputs)
+            measure_forward(calls, outputs, self.settings, out)
+            self.features.drop_inputs()
+            losses = self._replays.run(self.measured, outputs, facts, out, training_step, loss, context, self._warn)
         if losses is not None:
             out.put(NETWORK, "loss_change", losses[1].double() - losses[0].double())
         raw = out.fetch()

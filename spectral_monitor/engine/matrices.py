@@ -20,8 +20,8 @@ from spectral_monitor.functional.norms import feature_root_mean_square
 from spectral_monitor.linalg import compute_dtype, frobenius, spectral_estimate
 from spectral_monitor.quantities import QUANTITIES
 
-PRODUCT_BUDGET = 1 << 26
-"""Multiply-adds spent on the rows ``W h'`` of one layer; 128 rows are always used, and all with max_rows=None."""
+PRODUCT_BUDGET = 1 << 25
+"""Multiply-adds spent on the rows ``W h'`` of one layer; 64 rows are always used, and all with max_rows=None."""
 
 NORMS = {"W": "W", "dW": "dW", "drift": "W0"}
 """What a quantity says it needs when it is read off the norms of these."""
@@ -222,7 +222,7 @@ class MatrixStage:
             if rows is None or not len(rows):
                 continue
             part = stack.part(i)
-            room = max(128, PRODUCT_BUDGET // part.numel())
+            room = max(64, PRODUCT_BUDGET // part.numel())
             index = self._picker.choose(len(rows), room, rows.device)
             x = layer.layout.inputs((rows if index is None else rows[index]).to(part))
             sigma = self._out.get(i, f"{name}.sigma").reshape(part.shape[:2])

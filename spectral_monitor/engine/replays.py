@@ -53,6 +53,7 @@ class Replays:
     def run(
         self,
         measured: int,
+        outputs: Outputs,
         facts: StepFacts,
         out: Scalars,
         training_step: Again | None,
@@ -64,7 +65,7 @@ class Replays:
         losses = None
         due = "probe" in self._needs and measured % self._drift_every == 0
         if "dh" in self._needs or (due and self._probe is None):
-            losses = self._same_batch(facts, out, training_step, loss, context, warn)
+            losses = self._same_batch(outputs, facts, out, training_step, loss, context, warn)
         if not due:
             facts.no_drift = f"measured at every {self._drift_every}th measured step"
         elif self._probe is None:
@@ -75,6 +76,7 @@ class Replays:
 
     def _same_batch(
         self,
+        outputs: Outputs,
         facts: StepFacts,
         out: Scalars,
         training_step: Again | None,
@@ -92,7 +94,6 @@ class Replays:
             parts = "was not called" if not roots else f"is called in {len(roots)} separate parts"
             facts.no_replay = f"the forward cannot be run again: the model {parts}"
             return None
-        outputs = self._features.outputs()
         try:
             replay, after = self._run(again, outputs, context)
         except Exception as error:

@@ -30,6 +30,7 @@ class StepFacts:
         unused: layers without a gradient.
         called: layers that were called in the forward.
         fed: layers whose inputs are at hand.
+        lasted: layers whose outputs are at hand.
         graded: layers whose every output received its gradient once.
         eps: layer index -> rounding of its outputs.
         replayed: layers whose outputs after the step are known.
@@ -45,6 +46,7 @@ class StepFacts:
     unused: set[int]
     called: set[int] = field(default_factory=set)
     fed: set[int] = field(default_factory=set)
+    lasted: set[int] = field(default_factory=set)
     graded: set[int] = field(default_factory=set)
     eps: dict[int, float] = field(default_factory=dict)
     replayed: set[int] = field(default_factory=set)
@@ -123,6 +125,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return "its inputs are not a tensor of numbers, or were overwritten"
     if key == "feature_drift":
         return facts.no_drift
+    if needs & {"h", "dh"} and key not in ONE_HOT and i not in facts.lasted:
+        return "its outputs were overwritten in this step; from the next measured one on they are copied"
     if "b" in needs and i not in facts.graded:
         return "no gradient arrived at its output, or more than one, or it was overwritten"
     if "dh" not in needs:

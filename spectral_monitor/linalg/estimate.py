@@ -12,7 +12,7 @@ from spectral_monitor.linalg.lanczos import BLOCK, KrylovSpace
 
 SMALL = 64
 """Up to this min(m, n) the Gram matrix is diagonalized: cheaper than Lanczos, and exact."""
-CACHE_ENTRIES = 1 << 21
+CACHE_ENTRIES = 1 << 22
 """Stacks of up to this many entries are measured together on a CPU."""
 MAX_STEPS = 32
 DOUBT = 0.01
@@ -147,12 +147,20 @@ def _lanczos(A: Tensor, fro: Tensor, tol: float, slack: float) -> tuple[Tensor, 
     space = KrylovSpace(A, max_steps, fro)
     found = torch.zeros(3, len(A), dtype=torch.float64)
     undecided = torch.arange(len(A))
-    space.step()
-    while len(undecided) and space.steps < max_steps:
+    while len(undecided):
         space.step()
-        sigma, residual, seen, doubt = space.ritz(undecided, tol)
+        last = space.steps == max_steps
+        # A look costs as much as a step of a small matrix, and the more the larger the space is.
+        if space.steps < 2 or (space.steps > 6 and space.steps % 2 and not last):
+            continue
+        T = space.projected(undecided)
+        done = (space.doubt(T, tol) <= DOUBT) | last
+        if not done.any():
+            continue
+        sigma, residual, seen = space.ritz(T[done])
         # (u, w) is an eigenvector of [[0, A], [A^T, 0]] up to the residual, and of length sqrt(2).
-        found[:, undecided] = torch.stack([sigma, residual / math.sqrt(2), (1 - seen).clamp(min=0) + 2 * slack])
-        undecided = undecided[doubt > DOUBT]
+        ended = torch.stack([sigma, residual / math.sqrt(2), (1 - seen).clamp(min=0) + 2 * slack])
+        found[:, undecided[done]] = ended
+        undecided = undecided[~done]
     sigma, error, unseen = found.to(fro.dtype).to(fro.device) * fro
     return sigma, error, unseen * fro, space.passes

@@ -16,6 +16,8 @@ from torch import Tensor
 
 BLOCK = 4
 """Directions that grow together."""
+TINY = 1e-30
+"""In place of the leading Ritz value of a zero matrix."""
 
 
 @lru_cache(maxsize=256)
@@ -69,25 +71,38 @@ class KrylovSpace:
         self.steps += 1
         self.passes += 2
 
-    def ritz(self, members: Tensor, tol: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """sigma, residual, seen and doubt of these members (indices on the CPU), float64 on the CPU, in one copy.
+    def projected(self, members: Tensor) -> Tensor:
+        """``T`` of these members (indices on the CPU) and, below it, its coupling to the newest block.
+
+        (members, end + b, end), float64 on the CPU: one copy from the device.
+        """
+        end = self.steps * self.block
+        T = self.T[:, : end + self.block, :end].to("cpu").double()
+        return T if len(members) == len(T) else T[members]
+
+    def doubt(self, T: Tensor, tol: float) -> Tensor:
+        """A bound on how probable a start is that leaves a singular value above ``(1 + tol) sigma`` unseen.
+
+        The components of its vector along the first block are a known b x b matrix G times those along the newest
+        block, which are below 1. That b Gaussians of variance 1/n come out that small, shorter than ``|G|``, has a
+        probability of at most ``(n/2)^(b/2) / Gamma(b/2 + 1) |G|^b``. (For b = 1: Hochstenbach 2013.)
+        """
+        b, n, end = self.block, self.V.shape[2], self.steps * self.block
+        square = torch.linalg.eigvalsh(T[:, :end])[:, -1].clamp(min=TINY)  # reads the lower triangle, as what follows
+        beyond = (1 + tol) ** 2 * square[:, None, None] * torch.eye(end, dtype=T.dtype) - T[:, :end]
+        lower, _ = torch.linalg.cholesky_ex(beyond)
+        G = torch.cholesky_solve(T[:, end:].mT, lower)[:, :b]
+        return (n / 2) ** (b / 2) / math.gamma(b / 2 + 1) * torch.linalg.vector_norm(G, dim=(1, 2)) ** b
+
+    def ritz(self, T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """sigma, residual and seen.
 
         * sigma: the root of the leading Ritz value, in units.
         * residual: ``|A^T u - sigma w|`` in units, for ``w`` the leading Ritz vector and ``u = A w / sigma``.
         * seen: ``|A V^T|_F^2``, in units squared.
-        * doubt: a bound on how probable a start is that leaves a singular value above ``(1 + tol) sigma`` unseen.
-          The components of its vector along the first block are a known b x b matrix G times those along the newest
-          block, which are below 1. That b Gaussians of variance 1/n come out that small, shorter than ``|G|``, has a
-          probability of at most ``(n/2)^(b/2) / Gamma(b/2 + 1) |G|^b``. (For b = 1: Hochstenbach 2013.)
         """
-        b, n, end = self.block, self.V.shape[2], self.steps * self.block
-        T = self.T[:, : end + b, :end].to("cpu").double()
-        T = T if len(members) == len(T) else T[members]
-        values, vectors = torch.linalg.eigh(T[:, :end])  # reads the lower triangle
-        square = values[:, -1].clamp(min=1e-30)  # of a zero matrix 0
-        coupling = torch.bmm(T[:, end:], vectors)
-        residual = torch.linalg.vector_norm(coupling[:, :, -1], dim=1) / square.sqrt()
-        beyond = (1 + tol) ** 2 * square[:, None] - values
-        G = torch.bmm(vectors[:, :b] / beyond[:, None], coupling.mT)
-        size = torch.linalg.vector_norm(G, dim=(1, 2))
-        return square.sqrt(), residual, values.sum(1), (n / 2) ** (b / 2) / math.gamma(b / 2 + 1) * size**b
+        end = self.steps * self.block
+        values, vectors = torch.linalg.eigh(T[:, :end])
+        square = values[:, -1].clamp(min=TINY)
+        residual = torch.linalg.vector_norm(torch.bmm(T[:, end:], vectors[:, :, -1:]), dim=(1, 2)) / square.sqrt()
+        return square.sqrt(), residual, values.sum(1)

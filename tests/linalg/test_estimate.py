@@ -371,7 +371,8 @@ def test_doubt_bounds_how_often_a_direction_stays_hidden():
     fro = tame(A)[1].double()
     for _ in range(8):
         space.step()
-        sigma, _, _, doubt = space.ritz(torch.arange(len(A)), 0.01)
+        T = space.projected(torch.arange(len(A)))
+        doubt, sigma = space.doubt(T, 0.01), space.ritz(T)[0]
         missed = 1.01 * sigma * fro < 1.05
         for p in (0.3, 0.1, 0.03, 0.01):
             certain = doubt <= p
