@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 SAMPLE_ENTRIES = 1 << 18
 """Entries that spectra and alignments of a layer's rows are worth, if that is more than 512 rows."""
 

@@ -92,7 +92,9 @@ class KrylovSpace:
         beyond = (1 + tol) ** 2 * square[:, None, None] * torch.eye(end, dtype=T.dtype) - T[:, :end]
         lower, _ = torch.linalg.cholesky_ex(beyond)
         G = torch.cholesky_solve(T[:, end:].mT, lower)[:, :b]
-        return (n / 2) ** (b / 2) / math.gamma(b / 2 + 1) * torch.linalg.vector_norm(G, dim=(1, 2)) ** b
+        size: Tensor = torch.linalg.vector_norm(G, dim=(1, 2))
+        bound: Tensor = (n / 2) ** (b / 2) / math.gamma(b / 2 + 1) * size**b
+        return bound
 
     def ritz(self, T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """sigma, residual and seen.
