@@ -52,7 +52,7 @@ class SpectralProbe:
         ...         model(torch.randn(16, 4)).square().mean().backward()
         ...         optimizer.step()
         >>> probe.latest
-        Measurement(step=3, layers=4, quantities=24)
+        Measurement(step=3, layers=4, quantities=25)
         >>> probe.latest.value("update_ratio", "0") > 0
         True
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ class Call:
 
     Attributes:
         count: rows that were chosen of the output.
+        watched: whether the gradient of the output is waited for.
         original: the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed.
     """
 
@@ -38,6 +39,7 @@ class Call:
     eps: float
     index: Tensor | None
     original: Tensor | None = None
+    watched: bool = False
     b: Kept | None = None
     b_count: int = 0
 
@@ -51,6 +53,8 @@ class FeatureCapture:
         order: layer indices in the order of their last call.
         forward_open: whether calls that are made now are those of the forward that leads to the step.
         backward_open: whether gradients that arrive now are those of the step's backward pass.
+        settled: layers whose step is done; later calls are none of theirs.
+        weights: marks of all parameters at the end of the last forward, see :func:`marks`.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class FeatureCapture:
         harmless: Harmless,
     ) -> None:
         self.layers = {i: layers[i] for i in wanted if layers[i].module is not None}
+        self._model = model
         self._hooked = {i: layer.module for i, layer in self.layers.items() if layer.module is not None}
         self._roots = _ancestors(model, {id(module) for module in self._hooked.values()})
         self._picker = RowPicker(max_rows)
@@ -78,6 +83,9 @@ class FeatureCapture:
         self.order: list[int] = []
         self.forward_open = True
         self.backward_open = True
+        self.settled: set[int] = set()
+        self.weights: Marks = {}
+        self._backward_seen = False
         self._depth = 0
         self._root: RootCall | None = None
 
@@ -108,9 +116,12 @@ class FeatureCapture:
         if self._depth > 1:
             return
         with self._harmless("the start of the forward pass"):
-            if any(call.b is not None for calls in self.calls.values() for call in calls):
+            if self._backward_seen:
                 # A forward after a backward begins another micro-batch; the last one is the one that steps.
-                self.calls, self.roots, self.order = {}, [], []
+                self.calls = {i: calls for i, calls in self.calls.items() if i in self.settled}
+                self.order = [i for i in self.order if i in self.settled]
+                self.roots = self.roots if self.settled else []
+                self._backward_seen = False
             self._root = RootCall(module, args, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -122,11 +133,15 @@ class FeatureCapture:
             if root.reached:
                 with self._harmless("the end of the forward pass"):
                     root.keep_loss(output)
+                    self.weights = marks(self._model.parameters())
                 self.roots.append(root)
 
     def _record(self, i: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._replayed is None and (not self.forward_open or _in_backward()):
-            return  # activation checkpointing computes the forward once more in the backward pass
+        if self._replayed is None and _in_backward():
+            self._recomputed(i, output)
+            return
+        if self._replayed is None and (not self.forward_open or i in self.settled):
+            return
         with self._harmless(f"the forward pass of {self.layers[i].info.name}"):
             out = first_tensor(output)
             if out is None:
@@ -153,12 +168,27 @@ class FeatureCapture:
             self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:
                 self._root.reached += 1
-            if out.requires_grad:
-                self._handles.append(out.register_hook(partial(self._gradient, i, call)))
+            self._watch(i, call, out)
+
+    def _recomputed(self, i: int, output: Any) -> None:
+        """Activation checkpointing computes the forward once more in the backward pass.
+
+        One of its two kinds ran the first forward without gradients: they arrive at the second one's outputs.
+        """
+        calls, out = self.calls.get(i, []), first_tensor(output)
+        if len(calls) == 1 and not calls[0].watched and out is not None:
+            with self._harmless(f"the recomputed forward pass of {self.layers[i].info.name}"):
+                self._watch(i, calls[0], out)
+
+    def _watch(self, i: int, call: Call, out: Tensor) -> None:
+        if out.requires_grad:
+            call.watched = True
+            self._handles.append(out.register_hook(partial(self._gradient, i, call)))
 
     def _gradient(self, i: int, call: Call, gradient: Tensor) -> None:
         if not self.backward_open:
             return
+        self._backward_seen = True
         layer = self.layers[i]
         with self._harmless(f"the backward pass of {layer.info.name}"):
             call.b_count += 1
@@ -277,6 +307,15 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
         return None
     rows = torch.cat(there) if len(there) > 1 else there[0]
     return rows.to(compute_dtype(rows.dtype))
+
+
+Marks = dict[int, tuple[int, int]]
+"""Parameter's id -> its version and where it lies: what all writes change but those through ``.data``."""
+
+
+def marks(parameters: Iterable[Tensor]) -> Marks:
+    """The present marks."""
+    return {id(p): (p._version, p.data_ptr()) for p in parameters}
 
 
 def _ancestors(model: nn.Module, targets: set[int]) -> list[nn.Module]:

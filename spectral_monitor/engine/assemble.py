@@ -104,6 +104,11 @@ class LayerScalars:
         lengths = self.get("b.norm") * self.get("dh.norm")
         return min(max(-self.get("b.dh") / lengths, -1.0), 1.0) if lengths else math.nan
 
+    def local_change(self) -> float:
+        """RMS length of ``dW h'`` over that of ``h``."""
+        length = self.get("h.norm") / math.sqrt(rows) if (rows := self.get("h.rows")) else math.nan
+        return self.get("dW.h") / length if length else math.nan
+
     def sensitivity(self) -> float:
         """Feature change per loss decrease."""
         decrease = -self.get("b.dh")
@@ -129,6 +134,7 @@ FORMULAS: dict[str, Callable[[LayerScalars], float]] = {
     "contribution": lambda s: s.get("contribution"),
     "feature_rms": lambda s: s.root_mean_square("h"),
     "feature_change": lambda s: s.get("feature_change"),
+    "feature_change_local": lambda s: s.local_change(),
     "feature_drift": lambda s: s.get("feature_drift"),
     "alignment": lambda s: s.alignment("alignment"),
     "update_alignment": lambda s: s.alignment("update_alignment"),

@@ -132,17 +132,24 @@ class MatrixStage:
         mine = {i: layer for i, layer in self.layers.items() if id(layer.parameter) in owned}
         for i, layer in mine.items():
             self.lr[i] = float(owned[id(layer.parameter)]["lr"])
-            if layer.parameter.grad is None:
-                self.unused.add(i)
         held = _Held(mine, stacks(mine) if self.settings.needs & {"W", "dW", "W0"} else [])
         for stack in held.stacks:
             stack.load()
         if "g" in self.settings.needs:
             measured = {id(layer.parameter) for layer in mine.values()}
-            held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            held.others = [(p, p.detach().clone()) for p in held.trained if id(p) not in measured]
-            held.gradient_norms = _gradient_norms(held.trained)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            held.others = [(p, p.detach().clone()) for p in parameters if p.requires_grad and id(p) not in measured]
         self._held[id(optimizer)] = held
+
+    @torch.no_grad()
+    def ready(self, optimizer: Optimizer) -> None:
+        """Note which gradients there are, now that they are final."""
+        held = self._held[id(optimizer)]
+        self.unused.update(i for i, layer in held.layers.items() if layer.parameter.grad is None)
+        # A fused optimizer takes the loss scale out of the gradients by itself, in place; they are then the loss's.
+        if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
+            held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            held.gradient_norms = _gradient_norms(held.trained)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
@@ -182,7 +189,7 @@ class MatrixStage:
 
     def _updates(self, stack: Stack) -> None:
         self._norms(stack, "dW")
-        self._align(stack, "dW", "update_alignment")
+        self._align(stack, "dW", "update_alignment", "feature_change_local")
         if "g" not in self.settings.needs:
             return
         for i, layer in stack.layers.items():
@@ -214,8 +221,9 @@ class MatrixStage:
             if stack.layers[i].info.role == "embedding":
                 self._out.put(i, f"{name}.row", feature_root_mean_square(stack.buffer[span]).amax())
 
-    def _align(self, stack: Stack, name: str, key: str) -> None:
-        if key not in self.settings.keys:
+    def _align(self, stack: Stack, name: str, key: str, length: str = "") -> None:
+        """Mean alignment of the layers' inputs with ``name``, and the size of what it makes of them."""
+        if not {key, length} & set(self.settings.keys):
             return
         for i, layer in stack.layers.items():
             rows = self._inputs(i) if layer.info.role in ("operator", "readout") else None
@@ -225,8 +233,13 @@ class MatrixStage:
             room = max(64, PRODUCT_BUDGET // part.numel())
             index = self._picker.choose(len(rows), room, rows.device)
             x = layer.layout.inputs((rows if index is None else rows[index]).to(part))
-            sigma = self._out.get(i, f"{name}.sigma").reshape(part.shape[:2])
-            self._out.put(i, key, mean_alignment(_products(x, part), x, sigma))
+            products = _products(x, part)
+            if key in self.settings.keys:
+                sigma = self._out.get(i, f"{name}.sigma").reshape(part.shape[:2])
+                self._out.put(i, key, mean_alignment(products, x, sigma))
+            if length in self.settings.keys and layer.layout.taps == 1:
+                square = torch.linalg.vector_norm(products, dim=3).square().sum() / products.shape[2]
+                self._out.put(i, f"{name}.h", square.sqrt())
 
 
 def _products(x: Tensor, part: Tensor) -> Tensor:
