@@ -269,6 +269,11 @@ def _refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """
     if trainer.world_size > 1:
         raise ValueError(f"SpectralMonitor measures one process so far, not {trainer.world_size}; use devices=1")
+    if not module.automatic_optimization and getattr(module, "_compiler_ctx", None):
+        raise ValueError(
+            "SpectralMonitor does not measure a compiled LightningModule with manual optimization: its optimizers step "
+            "inside the compiled region; compile the networks it holds instead"
+        )
     if str(trainer.precision).startswith("transformer-engine"):
         supported = "32-true, 64-true, bf16-mixed, bf16-true, 16-mixed, 16-true"
         raise ValueError(f"SpectralMonitor does not measure precision={trainer.precision!r}; supported: {supported}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 
 from recorder import differences
+from tqdm.auto import tqdm
 from ways import COMPILED, LOOPS, PRECISIONS, Cell, cells, train
 
 from spectral_monitor import SpectralMonitor
@@ -23,16 +25,26 @@ ROUNDED = "its change is too close to the rounding of its outputs"
 
 @dataclass
 class Outcome:
-    """Of one cell: differences from the run without the monitor, measured steps, and what is missing and why."""
+    """Of one cell: differences from the run without the monitor, measured steps, and what is missing and why.
 
-    differences: list[tuple[str, str]]
-    tensors: int
-    steps: list[int]
+    Or the sentence with which the monitor refused before the first step.
+    """
+
+    differences: list[tuple[str, str]] = field(default_factory=list)
+    tensors: int = 0
+    steps: list[int] = field(default_factory=list)
+    refusal: str = ""
     missing: dict[str, set[str]] = field(default_factory=dict)
 
 
+@cache
 def outcome(cell: Cell) -> Outcome:
     """Train with and without the monitor."""
+    if cell.refused:
+        try:
+            train(cell, SpectralMonitor(every_n_steps=1))
+        except ValueError as error:
+            return Outcome(refusal=str(error))
     reference, _ = train(cell)
     monitor = SpectralMonitor(every_n_steps=1)
     run, _ = train(cell, monitor)
@@ -54,7 +66,7 @@ def outcome(cell: Cell) -> Outcome:
 def table() -> str:
     """The matrix as markdown: a row per loop and compilation, a column per precision."""
     notes: list[str] = []
-    outcomes = {cell: outcome(cell) for cell in cells()}
+    outcomes = {cell: outcome(cell) for cell in tqdm(cells(), desc="loops")}
 
     def entry(loop: str, precision: str, compiled: str) -> str:
         texts = []
@@ -82,6 +94,8 @@ def _note(text: str, notes: list[str]) -> str:
 
 
 def _entry(found: Outcome, cell: Cell, notes: list[str]) -> str:
+    if found.refusal:
+        return f"refused{_note(found.refusal, notes)}"
     if found.differences or found.steps != cell.steps:
         return "**fails**"
     lacking = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from outcome import ROUNDED, outcome
+from outcome import ROUNDED, outcome, table
 from ways import Cell, cells
 
 INSIDE = "inside a compiled module, where a hook would force a recompilation"
@@ -11,7 +13,12 @@ NOT_AGAIN = "the forward cannot be run again: 'net.{}' is compiled"
 PARTS = "the forward cannot be run again: the model is called in 3 separate parts"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 TWICE = "the closure ran 2 times: the gradient is not that of the weights before the step"
+REFUSAL = (
+    "SpectralMonitor does not measure a compiled LightningModule with manual optimization: its optimizers step inside "
+    "the compiled region; compile the networks it holds instead"
+)
 FAST = [
+    Cell("manual", "32-true", 1, "the LightningModule"),
     Cell("automatic", "16-mixed", 3, "no"),
     Cell("automatic", "32-true", 3, "a submodule"),
     Cell("automatic", "bf16-mixed", 1, "the LightningModule"),
@@ -55,6 +62,9 @@ def expected(cell):
 
 def check(cell):
     found = outcome(cell)
+    assert found.refusal == (REFUSAL if cell.refused else "")
+    if cell.refused:
+        return
     assert not found.differences, f"{len(found.differences)} differences, first {found.differences[:5]}"
     assert found.tensors > 100
     assert found.steps == cell.steps
@@ -73,3 +83,10 @@ def test_training_is_the_same_and_measured(cell):
 @pytest.mark.parametrize("cell", SLOW, ids=str)
 def test_training_is_the_same_and_measured_in_every_cell(cell):
     check(cell)
+
+
+@pytest.mark.slow
+def test_the_table_in_the_docs_is_up_to_date():
+    """From the runs of the tests above."""
+    text = (Path(__file__).parents[2] / "docs" / "support.md").read_text()
+    assert table() in text

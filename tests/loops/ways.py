@@ -205,6 +205,11 @@ class Cell:
         stride = self.accumulate if self.manual else 1
         return list(range(stride, stride * (BATCHES // self.accumulate) + 1, stride))
 
+    @property
+    def refused(self) -> bool:
+        """Whether the monitor declines."""
+        return self.manual and self.compiled == "the LightningModule"
+
     def impossible(self) -> str:
         """Why Lightning or torch do not train this way, whoever watches."""
         if self.loop.endswith("(SAM)"):
@@ -214,8 +219,6 @@ class Cell:
                 return "the scaler calls step without a closure" if not self.manual else "the scaler is left out"
         if self.loop == "manual, raw optimizer" and self.precision == "16-mixed":
             return "a raw optimizer does not take the loss scale out"
-        if self.compiled == "the LightningModule" and self.manual:
-            return "Lightning's own optimizers cannot be traced"
         return ""
 
 
