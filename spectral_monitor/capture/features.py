@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.anatomy import Layer
+from spectral_monitor.capture.hooks import Hook
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.capture.rows import Kept, RowPicker, count_rows, first_tensor, rows_of, sample_size
 from spectral_monitor.linalg import compute_dtype
@@ -93,11 +94,11 @@ class FeatureCapture:
         """Register the hooks."""
         self._reset()
         for i, module in self._hooked.items():
-            self._handles.append(module.register_forward_hook(partial(self._record, i), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(Hook(partial(self._record, i)), with_kwargs=True))
         for module in self._roots:
             # First in line, to see the arguments before the user's own pre-hooks change them.
-            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True))
 
     def begin(self) -> None:
         """Forget calls made so far: the training step begins now."""

@@ -1,5 +1,6 @@
-"""One thread, quiet Lightning, and the modules and the recorder of a neighbouring folder."""
+"""One thread, quiet Lightning, the recorder of tests/noninterference, and the examples as modules."""
 
+import importlib.util
 import logging
 import signal
 import sys
@@ -9,18 +10,18 @@ import lightning.pytorch  # noqa: F401  sets the level of its loggers
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "noninterference"))
+TESTS = Path(__file__).parents[1]
+sys.path.append(str(TESTS / "noninterference"))
 torch.set_num_threads(1)
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+for name in ("lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 # What Lightning and torch have to say about runs as short as ours.
 CHATTER = (
     "You defined a `validation_step`",
     "`isinstance\\(treespec",
-    "`training_step` returned `None`",
-    "None of the inputs have requires_grad",
     "Be aware that when using `ckpt_path`",
-    "The ``compute`` method of metric",
+    "Detected call of `lr_scheduler.step\\(\\)` before",
 )
 
 
@@ -33,8 +34,22 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def alone():
-    """Seeded; and Ctrl-C goes on working after Lightning has met a KeyboardInterrupt."""
+    """Seeded; and Ctrl-C goes on working after Lightning has met an exception."""
     torch.manual_seed(0)
     handler = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture(scope="session")
+def example():
+    """Imports an example by its name."""
+
+    def load(name):
+        path = TESTS.parent / "examples" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
