@@ -117,7 +117,10 @@ def _number(owner: object, *names: str) -> int:
     """The first of some attributes that a module or its config has as a whole number; 0 if none."""
     for holder in (owner, getattr(owner, "config", None)):
         for name in names:
-            value = getattr(holder, name, None)
+            try:
+                value = getattr(holder, name, None)
+            except Exception:  # some configs refuse what may differ from layer to layer
+                continue
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
     return 0
