@@ -209,3 +209,53 @@ def test_taps_and_blocks_add_up_to_the_convolution(conv, groups):
 def test_blocks_that_do_not_fit_are_refused(kind, shape, blocks, groups, message):
     with pytest.raises(ValueError, match=message):
         Layout(kind, shape, blocks=blocks, groups=groups)
+
+
+@pytest.mark.parametrize("kind", ["linear", "transposed"])
+def test_blocks_may_take_turns_and_differ_in_size(kind):
+    rows = torch.arange(12.0).unsqueeze(1) + torch.tensor([0.0, 100.0])  # 12 outputs, 2 inputs
+    held = rows.T.contiguous() if kind == "transposed" else rows
+    shape = tuple(held.shape)
+
+    def outputs(**split):
+        layout = Layout(kind, shape, **split)
+        stack = layout.stack(held)
+        assert stack.shape == (1, layout.blocks, layout.fan_out, 2)
+        for block, fan_out in zip(stack[0], layout.fan_outs, strict=True):
+            assert torch.equal(block[:fan_out, 1], block[:fan_out, 0] + 100)
+            assert not block[fan_out:].any()
+        return [block[:n, 0].tolist() for block, n in zip(stack[0], layout.fan_outs, strict=True)]
+
+    assert outputs(blocks=3, repeats=2) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    assert outputs(blocks=3, sizes=(6, 4, 2)) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11]]
+    assert outputs(blocks=3, sizes=(4, 1, 1), repeats=2) == [[0, 1, 2, 3, 6, 7, 8, 9], [4, 10], [5, 11]]
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("experts", (3, 8, 5)), ("experts_transposed", (3, 5, 8))])
+def test_experts_are_blocks(kind, shape):
+    held = torch.randn(shape)
+    by_expert = held.mT if kind == "experts_transposed" else held
+    whole = Layout(kind, shape, blocks=3, groups=3)
+    assert (whole.fan_out, whole.fan_in) == (8, 5)
+    assert torch.equal(whole.stack(held)[0], by_expert)
+    assert whole.stack(held).data_ptr() == held.data_ptr()
+    halves = Layout(kind, shape, blocks=6, groups=3)
+    assert torch.equal(halves.stack(held)[0], by_expert.reshape(6, 4, 5))
+    turns = Layout(kind, shape, blocks=6, groups=3, repeats=4)
+    assert torch.equal(turns.stack(held)[0, 2], by_expert[1, ::2])
+    assert torch.equal(turns.stack(held)[0, 5], by_expert[2, 1::2])
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"blocks": 3, "sizes": (4, 4)},
+        {"blocks": 2, "sizes": (4, 5)},
+        {"blocks": 2, "sizes": (4, 2), "repeats": 3},
+        {"blocks": 2, "sizes": (8, 4), "groups": 2},
+        {"blocks": 3, "repeats": 3},
+    ],
+)
+def test_sizes_that_do_not_add_up_are_refused(split):
+    with pytest.raises(ValueError, match=r"cannot split (the 12 outputs of )?shape \(12, 2\)"):
+        Layout("linear", (12, 2), **split)
