@@ -148,7 +148,7 @@ class FeatureCapture:
             if out is None:
                 return
             layer = self.layers[i]
-            spatial = layer.parameter.ndim - 2
+            spatial = len(layer.info.shape) - 2
             taken = sum(call.count for call in self.calls.get(i, ()))
             if self._replayed is not None:
                 self._replayed.add(i, out, layer)
@@ -193,7 +193,7 @@ class FeatureCapture:
         layer = self.layers[i]
         with self._harmless(f"the backward pass of {layer.info.name}"):
             call.b_count += 1
-            call.b = Kept(rows_of(gradient, layer.channels_first, layer.parameter.ndim - 2, call.index))
+            call.b = Kept(rows_of(gradient, layer.channels_first, len(layer.info.shape) - 2, call.index))
 
     def outputs(self) -> Outputs:
         """Which rows of each call were kept, what they were, and their gradients; of layers that still have them all.
@@ -262,7 +262,7 @@ class Replay:
         change = None
         if len(done) < len(before):
             index, h, b = before[len(done)]
-            rows = rows_of(out, layer.channels_first, layer.parameter.ndim - 2, index)
+            rows = rows_of(out, layer.channels_first, len(layer.info.shape) - 2, index)
             change = _compare(rows, h, b) if rows.shape == h.shape else None
         done.append(change)
 

@@ -65,11 +65,15 @@ class LayerScalars:
         return math.nan if any(math.isnan(value) for value in norms) else max(norms)
 
     def natural(self, name: str) -> float:
-        """Natural norm by the layer's role."""
-        info = self.layer.info
-        if info.role == "embedding":
+        """Natural norm by the layer's role; of each block by its own fans."""
+        if self.layer.info.role == "embedding":
             return self.get(f"{name}.row")
-        return math.sqrt(info.fan_in / max(info.fan_out, 1)) * self.norm(name)
+        layout = self.layer.layout
+        norms = [
+            math.sqrt(layout.fan_in / fan_out) * norm
+            for fan_out, norm in zip(layout.fan_outs, self._norms(name, "sigma"), strict=True)
+        ]
+        return math.nan if any(math.isnan(value) for value in norms) else max(norms)
 
     def ratio(self, above: str, below: str, norm: Norm = "sigma") -> float:
         """Norm over norm."""

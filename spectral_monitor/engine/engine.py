@@ -74,8 +74,8 @@ class Engine:
     def start(self) -> None:
         """Remember the weights as those drift is counted from, in host memory."""
         if "W0" in self.settings.needs:
-            with self._harmless("remembering the start"):
-                self._start = {i: layer.parameter.detach().to("cpu", copy=True) for i, layer in enumerate(self.layers)}
+            with self._harmless("remembering the start"), _full_precision():
+                self._start = {i: layer.weight().to("cpu", copy=True) for i, layer in enumerate(self.layers)}
                 self._start_norms = start_norms(self.layers, self._start, self.settings.tol)
 
     def arm(self, before_forward: Callable[[], None] = lambda: None) -> None:
@@ -197,7 +197,7 @@ class Engine:
             self._before_forward()
 
     def _before(self, optimizer: Optimizer) -> None:
-        with self._harmless("copying the weights"):
+        with self._harmless("copying the weights"), _full_precision():
             self._stage.before(optimizer)
             if self.features.layers:
                 parameters = (p for group in optimizer.param_groups for p in group["params"])

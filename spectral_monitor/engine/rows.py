@@ -103,6 +103,8 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepF
         return "no gradient: it was not used in this step"
     if needs & {"dW", "g"} and i not in facts.stepped:
         return "its optimizer did not step"
+    if key == "lr" and math.isnan(facts.lr[i]):
+        return "the parameters it is computed from have different learning rates"
     if key == "contribution":
         return _no_contribution(layer, facts)
     if needs & {"h", "b", "dh", "probe"}:

@@ -155,7 +155,7 @@ def test_the_measured_update_is_the_difference_of_the_weights(name, flags):
     layers = dissect(model).layers
     for _ in range(3):
         stage = KeptUpdates(layers, Settings(quantities="light"), {}, lambda i: None, Scalars())
-        stage.start = {i: layer.parameter.detach().clone() for i, layer in enumerate(layers)}
+        stage.start = {i: layer.weight().clone() for i, layer in enumerate(layers)}
         capture = OptimizerCapture([optimizer], lambda o: None, stage.before, stage.ready, stage.after)
         closure_for(model, optimizer)()
         start = snapshot(model)
@@ -163,7 +163,7 @@ def test_the_measured_update_is_the_difference_of_the_weights(name, flags):
         optimizer.step()
         capture.disarm()
         for (i, layer), p, old in zip(enumerate(layers), model.parameters(), start, strict=True):
-            assert layer.parameter is p
+            assert layer.sources == (p,)
             assert torch.equal(stage.kept[i], layer.layout.stack(p.detach() - old))
 
 
