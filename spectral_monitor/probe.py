@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 from spectral_monitor.anatomy import Anatomy
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.warnings import SpectralMonitorWarning
 
 
 class SpectralProbe:
@@ -133,6 +136,28 @@ class SpectralProbe:
         measurement = self._engine.finish(self.steps, accumulated=accumulated)
         if measurement is not None:
             self.measurements.append(measurement)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on measuring in another process: plain types and CPU tensors, shared, not copied.
+
+        That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
+        measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it.
+        """
+        return {"steps": self.steps, "state": self._engine.state(), "tensors": self._engine.tensors()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave, when the model has its weights back.
+
+        What starts anew all the same, such as ``feature_drift`` where the batch held more than tensors, containers
+        and numbers, is said in a warning.
+
+        Raises:
+            ValueError: it is of other layers, which are named, or of another version; nothing has been changed then.
+        """
+        anew = self._engine.restore(state["state"], state["tensors"], int(state["steps"]))
+        self.steps = int(state["steps"])
+        if anew:
+            warnings.warn(f"resumed at step {self.steps}: {'; '.join(anew)}", SpectralMonitorWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"
