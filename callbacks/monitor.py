@@ -34,11 +34,20 @@ class SpectralMonitor(pl.Callback):
     ``spectral/<quantity>/<layer>`` and ``spectral/summary/<name>``; what is NaN is left out, and
     ``monitor.latest.why(quantity, layer)`` says why it is.
 
+    Checkpoints hold what it takes to go on: counters in the checkpoint, and beside it one file
+    ``spectral-monitor-<hash>.pt`` with the weights drift is counted from and the batch ``feature_drift`` is measured
+    on. ``trainer.fit(..., ckpt_path=...)`` measures what the uninterrupted run would have. If the file is missing (it
+    is looked for beside the checkpoint, then where it was written), or the model has other layers, a warning says so
+    and drift is counted from there. Earlier :attr:`measurements` are not in it. Another ``fit`` of the same module
+    object with the same monitor goes on too, with drift from the first fit's start; with another module it begins
+    anew. Either way measurements are appended to those there are.
+
     Args:
         every_n_steps: measure every n-th optimizer step.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (all) or a list of keys; only what is asked for is paid for.
-        include, exclude: fnmatch patterns on module or layer names.
+        include: fnmatch patterns on module or layer names; only these are measured.
+        exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
             guess in the role table, printed at the start, is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).

@@ -24,6 +24,8 @@ class SpectralProbe:
     ``every_n_steps``-th such block is measured; the others cost a comparison. Training is not changed: parameters,
     optimizer state, gradients, buffers and random states stay bit for bit what they would have been.
 
+    To resume, save :meth:`state_dict` with the model's and the optimizer's, and load it after them.
+
     Args:
         model: the module that is trained; call it once per step (call its parts instead, and what needs the
             features after the step is NaN).
@@ -31,7 +33,8 @@ class SpectralProbe:
         every_n_steps: measure every n-th step.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (all) or a list of keys; only what is asked for is paid for.
-        include, exclude: fnmatch patterns on module or layer names.
+        include: fnmatch patterns on module or layer names; only these are measured.
+        exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
             guess in :meth:`role_table` is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
