@@ -250,7 +250,7 @@ class SpectralMonitor(pl.Callback):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Write the file the state refers to, if it is not there yet."""
-        state = checkpoint["callbacks"].get(self.state_key, {})
+        state = checkpoint.get("callbacks", {}).get(self.state_key, {})
         with self._said("resumed from this checkpoint, drift will be counted anew"):
             self._continuation.write(state, trainer, pl_module, self._engine)
 

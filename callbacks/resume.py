@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
 import torch
@@ -35,20 +35,20 @@ class Continuation:
     def __init__(self) -> None:
         self.measured_before = 0
         self._loaded: State = {}
-        self._last: State = {}
         self._begun = False
         self._folder = Path()
-        self._mark: tuple[Engine, bool] | None = None
+        self._mark: tuple[object, bool] | None = None
         self._fingerprint = ""
-        self._carried: WeakKeyDictionary[pl.LightningModule, tuple[State, State]] = WeakKeyDictionary()
+        self._carried: WeakKeyDictionary[pl.LightningModule, tuple[State, State | None]] = WeakKeyDictionary()
+        self._last: Callable[[], pl.LightningModule | None] = _nobody
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, which is for another model or process, has nothing to go on from."""
         return type(self), ()
 
     def forget(self) -> None:
-        """A fit begins; what was loaded for another purpose does not count."""
-        self._loaded, self._begun = {}, False
+        """A fit begins, maybe of another model; what was loaded or measured before is no part of its checkpoints."""
+        self._loaded, self._begun, self._last = {}, False, _nobody
 
     def load(self, state: State) -> None:
         """Take the state a checkpoint holds, for the fit that is about to begin."""
@@ -80,17 +80,23 @@ class Continuation:
             warn(f"resumed at step {step}: {'; '.join(anew)}")
 
     def state(self, engine: Engine | None) -> State:
-        """What goes into a checkpoint: dicts, lists, strings, numbers."""
-        if engine is None or not self._begun:
-            return self._loaded or self._last
-        state = engine.state()
-        if engine.settings.needs & LARGE:
-            mark = (engine, engine.probe_taken)
-            if self._mark != mark:
-                self._mark, self._fingerprint = mark, fingerprint(engine.tensors())
-            name = f"spectral-monitor-{self._fingerprint[:16]}.pt"
-            state["file"] = {"name": name, "fingerprint": self._fingerprint, "folder": str(self._folder)}
-        return state
+        """What goes into a checkpoint: dicts, lists, strings, numbers. After a fit, what it was at its end."""
+        if engine is not None and self._begun:
+            mark: tuple[object, bool] = (engine, engine.probe_taken)
+            return self._with_file(engine.state(), engine.tensors() if engine.settings.needs & LARGE else None, mark)
+        module = self._last()
+        if self._loaded or module is None:
+            return self._loaded
+        return self._with_file(*self._carried[module], (module, True))
+
+    def _with_file(self, state: State, tensors: State | None, mark: tuple[object, bool]) -> State:
+        if tensors is None:
+            return state
+        if self._mark != mark:
+            self._mark, self._fingerprint = mark, fingerprint(tensors)
+        name = f"spectral-monitor-{self._fingerprint[:16]}.pt"
+        file = {"name": name, "fingerprint": self._fingerprint, "folder": str(self._folder)}
+        return {**state, "file": file}
 
     def write(self, state: State, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> None:
         """Write the file that a state refers to, if it is not there.
@@ -102,16 +108,23 @@ class Continuation:
         path = None if file is None else Path(file["folder"], file["name"])
         if path is None or path.exists() or not trainer.is_global_zero:
             return
-        tensors = engine.tensors() if engine is not None and self._begun else self._carried.get(module, ({}, None))[1]
+        if engine is not None and self._begun:
+            tensors: State | None = engine.tensors()
+        else:
+            _, tensors = self._carried.get(module, ({}, None))
         if tensors is not None:
             _write(tensors, path)
 
     def end(self, module: pl.LightningModule, engine: Engine) -> None:
         """Keep what another fit of this model, or a checkpoint saved after this one, needs."""
         if self._begun:
-            self._last = self.state(engine)
-            self._carried[module] = (engine.state(), engine.tensors())
+            self._carried[module] = (engine.state(), engine.tensors() if engine.settings.needs & LARGE else None)
+            self._last = ref(module)
         self._begun, self._mark = False, None
+
+
+def _nobody() -> None:
+    return None
 
 
 def _revive(engine: Engine, module: pl.LightningModule, packed: State) -> Again:
@@ -120,7 +133,8 @@ def _revive(engine: Engine, module: pl.LightningModule, packed: State) -> Again:
 
 def _folder(trainer: pl.Trainer) -> Path:
     """Where checkpoints go, if that is on a disk."""
-    folders = [c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
+    saving = sorted(trainer.checkpoint_callbacks, key=lambda callback: not isinstance(callback, ModelCheckpoint))
+    folders = [folder for callback in saving if (folder := getattr(callback, "dirpath", None))]
     local = [str(folder) for folder in (*folders, trainer.default_root_dir) if "://" not in str(folder)]
     return Path(local[0] if local else ".").absolute()
 

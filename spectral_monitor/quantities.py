@@ -225,9 +225,7 @@ def resolve(quantities: str | Sequence[str]) -> tuple[str, ...]:
         raise ValueError(f"quantities: unknown tier {quantities!r}{hint}; valid tiers: {', '.join(TIERS)}")
     chosen = list(quantities)
     if not chosen:
-        raise ValueError(
-            f"no quantities given; valid tiers: {', '.join(TIERS)}; valid keys: {', '.join(QUANTITIES)}"
-        )
+        raise ValueError(f"no quantities given; valid tiers: {', '.join(TIERS)}; valid keys: {', '.join(QUANTITIES)}")
     for key in chosen:
         if key not in QUANTITIES:
             close = difflib.get_close_matches(str(key), QUANTITIES, n=1)

@@ -84,8 +84,8 @@ class Engine:
         self.start_step = step
         if "W0" in self.settings.needs:
             with self._harmless("remembering the start"):
-                start = {i: layer.parameter.detach().to("cpu", copy=True) for i, layer in enumerate(self.layers)}
-                self._start, self._start_norms = start, start_norms(self.layers, start, self.settings.tol)
+                self._start = {i: layer.parameter.detach().to("cpu", copy=True) for i, layer in enumerate(self.layers)}
+                self._start_norms = start_norms(self.layers, self._start, self.settings.tol)
 
     def state(self) -> dict[str, Any]:
         """What it takes to go on from here, but for :meth:`tensors`: numbers, strings, lists."""
@@ -161,7 +161,8 @@ class Engine:
         else:
             self.start_step = start_step
             with self._harmless("remembering the start"):
-                self._start, self._start_norms = start, start_norms(self.layers, start, self.settings.tol)
+                self._start = start
+                self._start_norms = start_norms(self.layers, start, self.settings.tol)
         return anew
 
     def revive(self, packed: dict[str, Any]) -> RootCall:

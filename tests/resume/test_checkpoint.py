@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from quickfit import fit, recording
 from torch import nn
 from torch.utils.data import DataLoader
@@ -71,6 +71,13 @@ def change(path, **values):
     (state,) = (v for k, v in checkpoint["callbacks"].items() if k.startswith("SpectralMonitor"))
     state.update(values)
     torch.save(checkpoint, path)
+
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+
+
+def drift_of(watch, step):
+    return next(m.value("drift_fro_ratio", "net.0") for m in watch.measurements if m.step == step)
 
 
 def drift(weights, start):
@@ -266,6 +273,53 @@ def test_saved_after_training(tmp_path):
     fit(monitor(), module, default_root_dir=tmp_path).save_checkpoint(tmp_path / "final.ckpt")
     watch = monitor()
     assert_drift_is_from(start, watch, resumed(tmp_path / "final.ckpt", watch))
+
+
+def test_validated_before(tmp_path):
+    """What validation loads is not what training, which begins afresh, goes on from."""
+    _, path = saved(tmp_path)
+    watch, module = monitor(), Keeps()
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[watch], logger=recording(), **QUIET)
+    trainer.validate(module, zoo.loader(), ckpt_path=path, verbose=False)
+    trainer.fit(module, zoo.loader())
+    assert watch.latest.step == 6
+    assert drift_of(watch, 6) == pytest.approx(drift(module.first[6], module.first[0]), rel=1e-4)
+    assert not math.isnan(watch.measurements[0].value("feature_drift", "net.0")), "the first that was measured"
+
+
+def test_saved_before_training(tmp_path):
+    """As tuners do: nothing is known yet, least of all what the monitor measured on another model."""
+
+    class Saves(pl.Callback):
+        def on_fit_start(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / "before.ckpt")
+
+    watch = monitor()
+    fit(watch)
+    fit(watch, callbacks=[Saves()])
+    assert not [
+        key for key in torch.load(tmp_path / "before.ckpt", weights_only=True)["callbacks"] if "Spectral" in key
+    ]
+
+
+def test_after_an_exception(tmp_path):
+    """The checkpoint Lightning saves then is as good as any."""
+
+    class Fails(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.global_step == 9:
+                raise RuntimeError("on purpose")
+
+    module = Keeps()
+    start = module.watched()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        saves = OnExceptionCheckpoint(tmp_path)
+        fit(monitor(), module, callbacks=[Fails(), saves], max_epochs=2, enable_checkpointing=True)
+    state = state_in(tmp_path / "on_exception.ckpt")
+    assert state["measured"] == 4
+    held = torch.load(tmp_path / state["file"]["name"], weights_only=True)
+    assert torch.equal(held["start"]["net.0"], start)
+    assert held["probe"] is not None
 
 
 # Without it.
