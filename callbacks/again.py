@@ -9,8 +9,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor
+from torch import Tensor, nn
 
+from spectral_monitor.capture.portable import pack, pack_state, put_state, unpack
 from spectral_monitor.capture.preserve import Snapshot, preserved
 from spectral_monitor.capture.replay import RandomState, clone_tree, loss_in
 
@@ -39,6 +40,33 @@ class TrainingStep:
         arguments = (clone_tree(self._batch), self._batch_idx)[: 2 if _takes_index(step) else 1]
         with self.randomness.replayed():
             return loss_in(step(*arguments))
+
+    def pack(self, model: nn.Module) -> dict[str, Any]:
+        """In plain types, to be made again in another process; to be asked for right after :meth:`rewind`.
+
+        Raises:
+            NotPlainError: naming what in the batch or the module's state is none.
+        """
+        return {
+            "kind": "training_step",
+            "batch": pack(self._batch, "batch"),
+            "batch_idx": self._batch_idx,
+            "state": pack_state(self._module),
+            "randomness": self.randomness.pack(),
+        }
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any], module: pl.LightningModule) -> TrainingStep:
+        """The step that was packed, to be made by ``module``.
+
+        Raises:
+            Exception: if the module is not built like the one that made it.
+        """
+        with preserved(module):
+            put_state(module, packed["state"])
+            step = cls(module, unpack(packed["batch"], module.device), packed["batch_idx"])
+        step.randomness = RandomState.unpack(packed["randomness"])
+        return step
 
 
 def can_run_again(module: pl.LightningModule) -> bool:

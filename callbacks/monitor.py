@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from spectral_monitor.callbacks.again import TrainingStep, aside, can_run_again
+from spectral_monitor.callbacks.resume import Continuation
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -32,11 +34,20 @@ class SpectralMonitor(pl.Callback):
     ``spectral/<quantity>/<layer>`` and ``spectral/summary/<name>``; what is NaN is left out, and
     ``monitor.latest.why(quantity, layer)`` says why it is.
 
+    Checkpoints hold what it takes to go on: counters in the checkpoint, and beside it one file
+    ``spectral-monitor-<hash>.pt`` with the weights drift is counted from and the batch ``feature_drift`` is measured
+    on. ``trainer.fit(..., ckpt_path=...)`` measures what the uninterrupted run would have. If the file is missing (it
+    is looked for beside the checkpoint, then where it was written), or the model has other layers, a warning says so
+    and drift is counted from there. Earlier :attr:`measurements` are not in it. Another ``fit`` of the same module
+    object with the same monitor goes on too, with drift from the first fit's start; with another module it begins
+    anew. Either way measurements are appended to those there are.
+
     Args:
         every_n_steps: measure every n-th optimizer step; with manual optimization, every n-th batch.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (all) or a list of keys; only what is asked for is paid for.
-        include, exclude: fnmatch patterns on module or layer names.
+        include: fnmatch patterns on module or layer names; only these are measured.
+        exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
             guess in the role table, printed at the start, is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
@@ -88,6 +99,7 @@ class SpectralMonitor(pl.Callback):
         self._loss_scale = 1.0
         self._overdue = False
         self._warn = Warner()
+        self._continuation = Continuation()
 
     @property
     def latest(self) -> Measurement | None:
@@ -114,11 +126,9 @@ class SpectralMonitor(pl.Callback):
             self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remember the weights drift is counted from."""
+        """Remember the weights drift is counted from, or go on from what was loaded or measured before."""
         if self._engine is not None:
-            if trainer.global_step and self._engine.settings.needs & {"W0", "probe"}:
-                self._warn(f"resumed at step {trainer.global_step}: drift is counted from here")
-            self._engine.start()
+            self._continuation.begin(trainer, pl_module, self._engine, self._warn)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -223,7 +233,7 @@ class SpectralMonitor(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the last table."""
-        if self._engine is not None and self._engine.measured:
+        if self._engine is not None and self._engine.measured > self._continuation.measured_before:
             _show(self.table())
         elif self._engine is not None:
             steps, every = trainer.global_step, self.settings.every_n_steps
@@ -237,21 +247,71 @@ class SpectralMonitor(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave no hook behind."""
-        self._stop()
+        self._stop(pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave no hook behind."""
         if stage == "fit":
-            self._stop()
+            self._stop(pl_module)
+
+    @property
+    def state_key(self) -> str:
+        """Tells the monitors of one trainer apart."""
+        s = self.settings
+        return self._generate_state_key(
+            every_n_steps=s.every_n_steps, quantities=s.quantities, include=s.include, exclude=s.exclude
+        )
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """A checkpoint may be loaded next."""
+        if stage == "fit":
+            self._continuation.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of the monitor: plain numbers, names, and which file has the tensors."""
+        try:
+            state: dict[str, Any] = self._continuation.state(self._engine)
+            return state
+        except Exception as error:
+            self._warn(f"the checkpoint does not hold the monitor ({type(error).__name__}: {error})", error)
+            return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from this when training starts."""
+        self._continuation.load(state_dict)
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Find the state of a monitor whose settings were others, if there is but one that it can be."""
+        taken = {callback.state_key for callback in trainer.callbacks}  # type: ignore[attr-defined]
+        states = {key: state for key, state in checkpoint["callbacks"].items() if key not in taken}
+        mine = [state for key, state in states.items() if str(key).startswith(f"{type(self).__qualname__}{{")]
+        if self.state_key not in checkpoint["callbacks"] and len(mine) == 1:
+            self._continuation.load(mine[0])
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Write the file the state refers to, if it is not there yet."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        with self._said("resumed from this checkpoint, drift will be counted anew"):
+            self._continuation.write(state, trainer, pl_module, self._engine)
+
+    @contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        """Turn an error into a warning."""
+        try:
+            yield
+        except Exception as error:
+            self._warn(f"{what} ({type(error).__name__}: {error})", error)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and measurements; what belongs to a running fit, and the methods Lightning adds, stay behind."""
+        """Settings and measurements; what belongs to a fit or a model, and the methods Lightning adds, stay behind."""
         state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
         return {**state, "_engine": None, "_training_step": None}
 
-    def _stop(self) -> None:
+    def _stop(self, module: pl.LightningModule) -> None:
         if self._engine is not None:
             self._engine.disarm()
+            with self._said("the end of training was not remembered"):
+                self._continuation.end(module, self._engine)
         self._engine = None
         self._training_step = None
 

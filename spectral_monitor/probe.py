@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,6 +15,7 @@ from spectral_monitor.anatomy import Anatomy
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.warnings import SpectralMonitorWarning
 
 
 class SpectralProbe:
@@ -22,6 +25,8 @@ class SpectralProbe:
     ``every_n_steps``-th such block is measured; the others cost a comparison. Training is not changed: parameters,
     optimizer state, gradients, buffers and random states stay bit for bit what they would have been.
 
+    To resume, save :meth:`state_dict` with the model's and the optimizer's, and load it after them.
+
     Args:
         model: the module that is trained; call it once per step (call its parts instead, and what needs the
             features after the step is NaN). Fabric's wrapper will do.
@@ -29,7 +34,8 @@ class SpectralProbe:
         every_n_steps: measure every n-th step.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (all) or a list of keys; only what is asked for is paid for.
-        include, exclude: fnmatch patterns on module or layer names.
+        include: fnmatch patterns on module or layer names; only these are measured.
+        exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
             guess in :meth:`role_table` is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
@@ -135,6 +141,28 @@ class SpectralProbe:
         measurement = self._engine.finish(self.steps, accumulated=accumulated)
         if measurement is not None:
             self.measurements.append(measurement)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on measuring in another process: plain types and CPU tensors, shared, not copied.
+
+        That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
+        measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it.
+        """
+        return {"steps": self.steps, "state": self._engine.state(), "tensors": self._engine.tensors()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave, when the model has its weights back.
+
+        What starts anew all the same, such as ``feature_drift`` where the batch held more than tensors, containers
+        and numbers, is said in a warning.
+
+        Raises:
+            ValueError: it is of other layers, which are named, or of another version; nothing has been changed then.
+        """
+        anew = self._engine.restore(state["state"], state["tensors"], int(state["steps"]))
+        self.steps = int(state["steps"])
+        if anew:
+            warnings.warn(f"resumed at step {self.steps}: {'; '.join(anew)}", SpectralMonitorWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"

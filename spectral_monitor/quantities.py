@@ -231,7 +231,7 @@ def resolve(quantities: str | Sequence[str]) -> tuple[str, ...]:
         if quantities in TIERS:
             return TIERS[quantities]
         hint = f" (for a single quantity pass a list: [{quantities!r}])" if quantities in QUANTITIES else ""
-        raise ValueError(f"unknown tier {quantities!r}{hint}; valid tiers: {', '.join(TIERS)}")
+        raise ValueError(f"quantities: unknown tier {quantities!r}{hint}; valid tiers: {', '.join(TIERS)}")
     chosen = list(quantities)
     if not chosen:
         raise ValueError(f"no quantities given; valid tiers: {', '.join(TIERS)}; valid keys: {', '.join(QUANTITIES)}")
@@ -239,7 +239,7 @@ def resolve(quantities: str | Sequence[str]) -> tuple[str, ...]:
         if key not in QUANTITIES:
             close = difflib.get_close_matches(str(key), QUANTITIES, n=1)
             hint = f", did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"unknown quantity {key!r}{hint} Valid keys: {', '.join(QUANTITIES)}")
+            raise ValueError(f"quantities: unknown quantity {key!r}{hint} Valid keys: {', '.join(QUANTITIES)}")
     return tuple(key for key in QUANTITIES if key in set(chosen))
 
 

@@ -219,6 +219,15 @@ class FeatureCapture:
                 call.original = None
         return outputs
 
+    @property
+    def lasting(self) -> list[str]:
+        """Layers whose outputs were seen to last, so that they are not copied any more."""
+        return [self.layers[i].info.name for i in sorted(self._lasting)]
+
+    @lasting.setter
+    def lasting(self, names: list[str]) -> None:
+        self._lasting = {i for i, layer in self.layers.items() if layer.info.name in names}
+
     def drop_inputs(self) -> None:
         """Free what was kept of the layers' inputs, so that a replay finds room."""
         for calls in self.calls.values():

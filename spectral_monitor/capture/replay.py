@@ -13,7 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.preserve import Snapshot
+from spectral_monitor.capture.portable import Packed, pack, pack_state, put_state, unpack
+from spectral_monitor.capture.preserve import Snapshot, preserved
 
 
 def clone_tree(value: Any) -> Any:
@@ -74,6 +75,22 @@ class RandomState:
         if self.cuda:
             torch.cuda.set_rng_state_all(list(self.cuda))
 
+    def pack(self) -> Packed:
+        """In plain types."""
+        return pack([self.python, self.numpy, self.cpu, self.cuda], "the random state")
+
+    @classmethod
+    def unpack(cls, packed: Packed) -> RandomState:
+        """What was packed.
+
+        Raises:
+            ValueError: if it is of another number of GPUs.
+        """
+        python, numpy, cpu, cuda = unpack(packed, torch.device("cpu"))
+        if cuda and len(cuda) != torch.cuda.device_count():
+            raise ValueError(f"random states of {len(cuda)} GPUs, here are {torch.cuda.device_count()}")
+        return cls(python, numpy, cpu, tuple(state.cpu() for state in cuda))
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Inside, generators start from this state; afterwards they are as they were."""
@@ -101,6 +118,15 @@ class AutocastState:
                 for device in sorted(devices)
             )
         )
+
+    def pack(self) -> Packed:
+        """In plain types."""
+        return [[device, enabled, str(dtype).removeprefix("torch.")] for device, enabled, dtype in self.states]
+
+    @classmethod
+    def unpack(cls, packed: Packed) -> AutocastState:
+        """What was packed."""
+        return cls(tuple((device, enabled, getattr(torch, dtype)) for device, enabled, dtype in packed))
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -148,6 +174,38 @@ class RootCall:
         """Make the call again; the loss it returns, if any."""
         with self.randomness.replayed(), self._autocast.replayed():
             return loss_in(self.module(*clone_tree(self._args), **clone_tree(self._kwargs)))
+
+    def pack(self, model: nn.Module) -> dict[str, Any]:
+        """In plain types, to be made again in another process; to be asked for right after :meth:`rewind`.
+
+        Raises:
+            NotPlainError: naming the argument or the part of the module's state that is none.
+        """
+        return {
+            "kind": "call",
+            "module": next(name for name, module in model.named_modules() if module is self.module),
+            "args": pack(tuple(self._args), "args"),
+            "kwargs": pack(dict(self._kwargs), "kwargs"),
+            "state": pack_state(self.module),
+            "randomness": self.randomness.pack(),
+            "autocast": self._autocast.pack(),
+        }
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any], model: nn.Module) -> RootCall:
+        """The call that was packed, to be made of a part of ``model``.
+
+        Raises:
+            Exception: if the model is not built like the one it was made of.
+        """
+        module = model.get_submodule(packed["module"])
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        with preserved(module):
+            put_state(module, packed["state"])
+            call = cls(module, unpack(packed["args"], device), unpack(packed["kwargs"], device))
+        call.randomness = RandomState.unpack(packed["randomness"])
+        call._autocast = AutocastState.unpack(packed["autocast"])
+        return call
 
 
 def loss_in(output: Any) -> Tensor | None:

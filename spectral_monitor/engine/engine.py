@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from spectral_monitor.anatomy import compiled_names, dissect, without_compiled
 from spectral_monitor.capture.features import FeatureCapture, Marks, marks
 from spectral_monitor.capture.optimizer import OptimizerCapture
+from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.engine.activations import gradient_rows, input_rows, measure_forward
 from spectral_monitor.engine.assemble import sound, summarize
 from spectral_monitor.engine.matrices import MatrixStage, start_norms
@@ -21,6 +23,16 @@ from spectral_monitor.engine.replays import Again, Context, Replays
 from spectral_monitor.engine.rows import StepFacts, layer_row
 from spectral_monitor.engine.scalars import NETWORK, Raw, Scalars
 from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.state import (
+    VERSION,
+    Revive,
+    layer_list,
+    pack_probe,
+    pack_start,
+    refusal,
+    unpack_probe,
+    unpack_start,
+)
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import TIERS
 from spectral_monitor.warnings import Warner
@@ -57,6 +69,7 @@ class Engine:
         self.armed = False
         self.measured = 0
         self.skipped_updates = 0
+        self.start_step = 0
         self._start: dict[int, Tensor] = {}
         self._start_norms: Raw = {}
         self._reasons: dict[str, str] = {}
@@ -71,12 +84,101 @@ class Engine:
         self._out = Scalars()
         self._stage = MatrixStage(self.layers, self.settings, self._start, self._inputs, self._out)
 
-    def start(self) -> None:
-        """Remember the weights as those drift is counted from, in host memory."""
+    def start(self, step: int = 0) -> None:
+        """Remember the weights, after ``step`` steps, as those drift is counted from, in host memory."""
+        self.start_step = step
         if "W0" in self.settings.needs:
             with self._harmless("remembering the start"), _full_precision():
                 self._start = {i: layer.weight().to("cpu", copy=True) for i, layer in enumerate(self.layers)}
                 self._start_norms = start_norms(self.layers, self._start, self.settings.tol)
+
+    def state(self) -> dict[str, Any]:
+        """What it takes to go on from here, but for :meth:`tensors`: numbers, strings, lists."""
+        probe = self._replays.probe
+        return {
+            "version": VERSION,
+            "layers": layer_list(self.layers),
+            "measured": self.measured,
+            "skipped_updates": self.skipped_updates,
+            "start_step": self.start_step,
+            "lasting": self.features.lasting,
+            "no_probe": "" if probe is None else probe.why_not,
+        }
+
+    def tensors(self) -> dict[str, Any]:
+        """The weights drift is counted from and the probe batch: plain types and CPU tensors, shared, not copied.
+
+        Until the probe is taken they stay the same, and from then on.
+        """
+        return {
+            "version": VERSION,
+            "start": pack_start(self._start, self.layers),
+            "probe": pack_probe(self._replays.probe, self.layers),
+        }
+
+    @property
+    def probe_taken(self) -> bool:
+        """Whether there is a batch that ``feature_drift`` is measured on."""
+        return self._replays.probe is not None
+
+    def restore(
+        self, state: dict[str, Any], tensors: dict[str, Any] | None, step: int, revive: Revive | None = None
+    ) -> list[str]:
+        """Go on where another engine was, instead of :meth:`start`.
+
+        Args:
+            state: what its :meth:`state` was.
+            tensors: what its :meth:`tensors` were; ``None`` if they are lost.
+            step: where a start is, if there has to be one.
+            revive: makes the probe's forward of its plain form, where it may be more than a call of a module.
+
+        Returns:
+            What starts anew, and why, one sentence each.
+
+        Raises:
+            ValueError: if the state is of another model or format; nothing has been changed then.
+        """
+        reason = refusal(state, self.layers)
+        if reason:
+            raise ValueError(reason)
+        measured, skipped = int(state["measured"]), int(state["skipped_updates"])
+        start_step, lasting, no_probe = int(state["start_step"]), list(state["lasting"]), str(state["no_probe"])
+        anew: list[str] = []
+        start: dict[int, Tensor] | None = None
+        if tensors is not None and "W0" in self.settings.needs:
+            try:
+                start = unpack_start(tensors["start"], self.layers)
+            except ValueError as error:
+                anew.append(f"drift is counted from here ({error})")
+        if tensors is not None and "probe" in self.settings.needs:
+            try:
+                if tensors["probe"] is not None:
+                    make = revive or self.revive
+                    self._replays.probe = unpack_probe(tensors["probe"], self.layers, make)
+            except Exception as error:
+                no_probe = f"{type(error).__name__}: {error}"
+            if no_probe:
+                anew.append(f"feature_drift is counted from here (the probe batch could not be kept: {no_probe})")
+        self.measured, self.skipped_updates = measured, skipped
+        self.features.lasting = lasting
+        if start is None:
+            self.start(step)
+        else:
+            self.start_step = start_step
+            with self._harmless("remembering the start"):
+                self._start = start
+                self._start_norms = start_norms(self.layers, start, self.settings.tol)
+        return anew
+
+    def revive(self, packed: dict[str, Any]) -> RootCall:
+        """A module call of its plain form.
+
+        Raises:
+            ValueError: it was something else.
+        """
+        if packed["kind"] != "call":
+            raise ValueError(f"a {packed['kind']} cannot be run here")
+        return RootCall.unpack(packed, self.model)
 
     def arm(self, before_forward: Callable[[], None] = lambda: None) -> None:
         """Register the hooks that watch the coming step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,20 +28,32 @@ class Again(Protocol):
     def __call__(self) -> Tensor | None:
         """Run it; the loss, if it has one."""
 
+    def pack(self, model: nn.Module) -> dict[str, Any]:
+        """All of it in plain types, when the model was just rewound; an error if that cannot be."""
+
 
 Context = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
-class _Probe:
-    """The first measured batch: how to run it again, and what the layers' outputs were."""
+class Probe:
+    """The first measured batch: how to run it again, and what the layers' outputs were.
+
+    ``packed`` is the first of these in plain types; ``None`` if that cannot be, for ``why_not``.
+    """
 
     again: Again
     outputs: Outputs
+    packed: dict[str, Any] | None
+    why_not: str = ""
 
 
 class Replays:
-    """Runs forwards again without a trace; never if something in the model is ``compiled``."""
+    """Runs forwards again without a trace; never if something in the model is ``compiled``.
+
+    Attributes:
+        probe: the batch ``feature_drift`` is measured on, once there is one.
+    """
 
     def __init__(
         self, model: nn.Module, features: FeatureCapture, needs: frozenset[str], drift_every: int, compiled: str
@@ -51,7 +63,7 @@ class Replays:
         self._needs = needs
         self._drift_every = drift_every
         self._compiled = compiled
-        self._probe: _Probe | None = None
+        self.probe: Probe | None = None
 
     def run(
         self,
@@ -65,16 +77,16 @@ class Replays:
         warn: Warner,
     ) -> tuple[Tensor, Tensor] | None:
         """Measure what needs a forward after the step; the loss before and after it, where both are known."""
-        losses = None
+        losses, probe = None, self.probe
         due = "probe" in self._needs and measured % self._drift_every == 0
-        if "dh" in self._needs or (due and self._probe is None):
+        if "dh" in self._needs or (due and self.probe is None):
             losses = self._same_batch(outputs, facts, out, training_step, loss, context, warn)
         if not due:
             facts.no_drift = f"measured at every {self._drift_every}th measured step"
-        elif self._probe is None:
+        elif self.probe is None:
             facts.no_drift = facts.no_replay
-        elif measured > 0:
-            self._probe_batch(self._probe, facts, out, context, warn)
+        elif probe is not None:  # else it has just been taken, and was measured with that
+            self._probe_batch(probe, facts, out, context, warn)
         return losses
 
     def _same_batch(
@@ -108,15 +120,15 @@ class Replays:
             warn(f"{facts.no_replay}; what needs the features after the step is left out", error)
             return None
         facts.replayed = measure_change(replay, out)
-        if self._probe is None and "probe" in self._needs:
+        if self.probe is None and "probe" in self._needs:
             kept: Outputs = {
                 i: [(index, h.to("cpu", copy=True), None) for index, h, _ in calls] for i, calls in outputs.items()
             }
-            self._probe = _Probe(again, kept)
+            self.probe = Probe(again, kept, *self._pack(again))
             measure_drift(replay, out)
         return None if before is None or after is None else (before, after)
 
-    def _probe_batch(self, probe: _Probe, facts: StepFacts, out: Scalars, context: Context, warn: Warner) -> None:
+    def _probe_batch(self, probe: Probe, facts: StepFacts, out: Scalars, context: Context, warn: Warner) -> None:
         try:
             replay, _ = self._run(probe.again, probe.outputs, context)
         except Exception as error:
@@ -124,6 +136,14 @@ class Replays:
             warn(facts.no_drift, error)
             return
         measure_drift(replay, out)
+
+    def _pack(self, again: Again) -> tuple[dict[str, Any] | None, str]:
+        try:
+            with preserved(self._model), torch.no_grad():
+                again.rewind()
+                return again.pack(self._model), ""
+        except Exception as error:
+            return None, str(error)
 
     def _run(self, again: Again, outputs: Outputs, context: Context) -> tuple[Replay, Tensor | None]:
         with preserved(self._model), torch.no_grad():

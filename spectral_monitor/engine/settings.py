@@ -15,7 +15,8 @@ class Settings:
     Attributes:
         every_n_steps: measure every n-th optimizer step.
         quantities: a tier (``"light"``, ``"standard"``) or a list of keys; only what they need is paid for.
-        include, exclude: fnmatch patterns on module or layer names.
+        include: fnmatch patterns on module or layer names; only these are measured.
+        exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> role, overriding the guess.
         blocks: pattern -> matrices stacked in the parameter.
         max_rows: rows of a layer's features that are used at most, a fixed choice; ``None`` for all.

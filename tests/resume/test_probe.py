@@ -1,0 +1,107 @@
+"""The probe of a plain loop goes on where another one stopped."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from spectral_monitor import SpectralMonitorWarning, SpectralProbe
+
+
+class Run:
+    """A model with dropout and batch normalization, its optimizer and its probe."""
+
+    def __init__(self, width=6):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(5, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 3)
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.probe = SpectralProbe(self.model, self.optimizer, every_n_steps=2, drift_every=2)
+
+    def train(self, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            with self.probe.step():
+                self.optimizer.zero_grad()
+                self.model(torch.randn(8, 5)).square().mean().backward()
+                self.optimizer.step()
+        return self
+
+    def found(self):
+        """Everything but the cost, by step; NaN as None."""
+        return {
+            m.step: (
+                {key: [None if x != x else x for x in v.tolist()] for key, v in m.values.items()},
+                {key: None if v != v else v for key, v in m.summary.items() if key != "overhead_ms"},
+                m.reasons,
+            )
+            for m in self.probe.measurements
+        }
+
+    def state(self):
+        buffer = io.BytesIO()
+        torch.save({key: getattr(self, key).state_dict() for key in ("model", "optimizer", "probe")}, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=True)
+
+    def load(self, state):
+        for key, value in state.items():
+            getattr(self, key).load_state_dict(value)
+        return self
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5, 6])
+def test_it_measures_the_same(at):
+    """Before the first measured step, right after it, and later."""
+    whole = Run().train(range(12)).found()
+    state = Run().train(range(at)).state()
+    other = Run()
+    with torch.no_grad():
+        for p in other.model.parameters():
+            p.add_(1.0)  # the weights it was built on do not count
+    resumed = other.load(state).train(range(at, 12)).found()
+    assert resumed == {step: m for step, m in whole.items() if step > at}
+    known = [step for step, m in whole.items() if m[0]["feature_drift"][0] is not None]
+    assert known == [2, 6, 10]
+
+
+def test_the_state_is_that_which_was_loaded():
+    state = Run().train(range(5)).state()["probe"]
+    other = Run()
+    other.probe.load_state_dict(state)
+    assert other.probe.state_dict()["state"] == state["state"]
+    assert state["state"]["lasting"] == ["0", "4"], "normalization has no features"
+    assert (state["steps"], state["state"]["measured"]) == (5, 2)
+
+
+def test_many_differences_are_counted():
+    other = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    probe = SpectralProbe(other, torch.optim.SGD(other.parameters()))
+    with pytest.raises(ValueError, match=r"1.weight is gone, .*, 4.bias is \(2,\), was \(3,\), and 5 more$"):
+        probe.load_state_dict(Run().train(range(3)).state()["probe"])
+
+
+def test_another_model_is_refused():
+    state, other = Run().train(range(3)).state(), Run(width=7)
+    start = other.probe.state_dict()["tensors"]["start"]["0"].clone()
+    with pytest.raises(ValueError, match=r"other layers: 0 is \(7, 5\), was \(6, 5\), 0.bias is .* 4 is \(3, 7\), .*"):
+        other.probe.load_state_dict(state["probe"])
+    assert other.probe.steps == 0
+    assert torch.equal(other.probe.state_dict()["tensors"]["start"]["0"], start)
+
+
+def test_what_starts_anew_is_said():
+    state, other = Run().train(range(3)).state(), Run()
+    state["probe"]["tensors"]["probe"]["device"] = "cuda"
+    del state["probe"]["tensors"]["start"]["0"]
+    with pytest.warns(SpectralMonitorWarning, match=r"at step 3: drift .* of 0, .*; feature_drift .* on cuda, .* cpu"):
+        other.load(state)
+    start = {key: p.detach().clone() for key, p in other.model.named_parameters()}
+    other.train(range(3, 8))
+    drift = ((other.model[0].weight - start["0.weight"]).norm() / start["0.weight"].norm()).item()
+    assert other.probe.latest.value("drift_fro_ratio", "0") == pytest.approx(drift, rel=1e-4)
+    assert other.probe.measurements[1].value("feature_drift", "0") > 0
