@@ -17,6 +17,8 @@ from lightning.pytorch.cli import LightningCLI
 
 from spectral_monitor import SpectralMonitor
 
+pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter is intended")
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 

@@ -1,12 +1,10 @@
-"""What a checkpoint and the file beside it hold, and what happens when they do not fit."""
+"""What a checkpoint and the file beside it hold, and what goes on from them."""
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import shutil
-import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -14,94 +12,20 @@ import torch
 import zoo
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from quickfit import fit, recording
-from torch import nn
-from torch.utils.data import DataLoader
-
-from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
-
-EPOCH = 6
-
-
-class Keeps(zoo.Classifier):
-    """Keeps its first layer's weights: at the start of a fit, and after every step."""
-
-    def watched(self):
-        return self.net[0].weight.detach().clone()
-
-    def on_train_start(self):
-        self.first = [self.watched()]
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        optimizer.register_step_post_hook(lambda *_: self.first.append(self.watched()))
-        return optimizer
-
-
-def monitor(every_n_steps=2, drift_every=2, **kwargs):
-    return SpectralMonitor(every_n_steps, drift_every=drift_every, **kwargs)
-
-
-def saved(folder, watch=None, module=None, data=None, every=EPOCH, keep=-1, callbacks=(), **trainer):
-    """Train for one epoch with a checkpoint at every n-th step; the module, and the last checkpoint."""
-    module = module if module is not None else zoo.Classifier()
-    watch = monitor() if watch is None else watch
-    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=keep)
-    fit(watch, module, data, callbacks=[*callbacks, saves], enable_checkpointing=True, **trainer)
-    return module, folder / f"step={EPOCH}.ckpt"
-
-
-def resumed(path, watch, module=None, data=None, **trainer):
-    module = module if module is not None else Keeps()
-    fit(watch, module, data, ckpt_path=path, **{"max_epochs": 2, **trainer})
-    return module
-
-
-def said(caught):
-    return [str(w.message) for w in caught if w.category is SpectralMonitorWarning]
-
-
-def state_in(path):
-    (state,) = (v for k, v in torch.load(path, weights_only=True)["callbacks"].items() if k.startswith("SpectralMon"))
-    return state
-
-
-def change(path, **values):
-    """Overwrite what a checkpoint holds of the monitor."""
-    checkpoint = torch.load(path, weights_only=True)
-    (state,) = (v for k, v in checkpoint["callbacks"].items() if k.startswith("SpectralMonitor"))
-    state.update(values)
-    torch.save(checkpoint, path)
-
-
-QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-
-
-def drift_of(watch, step):
-    return next(m.value("drift_fro_ratio", "net.0") for m in watch.measurements if m.step == step)
-
-
-def drift(weights, start):
-    return ((weights - start).norm() / start.norm()).item()
-
-
-def assert_drift_is_from(start, watch, module):
-    """Of every measurement after the resumption, against the closed form."""
-    for m in watch.measurements:
-        expected = drift(module.first[m.step - EPOCH], start)
-        assert m.value("drift_fro_ratio", "net.0") == pytest.approx(expected, rel=1e-4)
-
-
-def weights_in(path):
-    return torch.load(path, weights_only=True)["state_dict"]["net.0.weight"]
-
-
-def plain(value):
-    if isinstance(value, dict):
-        return all(type(key) is str and plain(item) for key, item in value.items())
-    if type(value) is list:
-        return all(map(plain, value))
-    return value is None or type(value) in (str, int, float, bool)
-
+from resuming import (
+    EPOCH,
+    QUIET,
+    Keeps,
+    assert_drift_is_from,
+    change,
+    drift,
+    drift_of,
+    monitor,
+    plain,
+    resumed,
+    saved,
+    state_in,
+)
 
 # What is in them.
 
@@ -320,168 +244,3 @@ def test_after_an_exception(tmp_path):
     held = torch.load(tmp_path / state["file"]["name"], weights_only=True)
     assert torch.equal(held["start"]["net.0"], start)
     assert held["probe"] is not None
-
-
-# Without it.
-
-
-def test_a_checkpoint_without_it(tmp_path):
-    saves = ModelCheckpoint(tmp_path, save_last=True)
-    zoo.fit(zoo.Classifier(), zoo.loader(), [saves], enable_checkpointing=True)
-    watch = monitor()
-    with pytest.warns(SpectralMonitorWarning, match="resumed at step 6: drift is counted from here") as caught:
-        module = resumed(tmp_path / "last.ckpt", watch)
-    assert len(said(caught)) == 1
-    assert_drift_is_from(weights_in(tmp_path / "last.ckpt"), watch, module)
-
-
-def test_its_checkpoint_without_it(tmp_path):
-    _, path = saved(tmp_path)
-    assert zoo.fit(zoo.Classifier(), zoo.loader(), [], recording(), ckpt_path=path, max_epochs=2).global_step == 12
-
-
-# What does not fit.
-
-
-def spoil(kind, path):
-    (file,) = path.parent.glob("*.pt")
-    if kind == "missing":
-        file.unlink()
-    elif kind == "cut":
-        file.write_bytes(file.read_bytes()[:-1000])
-    else:
-        held = torch.load(file, weights_only=True)
-        held["start"]["net.0"][0, 0] += 1e-3
-        torch.save(held, file)
-
-
-@pytest.mark.parametrize(
-    ("kind", "match"),
-    [("missing", "is missing in"), ("cut", "cannot be read"), ("changed", "is not the file that was written")],
-)
-def test_a_file_that_cannot_be_used(tmp_path, kind, match):
-    _, path = saved(tmp_path)
-    spoil(kind, path)
-    watch = monitor()
-    with pytest.warns(SpectralMonitorWarning, match=match) as caught:
-        module = resumed(path, watch)
-    (text,) = said(caught)
-    assert text.startswith("resumed at step 6: drift is counted from here")
-    assert_drift_is_from(weights_in(path), watch, module)
-    assert watch.measurements[0].value("feature_drift", "net.0") != 0
-
-
-@pytest.mark.parametrize("kind", ["layers", "version", "nonsense"])
-def test_a_state_that_is_refused(tmp_path, kind):
-    _, path = saved(tmp_path)
-    values, match = {
-        "layers": (
-            {"layers": [["net.0", [16, 9]], ["net.9", [2, 2]]]},
-            r"other layers: net.0 is \(16, 8\), was \(16, 9\), net.9 is gone, net.0.bias is new, .*",
-        ),
-        "version": ({"version": 0}, "the saved state has format 0, this version reads 1"),
-        "nonsense": ({"layers": 3}, "TypeError"),
-    }[kind]
-    change(path, **values)
-    watch = monitor()
-    with pytest.warns(SpectralMonitorWarning, match=match) as caught:
-        module = resumed(path, watch)
-    (text,) = said(caught)
-    assert text.startswith("resumed at step 6: everything is counted from here")
-    assert_drift_is_from(weights_in(path), watch, module)
-    assert not math.isnan(watch.measurements[0].value("feature_drift", "net.0")), "measured afresh"
-
-
-class Odd:
-    """Something a data loader may yield, and that no other process can make from numbers."""
-
-    def __init__(self, batch):
-        self.x, self.y = batch
-        self.lock = object()
-
-
-class OddBatches(zoo.Batches):
-    def __getitem__(self, index):
-        return Odd(super().__getitem__(index))
-
-
-class TakesOdd(Keeps):
-    def __init__(self):
-        super().__init__(Inner)
-
-    def watched(self):
-        return self.net.first.weight.detach().clone()
-
-    def loss(self, batch):
-        return nn.functional.cross_entropy(self.net(batch), batch.y)
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 6), nn.Linear(6, zoo.CLASSES)
-
-    def forward(self, batch):
-        return self.last(self.first(batch.x).tanh())
-
-
-def test_a_batch_that_cannot_be_told(tmp_path):
-    """The weights drift is counted from are kept all the same."""
-    data, module = DataLoader(OddBatches("rows"), batch_size=None), TakesOdd()
-    start = module.watched()
-    _, path = saved(tmp_path, module=module, data=data)
-    watch, module = monitor(), TakesOdd()
-    with pytest.warns(SpectralMonitorWarning, match=r"resumed at step 6: feature_drift .*args\[0\] is a Odd") as caught:
-        resumed(path, watch, module, data)
-    assert len(said(caught)) == 1
-    drifts = [m.value("drift_fro_ratio", "net.first") for m in watch.measurements]
-    assert drifts == pytest.approx([drift(module.first[m.step - EPOCH], start) for m in watch.measurements], rel=1e-4)
-    assert watch.measurements[1].value("feature_drift", "net.first") > 0
-
-
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError("no space left")
-
-    monkeypatch.setattr("spectral_monitor.callbacks.resume._write", full)
-    with pytest.warns(SpectralMonitorWarning, match=r"drift will be counted anew \(OSError: no space left\)") as caught:
-        _, path = saved(tmp_path, every=2)
-    assert len(said(caught)) == 1
-    assert path.is_file()
-
-
-# In memory.
-
-
-def test_fit_again():
-    """The same model goes on, another one starts."""
-    watch, module = monitor(), Keeps()
-    start = module.net[0].weight.detach().clone()
-    fit(watch, module)
-    fit(watch, module)
-    assert [m.step for m in watch.measurements] == [2, 4, 6, 2, 4, 6]
-    assert watch.latest.value("drift_fro_ratio", "net.0") == pytest.approx(drift(module.first[-1], start), rel=1e-4)
-    known = [not math.isnan(m.value("feature_drift", "net.0")) for m in watch.measurements]
-    assert known == [True, False] * 3
-    other = Keeps()
-    start = other.net[0].weight.detach().clone()
-    fit(watch, other)
-    assert watch.latest.value("drift_fro_ratio", "net.0") == pytest.approx(drift(other.first[-1], start), rel=1e-4)
-    known = [not math.isnan(m.value("feature_drift", "net.0")) for m in watch.measurements][6:]
-    assert known == [True, False, True]
-
-
-def test_nothing_is_kept_of_a_model_that_is_gone():
-    """Lightning has the callback hold the last one."""
-    watch = monitor()
-    for _ in range(3):
-        fit(watch)
-    gc.collect()
-    assert len(watch._continuation._carried) == 1
-
-
-def test_no_other_warning(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SpectralMonitorWarning)
-        _, path = saved(tmp_path)
-        resumed(path, monitor())
