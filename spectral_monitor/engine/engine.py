@@ -130,7 +130,7 @@ class Engine:
     ) -> Measurement:
         calls, stage, out = self.features.calls, self._stage, self._out
         stage.rest()
-        facts = StepFacts(stage.lr, stage.stepped, stage.unused, accumulated=accumulated)
+        facts = StepFacts(stage.lr, stage.stepped, stage.unused, stage.divided, accumulated=accumulated)
         facts.closures = max(self.optimizers.closure_calls.values(), default=0)
         facts.called = set(calls)
         facts.fed = {i for i, recorded in calls.items() if input_rows(recorded) is not None}

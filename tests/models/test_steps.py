@@ -429,6 +429,29 @@ def test_different_rates_of_the_originals_are_no_rate():
     assert probe.latest.value("update_norm", "2") > 0
 
 
+def test_originals_of_several_optimizers():
+    """Each sees a part of the update only; the sum of all contributions is right nevertheless."""
+    torch.manual_seed(0)
+    model = MODELS["weight_norm"]()
+    magnitude, _ = model[2].parametrizations.weight.parameters()
+    rest = [p for p in model.parameters() if p is not magnitude]
+    optimizers = [torch.optim.SGD(rest, lr=0.1), torch.optim.SGD([magnitude], lr=0.1)]
+    probe = SpectralProbe(model, optimizers, quantities="light")
+    old = [p.detach().clone() for p in model.parameters()]
+    with probe.step():
+        x, y = batch(0)
+        nnf.cross_entropy(model(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for key in ("lr", "update_norm", "update_ratio", "contribution"):
+        assert math.isnan(probe.latest.value(key, "2"))
+        assert probe.latest.why(key, "2") == "several optimizers step the parameters it is computed from"
+        assert probe.latest.value(key, "0") != 0
+    assert probe.latest.value("weight_norm", "2") > 0
+    change = sum(float((p.grad * (p.detach() - was)).sum()) for p, was in zip(model.parameters(), old, strict=True))
+    assert probe.latest.summary["loss_change_predicted"] == pytest.approx(change, rel=1e-5)
+
+
 def test_lora_layers_are_measured_one_by_one():
     probe = train("LoRA", watched=True)[1]
     (attention,) = [x for x in probe.anatomy.layers if x.info.name.endswith("attn.c_attn.base_layer")]
