@@ -56,8 +56,12 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 * **The readout** is the operator whose output is the network's: what the model says it is
   (`get_output_embeddings`), else the last operator registered. `roles={{"name": "readout"}}` overrides.
 * **Embeddings** look rows up, so their `*_natural` is the largest RMS of a row; `*_norm` is the table's spectral norm.
-* **Fused matrices** (attention's `in_proj`, the gates of an LSTM, or what `blocks={{"*qkv": 3}}` names) and grouped
-  convolutions are measured block by block, each with its own fans; the largest value is reported.
+* **Fused matrices** (attention's `in_proj`, the gates of an LSTM, the query, key and value projections and gated layers
+  of Hugging Face models, or what `blocks={{"*qkv": 3}}` names), grouped convolutions and experts held in one parameter
+  are measured block by block, each with its own fans, though blocks differ in size or take turns head by head; the
+  largest value is reported. Where names and numbers do not agree on a split, the matrix is one block and says so.
+* **Computed weights** (weight norm, spectral norm, orthogonal, any `torch.nn.utils.parametrize`, pruning) are measured
+  as the layer uses them; their contribution is that of the parameters they are computed from.
 * **Convolutions** are measured tap by tap, as matrices out x in: spectral norms of the taps are added up, an upper
   bound for the whole; the stable rank is the largest of a tap, alignments are means over taps. Rows of their features
   are the channel vectors of every position.

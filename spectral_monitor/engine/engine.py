@@ -250,8 +250,8 @@ class Engine:
     ) -> Measurement:
         calls, stage, out = self.features.calls, self._stage, self._out
         stage.rest()
-        facts = StepFacts(stage.lr, stage.stepped, stage.unused, accumulated=accumulated, loss_scale=loss_scale)
-        facts.moved = self._moved
+        facts = StepFacts(stage.lr, stage.stepped, stage.unused, stage.divided)
+        facts.accumulated, facts.loss_scale, facts.moved = accumulated, loss_scale, self._moved
         facts.closures = max(self.optimizers.closure_calls.values(), default=0)
         facts.called = set(calls)
         facts.fed = {i for i, recorded in calls.items() if input_rows(recorded) is not None}

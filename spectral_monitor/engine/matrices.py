@@ -118,6 +118,7 @@ class MatrixStage:
         lr: layer index -> learning rate at the update.
         stepped: layers whose optimizer has stepped.
         unused: layers that had no gradient.
+        divided: layers whose parameters are stepped by several optimizers.
     """
 
     def __init__(
@@ -134,6 +135,8 @@ class MatrixStage:
         self.lr: dict[int, float] = {}
         self.stepped: set[int] = set()
         self.unused: set[int] = set()
+        self.divided: set[int] = set()
+        self._stepper: dict[int, int] = {}
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
@@ -141,17 +144,19 @@ class MatrixStage:
         owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         mine = {i: layer for i, layer in self.layers.items() if any(id(p) in owned for p in layer.sources)}
         for i, layer in mine.items():
+            if self._stepper.setdefault(i, id(optimizer)) != id(optimizer):
+                self.divided.add(i)
             rates = {float(owned[id(p)]["lr"]) for p in layer.sources if id(p) in owned}
             self.lr[i] = rates.pop() if len(rates) == 1 else math.nan
         held = _Held(mine, stacks(mine) if self.settings.needs & {"W", "dW", "W0"} else [])
         for stack in held.stacks:
             stack.load()
         if "g" in self.settings.needs:
-            measured = {id(p) for layer in mine.values() for p in layer.sources}
+            measured = {id(p) for i, layer in mine.items() for p in layer.sources if i not in self.divided}
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             held.others = [(p, p.detach().clone()) for p in parameters if id(p) not in measured]
             for i, layer in mine.items():
-                if layer.compute is not None and not layer.tied_to:
+                if layer.compute is not None and not layer.tied_to and i not in self.divided:
                     sources = [p for p in layer.sources if id(p) in owned]
                     self._originals[i] = [(p, p.detach().clone()) for p in sources]
         self._held[id(optimizer)] = held
@@ -211,7 +216,7 @@ class MatrixStage:
             if layer.tied_to or i in self.unused:
                 continue
             if layer.compute is not None:  # the weight itself has no gradient; to first order this is the same
-                parts = [_contribution(p, old) for p, old in self._originals.pop(i) if p.grad is not None]
+                parts = [_contribution(p, old) for p, old in self._originals.pop(i, ()) if p.grad is not None]
                 if parts:
                     self._out.put(i, "contribution", torch.stack(parts).sum())
             elif (gradient := layer.sources[0].grad) is not None:

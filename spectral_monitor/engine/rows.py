@@ -30,6 +30,7 @@ class StepFacts:
         lr: layer index -> learning rate, for layers some optimizer owns.
         stepped: layers whose optimizer made its step.
         unused: layers without a gradient.
+        divided: layers whose parameters are stepped by several optimizers.
         called: layers that were called in the forward.
         fed: layers whose inputs are at hand.
         lasted: layers whose outputs are at hand.
@@ -48,6 +49,7 @@ class StepFacts:
     lr: dict[int, float]
     stepped: set[int]
     unused: set[int]
+    divided: set[int] = field(default_factory=set)
     called: set[int] = field(default_factory=set)
     fed: set[int] = field(default_factory=set)
     lasted: set[int] = field(default_factory=set)
@@ -103,6 +105,8 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepF
         return "no gradient: it was not used in this step"
     if needs & {"dW", "g"} and i not in facts.stepped:
         return "its optimizer did not step"
+    if i in facts.divided and (needs & {"dW", "g"} or key == "lr"):
+        return "several optimizers step the parameters it is computed from"
     if key == "lr" and math.isnan(facts.lr[i]):
         return "the parameters it is computed from have different learning rates"
     if key == "contribution":

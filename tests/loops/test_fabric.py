@@ -6,16 +6,18 @@ import math
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import zoo
-from conftest import TESTS
 from lightning.fabric import Fabric
 from recorder import Run, differences, of_module, of_optimizer, of_random
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.quantities import QUANTITIES
+
+TESTS = Path(__file__).parents[1]
 
 STEPS = 8
 ROUNDED = "its change is too close to the rounding of its outputs"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import TESTS
 from recorder import Run, differences, leaves, of_module, of_optimizer, of_random
 from transformers import TrainerCallback
+
+TESTS = Path(__file__).parents[1]
 
 STEPS = 4
 

@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from torch import nn
 
+from spectral_monitor import SpectralProbe
 from spectral_monitor.anatomy import dissect
 
 WIDTH, HEADS, TOKENS, LENGTH = 16, 4, 11, 5
@@ -270,3 +271,56 @@ def test_what_the_user_says_holds(make):
     assert (layer.info.blocks, layer.layout.fan_out, layer.note) == (2, sum(layer.layout.fan_outs) // 2, "")
     weight = layer.weight()
     assert torch.equal(layer.layout.stack(weight), weight.unflatten(0, (2, -1)).unsqueeze(0))
+
+
+def by_hand(kind, weight):
+    """Query, key and value rows as the models' own forwards slice them."""
+    if kind == "Falcon, new":
+        turns = weight.view(2, HEADS // 2 + 2, 4, -1)
+        return [turns[:, :-2].flatten(0, 2), turns[:, -2].flatten(0, 1), turns[:, -1].flatten(0, 1)]
+    if kind == "GPT-NeoX":
+        return [part.flatten(0, 1) for part in weight.view(HEADS, 3 * 4, -1).chunk(3, dim=1)]
+    return list(weight.split([16, 8, 8]))  # Phi-3
+
+
+@pytest.mark.parametrize("kind", ["Phi-3, fewer keys", "Falcon, new", "GPT-NeoX"])
+def test_a_step_is_measured_block_by_block(kind):
+    make, suffix, _, _ = ATTENTION[kind]
+    model = built(make).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, max_rows=None)
+    layer = the_layer(model, suffix)
+    (p,) = layer.sources
+    inputs = []
+    handle = layer.module.register_forward_hook(lambda m, args, out: inputs.append(args[0].detach().flatten(0, 1)))
+    W = by_hand(kind, p.detach().clone())
+    old = p.detach().clone()
+    with probe.step():
+        output(model).square().mean().backward()
+        optimizer.step()
+    handle.remove()
+    dW = by_hand(kind, p.detach() - old)
+
+    def worst(value, parts):
+        return pytest.approx(max(float(value(part)) for part in parts), rel=1e-5)
+
+    def sigma(part):
+        return torch.linalg.matrix_norm(part, 2)
+
+    def aligned(part):
+        rows = inputs[0]
+        return ((rows @ part.T).norm(dim=1) / (sigma(part) * rows.norm(dim=1))).mean()
+
+    measured = {key: probe.latest.value(key, layer.info.name) for key in probe.latest.values}
+    for what, parts in {"weight": W, "update": dW}.items():
+        assert measured[f"{what}_norm"] == worst(sigma, parts)
+        assert measured[f"{what}_natural"] == worst(lambda part: sigma(part) * (WIDTH / len(part)) ** 0.5, parts)
+        assert measured[f"{what}_fro"] == worst(torch.linalg.matrix_norm, parts)
+        assert measured[f"{what}_stable_rank"] == worst(lambda x: (torch.linalg.matrix_norm(x) / sigma(x)) ** 2, parts)
+    assert measured["alignment"] == worst(aligned, W)
+    assert measured["update_alignment"] == worst(aligned, dW)
+    ratios = [float(sigma(a) / sigma(b)) for a, b in zip(dW, W, strict=True)]
+    assert measured["update_ratio"] == pytest.approx(max(ratios), rel=1e-5)
+    assert measured["contribution"] == pytest.approx(-float((p.grad * (p.detach() - old)).sum()), rel=1e-5)
+    naturals = [float(sigma(part)) * (WIDTH / len(part)) ** 0.5 for part in W]
+    assert kind == "GPT-NeoX" or max(naturals) != pytest.approx(float(max(map(sigma, W))))
