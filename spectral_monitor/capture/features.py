@@ -29,6 +29,8 @@ class Call:
 
     Attributes:
         count: rows that were chosen of the output.
+        root: the outermost call it was part of.
+        waits: whether a gradient of the output may come.
         original: the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed.
     """
 
@@ -37,6 +39,8 @@ class Call:
     count: int
     eps: float
     index: Tensor | None
+    root: RootCall | None
+    waits: bool
     original: Tensor | None = None
     b: Kept | None = None
     b_count: int = 0
@@ -109,9 +113,22 @@ class FeatureCapture:
             return
         with self._harmless("the start of the forward pass"):
             if any(call.b is not None for calls in self.calls.values() for call in calls):
-                # A forward after a backward begins another micro-batch; the last one is the one that steps.
-                self.calls, self.roots, self.order = {}, [], []
+                self._drop_finished()
             self._root = RootCall(module, args, kwargs)
+
+    def _drop_finished(self) -> None:
+        """A forward after a backward begins another micro-batch; the last one is the one that steps.
+
+        But a forward none of whose gradients has come is still under way: that of a generator, say, whose output
+        first served to train a discriminator.
+        """
+        everything = [call for calls in self.calls.values() for call in calls]
+        reached = {id(call.root) for call in everything if call.b is not None}
+        waiting = {id(call.root) for call in everything if call.waits} - reached
+        left = {i: [call for call in calls if id(call.root) in waiting] for i, calls in self.calls.items()}
+        self.calls = {i: calls for i, calls in left.items() if calls}
+        self.roots = [root for root in self.roots if id(root) in waiting]
+        self.order = [i for i in self.order if i in self.calls]
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._replayed is not None or not self.forward_open or _in_backward():
@@ -143,7 +160,8 @@ class FeatureCapture:
             h_out = pick(out, index=index)
             copy = i not in self._lasting and h_out.data_ptr() == out.data_ptr()
             kept = Kept(h_out.clone() if copy else h_out)
-            call = Call(None, kept, len(h_out), torch.finfo(out.dtype).eps, index, h_out if copy else None)
+            call = Call(None, kept, len(h_out), torch.finfo(out.dtype).eps, index, self._root, out.requires_grad)
+            call.original = h_out if copy else None
             x = first_tensor(args) if args else first_tensor(kwargs)
             if x is not None and x.is_floating_point() and layer.info.role != "embedding":
                 rows = count_rows(x, layer.channels_first, spatial)
