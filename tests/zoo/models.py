@@ -16,6 +16,7 @@ FAST = (
     "Wav2Vec2",
     "Mamba",
     "Mixtral",
+    "convolutional, BatchNorm",
     "U-Net with time embedding",
     "GAN, spectral norm",
     "LSTM, tied",
