@@ -16,14 +16,18 @@ from spectral_monitor.capture.replay import RandomState, clone_tree, loss_in
 
 
 class TrainingStep:
-    """One call of ``training_step``, ready to be made again: the batch, the module's state, the same randomness."""
+    """One call of ``training_step``, ready to be made again: the batch, the module's state, the same randomness.
+
+    Attributes:
+        randomness: of the moment this was made, which must be that of the call.
+    """
 
     def __init__(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         self._module = module
         self._batch = clone_tree(batch)
         self._batch_idx = batch_idx
         self._state = Snapshot(module, weights=False)
-        self._randomness = RandomState.now()
+        self.randomness = RandomState.now()
 
     def rewind(self) -> None:
         """Give the module the state it had before the step."""
@@ -33,8 +37,13 @@ class TrainingStep:
         """The loss of the step's forward; to be called under :func:`aside`."""
         step: Any = self._module.training_step
         arguments = (clone_tree(self._batch), self._batch_idx)[: 2 if _takes_index(step) else 1]
-        with self._randomness.replayed():
+        with self.randomness.replayed():
             return loss_in(step(*arguments))
+
+
+def can_run_again(module: pl.LightningModule) -> bool:
+    """Whether ``training_step`` can be called with the same batch again: not if it draws batches from an iterator."""
+    return "dataloader_iter" not in inspect.signature(module.training_step).parameters
 
 
 def _takes_index(step: Any) -> bool:

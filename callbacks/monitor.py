@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
-from spectral_monitor.callbacks.again import TrainingStep, aside
+from spectral_monitor.callbacks.again import TrainingStep, aside, can_run_again
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,7 +33,7 @@ class SpectralMonitor(pl.Callback):
     ``monitor.latest.why(quantity, layer)`` says why it is.
 
     Args:
-        every_n_steps: measure every n-th optimizer step.
+        every_n_steps: measure every n-th optimizer step; with manual optimization, every n-th batch.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (all) or a list of keys; only what is asked for is paid for.
         include, exclude: fnmatch patterns on module or layer names.
@@ -85,6 +85,8 @@ class SpectralMonitor(pl.Callback):
         self.measurements: deque[Measurement] = deque(maxlen=history)
         self._engine: Engine | None = None
         self._training_step: TrainingStep | None = None
+        self._loss_scale = 1.0
+        self._overdue = False
         self._warn = Warner()
 
     @property
@@ -122,36 +124,59 @@ class SpectralMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Arm, if the optimizer steps in this batch and its step is to be measured."""
-        if (trainer.global_step + 1) % self.settings.every_n_steps or trainer.fit_loop._should_accumulate():
-            return
         engine = self._engine
-        if engine is None:
+        if engine is None or not self._due(trainer, pl_module):
             return
         self._training_step = None
+        self._loss_scale = 1.0
+        if (
+            not pl_module.automatic_optimization
+        ):  # which forward, which backward and how many steps is the user's affair
+            engine.arm()
+            return
 
         def remember() -> None:
             engine.features.begin()
             engine.features.backward_open = False
-            if engine.features.layers:
+            if engine.features.layers and can_run_again(pl_module):
                 self._training_step = TrainingStep(pl_module, batch, batch_idx)
 
         engine.arm(remember)
         engine.features.backward_open = False
+        if _scaler(trainer) is not None:  # then the optimizer's step has no forward inside
+            remember()
+
+    def _due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        """Whether this batch is to be measured: if the optimizer steps in it, and at the right step.
+
+        With manual optimization nobody knows beforehand whether any does; the batches count, and if none has stepped
+        in the one that was due, the next one is.
+        """
+        every = self.settings.every_n_steps
+        if pl_module.automatic_optimization:
+            return (trainer.global_step + 1) % every == 0 and not trainer.fit_loop._should_accumulate()
+        self._overdue = self._overdue or _batches(trainer) % every == 0
+        return self._overdue
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         """The training step is done; later forwards are none of its."""
-        if self._engine is not None and self._engine.armed:
+        if self._engine is not None and self._engine.armed and pl_module.automatic_optimization:
             self._engine.features.forward_open = False
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Gradients from here on are those of the step's backward pass."""
-        if self._engine is not None and self._engine.armed:
+        if self._engine is None or not self._engine.armed:
+            return
+        scaler = _scaler(trainer)
+        if scaler is not None:
+            self._loss_scale = float(scaler.get_scale())
+        if pl_module.automatic_optimization:
             self._engine.features.forward_open = False
             self._engine.features.backward_open = True
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Later gradients are not."""
-        if self._engine is not None and self._engine.armed:
+        if self._engine is not None and self._engine.armed and pl_module.automatic_optimization:
             self._engine.features.backward_open = False
 
     def on_train_batch_end(
@@ -160,11 +185,25 @@ class SpectralMonitor(pl.Callback):
         """Measure what was watched and log it."""
         if self._engine is None or not self._engine.armed:
             return
+        automatic = pl_module.automatic_optimization
+        if not automatic and not self._engine.stepped:
+            self._engine.disarm()
+            return
+        self._overdue = False
+        step, roots = self._training_step, self._engine.features.roots
+        if (
+            _scaler(trainer) is not None
+            and step is not None
+            and roots
+            and not step.randomness.same(roots[0].randomness)
+        ):
+            self._training_step = None  # it was remembered too early: something has drawn random numbers since
         measurement = self._engine.finish(
-            trainer.global_step,
+            trainer.global_step if automatic else _batches(trainer),
             training_step=self._training_step,
-            loss=loss_in(outputs),
+            loss=loss_in(outputs) if automatic else None,
             accumulated=trainer.accumulate_grad_batches,
+            loss_scale=self._loss_scale,
             context=partial(aside, trainer, pl_module),
         )
         self._training_step = None
@@ -230,11 +269,21 @@ def _refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """
     if trainer.world_size > 1:
         raise ValueError(f"SpectralMonitor measures one process so far, not {trainer.world_size}; use devices=1")
-    if not module.automatic_optimization:
+    if not module.automatic_optimization and getattr(module, "_compiler_ctx", None):
         raise ValueError(
-            "SpectralMonitor measures automatic optimization so far; with manual optimization use SpectralProbe"
+            "SpectralMonitor does not measure a compiled LightningModule with manual optimization: its optimizers step "
+            "inside the compiled region; compile the networks it holds instead"
         )
-    precision = str(trainer.precision)
-    if precision.startswith("16") or precision in ("transformer-engine", "transformer-engine-float16"):
-        supported = "32-true, 64-true, bf16-mixed, bf16-true"
-        raise ValueError(f"SpectralMonitor does not measure precision={precision!r} so far; supported: {supported}")
+    if str(trainer.precision).startswith("transformer-engine"):
+        supported = "32-true, 64-true, bf16-mixed, bf16-true, 16-mixed, 16-true"
+        raise ValueError(f"SpectralMonitor does not measure precision={trainer.precision!r}; supported: {supported}")
+
+
+def _scaler(trainer: pl.Trainer) -> Any:
+    """The loss scaler of 16-mixed, if there is one."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _batches(trainer: pl.Trainer) -> int:
+    """Training batches begun so far, the present one included."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)

@@ -16,7 +16,7 @@ class LayerInfo:
     Attributes:
         name: module name, or parameter name where a module has several; without wrapper prefixes.
         role: ``"operator"``, ``"readout"``, ``"embedding"`` or ``"vector"``.
-        fan_out: outputs; of one block for a fused matrix or a grouped convolution.
+        fan_out: outputs; of one block, the largest, for a fused matrix or a grouped convolution.
         fan_in: inputs; 1 for embeddings and vectors.
         shape: of the parameter, the global one.
         blocks: matrices stacked in the parameter, measured one by one.

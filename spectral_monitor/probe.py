@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 from torch.optim import Optimizer
 
 from spectral_monitor.anatomy import Anatomy
+from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.measurement import Measurement
 
@@ -23,8 +24,8 @@ class SpectralProbe:
 
     Args:
         model: the module that is trained; call it once per step (call its parts instead, and what needs the
-            features after the step is NaN).
-        optimizer: its optimizer, or several.
+            features after the step is NaN). Fabric's wrapper will do.
+        optimizer: its optimizer, or several; Fabric's and Accelerate's wrappers will do.
         every_n_steps: measure every n-th step.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (all) or a list of keys; only what is asked for is paid for.
@@ -52,7 +53,7 @@ class SpectralProbe:
         ...         model(torch.randn(16, 4)).square().mean().backward()
         ...         optimizer.step()
         >>> probe.latest
-        Measurement(step=3, layers=4, quantities=24)
+        Measurement(step=3, layers=4, quantities=25)
         >>> probe.latest.value("update_ratio", "0") > 0
         True
     """
@@ -85,13 +86,14 @@ class SpectralProbe:
             drift_every=drift_every,
             history=history,
         )
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
+        optimizers = [unwrap_optimizer(item) for item in given]
         if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
         self.settings = settings
         self.steps = 0
         self.measurements: deque[Measurement] = deque(maxlen=settings.history)
-        self._engine = Engine(model, optimizers, settings)
+        self._engine = Engine(unwrap_model(model), optimizers, settings)
         self._engine.start()
 
     @property

@@ -131,6 +131,15 @@ QUANTITIES: dict[str, Quantity] = {
             "relative change of the outputs by this step",
         ),
         _row(
+            "feature_change_local",
+            "rms(|dW h'|) / rms(|h|)",
+            ">= 0",
+            "standard",
+            f"{_SPECTRAL}, Desideratum 1",
+            "dW h",
+            "what this layer's own update adds to its outputs, the inputs as they were",
+        ),
+        _row(
             "feature_drift",
             "E[ |h_t - h_0| / |h_0| ]",
             ">= 0",

@@ -1,14 +1,15 @@
-"""What a single parameter is, judged by the module that owns it."""
+"""What a single weight is, judged by the module that owns it and the place of that module."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import ParametrizationList
 
+from spectral_monitor.anatomy.experts import experts_layout, is_experts_bias
+from spectral_monitor.anatomy.fused import ATTENTION, is_a, split_of
 from spectral_monitor.anatomy.layout import Kind, Layout
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -44,19 +45,25 @@ class Guess:
     unfit: bool = False
 
 
-def classify(module: nn.Module, key: str, parameter: nn.Parameter) -> Guess:
-    """Guess role and layout of ``module.<key>``."""
-    if reason := _unfit(parameter):
+Place = tuple[nn.Module, str]
+"""The module that holds another one, and under which name."""
+
+
+def classify(module: nn.Module, key: str, weight: Tensor, place: Place | None = None) -> Guess:
+    """Guess role and layout of ``module.<key>``, a parameter or what is computed in its stead."""
+    if reason := _unfit(weight):
         return Guess(key, reason=reason, unfit=True)
-    if _is_parametrized(module, key):
+    if _is_hooked(module, key):
         return Guess(key, reason="parametrized: the weight in use is computed from it")
-    shape = tuple(parameter.shape)
+    shape = tuple(weight.shape)
     if isinstance(module, _NORMS):
         return Guess(key, "vector", Layout("vector", shape))
     if key == "weight" and (guess := _known_module(module, shape)):
-        return guess
+        return _split(guess, place)
     if len(shape) == 2 and (guess := _known_key(module, key, shape)):
         return guess
+    if known := experts_layout(module, key, shape):
+        return Guess(key, "operator", known[0], note=known[1])
     if sum(size != 1 for size in shape) <= 1 and len(shape) != 2:
         return Guess(key, "vector", Layout("vector", shape))
     if len(shape) > 2 and all(size == 1 for size in shape[:-2]):
@@ -70,21 +77,38 @@ def classify(module: nn.Module, key: str, parameter: nn.Parameter) -> Guess:
     return Guess(key, reason=f"{len(shape)}-D parameter of {owner}: which axes are inputs and outputs is not known")
 
 
-def _unfit(parameter: nn.Parameter) -> str:
-    """Why a parameter cannot be measured at all; empty if it can."""
-    if isinstance(parameter, UninitializedParameter):
+def _unfit(weight: Tensor) -> str:
+    """Why a weight cannot be measured at all; empty if it can."""
+    if isinstance(weight, UninitializedParameter):
         return "not initialised: run one batch through the model before"
-    if not parameter.is_floating_point():
-        return f"dtype {parameter.dtype} is not real floating point"
-    if parameter.numel() == 0:
+    if not weight.is_floating_point():
+        return f"dtype {weight.dtype} is not real floating point"
+    if weight.numel() == 0:
         return "empty"
     return ""
 
 
-def _is_parametrized(module: nn.Module, key: str) -> bool:
+def _is_hooked(module: nn.Module, key: str) -> bool:
+    """Whether some hook that is not known seems to compute another weight from this one."""
     base = key.rpartition("_")[0]
-    hooked = key.endswith(("_g", "_v", "_orig")) and base in dir(module) and base not in module._parameters
-    return isinstance(module, ParametrizationList) or hooked
+    return key.endswith(("_g", "_v", "_orig")) and base in dir(module) and base not in module._parameters
+
+
+def _split(guess: Guess, place: Place | None) -> Guess:
+    """A matrix that is known, with the blocks it is fused of if it looks so from its place."""
+    layout = guess.layout
+    if place is None or layout is None or guess.role != "operator" or layout.kind not in ("linear", "transposed"):
+        return guess
+    outputs = layout.fan_out
+    split = split_of(*place, outputs, layout.fan_in)
+    if split is None:
+        return guess
+    if not split.fits(outputs):
+        note = f"its name says {split.what}, but how its {outputs} outputs are shared out is not known: one block"
+        return replace(guess, note=note)
+    sizes = split.sizes if len(set(split.sizes)) > 1 else ()
+    layout = replace(layout, blocks=len(split.sizes), sizes=sizes, repeats=split.repeats)
+    return replace(guess, layout=layout, note=split.note)
 
 
 def _known_module(module: nn.Module, shape: tuple[int, ...]) -> Guess | None:
@@ -97,12 +121,12 @@ def _known_module(module: nn.Module, shape: tuple[int, ...]) -> Guess | None:
         note = f"{layout.taps} taps, norms added up" if layout.taps > 1 else ""
         return Guess("", "operator", layout, module, channels_first=True, no_features="", note=note)
     if isinstance(module, nn.Linear) and len(shape) == 2:
-        if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        if is_a(module, "NonDynamicallyQuantizableLinear"):
             why = "MultiheadAttention uses the weight without calling the module"
             return Guess("", "operator", Layout("linear", shape), no_features=why)
         return Guess("", "operator", Layout("linear", shape), module, no_features="")
     # Hugging Face's Conv1D, a Linear with a transposed weight; known by name so that transformers is not imported.
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and len(shape) == 2:
+    if is_a(module, "Conv1D") and hasattr(module, "nf") and len(shape) == 2:
         return Guess("", "operator", Layout("transposed", shape), module, no_features="")
     return None
 
@@ -111,10 +135,13 @@ def _known_key(module: nn.Module, key: str, shape: tuple[int, ...]) -> Guess | N
     """Matrices that modules hold under names of their own."""
     if isinstance(module, nn.MultiheadAttention) and key.endswith("_proj_weight"):
         blocks = 3 if key == "in_proj_weight" else 1
-        note = "query, key and value" if blocks == 3 else ""
+        note = f"{ATTENTION}, 3 blocks" if blocks == 3 else ""
         return Guess(key.removesuffix("_weight"), "operator", Layout("linear", shape, blocks), note=note)
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and key.startswith("weight_"):
-        gates = _GATES.get(type(module).__name__.removesuffix("Cell"), 1) if not key.startswith("weight_hr") else 1
+        kinds = (gates for name, gates in _GATES.items() if is_a(module, name) or is_a(module, f"{name}Cell"))
+        gates = next(kinds, 1) if not key.startswith("weight_hr") else 1
         note = f"{gates} gates" if gates > 1 else ""
         return Guess(key, "operator", Layout("linear", shape, gates), note=note)
+    if is_experts_bias(module, key, shape):
+        return Guess(key, "vector", Layout("vector", shape))
     return None

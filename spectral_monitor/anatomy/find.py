@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from spectral_monitor.anatomy.classify import Guess, classify
+from spectral_monitor.anatomy.classify import Guess, Place, classify
+from spectral_monitor.anatomy.computed import computed_weights
 from spectral_monitor.anatomy.layout import Layout
-from spectral_monitor.anatomy.names import check_patterns, join, matches, named_modules
+from spectral_monitor.anatomy.names import check_patterns, join, matches, named_modules, places
 from spectral_monitor.functional.norms import ROLES
 from spectral_monitor.measurement import LayerInfo
 
@@ -24,23 +26,30 @@ class Layer:
 
     Attributes:
         info: as in :class:`~spectral_monitor.measurement.LayerInfo`.
-        parameter: the live parameter; only read.
-        layout: from the parameter to its matrices.
+        sources: the live parameters the weight is made of, mostly one that is the weight itself; only read.
+        layout: from the weight to its matrices.
         module: whose calls give the features, ``None`` where no call can be hooked.
         channels_first: rows of its inputs and outputs lie along dimension 1 (convolutions).
         no_features: why there is no ``module``; empty where there is one.
-        tied_to: the layer that already counts this very parameter, empty if none.
+        tied_to: the layer that already counts these very parameters, empty if none.
         note: what a reader of the role table should know.
+        compute: makes the weight of the sources; ``None`` where it is the one there is.
     """
 
     info: LayerInfo
-    parameter: nn.Parameter
+    sources: tuple[nn.Parameter, ...]
     layout: Layout
     module: nn.Module | None
     channels_first: bool
     no_features: str
     tied_to: str
     note: str
+    compute: Callable[[], Tensor] | None = None
+
+    @torch.no_grad()
+    def weight(self) -> Tensor:
+        """The weight in use, detached: the live parameter or, where it is computed, a new tensor."""
+        return self.sources[0].detach() if self.compute is None else self.compute().detach()
 
     @property
     def is_matrix(self) -> bool:
@@ -119,11 +128,12 @@ def dissect(
     for pattern, number in blocks.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"blocks: {pattern!r}: the number of blocks must be an integer >= 1, got {number!r}")
-    found = _parameters(root)
-    names = [name for _, name, _, _ in found]
+    found = _weights(root)
+    whole = [item for item in found if not item.is_part]
+    names = [item.name for item in whole]
     check_patterns("roles", roles, names)
     check_patterns("blocks", blocks, names)
-    owners = list(dict.fromkeys([*names, *(owner for owner, _, _, _ in found if owner)]))
+    owners = list(dict.fromkeys([*names, *(item.owner for item in whole if item.owner)]))
     check_patterns("include", include or (), owners)
     check_patterns("exclude", exclude or (), owners)
 
@@ -132,24 +142,31 @@ def dissect(
     layers: list[Layer] = []
     unmeasured: list[Unmeasured] = []
     counted: dict[int, str] = {}
-    for owner, name, parameter, guess in found:
-        shape = () if isinstance(parameter, UninitializedParameter) else tuple(parameter.shape)
+    for item in found:
+        name, guess = item.name, item.guess
+        if item.is_part:
+            unmeasured.append(Unmeasured(name, item.shape, guess.reason))
+            continue
         role = chosen[name]
         count = next((count for pattern, count in blocks.items() if matches([pattern], name)), None)
         reason = guess.reason if not role else ""
-        if (include and not matches(include, name, owner)) or (exclude and matches(exclude, name, owner)):
+        if (include and not matches(include, name, item.owner)) or (exclude and matches(exclude, name, item.owner)):
             reason = "left out by include or exclude"
         if role == "ignore":
             reason = "left out by roles"
         if reason:
-            unmeasured.append(Unmeasured(name, shape, reason))
+            unmeasured.append(Unmeasured(name, item.shape, reason))
             continue
         if guess.unfit:
             raise ValueError(f"roles: {name!r} cannot be {role!r}: {guess.reason}; choose ignore")
+        if count is not None and guess.layout is not None and not (guess.bare or guess.layout.taps > 1):
+            guess = replace(guess, note="")  # which says how it was to be split
         if name == readout[0] and not role:
             guess = replace(guess, role="readout", note=join_notes(readout[1], guess.note))
-        layers.append(_layer(name, parameter, guess, role, count, counted.get(id(parameter), "")))
-        counted.setdefault(id(parameter), name)
+        ties = [counted.get(id(source), "") for source in item.sources]
+        layers.append(_layer(replace(item, guess=guess), role, count, ties[0] if all(ties) else ""))
+        for source in item.sources:
+            counted.setdefault(id(source), name)
     if not layers:
         reasons = Counter(item.reason for item in unmeasured) or {"no parameters": 0}
         listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
@@ -157,20 +174,69 @@ def dissect(
     return Anatomy(tuple(layers), tuple(unmeasured))
 
 
-Found = tuple[str, str, nn.Parameter, Guess]
+@dataclass(frozen=True)
+class _Found:
+    """A weight of some module, ties included, or a parameter that is part of one.
+
+    Attributes:
+        owner: name of the module.
+        name: of the layer.
+        sources, compute: as in :class:`Layer`.
+        is_part: whether another weight is computed from it.
+    """
+
+    owner: str
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[nn.Parameter, ...]
+    guess: Guess
+    compute: Callable[[], Tensor] | None = None
+    is_part: bool = False
 
 
-def _parameters(root: nn.Module) -> list[Found]:
-    """(module name, layer name, parameter, guess) of every parameter of every module, ties included."""
-    found: list[Found] = []
+def _weights(root: nn.Module) -> list[_Found]:
+    """Every weight in use of every module, and what those that are computed are computed from."""
+    found: list[_Found] = []
+    held = places(root)
+    inside: dict[int, str] = {}  # modules whose parameters make up a weight, and why those are not measured
     for owner, module in named_modules(root):
+        parts: dict[int, str] = {}
+        for key, computed in computed_weights(module).items():
+            try:
+                item = _weight(owner, module, key, computed.sources, held, computed.weight)
+            except Exception as error:
+                reason = f"the weight computed from it is not known ({type(error).__name__}: {error})"
+            else:
+                found.append(item)
+                reason = f"part of the weight of {item.name}"
+            parts.update((id(source), reason) for source in computed.sources)
+            inside.update((id(part), reason) for part in computed.modules)
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            guess = classify(module, key, parameter)
-            found.append((owner, join(owner, guess.suffix) or key, parameter, guess))
+            if reason := inside.get(id(module)) or parts.get(id(parameter), ""):
+                shape = () if isinstance(parameter, UninitializedParameter) else tuple(parameter.shape)
+                part = Guess(key, reason=reason)
+                found.append(_Found(owner, join(owner, key), shape, (parameter,), part, is_part=True))
+            else:
+                found.append(_weight(owner, module, key, (parameter,), held))
     return found
 
 
-def _guess_readout(root: nn.Module, found: list[Found]) -> tuple[str, str]:
+def _weight(
+    owner: str,
+    module: nn.Module,
+    key: str,
+    sources: tuple[nn.Parameter, ...],
+    held: Mapping[int, Place],
+    compute: Callable[[], Tensor] | None = None,
+) -> _Found:
+    with torch.no_grad():
+        weight = sources[0] if compute is None else compute()
+    guess = classify(module, key, weight, held.get(id(module)))
+    shape = () if isinstance(weight, UninitializedParameter) else tuple(weight.shape)
+    return _Found(owner, join(owner, guess.suffix) or key, shape, sources, guess, compute)
+
+
+def _guess_readout(root: nn.Module, found: list[_Found]) -> tuple[str, str]:
     """Name of the layer whose output is the network's, and a note.
 
     It is what the model says it is, else the last operator that was registered.
@@ -179,10 +245,10 @@ def _guess_readout(root: nn.Module, found: list[Found]) -> tuple[str, str]:
         says = getattr(module, "get_output_embeddings", None)
         head = says() if callable(says) else None
         if isinstance(head, nn.Module):
-            for _, name, parameter, guess in found:
-                if guess.module is head and parameter is getattr(head, "weight", None):
-                    return name, ""
-    operators = [name for _, name, _, guess in found if guess.role == "operator" and guess.module is not None]
+            for item in found:
+                if item.guess.module is head:
+                    return item.name, ""
+    operators = [item.name for item in found if item.guess.role == "operator" and item.guess.module is not None]
     return (operators[-1], "readout by its place: the last operator registered") if operators else ("", "")
 
 
@@ -191,8 +257,8 @@ def join_notes(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
 
 
-def _layer(name: str, parameter: nn.Parameter, guess: Guess, role: str, count: int | None, tied_to: str) -> Layer:
-    shape = tuple(parameter.shape)
+def _layer(item: _Found, role: str, count: int | None, tied_to: str) -> Layer:
+    name, shape, guess = item.name, item.shape, item.guess
     layout = _cast(name, shape, guess, role)
     if role and guess.bare:  # the guess does not hold, nor what its note says
         guess = replace(guess, note="bare parameter")
@@ -201,25 +267,26 @@ def _layer(name: str, parameter: nn.Parameter, guess: Guess, role: str, count: i
         if role in ("embedding", "vector"):
             raise ValueError(f"blocks: {name!r} is measured as {role}, which has no blocks (shape {shape})")
         try:
-            layout = replace(layout, blocks=count)
+            layout = replace(layout, blocks=count, repeats=1, sizes=())
         except ValueError as error:
             raise ValueError(f"blocks: {name!r}: {error}") from None
     fan_out, fan_in = (layout.fan_in, 1) if role == "embedding" else (layout.fan_out, layout.fan_in)
     note = join_notes(
         guess.note,
         f"tied to {tied_to}" if tied_to else "",
-        "" if parameter.requires_grad else "frozen",
+        "" if any(source.requires_grad for source in item.sources) else "frozen",
         f"features: {guess.no_features}" if guess.no_features and role != "vector" else "",
     )
     return Layer(
         info=LayerInfo(name, role, fan_out, fan_in, shape, layout.blocks),
-        parameter=parameter,
+        sources=item.sources,
         layout=layout,
         module=guess.module if role != "vector" else None,
         channels_first=guess.channels_first,
         no_features=guess.no_features if role != "vector" else "a vector has no features of its own",
         tied_to=tied_to,
         note=note,
+        compute=item.compute,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-Kind = Literal["linear", "transposed", "conv", "conv_transposed", "vector"]
+Kind = Literal["linear", "transposed", "experts", "experts_transposed", "conv", "conv_transposed", "vector"]
 
 
 @dataclass(frozen=True)
@@ -15,21 +15,30 @@ class Layout:
     """How a parameter holds its matrices.
 
     Attributes:
-        kind: ``"linear"`` (out, in); ``"transposed"`` (in, out); ``"conv"`` (out, in / groups, *taps);
+        kind: ``"linear"`` (out, in); ``"transposed"`` (in, out); ``"experts"`` (groups, out, in);
+            ``"experts_transposed"`` (groups, in, out); ``"conv"`` (out, in / groups, *taps);
             ``"conv_transposed"`` (in, out / groups, *taps); ``"vector"``: any shape, one column.
         shape: the parameter's shape, leading dimensions of 1 left out.
-        blocks: matrices stacked along the output (a grouped convolution's groups are blocks too).
-        groups: of a convolution.
+        blocks: matrices stacked along the output (a grouped convolution's groups and experts are blocks too).
+        groups: of a convolution, or how many experts.
+        repeats: how often the blocks take turns along the output, once per attention head for instance.
+        sizes: outputs of each block at one turn, where blocks differ.
     """
 
     kind: Kind
     shape: tuple[int, ...]
     blocks: int = 1
     groups: int = 1
+    repeats: int = 1
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         rows = self._fan_out_total()
-        if self.blocks < 1 or rows % self.blocks or self.blocks % self.groups:
+        if self.sizes:
+            if len(self.sizes) != self.blocks or sum(self.sizes) * self.repeats != rows or self.groups > 1:
+                times = f"{self.repeats} times " if self.repeats > 1 else ""
+                raise ValueError(f"cannot split the {rows} outputs of shape {self.shape} into {times}{self.sizes}")
+        elif self.blocks < 1 or rows % (self.blocks * self.repeats) or self.blocks % self.groups:
             raise ValueError(
                 f"cannot split shape {self.shape} into {self.blocks} blocks: the number must divide its {rows} outputs"
                 + (f" and be a multiple of its {self.groups} groups" if self.groups > 1 else "")
@@ -40,12 +49,21 @@ class Layout:
             return max(1, _product(self.shape))
         if self.kind == "transposed":
             return self.shape[1]
+        if self.kind.startswith("experts"):
+            return self.shape[0] * self.shape[2 if self.kind == "experts_transposed" else 1]
         return self.shape[1] * self.groups if self.kind == "conv_transposed" else self.shape[0]
 
     @property
     def fan_out(self) -> int:
-        """Outputs of one block."""
-        return self._fan_out_total() // self.blocks
+        """Outputs of one block, the largest."""
+        return max(self.fan_outs)
+
+    @property
+    def fan_outs(self) -> tuple[int, ...]:
+        """Outputs of each block."""
+        if self.sizes:
+            return tuple(size * self.repeats for size in self.sizes)
+        return (self._fan_out_total() // self.blocks,) * self.blocks
 
     @property
     def fan_in(self) -> int:
@@ -54,6 +72,8 @@ class Layout:
             return 1
         if self.kind == "conv_transposed":
             return self.shape[0] // self.groups
+        if self.kind.startswith("experts"):
+            return self.shape[1 if self.kind == "experts_transposed" else 2]
         return self.shape[0] if self.kind == "transposed" else self.shape[1]
 
     @property
@@ -62,7 +82,11 @@ class Layout:
         return _product(self.shape[2:]) if self.kind.startswith("conv") else 1
 
     def stack(self, parameter: Tensor) -> Tensor:
-        """The matrices as a view (taps, blocks, fan_out, fan_in) of a tensor of the parameter's size."""
+        """The matrices (taps, blocks, fan_out, fan_in) of a tensor of the parameter's size.
+
+        A view, unless blocks take turns or differ in size: smaller ones then end in rows of zeros, which change no
+        norm and no inner product.
+        """
         parameter = parameter.reshape(self.shape)
         if self.kind == "vector":
             return parameter.reshape(1, 1, -1, 1)
@@ -71,11 +95,19 @@ class Layout:
             return _split(by_group, 2, self.blocks // self.groups).flatten(1, 2)
         if self.kind == "conv":
             return _split(parameter.flatten(2).permute(2, 0, 1), 1, self.blocks)
-        return _split(parameter.T if self.kind == "transposed" else parameter, 0, self.blocks).unsqueeze(0)
+        outputs = parameter.mT if self.kind.endswith("transposed") else parameter
+        turns = _split(outputs.reshape(self.groups, -1, self.fan_in), 1, self.repeats)  # (groups, repeats, out, in)
+        if not self.sizes:
+            by_block = _split(turns, 2, self.blocks // self.groups).transpose(1, 2)
+            return by_block.flatten(2, 3).flatten(0, 1).unsqueeze(0)
+        padded = turns.new_zeros(1, self.blocks, self.fan_out, self.fan_in)
+        for block, rows in enumerate(turns[0].split(self.sizes, dim=1)):
+            padded[0, block, : self.fan_outs[block]] = rows.flatten(0, 1)
+        return padded
 
     def inputs(self, rows: Tensor) -> Tensor:
         """Input rows (rows, in) as each block sees them: (blocks or 1, rows, fan_in)."""
-        if self.groups == 1:
+        if self.groups == 1 or not self.kind.startswith("conv"):
             return rows.unsqueeze(0)
         by_group = _split(rows, 1, self.groups).transpose(0, 1)
         return by_group.repeat_interleave(self.blocks // self.groups, dim=0)

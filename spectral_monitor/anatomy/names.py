@@ -10,6 +10,7 @@ from torch import nn
 
 # Containers that wrap a user's module under these names; the names never reach a log.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_ADAPTED = "base_layer"  # what peft calls the layer it adapts
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -27,6 +28,18 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from walk(child, name if hidden else join(name, child_name))
 
     return walk(root, "")
+
+
+def places(root: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    """Module's id -> the module that holds it and under which name, wrappers and adapters passed over."""
+    found: dict[int, tuple[nn.Module, str]] = {}
+    for module in root.modules():
+        for name, child in module.named_children():
+            hidden = name in _WRAPPERS or name == _ADAPTED or (name == "module" and isinstance(module, _PARALLEL))
+            place = found.get(id(module)) if hidden else (module, name)
+            if place is not None:
+                found.setdefault(id(child), place)
+    return found
 
 
 def join(*parts: str) -> str:

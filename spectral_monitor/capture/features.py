@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.anatomy import Layer
+from spectral_monitor.capture.hooks import Hook
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.capture.rows import Kept, RowPicker, count_rows, first_tensor, rows_of, sample_size
 from spectral_monitor.linalg import compute_dtype
@@ -30,7 +31,7 @@ class Call:
     Attributes:
         count: rows that were chosen of the output.
         root: the outermost call it was part of.
-        waits: whether a gradient of the output may come.
+        watched: whether the gradient of the output is waited for.
         original: the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed.
     """
 
@@ -40,8 +41,8 @@ class Call:
     eps: float
     index: Tensor | None
     root: RootCall | None
-    waits: bool
     original: Tensor | None = None
+    watched: bool = False
     b: Kept | None = None
     b_count: int = 0
 
@@ -55,6 +56,8 @@ class FeatureCapture:
         order: layer indices in the order of their last call.
         forward_open: whether calls that are made now are those of the forward that leads to the step.
         backward_open: whether gradients that arrive now are those of the step's backward pass.
+        settled: layers whose step is done; later calls are none of theirs.
+        weights: marks of all parameters at the end of the last forward, see :func:`marks`.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class FeatureCapture:
         harmless: Harmless,
     ) -> None:
         self.layers = {i: layers[i] for i in wanted if layers[i].module is not None}
+        self._model = model
         self._hooked = {i: layer.module for i, layer in self.layers.items() if layer.module is not None}
         self._roots = _ancestors(model, {id(module) for module in self._hooked.values()})
         self._picker = RowPicker(max_rows)
@@ -82,6 +86,9 @@ class FeatureCapture:
         self.order: list[int] = []
         self.forward_open = True
         self.backward_open = True
+        self.settled: set[int] = set()
+        self.weights: Marks = {}
+        self._backward_seen = False
         self._depth = 0
         self._root: RootCall | None = None
 
@@ -89,11 +96,11 @@ class FeatureCapture:
         """Register the hooks."""
         self._reset()
         for i, module in self._hooked.items():
-            self._handles.append(module.register_forward_hook(partial(self._record, i), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(Hook(partial(self._record, i)), with_kwargs=True))
         for module in self._roots:
             # First in line, to see the arguments before the user's own pre-hooks change them.
-            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True))
 
     def begin(self) -> None:
         """Forget calls made so far: the training step begins now."""
@@ -112,8 +119,9 @@ class FeatureCapture:
         if self._depth > 1:
             return
         with self._harmless("the start of the forward pass"):
-            if any(call.b is not None for calls in self.calls.values() for call in calls):
+            if self._backward_seen:
                 self._drop_finished()
+                self._backward_seen = False
             self._root = RootCall(module, args, kwargs)
 
     def _drop_finished(self) -> None:
@@ -124,11 +132,14 @@ class FeatureCapture:
         """
         everything = [call for calls in self.calls.values() for call in calls]
         reached = {id(call.root) for call in everything if call.b is not None}
-        waiting = {id(call.root) for call in everything if call.waits} - reached
-        left = {i: [call for call in calls if id(call.root) in waiting] for i, calls in self.calls.items()}
+        waiting = {id(call.root) for call in everything if call.watched} - reached
+        left = {
+            i: [call for call in calls if i in self.settled or id(call.root) in waiting]
+            for i, calls in self.calls.items()
+        }
         self.calls = {i: calls for i, calls in left.items() if calls}
-        self.roots = [root for root in self.roots if id(root) in waiting]
         self.order = [i for i in self.order if i in self.calls]
+        self.roots = [root for root in self.roots if self.settled or id(root) in waiting]
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._replayed is not None or not self.forward_open or _in_backward():
@@ -139,17 +150,21 @@ class FeatureCapture:
             if root.reached:
                 with self._harmless("the end of the forward pass"):
                     root.keep_loss(output)
+                    self.weights = marks(self._model.parameters())
                 self.roots.append(root)
 
     def _record(self, i: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._replayed is None and (not self.forward_open or _in_backward()):
-            return  # activation checkpointing computes the forward once more in the backward pass
+        if self._replayed is None and _in_backward():
+            self._recomputed(i, output)
+            return
+        if self._replayed is None and (not self.forward_open or i in self.settled):
+            return
         with self._harmless(f"the forward pass of {self.layers[i].info.name}"):
             out = first_tensor(output)
             if out is None:
                 return
             layer = self.layers[i]
-            spatial = layer.parameter.ndim - 2
+            spatial = len(layer.info.shape) - 2
             taken = sum(call.count for call in self.calls.get(i, ()))
             if self._replayed is not None:
                 self._replayed.add(i, out, layer)
@@ -160,8 +175,7 @@ class FeatureCapture:
             h_out = pick(out, index=index)
             copy = i not in self._lasting and h_out.data_ptr() == out.data_ptr()
             kept = Kept(h_out.clone() if copy else h_out)
-            call = Call(None, kept, len(h_out), torch.finfo(out.dtype).eps, index, self._root, out.requires_grad)
-            call.original = h_out if copy else None
+            call = Call(None, kept, len(h_out), torch.finfo(out.dtype).eps, index, self._root, h_out if copy else None)
             x = first_tensor(args) if args else first_tensor(kwargs)
             if x is not None and x.is_floating_point() and layer.info.role != "embedding":
                 rows = count_rows(x, layer.channels_first, spatial)
@@ -171,16 +185,31 @@ class FeatureCapture:
             self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:
                 self._root.reached += 1
-            if out.requires_grad:
-                self._handles.append(out.register_hook(partial(self._gradient, i, call)))
+            self._watch(i, call, out)
+
+    def _recomputed(self, i: int, output: Any) -> None:
+        """Activation checkpointing computes the forward once more in the backward pass.
+
+        One of its two kinds ran the first forward without gradients: they arrive at the second one's outputs.
+        """
+        calls, out = self.calls.get(i, []), first_tensor(output)
+        if len(calls) == 1 and not calls[0].watched and out is not None:
+            with self._harmless(f"the recomputed forward pass of {self.layers[i].info.name}"):
+                self._watch(i, calls[0], out)
+
+    def _watch(self, i: int, call: Call, out: Tensor) -> None:
+        if out.requires_grad:
+            call.watched = True
+            self._handles.append(out.register_hook(partial(self._gradient, i, call)))
 
     def _gradient(self, i: int, call: Call, gradient: Tensor) -> None:
         if not self.backward_open:
             return
+        self._backward_seen = True
         layer = self.layers[i]
         with self._harmless(f"the backward pass of {layer.info.name}"):
             call.b_count += 1
-            call.b = Kept(rows_of(gradient, layer.channels_first, layer.parameter.ndim - 2, call.index))
+            call.b = Kept(rows_of(gradient, layer.channels_first, len(layer.info.shape) - 2, call.index))
 
     def outputs(self) -> Outputs:
         """Which rows of each call were kept, what they were, and their gradients; of layers that still have them all.
@@ -249,7 +278,7 @@ class Replay:
         change = None
         if len(done) < len(before):
             index, h, b = before[len(done)]
-            rows = rows_of(out, layer.channels_first, layer.parameter.ndim - 2, index)
+            rows = rows_of(out, layer.channels_first, len(layer.info.shape) - 2, index)
             change = _compare(rows, h, b) if rows.shape == h.shape else None
         done.append(change)
 
@@ -295,6 +324,15 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
         return None
     rows = torch.cat(there) if len(there) > 1 else there[0]
     return rows.to(compute_dtype(rows.dtype))
+
+
+Marks = dict[int, tuple[int, int]]
+"""Parameter's id -> its version and where it lies: what all writes change but those through ``.data``."""
+
+
+def marks(parameters: Iterable[Tensor]) -> Marks:
+    """The present marks."""
+    return {id(p): (p._version, p.data_ptr()) for p in parameters}
 
 
 def _ancestors(model: nn.Module, targets: set[int]) -> list[nn.Module]:

@@ -57,6 +57,14 @@ class RandomState:
         numpy_state = numpy.random.get_state() if numpy is not None else None
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda)
 
+    def same(self, other: RandomState) -> bool:
+        """Whether nothing was drawn between the two."""
+        numpy = sys.modules.get("numpy")
+        arrays = [() if state is None else state for state in (self.numpy, other.numpy)]
+        drawn = numpy is not None and not all(numpy.array_equal(a, b) for a, b in zip(*arrays, strict=False))
+        tensors = zip((self.cpu, *self.cuda), (other.cpu, *other.cuda), strict=False)
+        return self.python == other.python and not drawn and all(torch.equal(a, b) for a, b in tensors)
+
     def restore(self) -> None:
         """Set every generator to this state."""
         random.setstate(self.python)
@@ -114,6 +122,7 @@ class RootCall:
     Attributes:
         reached: calls of measured layers inside it.
         loss: the loss the call returned, if it returned one.
+        randomness: before the call.
     """
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -123,7 +132,7 @@ class RootCall:
         self._args = clone_tree(args)
         self._kwargs = clone_tree(kwargs)
         self._state = Snapshot(module, weights=False)
-        self._randomness = RandomState.now()
+        self.randomness = RandomState.now()
         self._autocast = AutocastState.now(module)
 
     def keep_loss(self, output: Any) -> None:
@@ -137,7 +146,7 @@ class RootCall:
 
     def __call__(self) -> Tensor | None:
         """Make the call again; the loss it returns, if any."""
-        with self._randomness.replayed(), self._autocast.replayed():
+        with self.randomness.replayed(), self._autocast.replayed():
             return loss_in(self.module(*clone_tree(self._args), **clone_tree(self._kwargs)))
 
 

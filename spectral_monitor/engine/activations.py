@@ -39,6 +39,7 @@ def measure_forward(calls: Calls, outputs: Outputs, settings: Settings, out: Sca
         h, h_in, b = joined([h for _, h, _ in outputs.get(i, ())]), input_rows(recorded), gradient_rows(recorded)
         if h is not None:
             _put_norm(i, "h", h, out)
+            out.put(i, "h.rows", torch.tensor(float(len(h))))
         if b is not None:
             _put_norm(i, "b", b, out)
         if h_in is not None and "input_stable_rank" in settings.keys:

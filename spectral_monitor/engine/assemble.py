@@ -68,11 +68,15 @@ class LayerScalars:
         return math.nan if any(math.isnan(value) for value in norms) else max(norms)
 
     def natural(self, name: str) -> float:
-        """Natural norm by the layer's role."""
-        info = self.layer.info
-        if info.role == "embedding":
+        """Natural norm by the layer's role; of each block by its own fans."""
+        if self.layer.info.role == "embedding":
             return self.get(f"{name}.row")
-        return math.sqrt(info.fan_in / max(info.fan_out, 1)) * self.norm(name)
+        layout = self.layer.layout
+        norms = [
+            math.sqrt(layout.fan_in / fan_out) * norm
+            for fan_out, norm in zip(layout.fan_outs, self._norms(name, "sigma"), strict=True)
+        ]
+        return math.nan if any(math.isnan(value) for value in norms) else max(norms)
 
     def ratio(self, above: str, below: str, norm: Norm = "sigma") -> float:
         """Norm over norm."""
@@ -107,6 +111,11 @@ class LayerScalars:
         lengths = self.get("b.norm") * self.get("dh.norm")
         return min(max(-self.get("b.dh") / lengths, -1.0), 1.0) if lengths else math.nan
 
+    def local_change(self) -> float:
+        """RMS length of ``dW h'`` over that of ``h``."""
+        length = self.get("h.norm") / math.sqrt(rows) if (rows := self.get("h.rows")) else math.nan
+        return self.get("dW.h") / length if length else math.nan
+
     def sensitivity(self) -> float:
         """Feature change per loss decrease."""
         decrease = -self.get("b.dh")
@@ -136,6 +145,7 @@ FORMULAS: dict[str, Callable[[LayerScalars], float]] = {
     "contribution": lambda s: s.get("contribution"),
     "feature_rms": lambda s: s.root_mean_square("h"),
     "feature_change": lambda s: s.get("feature_change"),
+    "feature_change_local": lambda s: s.local_change(),
     "feature_drift": lambda s: s.get("feature_drift"),
     "alignment": lambda s: s.alignment("alignment"),
     "update_alignment": lambda s: s.alignment("update_alignment"),

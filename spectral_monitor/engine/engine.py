@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from spectral_monitor.anatomy import dissect
-from spectral_monitor.capture.features import FeatureCapture
+from spectral_monitor.anatomy import compiled_names, dissect, without_compiled
+from spectral_monitor.capture.features import FeatureCapture, Marks, marks
 from spectral_monitor.capture.optimizer import OptimizerCapture
 from spectral_monitor.engine.activations import gradient_rows, input_rows, measure_forward
 from spectral_monitor.engine.assemble import sound, summarize
@@ -36,7 +36,7 @@ class Engine:
     registered anywhere. Whatever goes wrong inside costs the measurement, never the training step.
 
     Raises:
-        ValueError: patterns, roles or blocks that do not fit; feature quantities with LBFGS or a compiled model.
+        ValueError: patterns, roles or blocks that do not fit; feature quantities with LBFGS.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings) -> None:
@@ -44,13 +44,16 @@ class Engine:
         self.settings = settings
         patterns = {key: getattr(settings, key) for key in ("include", "exclude", "roles", "blocks")}
         self.anatomy = dissect(model, **patterns)
-        self.layers = self.anatomy.layers
+        compiled = ""
         if settings.needs & FORWARD:
-            _refuse(model, optimizers)
-        self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._after)
+            _refuse(optimizers)
+            self.anatomy = without_compiled(model, self.anatomy)
+            compiled = ", ".join(repr(name) for name in compiled_names(model))
+        self.layers = self.anatomy.layers
+        self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
         wanted = range(len(self.layers)) if settings.needs & FORWARD else ()
         self.features = FeatureCapture(model, self.layers, wanted, settings.max_rows, self._harmless)
-        self._replays = Replays(model, self.features, settings.needs, settings.drift_every)
+        self._replays = Replays(model, self.features, settings.needs, settings.drift_every, compiled)
         self.armed = False
         self.measured = 0
         self.skipped_updates = 0
@@ -63,14 +66,16 @@ class Engine:
     def _clear(self) -> None:
         self._failed = False
         self._spent = 0.0
+        self._held_at: dict[int, Marks] = {}
+        self._moved = False
         self._out = Scalars()
         self._stage = MatrixStage(self.layers, self.settings, self._start, self._inputs, self._out)
 
     def start(self) -> None:
         """Remember the weights as those drift is counted from, in host memory."""
         if "W0" in self.settings.needs:
-            with self._harmless("remembering the start"):
-                self._start = {i: layer.parameter.detach().to("cpu", copy=True) for i, layer in enumerate(self.layers)}
+            with self._harmless("remembering the start"), _full_precision():
+                self._start = {i: layer.weight().to("cpu", copy=True) for i, layer in enumerate(self.layers)}
                 self._start_norms = start_norms(self.layers, self._start, self.settings.tol)
 
     def arm(self, before_forward: Callable[[], None] = lambda: None) -> None:
@@ -86,6 +91,11 @@ class Engine:
             self.features.arm()
             self.optimizers.arm()
 
+    @property
+    def stepped(self) -> bool:
+        """Whether any optimizer has stepped since the hooks were registered."""
+        return bool(self._stage.stepped)
+
     def disarm(self) -> None:
         """Remove every hook and forget what was recorded; safe to call at any time."""
         self.armed = False
@@ -100,6 +110,7 @@ class Engine:
         training_step: Again | None = None,
         loss: Tensor | None = None,
         accumulated: int = 1,
+        loss_scale: float = 1.0,
         context: Context = nullcontext,
     ) -> Measurement | None:
         """Measure the step that was watched, and disarm.
@@ -109,6 +120,7 @@ class Engine:
             training_step: runs the forward of the whole training step again, for models called in several parts.
             loss: what the backward pass started from, to tell whether the loss a model returns is that one.
             accumulated: what the model's loss was divided by to become that.
+            loss_scale: what it was multiplied by before the backward pass, to keep half precision from underflow.
             context: precision the replayed forward runs under, besides the autocast that was recorded.
 
         Returns:
@@ -118,7 +130,7 @@ class Engine:
         try:
             with self._harmless("measuring"), _full_precision():
                 if self.armed and not self._failed:
-                    measurement = self._measure(step, training_step, loss, accumulated, context)
+                    measurement = self._measure(step, training_step, loss, accumulated, loss_scale, context)
             if measurement is not None:
                 measurement.summary["overhead_ms"] = self._spent * 1e3
         finally:
@@ -126,11 +138,18 @@ class Engine:
         return measurement
 
     def _measure(
-        self, step: int, training_step: Again | None, loss: Tensor | None, accumulated: int, context: Context
+        self,
+        step: int,
+        training_step: Again | None,
+        loss: Tensor | None,
+        accumulated: int,
+        loss_scale: float,
+        context: Context,
     ) -> Measurement:
         calls, stage, out = self.features.calls, self._stage, self._out
         stage.rest()
-        facts = StepFacts(stage.lr, stage.stepped, stage.unused, accumulated=accumulated)
+        facts = StepFacts(stage.lr, stage.stepped, stage.unused, accumulated=accumulated, loss_scale=loss_scale)
+        facts.moved = self._moved
         facts.closures = max(self.optimizers.closure_calls.values(), default=0)
         facts.called = set(calls)
         facts.fed = {i for i, recorded in calls.items() if input_rows(recorded) is not None}
@@ -178,18 +197,31 @@ class Engine:
             self._before_forward()
 
     def _before(self, optimizer: Optimizer) -> None:
-        with self._harmless("copying the weights"):
+        with self._harmless("copying the weights"), _full_precision():
             self._stage.before(optimizer)
+            if self.features.layers:
+                parameters = (p for group in optimizer.param_groups for p in group["params"])
+                self._held_at[id(optimizer)] = marks(parameters)
+
+    def _ready(self, optimizer: Optimizer) -> None:
+        with self._harmless("looking at the gradients"):
+            self._stage.ready(optimizer)
+            if self.features.weights:
+                then, now = self._held_at[id(optimizer)], self.features.weights
+                self._moved |= any(now.get(p, mark) != mark for p, mark in then.items())
+            if len(self.optimizers.optimizers) == 1:
+                self.features.forward_open = self.features.backward_open = False
 
     def _after(self, optimizer: Optimizer) -> None:
         with self._harmless("measuring the update"), _full_precision():
-            if len(self.optimizers.optimizers) == 1:
-                self.features.forward_open = False
             if not self._failed:
                 self._stage.after(optimizer)
+            self.features.settled |= self._stage.stepped
 
     def _check_readout(self) -> None:
         """Say so if the readout, a guess by place, was not the last operator that ran."""
+        if len(self.optimizers.optimizers) > 1:
+            return  # several networks, which have no last operator in common
         order = [i for i in self.features.order if self.layers[i].info.role in ("operator", "readout")]
         guessed = [i for i in order if "by its place" in self.layers[i].note]
         if guessed and order[-1] not in guessed:
@@ -210,15 +242,11 @@ class Engine:
             self._spent = spent + time.perf_counter() - begin  # what ran inside has counted itself too
 
 
-def _refuse(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def _refuse(optimizers: Sequence[Optimizer]) -> None:
     light = f"Choose quantities='light', or a list of: {', '.join(TIERS['light'])}"
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ValueError(f"{type(optimizer).__name__} runs the forward several times in a step. {light}")
-    for name, module in model.named_modules():
-        compiled = getattr(module, "_orig_mod", None) is not None or module._compiled_call_impl is not None
-        if compiled or getattr(module, "_compiler_ctx", None):
-            raise ValueError(f"module {name!r} is compiled: hooks inside it would change what it computes. {light}")
 
 
 @contextmanager

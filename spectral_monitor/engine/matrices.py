@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,10 +45,8 @@ class Stack:
             size = layer.layout.taps * layer.layout.blocks
             self.spans[i] = slice(start, start + size)
             start += size
-        one = next(iter(layers.values()))
-        shape = one.layout.stack(one.parameter).shape[2:]
-        p = one.parameter
-        self.buffer = torch.empty((start, *shape), dtype=compute_dtype(p.dtype), device=p.device)
+        shape, dtype, device = _kind(next(iter(layers.values())))
+        self.buffer = torch.empty((start, *shape), dtype=dtype, device=device)
 
     def part(self, i: int) -> Tensor:
         """Layer ``i``'s matrices (taps, blocks, m, n), a view."""
@@ -56,25 +55,29 @@ class Stack:
         return matrices.view(layout.taps, layout.blocks, *matrices.shape[1:])
 
     def load(self) -> None:
-        """Fill with the parameters as they are now."""
+        """Fill with the weights as they are now."""
         for i, layer in self.layers.items():
-            self.part(i).copy_(layer.layout.stack(layer.parameter.detach()))
+            self.part(i).copy_(layer.layout.stack(layer.weight()))
 
     def difference(self, before: Callable[[int, Tensor], Tensor]) -> None:
-        """Fill with the parameters as they are now less ``before(layer, part)``."""
+        """Fill with the weights as they are now less ``before(layer, part)``."""
         for i, layer in self.layers.items():
             part = self.part(i)
-            torch.sub(layer.layout.stack(layer.parameter.detach()), before(i, part), out=part)
+            torch.sub(layer.layout.stack(layer.weight()), before(i, part), out=part)
 
 
 def stacks(layers: dict[int, Layer]) -> list[Stack]:
     """Layers grouped by the shape, dtype and device of their matrices."""
     groups: dict[tuple[object, ...], dict[int, Layer]] = defaultdict(dict)
     for i, layer in layers.items():
-        p = layer.parameter
-        shape = layer.layout.stack(p.detach()).shape[2:]
-        groups[(shape, compute_dtype(p.dtype), p.device)][i] = layer
+        groups[_kind(layer)][i] = layer
     return [Stack(group) for group in groups.values()]
+
+
+def _kind(layer: Layer) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+    """Shape, dtype and device of a layer's matrices as they are measured."""
+    p = layer.sources[0]
+    return (layer.layout.fan_out, layer.layout.fan_in), compute_dtype(p.dtype), p.device
 
 
 @dataclass
@@ -102,6 +105,12 @@ def _gradient_norms(parameters: list[nn.Parameter]) -> Tensor:
     return torch.stack([gone if g is None else torch.linalg.vector_norm(g).to(gone) for g in gradients])
 
 
+def _contribution(p: nn.Parameter, old: Tensor) -> Tensor:
+    """What the step of one parameter that has a gradient does to the loss, to first order."""
+    assert p.grad is not None
+    return contribution(_dense(p.grad), p.detach() - old)
+
+
 class MatrixStage:
     """What one measured step reads off the parameters; created anew for each.
 
@@ -121,6 +130,7 @@ class MatrixStage:
         self._out = out
         self._picker = RowPicker(settings.max_rows)
         self._held: dict[int, _Held] = {}
+        self._originals: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
         self.lr: dict[int, float] = {}
         self.stepped: set[int] = set()
         self.unused: set[int] = set()
@@ -129,20 +139,32 @@ class MatrixStage:
     def before(self, optimizer: Optimizer) -> None:
         """Copy what the update is about to change."""
         owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        mine = {i: layer for i, layer in self.layers.items() if id(layer.parameter) in owned}
+        mine = {i: layer for i, layer in self.layers.items() if any(id(p) in owned for p in layer.sources)}
         for i, layer in mine.items():
-            self.lr[i] = float(owned[id(layer.parameter)]["lr"])
-            if layer.parameter.grad is None:
-                self.unused.add(i)
+            rates = {float(owned[id(p)]["lr"]) for p in layer.sources if id(p) in owned}
+            self.lr[i] = rates.pop() if len(rates) == 1 else math.nan
         held = _Held(mine, stacks(mine) if self.settings.needs & {"W", "dW", "W0"} else [])
         for stack in held.stacks:
             stack.load()
         if "g" in self.settings.needs:
-            measured = {id(layer.parameter) for layer in mine.values()}
-            held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            held.others = [(p, p.detach().clone()) for p in held.trained if id(p) not in measured]
-            held.gradient_norms = _gradient_norms(held.trained)
+            measured = {id(p) for layer in mine.values() for p in layer.sources}
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            held.others = [(p, p.detach().clone()) for p in parameters if id(p) not in measured]
+            for i, layer in mine.items():
+                if layer.compute is not None and not layer.tied_to:
+                    sources = [p for p in layer.sources if id(p) in owned]
+                    self._originals[i] = [(p, p.detach().clone()) for p in sources]
         self._held[id(optimizer)] = held
+
+    @torch.no_grad()
+    def ready(self, optimizer: Optimizer) -> None:
+        """Note which gradients there are, now that they are final."""
+        held = self._held[id(optimizer)]
+        self.unused.update(i for i, layer in held.layers.items() if all(p.grad is None for p in layer.sources))
+        # A fused optimizer takes the loss scale out of the gradients by itself, in place; they are then the loss's.
+        if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
+            held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            held.gradient_norms = _gradient_norms(held.trained)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
@@ -158,7 +180,7 @@ class MatrixStage:
                 self._drift(stack)
         for p, old in held.others:
             if p.grad is not None:
-                self._out.put(NETWORK, f"contribution.{id(p)}", contribution(_dense(p.grad), p.detach() - old))
+                self._out.put(NETWORK, f"contribution.{id(p)}", _contribution(p, old))
         if held.trained:
             # A gradient the optimizer overwrote (old ones add weight decay to it in place) is not the loss's any more.
             now, then = _gradient_norms(held.trained), held.gradient_norms
@@ -182,12 +204,18 @@ class MatrixStage:
 
     def _updates(self, stack: Stack) -> None:
         self._norms(stack, "dW")
-        self._align(stack, "dW", "update_alignment")
+        self._align(stack, "dW", "update_alignment", "feature_change_local")
         if "g" not in self.settings.needs:
             return
         for i, layer in stack.layers.items():
-            if layer.parameter.grad is not None and not layer.tied_to:
-                value = contribution(layer.layout.stack(_dense(layer.parameter.grad)), stack.part(i))
+            if layer.tied_to or i in self.unused:
+                continue
+            if layer.compute is not None:  # the weight itself has no gradient; to first order this is the same
+                parts = [_contribution(p, old) for p, old in self._originals.pop(i) if p.grad is not None]
+                if parts:
+                    self._out.put(i, "contribution", torch.stack(parts).sum())
+            elif (gradient := layer.sources[0].grad) is not None:
+                value = contribution(layer.layout.stack(_dense(gradient)), stack.part(i))
                 self._out.put(i, "contribution", value)
 
     def _drift(self, stack: Stack) -> None:
@@ -214,8 +242,9 @@ class MatrixStage:
             if stack.layers[i].info.role == "embedding":
                 self._out.put(i, f"{name}.row", feature_root_mean_square(stack.buffer[span]).amax())
 
-    def _align(self, stack: Stack, name: str, key: str) -> None:
-        if key not in self.settings.keys:
+    def _align(self, stack: Stack, name: str, key: str, length: str = "") -> None:
+        """Mean alignment of the layers' inputs with ``name``, and the size of what it makes of them."""
+        if not {key, length} & set(self.settings.keys):
             return
         for i, layer in stack.layers.items():
             rows = self._inputs(i) if layer.info.role in ("operator", "readout") else None
@@ -225,8 +254,13 @@ class MatrixStage:
             room = max(64, PRODUCT_BUDGET // part.numel())
             index = self._picker.choose(len(rows), room, rows.device)
             x = layer.layout.inputs((rows if index is None else rows[index]).to(part))
-            sigma = self._out.get(i, f"{name}.sigma").reshape(part.shape[:2])
-            self._out.put(i, key, mean_alignment(_products(x, part), x, sigma))
+            products = _products(x, part)
+            if key in self.settings.keys:
+                sigma = self._out.get(i, f"{name}.sigma").reshape(part.shape[:2])
+                self._out.put(i, key, mean_alignment(products, x, sigma))
+            if length in self.settings.keys and layer.layout.taps == 1:
+                square = torch.linalg.vector_norm(products, dim=3).square().sum() / products.shape[2]
+                self._out.put(i, f"{name}.h", square.sqrt())
 
 
 def _products(x: Tensor, part: Tensor) -> Tensor:
@@ -243,7 +277,7 @@ def start_norms(layers: Sequence[Layer], start: dict[int, Tensor], tol: float) -
     """Raw scalars ``W0.sigma`` and ``W0.fro`` of the weights at the start."""
     out = Scalars()
     for i, layer in enumerate(layers):
-        matrices = layer.layout.stack(start[i].to(layer.parameter.device)).flatten(0, 1)
+        matrices = layer.layout.stack(start[i].to(layer.sources[0].device)).flatten(0, 1)
         estimate = spectral_estimate(matrices, tol=tol)
         out.put(i, "W0.sigma", estimate.sigma)
         out.put(i, "W0.fro", estimate.fro)

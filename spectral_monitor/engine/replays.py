@@ -14,7 +14,7 @@ from spectral_monitor.capture.features import FeatureCapture, Outputs, Replay
 from spectral_monitor.capture.preserve import preserved
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.engine.activations import measure_change, measure_drift
-from spectral_monitor.engine.rows import StepFacts
+from spectral_monitor.engine.rows import MOVED, StepFacts
 from spectral_monitor.engine.scalars import Scalars
 from spectral_monitor.warnings import Warner
 
@@ -41,13 +41,16 @@ class _Probe:
 
 
 class Replays:
-    """Runs forwards again without a trace."""
+    """Runs forwards again without a trace; never if something in the model is ``compiled``."""
 
-    def __init__(self, model: nn.Module, features: FeatureCapture, needs: frozenset[str], drift_every: int) -> None:
+    def __init__(
+        self, model: nn.Module, features: FeatureCapture, needs: frozenset[str], drift_every: int, compiled: str
+    ) -> None:
         self._model = model
         self._features = features
         self._needs = needs
         self._drift_every = drift_every
+        self._compiled = compiled
         self._probe: _Probe | None = None
 
     def run(
@@ -86,6 +89,10 @@ class Replays:
     ) -> tuple[Tensor, Tensor] | None:
         roots = self._features.roots
         again: Again
+        if facts.moved or self._compiled:
+            # A replay would have to run eagerly, where roundings and dropout are others than in the compiled forward.
+            facts.no_replay = MOVED if facts.moved else f"the forward cannot be run again: {self._compiled} is compiled"
+            return None
         if len(roots) == 1:
             again, before = roots[0], _trained_on(roots[0], loss, facts.accumulated)
         elif training_step is not None and roots:

@@ -13,8 +13,10 @@ from spectral_monitor.engine.assemble import FORMULAS, VECTOR_KEYS, LayerScalars
 from spectral_monitor.engine.scalars import Raw
 from spectral_monitor.quantities import QUANTITIES
 
-ONE_HOT = frozenset({"alignment", "update_alignment", "input_stable_rank"})
-"""What is not defined for the one-hot inputs of an embedding."""
+MOVED = "something moved the weights between the forward pass and the update, or before both"
+
+ONE_HOT = frozenset({"alignment", "update_alignment", "input_stable_rank", "feature_change_local"})
+"""What is read off a layer's inputs; not defined for the one-hot ones of an embedding."""
 
 # Angles are off by about rounding over change, so 1 % needs a margin of 100. The size of a change is off by half the
 # square of that: 2 leaves about as little, for roundings are spread over a third of their bound.
@@ -41,6 +43,8 @@ class StepFacts:
         closures: how often the closure ran, if more than once.
         rewritten: whether an optimizer overwrote gradients.
         accumulated: what the loss was divided by before the backward pass.
+        loss_scale: what it was multiplied by.
+        moved: whether the weights of the forward are not those before the update.
     """
 
     lr: dict[int, float]
@@ -57,6 +61,8 @@ class StepFacts:
     closures: int = 0
     rewritten: bool = False
     accumulated: int = 1
+    loss_scale: float = 1.0
+    moved: bool = False
 
 
 def layer_row(
@@ -80,7 +86,8 @@ def _value(key: str, i: int, scalars: LayerScalars, facts: StepFacts) -> float:
     if key == "lr_multiplier":
         return 1.0
     value = FORMULAS[key](scalars)
-    return value / facts.accumulated if key == "sensitivity" else value  # b was of the divided loss
+    # b was the gradient of the divided and scaled loss.
+    return value * facts.loss_scale / facts.accumulated if key == "sensitivity" else value
 
 
 def _undefined(scalars: LayerScalars) -> str:
@@ -98,6 +105,8 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepF
         return "no gradient: it was not used in this step"
     if needs & {"dW", "g"} and i not in facts.stepped:
         return "its optimizer did not step"
+    if key == "lr" and math.isnan(facts.lr[i]):
+        return "the parameters it is computed from have different learning rates"
     if key == "contribution":
         return _no_contribution(layer, facts)
     if needs & {"h", "b", "dh", "probe"}:
@@ -119,6 +128,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     needs = QUANTITIES[key].needs
     if layer.no_features:
         return layer.no_features
+    if facts.moved:
+        return MOVED
     if layer.info.role == "embedding" and key in ONE_HOT:
         return "an embedding's inputs are one-hot"
     if i not in facts.called:
@@ -129,7 +140,9 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     tiny = "its outputs are so small that the squares of their change leave float32's range" if small else ""
     if key == "feature_drift":
         return facts.no_drift or tiny
-    if needs & {"h", "dh"} and key not in ONE_HOT and i not in facts.lasted:
+    if key == "feature_change_local" and layer.layout.taps > 1:
+        return "the taps of a convolution overlap: what one adds, another may take away"
+    if needs & {"h", "dh"} and key not in ONE_HOT - {"feature_change_local"} and i not in facts.lasted:
         return "its outputs were overwritten in this step; from the next measured one on they are copied"
     if "b" in needs and i not in facts.graded:
         return "no gradient arrived at its output, or more than one, or it was overwritten"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from spectral_monitor.anatomy import dissect
@@ -57,6 +57,63 @@ def shared():
 def pruned():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     prune.l1_unstructured(model[0], "weight", 2)
+    return model
+
+
+class LowRank(nn.Module):
+    def __init__(self, m, n):
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(1, n)), nn.Linear(1, m, bias=False)
+
+    def forward(self, weight):
+        return weight + self.up.weight @ self.down
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class Failing(nn.Module):
+    fails = False
+
+    def forward(self, weight):
+        if self.fails:
+            raise RuntimeError("no")
+        return weight
+
+
+class Complex(nn.Module):
+    def forward(self, weight):
+        return weight + 0j
+
+
+def low_rank():
+    model = nn.ModuleDict({"inner": nn.Linear(4, 3), "head": nn.Linear(3, 2, bias=False)})
+    parametrize.register_parametrization(model["inner"], "weight", LowRank(3, 4))
+    return model
+
+
+def parametrized_elsewhere():
+    parts = {"table": nn.Embedding(7, 4), "gru": nn.GRU(4, 4, bias=False), "head": nn.Linear(4, 2)}
+    parametrizations.spectral_norm(parts["table"])
+    parametrizations.weight_norm(parts["gru"], "weight_hh_l0")
+    parametrize.register_parametrization(parts["head"], "bias", Doubled())
+    return nn.ModuleDict(parts)
+
+
+def unfit_parametrizations():
+    parts = {name: nn.Linear(3, 2, bias=False) for name in ("bad", "complex", "good")}
+    parametrize.register_parametrization(parts["bad"], "weight", Failing())
+    parametrize.register_parametrization(parts["complex"], "weight", Complex(), unsafe=True)
+    parts["bad"].parametrizations.weight[0].fails = True
+    return nn.ModuleDict(parts)
+
+
+def hooked_by_hand():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
+    model[0].weight_orig = model[0]._parameters.pop("weight")
+    model[0].weight = model[0].weight_orig * 2
     return model
 
 
@@ -170,7 +227,7 @@ MODELS = {
             ("transformer.wpe", "embedding", 1, 8, 1),
             ("transformer.h.0.ln_1.weight", "vector", 1, 8, 1),
             ("transformer.h.0.ln_1.bias", "vector", 1, 8, 1),
-            ("transformer.h.0.attn.c_attn", "operator", 8, 24, 1),
+            ("transformer.h.0.attn.c_attn", "operator", 8, 8, 3),
             ("transformer.h.0.attn.c_attn.bias", "vector", 1, 24, 1),
             ("transformer.h.0.attn.c_proj", "operator", 8, 8, 1),
             ("transformer.h.0.attn.c_proj.bias", "vector", 1, 8, 1),
@@ -259,20 +316,64 @@ MODELS = {
             parametrizations.spectral_norm(nn.Linear(3, 3, bias=False)),
             nn.Linear(3, 2, bias=False),
         ),
-        [("4", "readout", 3, 2, 1)],
+        [(str(i), "operator", 3, 3, 1) for i in range(4)] + [("4", "readout", 3, 2, 1)],
         {
-            "0.weight_g": PARAMETRIZED,
-            "0.weight_v": PARAMETRIZED,
-            "1.parametrizations.weight.original0": PARAMETRIZED,
-            "1.parametrizations.weight.original1": PARAMETRIZED,
-            "2.weight_orig": PARAMETRIZED,
-            "3.parametrizations.weight.original": PARAMETRIZED,
+            "0.weight_g": "part of the weight of 0",
+            "0.weight_v": "part of the weight of 0",
+            "1.parametrizations.weight.original0": "part of the weight of 1",
+            "1.parametrizations.weight.original1": "part of the weight of 1",
+            "2.weight_orig": "part of the weight of 2",
+            "3.parametrizations.weight.original": "part of the weight of 3",
         },
+    ),
+    "parametrized by modules with weights of their own": (
+        low_rank,
+        [("inner", "operator", 4, 3, 1), ("inner.bias", "vector", 1, 3, 1), ("head", "readout", 3, 2, 1)],
+        {
+            "inner.parametrizations.weight.original": "part of the weight of inner",
+            "inner.parametrizations.weight.0.down": "part of the weight of inner",
+            "inner.parametrizations.weight.0.up.weight": "part of the weight of inner",
+        },
+    ),
+    "a parametrized embedding, bias and recurrence": (
+        parametrized_elsewhere,
+        [
+            ("table", "embedding", 1, 4, 1),
+            ("gru.weight_hh_l0", "operator", 4, 4, 3),
+            ("gru.weight_ih_l0", "operator", 4, 4, 3),
+            ("head.bias", "vector", 1, 2, 1),
+            ("head", "readout", 4, 2, 1),
+        ],
+        {
+            "table.parametrizations.weight.original": "part of the weight of table",
+            "gru.parametrizations.weight_hh_l0.original0": "part of the weight of gru.weight_hh_l0",
+            "gru.parametrizations.weight_hh_l0.original1": "part of the weight of gru.weight_hh_l0",
+            "head.parametrizations.bias.original": "part of the weight of head.bias",
+        },
+    ),
+    "a parametrization that fails, or is not real": (
+        unfit_parametrizations,
+        [("good", "readout", 3, 2, 1)],
+        {
+            "bad.parametrizations.weight.original": "the weight computed from it is not known (RuntimeError: no)",
+            "complex.weight": "dtype torch.complex64 is not real floating point",
+            "complex.parametrizations.weight.original": "part of the weight of complex.weight",
+        },
+    ),
+    "hooks nobody knows": (
+        hooked_by_hand,
+        [("0.bias", "vector", 1, 2, 1), ("1", "readout", 2, 2, 1)],
+        {"0.weight_orig": PARAMETRIZED},
     ),
     "pruned": (
         pruned,
-        [("0.bias", "vector", 1, 4, 1), ("1", "readout", 4, 2, 1), ("1.bias", "vector", 1, 2, 1)],
-        {"0.weight_orig": PARAMETRIZED},
+        [
+            ("0", "operator", 3, 4, 1),
+            ("0.bias", "vector", 1, 4, 1),
+            ("1", "readout", 4, 2, 1),
+            ("1.bias", "vector", 1, 2, 1),
+        ],
+        {"0.weight_orig": "part of the weight of 0"},
     ),
     "lazy": (
         lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)),
@@ -336,10 +437,10 @@ def test_nothing_is_dropped_silently(kind, chosen):
         by_name.setdefault(name.removesuffix(".weight"), parameter)
         by_name.setdefault(name.removesuffix("_weight"), parameter)
     for layer in anatomy.layers:
-        assert by_name[layer.info.name] is layer.parameter
-        assert layer.info.shape == tuple(layer.parameter.shape)
-    covered = [id(layer.parameter) for layer in anatomy.layers]
-    covered += [id(by_name[item.name]) for item in anatomy.unmeasured]
+        assert layer.info.shape == tuple(layer.weight().shape)
+        assert layer.compute is not None or layer.sources == (by_name[layer.info.name],)
+    covered = [id(source) for layer in anatomy.layers for source in layer.sources]
+    covered += [id(by_name[item.name]) for item in anatomy.unmeasured if item.name in by_name]
     assert set(covered) == {id(parameter) for parameter in model.parameters()}
     names = [layer.info.name for layer in anatomy.layers] + [item.name for item in anatomy.unmeasured]
     assert len(names) == len(set(names))
@@ -357,7 +458,7 @@ def test_nothing_is_dropped_silently(kind, chosen):
         ("convolutions", "0", "3 taps, norms added up", ""),
         ("convolutions", "2", "", ""),
         ("convolutions", "6", f"{IN_PLACE}; 9 taps, norms added up", ""),
-        ("attention, fused", "attention.in_proj", f"query, key and value; features: {NO_CALL}", NO_CALL),
+        ("attention, fused", "attention.in_proj", f"query, key and value, 3 blocks; features: {NO_CALL}", NO_CALL),
         (
             "attention, fused",
             "attention.out_proj",
@@ -496,7 +597,7 @@ def test_roles_override_the_guess(make, roles, expected):
 def test_a_bare_table_keeps_its_rows():
     model = Bare(wte=torch.randn(7, 4))
     layer = dissect(model, roles={"wte": "embedding"}).layers[0]
-    assert torch.equal(layer.layout.stack(layer.parameter.detach())[0, 0], model.wte.detach())
+    assert torch.equal(layer.layout.stack(layer.weight())[0, 0], model.wte.detach())
     assert layer.note == f"bare parameter; features: {NO_CALL}"
 
 
@@ -613,7 +714,7 @@ def test_a_long_list_of_layers_is_cut():
 
 def test_the_role_table_lists_matrices_and_what_is_not_measured():
     text = dissect(MODELS["parametrized"][0]()).table()
-    assert "1 matrices and 0 biases and gains are measured" in text
+    assert "5 matrices and 0 biases and gains are measured" in text
     assert "not measured (6):" in text
     for name in MODELS["parametrized"][2]:
         assert name in text

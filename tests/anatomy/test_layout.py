@@ -77,7 +77,7 @@ def test_a_convolution_is_its_taps(conv, arguments, blocks):
     assert layer.layout.groups == module.groups
     assert (layer.info.fan_out, layer.info.fan_in) == (8 // layer.info.blocks, 4 // module.groups)
     truth = taps_of(module, inputs=4)
-    mine = assembled(layer.layout, layer.parameter)
+    mine = assembled(layer.layout, layer.weight())
     assert len(mine) == len(truth)
     for (tap, matrix), got in zip(truth.items(), mine, strict=True):  # taps in row-major order
         torch.testing.assert_close(got, matrix, msg=f"tap {tap}")
@@ -93,7 +93,7 @@ def dense_map(module, inputs):
 def test_a_dense_layer_is_its_blocks_one_below_the_other(module, blocks):
     layer = dissect(nn.Sequential(module), blocks={"0": blocks}).layers[0]
     assert (layer.info.fan_out, layer.info.fan_in, layer.info.blocks) == (6 // blocks, 5, blocks)
-    (whole,) = assembled(layer.layout, layer.parameter)
+    (whole,) = assembled(layer.layout, layer.weight())
     torch.testing.assert_close(whole, dense_map(module, 5))
 
 
@@ -101,7 +101,7 @@ def test_a_dense_layer_is_its_blocks_one_below_the_other(module, blocks):
 def test_a_table_and_the_same_table_as_a_map(role):
     table = nn.Embedding(7, 4)
     layer = dissect(nn.Sequential(table), roles={"0": role}).layers[0]
-    stack = layer.layout.stack(layer.parameter.detach())[0, 0]
+    stack = layer.layout.stack(layer.weight())[0, 0]
     rows = table(torch.arange(7)).detach()
     assert torch.equal(stack, rows if role == "embedding" else rows.T)
     assert (layer.info.fan_out, layer.info.fan_in) == ((4, 1) if role == "embedding" else (4, 7))
@@ -110,7 +110,7 @@ def test_a_table_and_the_same_table_as_a_map(role):
 def test_a_dense_layer_with_one_hot_inputs_as_a_table():
     linear = nn.Linear(7, 4, bias=False)
     layer = dissect(nn.Sequential(linear), roles={"0": "embedding"}).layers[0]
-    assert torch.equal(layer.layout.stack(layer.parameter.detach())[0, 0], linear(torch.eye(7)).detach())
+    assert torch.equal(layer.layout.stack(layer.weight())[0, 0], linear(torch.eye(7)).detach())
     assert (layer.info.fan_out, layer.info.fan_in) == (4, 1)
 
 
@@ -127,9 +127,9 @@ def test_fused_attention_is_query_key_and_value():
 def test_recurrent_weights_are_one_matrix_per_gate(cell, gates):
     module = cell(3, 5)
     for layer in dissect(module).layers[:2]:
-        stack = layer.layout.stack(layer.parameter.detach())
+        stack = layer.layout.stack(layer.weight())
         assert stack.shape == (1, gates, 5, 3 if layer.info.name == "weight_ih" else 5)
-        assert torch.equal(stack.flatten(0, 2), layer.parameter.detach())
+        assert torch.equal(stack.flatten(0, 2), layer.weight())
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (1, 1, 4), (4, 1, 1)], ids=str)
@@ -187,7 +187,7 @@ def test_taps_and_blocks_add_up_to_the_convolution(conv, groups):
     centre = (2,) * dimensions
     out = torch.zeros(6)
     for matrices, tap in zip(
-        layer.layout.stack(layer.parameter.detach()), itertools.product(*(range(k) for k in kernel)), strict=True
+        layer.layout.stack(layer.weight()), itertools.product(*(range(k) for k in kernel)), strict=True
     ):
         sign = -1 if layer.layout.kind == "conv_transposed" else 1
         under = tuple(c + sign * t for c, t in zip(centre, tap, strict=True))
@@ -209,3 +209,53 @@ def test_taps_and_blocks_add_up_to_the_convolution(conv, groups):
 def test_blocks_that_do_not_fit_are_refused(kind, shape, blocks, groups, message):
     with pytest.raises(ValueError, match=message):
         Layout(kind, shape, blocks=blocks, groups=groups)
+
+
+@pytest.mark.parametrize("kind", ["linear", "transposed"])
+def test_blocks_may_take_turns_and_differ_in_size(kind):
+    rows = torch.arange(12.0).unsqueeze(1) + torch.tensor([0.0, 100.0])  # 12 outputs, 2 inputs
+    held = rows.T.contiguous() if kind == "transposed" else rows
+    shape = tuple(held.shape)
+
+    def outputs(**split):
+        layout = Layout(kind, shape, **split)
+        stack = layout.stack(held)
+        assert stack.shape == (1, layout.blocks, layout.fan_out, 2)
+        for block, fan_out in zip(stack[0], layout.fan_outs, strict=True):
+            assert torch.equal(block[:fan_out, 1], block[:fan_out, 0] + 100)
+            assert not block[fan_out:].any()
+        return [block[:n, 0].tolist() for block, n in zip(stack[0], layout.fan_outs, strict=True)]
+
+    assert outputs(blocks=3, repeats=2) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    assert outputs(blocks=3, sizes=(6, 4, 2)) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11]]
+    assert outputs(blocks=3, sizes=(4, 1, 1), repeats=2) == [[0, 1, 2, 3, 6, 7, 8, 9], [4, 10], [5, 11]]
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("experts", (3, 8, 5)), ("experts_transposed", (3, 5, 8))])
+def test_experts_are_blocks(kind, shape):
+    held = torch.randn(shape)
+    by_expert = held.mT if kind == "experts_transposed" else held
+    whole = Layout(kind, shape, blocks=3, groups=3)
+    assert (whole.fan_out, whole.fan_in) == (8, 5)
+    assert torch.equal(whole.stack(held)[0], by_expert)
+    assert whole.stack(held).data_ptr() == held.data_ptr()
+    halves = Layout(kind, shape, blocks=6, groups=3)
+    assert torch.equal(halves.stack(held)[0], by_expert.reshape(6, 4, 5))
+    turns = Layout(kind, shape, blocks=6, groups=3, repeats=4)
+    assert torch.equal(turns.stack(held)[0, 2], by_expert[1, ::2])
+    assert torch.equal(turns.stack(held)[0, 5], by_expert[2, 1::2])
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"blocks": 3, "sizes": (4, 4)},
+        {"blocks": 2, "sizes": (4, 5)},
+        {"blocks": 2, "sizes": (4, 2), "repeats": 3},
+        {"blocks": 2, "sizes": (8, 4), "groups": 2},
+        {"blocks": 3, "repeats": 3},
+    ],
+)
+def test_sizes_that_do_not_add_up_are_refused(split):
+    with pytest.raises(ValueError, match=r"cannot split (the 12 outputs of )?shape \(12, 2\)"):
+        Layout("linear", (12, 2), **split)

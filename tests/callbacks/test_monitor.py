@@ -7,8 +7,6 @@ import csv
 import json
 import math
 import pickle
-import struct
-import time
 import warnings
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from quickfit import fit, recording
 from recorder import RecordingLogger, Run, of_module, of_optimizer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from wandbfile import wandb_records
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.quantities import QUANTITIES, TIERS
@@ -44,36 +43,12 @@ def read_csv(folder):
 
 
 def read_wandb(folder):
-    """History of an offline run, straight from its file, once that is complete."""
-    (path,) = Path(folder).glob("wandb/offline-run-*/run-*.wandb")
-    for _ in range(600):
-        records = list(wandb_records(path.read_bytes()))
-        if records and records[-1].WhichOneof("record_type") == "exit":
-            break
-        time.sleep(0.05)
+    """History of an offline run, straight from its file."""
     found = {}
-    for record in records:
+    for record in wandb_records(folder):
         items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
         found |= {(items["trainer/global_step"], key): value for key, value in items.items()}
     return found
-
-
-def wandb_records(data):
-    """LevelDB's log format: 7 bytes of greeting, then records, cut where blocks of 32 kB end."""
-    from wandb.proto import wandb_internal_pb2
-
-    at, parts = 7, b""
-    while at + 7 <= len(data):
-        if (left := -at % 32768) < 7:  # too little room for a header: the block is padded
-            at += left
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4) and at <= len(data):  # whole, or the last part
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            yield record
-            parts = b""
 
 
 def ours(found):

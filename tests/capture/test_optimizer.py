@@ -74,7 +74,7 @@ class Watch:
     def __init__(self, model, *optimizers):
         self.model = model
         self.moments = []
-        self.capture = OptimizerCapture(optimizers, self.moment("enter"), self.moment("before"), self.moment("after"))
+        self.capture = OptimizerCapture(optimizers, *map(self.moment, ("enter", "before", "ready", "after")))
 
     def moment(self, name):
         def write(optimizer):
@@ -127,11 +127,12 @@ def test_the_moments_enclose_exactly_the_update(name, flags, way):
         watch.capture.disarm()
         assert torch.equal(*losses)
         assert same(*(snapshot(model) for model in models))  # watching changes nothing
-        assert watch.names == (["before", "after"] if way == "no closure" else ["enter", "before", "after"])
+        inside = ["before", "ready", "after"]
+        assert watch.names == (inside if way == "no closure" else ["enter", *inside])
         assert same(watch.weights("before"), start)
         assert same(watch.weights("after"), snapshot(models[1]))
         assert not same(watch.weights("before"), watch.weights("after"))
-        assert same(watch.gradients("before"), [p.grad for p in models[1].parameters()])
+        assert same(watch.gradients("ready"), [p.grad for p in models[1].parameters()])
         assert hooks(watched) == 0
 
 
@@ -154,15 +155,15 @@ def test_the_measured_update_is_the_difference_of_the_weights(name, flags):
     layers = dissect(model).layers
     for _ in range(3):
         stage = KeptUpdates(layers, Settings(quantities="light"), {}, lambda i: None, Scalars())
-        stage.start = {i: layer.parameter.detach().clone() for i, layer in enumerate(layers)}
-        capture = OptimizerCapture([optimizer], lambda o: None, stage.before, stage.after)
+        stage.start = {i: layer.weight().clone() for i, layer in enumerate(layers)}
+        capture = OptimizerCapture([optimizer], lambda o: None, stage.before, stage.ready, stage.after)
         closure_for(model, optimizer)()
         start = snapshot(model)
         capture.arm()
         optimizer.step()
         capture.disarm()
         for (i, layer), p, old in zip(enumerate(layers), model.parameters(), start, strict=True):
-            assert layer.parameter is p
+            assert layer.sources == (p,)
             assert torch.equal(stage.kept[i], layer.layout.stack(p.detach() - old))
 
 
@@ -254,7 +255,7 @@ def test_only_the_outermost_step_counts(kind, way):
         watch.capture.arm()
         WAYS[way](optimizer, closure_for(model, optimizer))
         watch.capture.disarm()
-        assert [name for name in watch.names if name != "enter"] == ["before", "after"]
+        assert [name for name in watch.names if name != "enter"] == ["before", "ready", "after"]
         assert same(watch.weights("before"), start)
         assert same(watch.weights("after"), snapshot(model))
         assert watch.names.count("enter") == (way != "no closure")
@@ -269,7 +270,7 @@ def test_of_several_closure_calls_the_first_counts(way):
     start = snapshot(model)
     watch.capture.arm()
     WAYS[way](optimizer, closure_for(model, optimizer))
-    assert watch.names == ["enter", "before", "after"]
+    assert watch.names == ["before", "enter", "ready", "after"]
     assert same(watch.weights("before"), start)
     assert same(watch.weights("after"), snapshot(model))
     assert watch.capture.closure_calls == {id(optimizer): 2}
@@ -304,8 +305,10 @@ def test_each_of_several_optimizers_has_its_own_moments():
     watch.capture.disarm()
     assert [(name, optimizers.index(o)) for name, o, *_ in watch.moments] == [
         ("before", 0),
+        ("ready", 0),
         ("after", 0),
         ("before", 1),
+        ("ready", 1),
         ("after", 1),
     ]
     assert [hooks(optimizer) for optimizer in optimizers] == [0, 0]
@@ -328,8 +331,10 @@ def test_an_optimizer_inside_the_closure_of_another():
     assert [(name, o is inner) for name, o, *_ in watch.moments] == [
         ("enter", False),
         ("before", True),
+        ("ready", True),
         ("after", True),
         ("before", False),
+        ("ready", False),
         ("after", False),
     ]
 
@@ -402,7 +407,7 @@ def test_after_an_exception_the_next_armed_step_is_seen(fails_in):
     watch.capture.arm()
     with pytest.raises(BoomError):
         optimizer.step(failing_closure if fails_in == "closure" else closure_for(model, optimizer))
-    assert watch.names == (["enter"] if fails_in == "closure" else ["enter", "before"])
+    assert watch.names == ["before", "enter", *(["ready"] if fails_in == "step" else [])]
     watch.capture.disarm()
     assert hooks(optimizer) == 0
 
@@ -412,7 +417,7 @@ def test_after_an_exception_the_next_armed_step_is_seen(fails_in):
     start = snapshot(model)
     optimizer.step(closure_for(model, optimizer))
     watch.capture.disarm()
-    assert watch.names == ["enter", "before", "after"]
+    assert watch.names == ["before", "enter", "ready", "after"]
     assert same(watch.weights("before"), start)
     assert same(watch.weights("after"), snapshot(model))
 

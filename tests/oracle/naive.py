@@ -340,9 +340,10 @@ OF_UPDATES = {
     "update_fro",
     "update_stable_rank",
     "update_alignment",
+    "feature_change_local",
     "contribution",
 }
-NOT_OF_EMBEDDINGS = {"alignment", "update_alignment", "input_stable_rank"}
+NOT_OF_EMBEDDINGS = {"alignment", "update_alignment", "input_stable_rank", "feature_change_local"}
 OF_GRADIENTS = {"backward_stable_rank", "bfa", "bfa_cos", "sensitivity"}
 OF_OWNED = {"lr", "lr_multiplier"}
 
@@ -359,6 +360,8 @@ def applies(key: str, layer: NaiveLayer, record: Record) -> bool:
         return False
     if key in OF_GRADIENTS and record.b[layer.name] is None:
         return False
+    if key == "feature_change_local" and len(matrices(layer, before(record, layer))[0]) > 1:
+        return False  # several taps
     return key != "feature_drift" or record.h_first is not None
 
 
@@ -391,6 +394,17 @@ def sensitivity(record: Record, layer: NaiveLayer) -> float:
     return divide(rms(dh), -float(np.sum(dh * b)))
 
 
+def local_change(record: Record, layer: NaiveLayer) -> float:
+    """Root mean square over rows of |dW h'|, all blocks together, over that of |h|."""
+    blocks = matrices(layer, update(record, layer))
+    squares = [
+        sum(float(np.sum((taps[0] @ seen_by(layer, block, row)) ** 2)) for block, taps in enumerate(blocks))
+        for row in record.h_in[layer.name]
+    ]
+    lengths = [float(np.sum(row**2)) for row in record.h[layer.name]]
+    return math.sqrt(divide(mean(squares), mean(lengths)))
+
+
 QUANTITIES: dict[str, Callable[[Record, NaiveLayer], float]] = {
     "weight_norm": lambda r, x: max(block_norms(x, before(r, x))),
     "weight_natural": lambda r, x: natural(x, before(r, x)),
@@ -406,6 +420,7 @@ QUANTITIES: dict[str, Callable[[Record, NaiveLayer], float]] = {
     "contribution": contribution,
     "feature_rms": lambda r, x: rms(r.h[x.name]),
     "feature_change": lambda r, x: mean_change(r.h[x.name], r.h_after[x.name]),
+    "feature_change_local": local_change,
     "feature_drift": lambda r, x: mean_change(r.h_first[x.name], r.h_now[x.name]),
     "alignment": lambda r, x: stretch(x, before(r, x), r.h_in[x.name]),
     "update_alignment": lambda r, x: stretch(x, update(r, x), r.h_in[x.name]),

@@ -62,6 +62,8 @@ def readout(matrices: list[Layer]) -> str:
 
 
 def unmeasured(anatomy: Anatomy) -> str:
-    """Reasons up to the colon, each with how many parameters it concerns."""
-    reasons = Counter(item.reason.partition(":")[0] for item in anatomy.unmeasured)
+    """Reasons up to the colon, each with how many parameters it concerns; parts of a measured weight are no gap."""
+    reasons = Counter(
+        item.reason.partition(":")[0] for item in anatomy.unmeasured if not item.reason.startswith("part of the weight")
+    )
     return "; ".join(f"{count}: {reason}" for reason, count in reasons.items()) or "-"

@@ -38,7 +38,7 @@ class Visit:
     Attributes:
         plain, observed: everything after each of the five steps.
         anatomy, model: of the observed run.
-        before, after: parameters around its last step, by id.
+        before, after: weights of the layers around its last step, in float64.
         features: of the plain run's last step.
         said: the monitor's warnings.
     """
@@ -49,8 +49,8 @@ class Visit:
     anatomy: Anatomy
     model: nn.Module
     measurements: list[Measurement]
-    before: dict[int, Tensor]
-    after: dict[int, Tensor]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
     features: Features
     said: list[str]
 
@@ -68,13 +68,22 @@ def visit(case: Case) -> Visit:
         warnings.simplefilter("always", SpectralMonitorWarning)
         probe = SpectralProbe(model, optimizers, every_n_steps=1, drift_every=2)
         for i, batch in enumerate(case.batches(STEPS)):
-            before = parameters(model)
+            before = weights(probe.anatomy)
             with probe.step():
                 losses = case.step(case, model, optimizers, batch)
             record(observed, i, model, optimizers, losses, batch)
     said = [str(item.message) for item in caught if issubclass(item.category, SpectralMonitorWarning)]
     return Visit(
-        case, plain, observed, probe.anatomy, model, list(probe.measurements), before, parameters(model), features, said
+        case,
+        plain,
+        observed,
+        probe.anatomy,
+        model,
+        list(probe.measurements),
+        before,
+        weights(probe.anatomy),
+        features,
+        said,
     )
 
 
@@ -109,8 +118,8 @@ def record(run: Run, i: int, model: nn.Module, optimizers: list, losses: list[fl
     run.add(f"step {i + 1}", *parts)
 
 
-def parameters(model: nn.Module) -> dict[int, Tensor]:
-    return {id(p): p.detach().clone() for p in model.parameters()}
+def weights(anatomy: Anatomy) -> dict[str, Tensor]:
+    return {layer.info.name: layer.weight().double().clone() for layer in anatomy.layers}
 
 
 def roll() -> tuple:
@@ -138,16 +147,15 @@ def outputs(case: Case, twin: nn.Module, batch: Batch, dice: tuple) -> Outputs:
 
 def matrices(layer: Layer, weight: Tensor) -> np.ndarray:
     """A layer's matrices (taps, blocks, fan_out, fan_in) in float64, cut by what is known of its module's kind."""
-    w, module = weight.double().numpy(), layer.module
+    w, module = weight.numpy(), layer.module
     if isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
         by_group = w.reshape(module.groups, module.in_channels // module.groups, w.shape[1], -1)
         return by_group.transpose(3, 0, 2, 1)
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         by_group = w.reshape(module.groups, module.out_channels // module.groups, w.shape[1], -1)
         return by_group.transpose(3, 0, 1, 2)
-    if type(module).__name__ == "Conv1D":
-        w = w.T
     if layer.info.blocks == 1 and w.squeeze().ndim <= 2:
+        w = w.T if type(module).__name__ == "Conv1D" else w
         return w.reshape(1, 1, -1, 1) if layer.info.role == "vector" else w.reshape(1, 1, *w.shape[-2:])
     return layer.layout.stack(torch.from_numpy(w.copy())).numpy()  # fused: as the anatomy cuts it
 
@@ -155,14 +163,13 @@ def matrices(layer: Layer, weight: Tensor) -> np.ndarray:
 def norms(layer: Layer, weight: Tensor) -> dict[str, float]:
     """Spectral, Frobenius and natural norm: sums over taps, the worst block; tables by their largest row."""
     w = matrices(layer, weight)
-    m, n = w.shape[2:]
     singular = np.linalg.svd(w, compute_uv=False)
-    spectral = float(singular[..., 0].sum(0).max())
+    spectral = singular[..., 0].sum(0)
     fro = float(np.sqrt((w**2).sum((0, 2, 3))).max())
-    natural = math.sqrt(n / m) * spectral
+    natural = float((spectral * np.sqrt(w.shape[3] / np.array(layer.layout.fan_outs))).max())
     if layer.info.role == "embedding":
         natural = float(np.sqrt((w**2).mean(-1)).max())
-    return {"norm": spectral, "fro": fro, "natural": natural}
+    return {"norm": float(spectral.max()), "fro": fro, "natural": natural}
 
 
 def rows(layer: Layer, x: Tensor) -> Tensor:

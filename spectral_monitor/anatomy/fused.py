@@ -1,0 +1,131 @@
+"""Fused matrices: which outputs of a projection belong to the query, which to the key, and so on.
+
+Modules are known by their names and by the numbers they carry, so that nothing but torch is imported; a split is
+believed only if the numbers add up to the outputs there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+ATTENTION = "query, key and value"
+
+_PER_HEAD = frozenset(
+    {
+        "BloomAttention",
+        "GPTNeoXAttention",
+        "GPTNeoXJapaneseAttention",
+        "MiniMaxLightningAttention",
+        "PersimmonAttention",
+    }
+)
+"""Classes whose outputs are ordered by head first."""
+
+_GATED = {"gate_up_proj": ("down_proj", "gate and up"), "Wi": ("Wo", "input and gate")}
+"""Two halves whose product goes into the module named first."""
+
+_STATE_SPACE = {
+    "MambaMixer": "intermediate_size",
+    "FalconMambaMixer": "intermediate_size",
+    "JambaMambaMixer": "intermediate_size",
+    "Mamba": "d_inner",
+}
+"""Classes whose ``in_proj`` gives states and their gate, and what the width of each is called there."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the outputs of a matrix are shared out.
+
+    Attributes:
+        what: names of the blocks.
+        sizes: outputs of each block at one turn; empty if the numbers do not fit.
+        repeats: how often the blocks take turns.
+    """
+
+    what: str
+    sizes: tuple[int, ...] = ()
+    repeats: int = 1
+
+    def fits(self, outputs: int) -> bool:
+        """Whether the blocks make up these outputs."""
+        return min(self.sizes, default=0) > 0 and sum(self.sizes) * self.repeats == outputs
+
+    @property
+    def note(self) -> str:
+        """For the role table."""
+        turns = f" by turns, {self.repeats} times" if self.repeats > 1 else ""
+        widths = [size * self.repeats for size in self.sizes]
+        unequal = "" if len(set(widths)) == 1 else f" of {', '.join(map(str, widths))} outputs"
+        return f"{self.what}, {len(self.sizes)} blocks{unequal}{turns}"
+
+
+def split_of(parent: nn.Module, name: str, outputs: int, inputs: int) -> Split | None:
+    """What ``parent.<name>``, a matrix outputs x inputs, is fused of; ``None`` if it does not look fused."""
+    if name in _GATED:
+        sibling, what = _GATED[name]
+        return Split(what, (outputs // 2,) * 2) if _number(getattr(parent, sibling, None), "in_features") else None
+    if name == "in_proj":
+        width = next((_number(parent, key) for cls, key in _STATE_SPACE.items() if is_a(parent, cls)), 0)
+        return Split("states and gate", (width, width)) if width else None
+    if name == "query_key_value" or (name == "c_attn" and is_a(parent, "GPTBigCodeAttention")):
+        return _ordered_by_class(parent, inputs)
+    if name in ("qkv", "Wqkv", "qkv_proj", "c_attn"):
+        if is_a(parent, "CodeGenAttention"):
+            return Split("query, value and key", (inputs // 4,) * 3, 4)
+        if getattr(parent, "is_cross_attention", False) is True:
+            return Split("key and value", (outputs // 2,) * 2) if outputs == 2 * inputs else Split("key and value")
+        if any(is_a(parent, known) for known in _PER_HEAD):
+            return _ordered_by_class(parent, inputs)
+        return _one_after_the_other(parent, outputs, inputs)
+    return None
+
+
+def _one_after_the_other(parent: nn.Module, outputs: int, inputs: int) -> Split:
+    """All heads' queries, then keys, then values, of which there may be fewer."""
+    heads, key_heads, size = _heads(parent, inputs)
+    split = Split(ATTENTION, (heads * size, key_heads * size, key_heads * size))
+    if not split.fits(outputs) and outputs == 3 * inputs:
+        return Split(ATTENTION, (inputs,) * 3)
+    return split
+
+
+def _ordered_by_class(parent: nn.Module, inputs: int) -> Split:
+    """Orders that only the class tells."""
+    heads, key_heads, size = _heads(parent, inputs)
+    by_head = Split(ATTENTION, (size,) * 3, heads)
+    if is_a(parent, "FalconAttention") and getattr(parent, "new_decoder_architecture", False):
+        return Split(ATTENTION, (heads // max(key_heads, 1) * size, size, size), key_heads)
+    if is_a(parent, "FalconAttention") or is_a(parent, "GPTBigCodeAttention"):
+        if getattr(parent, "is_cross_attention", False):
+            return Split(ATTENTION)
+        return Split(ATTENTION, (heads * size, size, size)) if getattr(parent, "multi_query", False) else by_head
+    return by_head if any(is_a(parent, known) for known in _PER_HEAD) else Split(ATTENTION)
+
+
+def _heads(parent: nn.Module, inputs: int) -> tuple[int, int, int]:
+    """Query heads, key heads and the size of one; 0 where not known."""
+    heads = _number(parent, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    key_heads = _number(parent, "num_kv_heads", "num_key_value_heads", "kv_heads") or heads
+    size = _number(parent, "head_dim", "head_size") or (inputs // heads if heads else 0)
+    return heads, key_heads, size
+
+
+def _number(owner: object, *names: str) -> int:
+    """The first of some attributes that a module or its config has as a whole number; 0 if none."""
+    for holder in (owner, getattr(owner, "config", None)):
+        for name in names:
+            try:
+                value = getattr(holder, name, None)
+            except Exception:  # some configs refuse what may differ from layer to layer
+                continue
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return 0
+
+
+def is_a(module: nn.Module, name: str) -> bool:
+    """Whether a module is of a class of this name or derived from one."""
+    return any(cls.__name__ == name for cls in type(module).__mro__)

@@ -1,0 +1,26 @@
+"""Hooks that stay with the module they were registered on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+
+class Hook:
+    """A function to be registered as a hook; copies and pickles of the module carry none of it.
+
+    A user may copy a model (a teacher, a running average) or save it while a step is measured. What is registered
+    then would go with it, with all it refers to, and stay on the copy for ever. Instead the copy gets a hook that
+    does nothing and that can be loaded where this package is not installed.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns."""
+        return self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, returns None
