@@ -30,6 +30,7 @@ class Call:
 
     Attributes:
         count: rows that were chosen of the output.
+        root: the outermost call it was part of.
         watched: whether the gradient of the output is waited for.
         original: the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed.
     """
@@ -39,6 +40,7 @@ class Call:
     count: int
     eps: float
     index: Tensor | None
+    root: RootCall | None
     original: Tensor | None = None
     watched: bool = False
     b: Kept | None = None
@@ -118,12 +120,26 @@ class FeatureCapture:
             return
         with self._harmless("the start of the forward pass"):
             if self._backward_seen:
-                # A forward after a backward begins another micro-batch; the last one is the one that steps.
-                self.calls = {i: calls for i, calls in self.calls.items() if i in self.settled}
-                self.order = [i for i in self.order if i in self.settled]
-                self.roots = self.roots if self.settled else []
+                self._drop_finished()
                 self._backward_seen = False
             self._root = RootCall(module, args, kwargs)
+
+    def _drop_finished(self) -> None:
+        """A forward after a backward begins another micro-batch; the last one is the one that steps.
+
+        But a forward none of whose gradients has come is still under way: that of a generator, say, whose output
+        first served to train a discriminator.
+        """
+        everything = [call for calls in self.calls.values() for call in calls]
+        reached = {id(call.root) for call in everything if call.b is not None}
+        waiting = {id(call.root) for call in everything if call.watched} - reached
+        left = {
+            i: [call for call in calls if i in self.settled or id(call.root) in waiting]
+            for i, calls in self.calls.items()
+        }
+        self.calls = {i: calls for i, calls in left.items() if calls}
+        self.order = [i for i in self.order if i in self.calls]
+        self.roots = [root for root in self.roots if self.settled or id(root) in waiting]
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._replayed is not None or not self.forward_open or _in_backward():
@@ -159,7 +175,7 @@ class FeatureCapture:
             h_out = pick(out, index=index)
             copy = i not in self._lasting and h_out.data_ptr() == out.data_ptr()
             kept = Kept(h_out.clone() if copy else h_out)
-            call = Call(None, kept, len(h_out), torch.finfo(out.dtype).eps, index, h_out if copy else None)
+            call = Call(None, kept, len(h_out), torch.finfo(out.dtype).eps, index, self._root, h_out if copy else None)
             x = first_tensor(args) if args else first_tensor(kwargs)
             if x is not None and x.is_floating_point() and layer.info.role != "embedding":
                 rows = count_rows(x, layer.channels_first, spatial)

@@ -22,6 +22,7 @@ _CONTAINERS = (list, dict, set, deque)
 _DATA = (bool, int, float, complex, str, bytes, type(None), Tensor, tuple, *_CONTAINERS)
 _TORCH_OWN = frozenset(key for key in vars(nn.Module()) if key != "training")
 _TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = tuple(key for key in _TORCH_OWN if key.startswith(("_forward_", "_backward_")))
 
 
 @contextmanager
@@ -65,11 +66,13 @@ class Snapshot:
     """What some modules and other objects hold.
 
     Covered are parameters, buffers, flags and everything reached through attributes and containers: tensors, numbers,
-    lists and dicts, modules that hide there, private random generators, objects that hold nothing but data.
+    lists and dicts, modules that hide there, private random generators, objects that hold nothing but data, hooks.
 
     Args:
         roots: modules, containers, tensors.
-        weights: without them only what is not trained: the state a forward starts from besides its weights.
+        weights: without them only what is not trained: the state a forward starts from besides its weights. Hooks
+            are then taken away that were added before the state is first put back: a forward that registers hooks
+            when it finds none would register them twice. All others stay.
     """
 
     @torch.inference_mode(False)
@@ -122,6 +125,8 @@ class Snapshot:
         self._undo.append(undo)
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False), *module.children())
         tables = _TABLES if self._weights else ("_buffers",)
+        hooks = [space[key] for key in _HOOKS if key in space]
+        self._undo.append(_Refilled(hooks) if self._weights else _WithoutNew(hooks))
         return [*plain.values(), *own, *(space.get(table) for table in tables)]
 
     def _container(self, box: Any) -> list[Any]:
@@ -166,6 +171,31 @@ class _TensorState:
             tensor.data = memory
         if self.trained and tensor.grad is not self.grad:
             tensor.grad = self.grad
+
+
+class _Refilled:
+    """Gives some hook tables back what they held when it was made."""
+
+    def __init__(self, tables: list[dict[int, Any]]) -> None:
+        self._tables = [(table, list(table.items())) for table in tables]
+
+    def __call__(self) -> None:
+        for table, pairs in self._tables:
+            _refill(table, pairs)
+
+
+class _WithoutNew:
+    """Takes away what was added to some hook tables between its making and its first call."""
+
+    def __init__(self, tables: list[dict[int, Any]]) -> None:
+        self._tables = [(table, set(table)) for table in tables]
+        self._new: list[tuple[dict[int, Any], int]] | None = None
+
+    def __call__(self) -> None:
+        if self._new is None:
+            self._new = [(table, key) for table, known in self._tables for key in table if key not in known]
+        for table, key in self._new:
+            table.pop(key, None)
 
 
 def _changed(states: list[_TensorState]) -> list[bool]:

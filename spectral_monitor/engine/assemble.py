@@ -22,6 +22,9 @@ VECTOR_KEYS = frozenset(
 RATIOS = frozenset({"alignment", "update_alignment", "feature_change", "feature_drift"})
 """Raw scalars that divide by a norm: NaN where that is zero, and then nothing is wrong."""
 
+SMALL_FEATURES, SMALL_CHANGE = 1e-12, 1e-17
+"""Float32 ends at 1e-38, so squares of entries below 1e-17 lose digits or are 0."""
+
 
 def sound(raw: Mapping[str, list[float]]) -> bool:
     """Whether everything measured of a layer is finite, but for ratios to zero."""
@@ -117,6 +120,10 @@ class LayerScalars:
         """Feature change per loss decrease."""
         decrease = -self.get("b.dh")
         return self.root_mean_square("dh") / decrease if decrease else math.nan
+
+    def underflows(self) -> bool:
+        """Whether squares of the change of the features are too small for float32, where the features are small."""
+        return 0 < self.root_mean_square("h") < SMALL_FEATURES and self.root_mean_square("dh") < SMALL_CHANGE
 
     def above_rounding(self, eps: float, margin: float) -> bool:
         """Whether the change of the features is ``margin`` times larger than their rounding."""

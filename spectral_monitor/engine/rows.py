@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from spectral_monitor.anatomy import Layer
 from spectral_monitor.engine.assemble import FORMULAS, VECTOR_KEYS, LayerScalars
 from spectral_monitor.engine.scalars import Raw
@@ -138,8 +140,10 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return "not called in this step"
     if key in ONE_HOT and i not in facts.fed:
         return "its inputs are not a tensor of numbers, or were overwritten"
+    small = facts.eps[i] >= torch.finfo(torch.float32).eps and scalars.underflows()
+    tiny = "its outputs are so small that the squares of their change leave float32's range" if small else ""
     if key == "feature_drift":
-        return facts.no_drift
+        return facts.no_drift or tiny
     if key == "feature_change_local" and layer.layout.taps > 1:
         return "the taps of a convolution overlap: what one adds, another may take away"
     if needs & {"h", "dh"} and key not in ONE_HOT - {"feature_change_local"} and i not in facts.lasted:
@@ -152,6 +156,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return facts.no_replay
     if i not in facts.replayed:
         return "called differently when the forward was run again"
+    if tiny:
+        return tiny
     margin = ANGLE_MARGIN if key in ("bfa", "bfa_cos") else CHANGE_MARGIN
     if scalars.get("dh.norm") > 0 and not scalars.above_rounding(facts.eps[i], margin):
         return "its change is too close to the rounding of its outputs"

@@ -141,6 +141,7 @@ WAYS = {
     ),
     "logs in forward": way(zoo.LogsInForward, optimizer=sgd),
     "user's hooks": way(zoo.WithHooks, optimizer=sgd),
+    "hooks itself up": way(classifier(zoo.Collecting), optimizer=sgd),
     "max norm": way(classifier(zoo.constrained), optimizer=sgd),
     "spectral normalization": way(classifier(zoo.parametrized), optimizer=sgd),
     "gradient penalty": way(zoo.GradientPenalty, optimizer=sgd, precision="64-true"),
@@ -356,6 +357,7 @@ BARE = {  # model, batches, optimizer, micro-batches per step, under autocast
     "mlp, autocast": (zoo.mlp, "rows", sgd, 1, True),
     "cnn": (zoo.cnn, "images", adamw, 2, False),
     "restless": (zoo.Restless, "rows", adagrad, 1, False),
+    "hooks itself up": (zoo.Collecting, "rows", sgd, 1, False),
 }
 
 

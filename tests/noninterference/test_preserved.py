@@ -27,6 +27,7 @@ class Box(nn.Module):
 CHANGES = {
     "number": (lambda: 1, lambda box: setattr(box, "thing", 2)),
     "new attribute": (lambda: 1, lambda box: setattr(box, "other", 2)),
+    "new hook": (lambda: 1, lambda box: box.register_forward_pre_hook(print, with_kwargs=True)),
     "deleted attribute": (lambda: 1, lambda box: delattr(box, "thing")),
     "tensor replaced": (lambda: torch.ones(2), lambda box: setattr(box, "thing", torch.zeros(2))),
     "tensor in place": (lambda: torch.ones(2), lambda box: box.thing.add_(1)),
