@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spectral_monitor.capture.portable import pack, pack_state, put_state, unpack
 from spectral_monitor.capture.preserve import Snapshot, preserved
-from spectral_monitor.capture.replay import RandomState, clone_tree, loss_in
+from spectral_monitor.capture.replay import RandomState, clone_tree, iterators_in, loss_in
 
 
 class TrainingStep:
@@ -21,6 +21,7 @@ class TrainingStep:
 
     Attributes:
         randomness: of the moment this was made, which must be that of the call.
+        iterators: types of iterators in the batch or the module, which another call would use up.
     """
 
     def __init__(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -28,6 +29,7 @@ class TrainingStep:
         self._batch = clone_tree(batch)
         self._batch_idx = batch_idx
         self._state = Snapshot(module, weights=False)
+        self.iterators = [*iterators_in(batch), *self._state.iterators]
         self.randomness = RandomState.now()
 
     def rewind(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -46,7 +47,7 @@ class SpectralProbe:
 
     Raises:
         ValueError: an argument out of range, an unknown key, a pattern that matches nothing, a role or number of
-            blocks that does not fit, LBFGS or a compiled model with feature quantities.
+            blocks that does not fit, LBFGS with feature quantities, several processes.
 
     Example:
         >>> import torch
@@ -96,6 +97,10 @@ class SpectralProbe:
         optimizers = [unwrap_optimizer(item) for item in given]
         if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            processes = torch.distributed.get_world_size()
+            if processes > 1:
+                raise ValueError(f"SpectralProbe measures one process so far, not {processes}")
         self.settings = settings
         self.steps = 0
         self.measurements: deque[Measurement] = deque(maxlen=settings.history)

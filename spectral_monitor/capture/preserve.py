@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import sys
 import types
@@ -80,6 +81,7 @@ class Snapshot:
         self._weights = weights
         self._tensors: list[_TensorState] = []
         self._undo: list[Callable[[], None]] = []
+        self.iterators: list[str] = []
         self._generators = _generator_types()
         seen: set[int] = set()
         open_ends: list[object] = list(roots)
@@ -109,6 +111,9 @@ class Snapshot:
             if value.flags.writeable and not value.dtype.hasobject:
                 copied = value.copy()
                 self._undo.append(lambda: value.__setitem__(..., copied))
+        elif isinstance(value, Iterator):
+            if not isinstance(value, io.IOBase):
+                self.iterators.append(type(value).__name__)
         elif _is_data(value):
             return self._container(vars(value))
         return ()

@@ -146,6 +146,7 @@ class RootCall:
     carries from batch to batch.
 
     Attributes:
+        iterators: types of iterators among its arguments or in the module, which another call would use up.
         reached: calls of measured layers inside it.
         loss: the loss the call returned, if it returned one.
         randomness: before the call.
@@ -158,6 +159,7 @@ class RootCall:
         self._args = clone_tree(args)
         self._kwargs = clone_tree(kwargs)
         self._state = Snapshot(module, weights=False)
+        self.iterators = [*iterators_in((args, kwargs)), *self._state.iterators]
         self.randomness = RandomState.now()
         self._autocast = AutocastState.now(module)
 
@@ -206,6 +208,14 @@ class RootCall:
         call.randomness = RandomState.unpack(packed["randomness"])
         call._autocast = AutocastState.unpack(packed["autocast"])
         return call
+
+
+def iterators_in(value: Any) -> list[str]:
+    """Types of the iterators in nested containers."""
+    if isinstance(value, (list, tuple, Mapping)):
+        items = value.values() if isinstance(value, Mapping) else value
+        return [name for item in items for name in iterators_in(item)]
+    return [type(value).__name__] if isinstance(value, Iterator) else []
 
 
 def loss_in(output: Any) -> Tensor | None:

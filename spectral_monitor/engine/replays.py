@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from spectral_monitor.anatomy.names import named_modules
 from spectral_monitor.capture.features import FeatureCapture, Outputs, Replay
 from spectral_monitor.capture.preserve import preserved
 from spectral_monitor.capture.replay import RootCall
@@ -20,7 +21,13 @@ from spectral_monitor.warnings import Warner
 
 
 class Again(Protocol):
-    """A forward that can be run again as it was, with its own randomness and precision."""
+    """A forward that can be run again as it was, with its own randomness and precision.
+
+    Attributes:
+        iterators: types of iterators that it would use up; then it must not be.
+    """
+
+    iterators: list[str]
 
     def rewind(self) -> None:
         """Give the model the state it had before that forward, but for its weights."""
@@ -113,10 +120,15 @@ class Replays:
             parts = "was not called" if not roots else f"is called in {len(roots)} separate parts"
             facts.no_replay = f"the forward cannot be run again: the model {parts}"
             return None
+        what = f"the forward of {self._name(again)}"
+        if again.iterators:
+            facts.no_replay = f"{what} cannot be run again: that would use up an iterator ({again.iterators[0]})"
+            warn(f"{facts.no_replay}; what needs the features after the step is left out")
+            return None
         try:
             replay, after = self._run(again, outputs, context)
         except Exception as error:
-            facts.no_replay = f"the forward could not be run again ({type(error).__name__}: {error})"
+            facts.no_replay = f"{what} could not be run again ({type(error).__name__}: {error})"
             warn(f"{facts.no_replay}; what needs the features after the step is left out", error)
             return None
         facts.replayed = measure_change(replay, out)
@@ -136,6 +148,13 @@ class Replays:
             warn(facts.no_drift, error)
             return
         measure_drift(replay, out)
+
+    def _name(self, again: Again) -> str:
+        """The module as the user knows it."""
+        if not isinstance(again, RootCall):
+            return "training_step"
+        name = next((name for name, module in named_modules(self._model) if module is again.module), "")
+        return repr(name) if name else type(again.module).__name__
 
     def _pack(self, again: Again) -> tuple[dict[str, Any] | None, str]:
         try:
