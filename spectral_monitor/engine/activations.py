@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from spectral_monitor.capture.features import Call, Outputs, Replay, joined
+from spectral_monitor.capture.comparison import Outputs, Replay
+from spectral_monitor.capture.features import Call, joined
 from spectral_monitor.capture.rows import RowPicker, sample_size
 from spectral_monitor.engine.scalars import Scalars
 from spectral_monitor.engine.settings import Settings

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from spectral_monitor.anatomy import compiled_names, dissect, without_compiled
 from spectral_monitor.capture.features import FeatureCapture, Marks, marks
@@ -18,6 +18,7 @@ from spectral_monitor.capture.optimizer import OptimizerCapture
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.engine.activations import gradient_rows, input_rows, measure_forward
 from spectral_monitor.engine.assemble import sound, summarize
+from spectral_monitor.engine.guards import full_precision, refuse
 from spectral_monitor.engine.matrices import MatrixStage, start_norms
 from spectral_monitor.engine.replays import Again, Context, Replays
 from spectral_monitor.engine.rows import StepFacts, layer_row
@@ -34,7 +35,6 @@ from spectral_monitor.engine.state import (
     unpack_start,
 )
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.quantities import TIERS
 from spectral_monitor.warnings import Warner
 
 FORWARD = frozenset({"h", "b", "dh", "probe"})
@@ -58,7 +58,7 @@ class Engine:
         self.anatomy = dissect(model, **patterns)
         compiled = ""
         if settings.needs & FORWARD:
-            _refuse(optimizers)
+            refuse(optimizers)
             self.anatomy = without_compiled(model, self.anatomy)
             compiled = ", ".join(repr(name) for name in compiled_names(model))
         self.layers = self.anatomy.layers
@@ -88,7 +88,7 @@ class Engine:
         """Remember the weights, after ``step`` steps, as those drift is counted from, in host memory."""
         self.start_step = step
         if "W0" in self.settings.needs:
-            with self._harmless("remembering the start"), _full_precision():
+            with self._harmless("remembering the start"), full_precision():
                 self._start = {i: layer.weight().to("cpu", copy=True) for i, layer in enumerate(self.layers)}
                 self._start_norms = start_norms(self.layers, self._start, self.settings.tol)
 
@@ -230,7 +230,7 @@ class Engine:
         """
         measurement = None
         try:
-            with self._harmless("measuring"), _full_precision():
+            with self._harmless("measuring"), full_precision():
                 if self.armed and not self._failed:
                     measurement = self._measure(step, training_step, loss, accumulated, loss_scale, context)
             if measurement is not None:
@@ -299,7 +299,7 @@ class Engine:
             self._before_forward()
 
     def _before(self, optimizer: Optimizer) -> None:
-        with self._harmless("copying the weights"), _full_precision():
+        with self._harmless("copying the weights"), full_precision():
             self._stage.before(optimizer)
             if self.features.layers:
                 parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -315,7 +315,7 @@ class Engine:
                 self.features.forward_open = self.features.backward_open = False
 
     def _after(self, optimizer: Optimizer) -> None:
-        with self._harmless("measuring the update"), _full_precision():
+        with self._harmless("measuring the update"), full_precision():
             if not self._failed:
                 self._stage.after(optimizer)
             self.features.settled |= self._stage.stepped
@@ -342,20 +342,3 @@ class Engine:
                 self._warn(f"a step was not measured: {what} failed with {type(error).__name__}: {error}", error)
         finally:
             self._spent = spent + time.perf_counter() - begin  # what ran inside has counted itself too
-
-
-def _refuse(optimizers: Sequence[Optimizer]) -> None:
-    light = f"Choose quantities='light', or a list of: {', '.join(TIERS['light'])}"
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(f"{type(optimizer).__name__} runs the forward several times in a step. {light}")
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Inside, no autocast: norms are not to be computed in half precision."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.anatomy.names import named_modules
-from spectral_monitor.capture.features import FeatureCapture, Outputs, Replay
+from spectral_monitor.capture.comparison import Outputs, Replay
+from spectral_monitor.capture.features import FeatureCapture
 from spectral_monitor.capture.preserve import preserved
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.engine.activations import measure_change, measure_drift

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.anatomy import Layer
-from spectral_monitor.capture.features import Outputs
+from spectral_monitor.capture.comparison import Outputs
 from spectral_monitor.capture.portable import host_copy
 from spectral_monitor.engine.replays import Again, Probe
 
