@@ -67,6 +67,7 @@ class TrainingStep:
         with preserved(module):
             put_state(module, packed["state"])
             step = cls(module, unpack(packed["batch"], module.device), packed["batch_idx"])
+            step.rewind()  # hooks that come later are not the forward's
         step.randomness = RandomState.unpack(packed["randomness"])
         return step
 

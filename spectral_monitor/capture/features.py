@@ -87,6 +87,7 @@ class FeatureCapture:
         self.settled: set[int] = set()
         self.weights: Marks = {}
         self._backward_seen = False
+        self._waiting: set[int] = set()
         self._depth = 0
         self._root: RootCall | None = None
 
@@ -130,7 +131,7 @@ class FeatureCapture:
         """
         everything = [call for calls in self.calls.values() for call in calls]
         reached = {id(call.root) for call in everything if call.b is not None}
-        waiting = {id(call.root) for call in everything if call.watched} - reached
+        self._waiting = waiting = {id(call.root) for call in everything if call.watched} - reached
         left = {
             i: [call for call in calls if i in self.settled or id(call.root) in waiting]
             for i, calls in self.calls.items()
@@ -138,6 +139,13 @@ class FeatureCapture:
         self.calls = {i: calls for i, calls in left.items() if calls}
         self.order = [i for i in self.order if i in self.calls]
         self.roots = [root for root in self.roots if self.settled or id(root) in waiting]
+
+    def drop_unfinished(self) -> None:
+        """Where a forward that was waited for has had no gradient and a later one has, the later one is the step's."""
+        for i, calls in self.calls.items():
+            rest = [call for call in calls if call.b is not None or id(call.root) not in self._waiting]
+            if any(call.b is not None for call in rest):
+                self.calls[i] = rest
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._replayed is not None or not self.forward_open or _in_backward():

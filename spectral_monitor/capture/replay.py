@@ -205,6 +205,7 @@ class RootCall:
         with preserved(module):
             put_state(module, packed["state"])
             call = cls(module, unpack(packed["args"], device), unpack(packed["kwargs"], device))
+            call.rewind()  # hooks that come later are not the forward's
         call.randomness = RandomState.unpack(packed["randomness"])
         call._autocast = AutocastState.unpack(packed["autocast"])
         return call

@@ -308,6 +308,7 @@ class Engine:
     def _ready(self, optimizer: Optimizer) -> None:
         with self._harmless("looking at the gradients"):
             self._stage.ready(optimizer)
+            self.features.drop_unfinished()
             if self.features.weights:
                 then, now = self._held_at[id(optimizer)], self.features.weights
                 self._moved |= any(now.get(p, mark) != mark for p, mark in then.items())
