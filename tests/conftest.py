@@ -1,0 +1,45 @@
+"""One thread, quiet Lightning, a seed for every test, and the helpers that several folders use."""
+
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401  sets the level of its loggers
+import pytest
+import torch
+
+# The recorder of everything a run leaves behind, and short ways to run the monitor.
+sys.path.extend(str(Path(__file__).with_name(folder)) for folder in ("noninterference", "callbacks"))
+torch.set_num_threads(1)  # on small matrices, and on a machine with other work, threads mostly wait for each other
+for name in ("lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(name).setLevel(logging.ERROR)
+
+# What Lightning and torch have to say about runs as short as ours, resumed with other callbacks.
+CHATTER = (
+    "You defined a `validation_step`",
+    "`isinstance\\(treespec",
+    "`training_step` returned `None`",
+    "None of the inputs have requires_grad",
+    "The ``compute`` method of metric",
+    "Detected call of `lr_scheduler.step\\(\\)` before",
+    "Be aware that when using `ckpt_path`",
+    "The `ckpt_path` was",
+    "Checkpoint directory",
+    "You're resuming from a checkpoint",
+    "The number of training batches",
+)
+
+
+def pytest_configure(config):
+    for text in CHATTER:
+        config.addinivalue_line("filterwarnings", f"ignore:{text}")
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """Seeded; and Ctrl-C goes on working after Lightning has met an exception."""
+    torch.manual_seed(0)
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
