@@ -85,7 +85,7 @@ than 2^25 multiply-adds. The stable ranks of inputs and gradients use at least 5
 of more than 2^18 entries. `max_rows=None` takes all rows everywhere.
 
 A step changes features by little, and the change must not drown in rounding. `bfa` and `bfa_cos` are NaN unless the
-change is 100 times the rounding of the features, `feature_change` and `sensitivity` unless it is twice that. In
+change is 100 times the rounding of the features, `feature_change`, `feature_drift` and `sensitivity` unless it is twice that. In
 float32 this hardly ever happens. Under bf16-mixed the features are rounded to 3 digits, so the angle is almost always
 NaN and `feature_change` is known only above about 1.6 %; weights, updates, contributions and drift are in float32 and
 as good as ever.

@@ -13,6 +13,7 @@ from spectral_monitor.engine.assemble import FORMULAS, VECTOR_KEYS, LayerScalars
 from spectral_monitor.engine.scalars import Raw
 from spectral_monitor.quantities import QUANTITIES
 
+ROUNDED = "its change is too close to the rounding of its outputs"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 ONE_HOT = frozenset({"alignment", "update_alignment", "input_stable_rank", "feature_change_local"})
@@ -143,7 +144,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     small = facts.eps[i] >= torch.finfo(torch.float32).eps and scalars.underflows()
     tiny = "its outputs are so small that the squares of their change leave float32's range" if small else ""
     if key == "feature_drift":
-        return facts.no_drift or tiny
+        rounded = 0 < scalars.get(key) < CHANGE_MARGIN * facts.eps[i]
+        return facts.no_drift or tiny or (ROUNDED if rounded else "")
     if key == "feature_change_local" and layer.layout.taps > 1:
         return "the taps of a convolution overlap: what one adds, another may take away"
     if needs & {"h", "dh"} and key not in ONE_HOT - {"feature_change_local"} and i not in facts.lasted:
@@ -160,5 +162,5 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return tiny
     margin = ANGLE_MARGIN if key in ("bfa", "bfa_cos") else CHANGE_MARGIN
     if scalars.get("dh.norm") > 0 and not scalars.above_rounding(facts.eps[i], margin):
-        return "its change is too close to the rounding of its outputs"
+        return ROUNDED
     return ""
