@@ -139,10 +139,8 @@ class SpectralMonitor(pl.Callback):
             return
         self._training_step = None
         self._loss_scale = 1.0
-        if (
-            not pl_module.automatic_optimization
-        ):  # which forward, which backward and how many steps is the user's affair
-            engine.arm()
+        if not pl_module.automatic_optimization:
+            engine.arm()  # which forward and which backward belong to which step is the user's affair
             return
 
         def remember() -> None:
@@ -200,13 +198,8 @@ class SpectralMonitor(pl.Callback):
             self._engine.disarm()
             return
         self._overdue = False
-        step, roots = self._training_step, self._engine.features.roots
-        if (
-            _scaler(trainer) is not None
-            and step is not None
-            and roots
-            and not step.randomness.same(roots[0].randomness)
-        ):
+        again, roots = self._training_step, self._engine.features.roots
+        if again and roots and _scaler(trainer) is not None and not again.randomness.same(roots[0].randomness):
             self._training_step = None  # it was remembered too early: something has drawn random numbers since
         measurement = self._engine.finish(
             trainer.global_step if automatic else _batches(trainer),

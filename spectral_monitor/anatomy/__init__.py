@@ -1,7 +1,7 @@
 """Which matrices a model has: name, role, blocks, fans, and what cannot be measured and why."""
 
-from spectral_monitor.anatomy.compiled import compiled_names, without_compiled
+from spectral_monitor.anatomy.compiled import compiled_modules, without_compiled
 from spectral_monitor.anatomy.find import Anatomy, Layer, Unmeasured, dissect
 from spectral_monitor.anatomy.layout import Layout
 
-__all__ = ["Anatomy", "Layer", "Layout", "Unmeasured", "compiled_names", "dissect", "without_compiled"]
+__all__ = ["Anatomy", "Layer", "Layout", "Unmeasured", "compiled_modules", "dissect", "without_compiled"]

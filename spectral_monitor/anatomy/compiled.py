@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
 
 from spectral_monitor.anatomy.find import Anatomy, Layer, join_notes
+from spectral_monitor.anatomy.names import named_modules
 
 REASON = "inside a compiled module, where a hook would force a recompilation"
 
 
-def compiled_names(root: nn.Module) -> list[str]:
-    """Names of the outermost compiled modules; the root's is empty."""
-    names: list[str] = []
-    for name, module in root.named_modules():
-        if _is_compiled(module) and not any(name == outer or name.startswith(f"{outer}.") for outer in names):
-            names.append(name)
-            if not name:
-                break
-    return names
+def compiled_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """The outermost compiled modules by name; the root's is empty."""
+    found: dict[str, nn.Module] = {}
+    inside: set[int] = set()
+    for name, module in named_modules(root):
+        if id(module) not in inside and _is_compiled(module):
+            found[name] = module
+            inside.update(id(part) for part in module.modules())
+    return found
 
 
-def without_compiled(root: nn.Module, anatomy: Anatomy) -> Anatomy:
+def without_compiled(anatomy: Anatomy, compiled: Iterable[nn.Module]) -> Anatomy:
     """The anatomy with no features of layers inside compiled modules, and a note that says so."""
-    modules = dict(root.named_modules(remove_duplicate=False))
-    inside = {id(part) for name in compiled_names(root) for part in modules[name].modules()}
+    inside = {id(part) for module in compiled for part in module.modules()}
 
     def shut(layer: Layer) -> Layer:
         if layer.module is None or id(layer.module) not in inside:

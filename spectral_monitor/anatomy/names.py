@@ -42,6 +42,11 @@ def places(root: nn.Module) -> dict[int, tuple[nn.Module, str]]:
     return found
 
 
+def label(name: str, module: nn.Module) -> str:
+    """How a sentence names a module: in quotes, or the root by its class."""
+    return repr(name) if name else type(module).__name__
+
+
 def join(*parts: str) -> str:
     """Dotted name of the non-empty parts."""
     return ".".join(part for part in parts if part)

@@ -44,6 +44,10 @@ class Call:
     b: Kept | None = None
     b_count: int = 0
 
+    def gradient(self) -> Tensor | None:
+        """Of the output, if it arrived exactly once and nobody has overwritten it."""
+        return self.b.get() if self.b is not None and self.b_count == 1 else None
+
 
 class FeatureCapture:
     """Records the calls of measured layers in the forward that leads to the step, and in replays of it.
@@ -76,6 +80,7 @@ class FeatureCapture:
         self._handles: list[RemovableHandle] = []
         self._replayed: Replay | None = None
         self._lasting: set[int] = set()
+        self._overwritten: set[int] = set()
         self._reset()
 
     def _reset(self) -> None:
@@ -181,7 +186,8 @@ class FeatureCapture:
             h_out = pick(out, index=index)
             copy = i not in self._lasting and h_out.data_ptr() == out.data_ptr()
             kept = Kept(h_out.clone() if copy else h_out)
-            call = Call(None, kept, len(h_out), torch.finfo(out.dtype).eps, index, self._root, h_out if copy else None)
+            original = h_out if copy and i not in self._overwritten else None
+            call = Call(None, kept, len(h_out), torch.finfo(out.dtype).eps, index, self._root, original)
             x = first_tensor(args) if args else first_tensor(kwargs)
             if x is not None and x.is_floating_point() and layer.info.role != "embedding":
                 rows = count_rows(x, layer.channels_first, spatial)
@@ -220,23 +226,20 @@ class FeatureCapture:
     def outputs(self) -> Outputs:
         """Which rows of each call were kept, what they were, and their gradients; of layers that still have them all.
 
-        An activation may work in place on what a layer returns, so a layer's outputs are copied until once they were
-        seen to last. Where they no longer do, this step has none, and the next one copies again.
+        An activation may work in place on what a layer returns, so a layer's outputs are copied unless the first
+        ones were seen to last. Where they no longer do, this step has none, and the next one copies again.
         """
-
-        def gradient(call: Call) -> Tensor | None:
-            return call.b.get() if call.b is not None and call.b_count == 1 else None
-
         outputs: Outputs = {}
         for i, calls in self.calls.items():
-            kept = [(call.index, h, gradient(call)) for call in calls if (h := call.h_out.get()) is not None]
+            kept = [(call.index, h, call.gradient()) for call in calls if (h := call.h_out.get()) is not None]
             if len(kept) < len(calls):
                 self._lasting.discard(i)
                 continue
             outputs[i] = kept
             originals = [(call.original, h) for call, (_, h, _) in zip(calls, kept, strict=True)]
-            if all(was is not None and bool(((was == h) | was.isnan()).all()) for was, h in originals):
-                self._lasting.add(i)
+            if all(was is not None for was, _ in originals):  # asked once: the answer has to come from the device
+                lasted = all(was is not None and bool(((was == h) | was.isnan()).all()) for was, h in originals)
+                (self._lasting if lasted else self._overwritten).add(i)
             for call in calls:
                 call.original = None
         return outputs

@@ -109,6 +109,7 @@ class _StatePacker:
         return first
 
     def module(self, module: nn.Module, where: str) -> Packed:
+        """Attributes and buffers of a module and its parts."""
         parts = []
         for name, part in module.named_modules():
             if self._first(part):
@@ -118,14 +119,15 @@ class _StatePacker:
         return ["module", parts]
 
     def _items(self, items: dict[str, Any], where: str) -> list[list[Any]]:
-        return [[key, self.any(value, f"{where}.{key}")] for key, value in items.items()]
+        return [[key, self.value(value, f"{where}.{key}")] for key, value in items.items()]
 
-    def any(self, value: Any, where: str) -> Packed:
+    def value(self, value: Any, where: str) -> Packed:
+        """Whatever an attribute or container holds; ``_LEFT`` for what is not rewound either."""
         kind = type(value)
         if kind in (type(None), bool, int, float, str):
             return ["value", value]
         if isinstance(value, tuple):
-            return ["tuple", kind.__name__, [self.any(item, f"{where}[{i}]") for i, item in enumerate(value)]]
+            return ["tuple", kind.__name__, [self.value(item, f"{where}[{i}]") for i, item in enumerate(value)]]
         if isinstance(value, nn.Module):
             return self.module(value, where)
         if isinstance(value, Tensor):
@@ -145,10 +147,10 @@ class _StatePacker:
     def _container(self, box: Any, where: str) -> Packed:
         name = type(box).__name__
         if isinstance(box, dict):
-            pairs = [[pack(k, f"a key of {where}"), self.any(v, f"{where}[{k!r}]")] for k, v in box.items()]
+            pairs = [[pack(k, f"a key of {where}"), self.value(v, f"{where}[{k!r}]")] for k, v in box.items()]
             return ["dict", name, pairs]
         kind = next(base.__name__ for base in (list, set, deque) if isinstance(box, base))
-        return [kind, name, [self.any(item, f"{where}[{i}]") for i, item in enumerate(box)]]
+        return [kind, name, [self.value(item, f"{where}[{i}]") for i, item in enumerate(box)]]
 
 
 def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
@@ -224,7 +226,7 @@ def _put_module(live: Any, parts: list[Any], device: torch.device, where: str) -
         space = part.__dict__
         stored = {key for key, _ in plain}
         for key in [key for key in space if key not in _TORCH_OWN and key not in stored]:
-            if _StatePacker().any(space[key], here)[0] != "left":  # what the packed module did not have yet
+            if _StatePacker().value(space[key], here)[0] != "left":  # what the packed module did not have yet
                 del space[key]
         _put_items(space, plain, device, here)
         _put_items(part._buffers, buffers, device, here)

@@ -22,14 +22,19 @@ STACK_ENTRIES = 1 << 22
 """Row matrices of one shape are measured together up to this many entries, to stay in the cache."""
 
 
+def inputs(calls: Sequence[Call]) -> list[Tensor | None]:
+    """A layer's inputs, call by call; ``None`` where they are not at hand."""
+    return [call.h_in.get() if call.h_in is not None else None for call in calls]
+
+
+def gradients(calls: Sequence[Call]) -> list[Tensor | None]:
+    """Gradients of a layer's outputs, call by call; ``None`` where they did not arrive exactly once."""
+    return [call.gradient() for call in calls]
+
+
 def input_rows(calls: Sequence[Call]) -> Tensor | None:
-    """A layer's inputs over all its calls."""
-    return joined([call.h_in.get() if call.h_in is not None else None for call in calls])
-
-
-def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
-    """Gradients of a layer's outputs, if they arrived exactly once for every call."""
-    return joined([call.b.get() if call.b is not None and call.b_count == 1 else None for call in calls])
+    """A layer's inputs over all its calls, in the dtype they are measured in."""
+    return joined(inputs(calls))
 
 
 @torch.no_grad()
@@ -37,7 +42,7 @@ def measure_forward(calls: Calls, outputs: Outputs, settings: Settings, out: Sca
     """Sizes and stable ranks of what the real forward and backward passes showed."""
     rows: dict[tuple[int, str], Tensor] = {}
     for i, recorded in calls.items():
-        h, h_in, b = joined([h for _, h, _ in outputs.get(i, ())]), input_rows(recorded), gradient_rows(recorded)
+        h, h_in, b = joined([h for _, h, _ in outputs.get(i, ())]), input_rows(recorded), joined(gradients(recorded))
         if h is not None:
             _put_norm(i, "h", h, out)
             out.put(i, "h.rows", torch.tensor(float(len(h))))

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spectral_monitor.anatomy import compiled_names, dissect, without_compiled
+from spectral_monitor.anatomy import compiled_modules, dissect, without_compiled
+from spectral_monitor.anatomy.names import label
 from spectral_monitor.capture.features import FeatureCapture, Marks, marks
 from spectral_monitor.capture.optimizer import OptimizerCapture
 from spectral_monitor.capture.replay import RootCall
-from spectral_monitor.engine.activations import gradient_rows, input_rows, measure_forward
+from spectral_monitor.engine.activations import gradients, input_rows, inputs, measure_forward
 from spectral_monitor.engine.assemble import sound, summarize
 from spectral_monitor.engine.guards import full_precision, refuse
 from spectral_monitor.engine.matrices import MatrixStage, start_norms
@@ -59,8 +60,9 @@ class Engine:
         compiled = ""
         if settings.needs & FORWARD:
             refuse(optimizers)
-            self.anatomy = without_compiled(model, self.anatomy)
-            compiled = ", ".join(repr(name) for name in compiled_names(model))
+            modules = compiled_modules(model)
+            self.anatomy = without_compiled(self.anatomy, modules.values())
+            compiled = ", ".join(label(name, module) for name, module in modules.items())
         self.layers = self.anatomy.layers
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
         wanted = range(len(self.layers)) if settings.needs & FORWARD else ()
@@ -254,8 +256,8 @@ class Engine:
         facts.accumulated, facts.loss_scale, facts.moved = accumulated, loss_scale, self._moved
         facts.closures = max(self.optimizers.closure_calls.values(), default=0)
         facts.called = set(calls)
-        facts.fed = {i for i, recorded in calls.items() if input_rows(recorded) is not None}
-        facts.graded = {i for i, recorded in calls.items() if gradient_rows(recorded) is not None}
+        facts.fed = {i for i, recorded in calls.items() if all(h_in is not None for h_in in inputs(recorded))}
+        facts.graded = {i for i, recorded in calls.items() if all(b is not None for b in gradients(recorded))}
         facts.eps = {i: max(call.eps for call in recorded) for i, recorded in calls.items()}
         losses = None
         if self.settings.needs & FORWARD:

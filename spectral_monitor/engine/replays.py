@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.anatomy.names import named_modules
+from spectral_monitor.anatomy.names import label, named_modules
 from spectral_monitor.capture.comparison import Outputs, Replay
 from spectral_monitor.capture.features import FeatureCapture
 from spectral_monitor.capture.preserve import preserved
@@ -155,7 +155,7 @@ class Replays:
         if not isinstance(again, RootCall):
             return "training_step"
         name = next((name for name, module in named_modules(self._model) if module is again.module), "")
-        return repr(name) if name else type(again.module).__name__
+        return label(name, again.module)
 
     def _pack(self, again: Again) -> tuple[dict[str, Any] | None, str]:
         try:

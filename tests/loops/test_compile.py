@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from ways import Cast, network
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
-from spectral_monitor.anatomy import compiled_names, dissect, without_compiled
+from spectral_monitor.anatomy import compiled_modules, dissect, without_compiled
 from spectral_monitor.engine import engine
 from spectral_monitor.warnings import SpectralMonitorWarning
 
@@ -77,7 +77,7 @@ def test_not_one_more_graph(kind, every, quantities):
 def test_hooks_inside_would_be_noticed(kind, monkeypatch):
     """The comparison above fails if the monitor forgets which layers are compiled."""
     made, _ = trained(kind)
-    monkeypatch.setattr(engine, "without_compiled", lambda model, anatomy: anatomy)
+    monkeypatch.setattr(engine, "without_compiled", lambda anatomy, compiled: anatomy)
     try:
         made_with, _ = trained(kind, SpectralMonitor(every_n_steps=1))
     except (RecompileError, SpectralMonitorWarning):
@@ -89,8 +89,9 @@ def test_the_role_table_says_which_layers_have_no_features():
     model = nn.Sequential(
         nn.Linear(3, 4), torch.compile(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6))), nn.Linear(6, 2)
     )
-    assert compiled_names(model) == ["1"]
-    anatomy = without_compiled(model, dissect(model))
+    compiled = compiled_modules(model)
+    assert list(compiled) == ["1"]
+    anatomy = without_compiled(dissect(model), compiled.values())
     shut = {layer.info.name for layer in anatomy.layers if "inside a compiled module" in layer.no_features}
     assert shut == {"1.0", "1.1"}
     assert "inside a compiled module, where a hook would force a recompilation" in anatomy.table()
