@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from spectral_monitor.callbacks.again import TrainingStep, aside, can_run_again
-from spectral_monitor.callbacks.logs import send, show, tell, warn_of_condition
+from spectral_monitor.callbacks.logs import show, sinks_of, tell, warn_of_condition
 from spectral_monitor.callbacks.resume import Continuation
 from spectral_monitor.callbacks.strategies import refuse, surroundings
 from torch import Tensor
@@ -22,7 +22,8 @@ from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.oversight import Mode, Oversight, checked, with_needed
+from spectral_monitor.oversight import Mode, Oversight, checked, described, with_needed
+from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
 from spectral_monitor.warnings import Warner
 
 
@@ -64,6 +65,10 @@ class SpectralMonitor(pl.Callback):
         correction: how learning rates are put right, with ``mode="correct"``.
         mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
             ``"correct"`` also puts learning rates right. Only that changes training.
+        sinks: what else is given every measurement, such as a :class:`~spectral_monitor.reporting.JSONLinesSink`.
+        heatmap_every: pictures of layer by step, for loggers that take pictures, at every n-th measured step and at
+            the end; 0 for none. They need matplotlib.
+        histograms: of the layers' values, for TensorBoard.
 
     Attributes:
         measurements: the newest ones.
@@ -95,8 +100,14 @@ class SpectralMonitor(pl.Callback):
         condition: SpectralCondition = SpectralCondition(),
         correction: LRCorrection | None = None,
         mode: Mode = "warn",
+        sinks: Sequence[Sink] = (),
+        heatmap_every: int = 20,
+        histograms: bool = False,
     ) -> None:
         super().__init__()
+        if isinstance(heatmap_every, bool) or not isinstance(heatmap_every, int) or heatmap_every < 0:
+            raise ValueError(f"heatmap_every must be an integer >= 0, got {heatmap_every!r}")
+        self.sinks, self.heatmap_every, self.histograms = checked_sinks(sinks), heatmap_every, histograms
         self.mode, self.condition, self.correction = mode, condition, checked(mode, condition, correction)
         self.settings = Settings(
             every_n_steps=every_n_steps,
@@ -114,6 +125,7 @@ class SpectralMonitor(pl.Callback):
         self.multipliers: dict[str, float] = {}
         self._engine: Engine | None = None
         self._oversight: Oversight | None = None
+        self._sinks: Sinks | None = None
         self._training_step: TrainingStep | None = None
         self._loss_scale = 1.0
         self._overdue = False
@@ -156,6 +168,11 @@ class SpectralMonitor(pl.Callback):
         self._continuation.begin(trainer, pl_module, self._engine, self._oversight, self._warn)
         self.multipliers = self._oversight.multipliers
         self._oversight.arm()
+        if trainer.is_global_zero:
+            settings = described(self.mode, self.condition, self.correction)
+            with self._said("loggers are not told of measurements"):
+                found = sinks_of(trainer, settings, self.heatmap_every, self.histograms)
+                self._sinks = Sinks([*found, *self.sinks], self._warn)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -243,7 +260,8 @@ class SpectralMonitor(pl.Callback):
             measurement = self._oversight.see(measurement, warn_of_condition, tell)
             self.multipliers = self._oversight.multipliers
             self.measurements.append(measurement)
-            send(trainer, measurement, self._warn)
+            if self._sinks is not None:
+                self._sinks.write(measurement)
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
@@ -327,9 +345,12 @@ class SpectralMonitor(pl.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Settings and measurements; what belongs to a fit or a model, and the methods Lightning adds, stay behind."""
         state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
-        return {**state, "_engine": None, "_oversight": None, "_training_step": None}
+        return {**state, "_engine": None, "_oversight": None, "_sinks": None, "_training_step": None}
 
     def _stop(self, module: pl.LightningModule) -> None:
+        if self._sinks is not None:
+            self._sinks.close()
+        self._sinks = None
         if self._oversight is not None:
             self._oversight.disarm()
         if self._engine is not None:

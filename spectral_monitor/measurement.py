@@ -46,6 +46,8 @@ class Measurement:
         summary: values of the whole network.
         verdicts: layers that violate the spectral condition, the worst first; empty until something judges.
         flags: every layer that ever did -> 1 if it does now, 0 if not.
+        bands: quantity -> (L, 3): the lowest and the highest value that are in order, and the reference between them,
+            NaN where a layer is held against nothing; only of what was judged.
         reasons: why values are NaN: ``"quantity/layer"``, with ``"*"`` for all quantities or all layers -> sentence.
             Ask with :meth:`why`.
     """
@@ -57,6 +59,7 @@ class Measurement:
     verdicts: tuple[Verdict, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
     flags: dict[str, float] = field(default_factory=dict)
+    bands: dict[str, Tensor] = field(default_factory=dict)
 
     def value(self, quantity: str, layer: str) -> float:
         """One number, NaN where it does not apply.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from spectral_monitor.condition import Judge, SpectralCondition, Verdict
+from spectral_monitor.condition import Judge, SpectralCondition, Verdict, bands
 from spectral_monitor.correction import Change, Corrector, LRCorrection, rescale
 from spectral_monitor.engine import Engine
 from spectral_monitor.measurement import Measurement
@@ -98,7 +99,7 @@ class Oversight:
                 warn(f"spectral condition, step {measurement.step}: {verdict}")
         summary = {**measurement.summary, "violations": float(len(verdicts))}
         flags = {layer: float(layer in now) for layer in sorted(self._flagged)}
-        return replace(measurement, summary=summary, verdicts=verdicts, flags=flags)
+        return replace(measurement, summary=summary, verdicts=verdicts, flags=flags, bands=self._bands(measurement))
 
     def _verdicts(self, measurement: Measurement) -> tuple[Verdict, ...]:
         """What a correction makes larger on purpose is held against others by what it would be without."""
@@ -114,6 +115,15 @@ class Oversight:
             else v
             for v in self._judge.judge(replace(measurement, values=values))
         )
+
+    def _bands(self, measurement: Measurement) -> dict[str, torch.Tensor]:
+        """Where layers should be, those that a correction makes larger on purpose included."""
+        names = [info.name for info in measurement.layers]
+        found, key = bands(self._judge.findings, names), "update_natural"
+        expected = {} if self._corrector is None else self._corrector.expected
+        if key in found and expected:
+            found[key] = found[key] * torch.tensor([[expected.get(name, 1.0)] for name in names])
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on, in plain types."""
@@ -162,3 +172,30 @@ def with_needed(quantities: str | Sequence[str], correction: LRCorrection | None
     """The quantities asked for and those the correction needs."""
     needed = () if correction is None else correction.quantities
     return quantities if set(needed) <= set(resolve(quantities)) else [*resolve(quantities), *needed]
+
+
+def described(mode: str, condition: SpectralCondition, correction: LRCorrection | None) -> dict[str, Any]:
+    """Settings as plain values by name, for tables of hyperparameters.
+
+    Example:
+        >>> described("warn", SpectralCondition(), None)["condition/reference"]
+        'balance'
+    """
+    low, high = condition.limits
+    settings: dict[str, Any] = {
+        "mode": mode,
+        "condition/reference": _file(condition.reference),
+        "condition/band_low": low,
+        "condition/band_high": high,
+        "condition/persistence": condition.persistence,
+        "condition/hysteresis": condition.hysteresis,
+    }
+    if correction is not None:
+        settings |= {f"correction/{f.name}": getattr(correction, f.name) for f in fields(correction) if f.init}
+        settings["correction/reference"] = _file(correction.reference or "")
+    return {key: value if isinstance(value, bool | int | float) else str(value) for key, value in settings.items()}
+
+
+def _file(reference: str | Path) -> str:
+    """Without its folder, which is nobody's business."""
+    return Path(reference).name

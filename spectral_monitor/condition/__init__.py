@@ -4,10 +4,11 @@ A :class:`SpectralCondition` says what layers are held against; a :class:`Judge`
 other and returns :class:`Verdict` objects.
 """
 
+from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.causes import CAUSES
 from spectral_monitor.condition.judge import Judge
 from spectral_monitor.condition.profile import Profile, load_profile, save_profile
 from spectral_monitor.condition.settings import SpectralCondition
 from spectral_monitor.condition.verdict import Verdict
 
-__all__ = ["CAUSES", "Judge", "Profile", "SpectralCondition", "Verdict", "load_profile", "save_profile"]
+__all__ = ["CAUSES", "Judge", "Profile", "SpectralCondition", "Verdict", "bands", "load_profile", "save_profile"]

@@ -46,6 +46,7 @@ class Judge:
     Attributes:
         began: verdicts on layers that were in order at the measurement before; warn of these.
         ended: names of layers that are in order again.
+        findings: what was looked at in the latest measurement.
 
     Example:
         >>> import torch
@@ -65,6 +66,7 @@ class Judge:
         self.condition = condition
         self.began: tuple[Verdict, ...] = ()
         self.ended: tuple[str, ...] = ()
+        self.findings: tuple[Finding, ...] = ()
         self._optimizers = tuple(optimizers)
         self._tied = dict(tied or {})
         self._startup = StartUp()
@@ -88,7 +90,8 @@ class Judge:
         before = {layer for (layer, _), record in self._records.items() if record.flagged}
         network = Network.read(measurement, self._optimizers, self._tied)
         self._startup.look(measurement, network)
-        found = {(f.layer, f.check): f for f in findings(network, self.condition) if not self._startup.waits(f)}
+        self.findings = tuple(findings(network, self.condition))
+        found = {(f.layer, f.check): f for f in self.findings if not self._startup.waits(f)}
         if not self.waits:
             self._forget(found, measurement)
         for key, finding in found.items():

@@ -1,5 +1,7 @@
-"""What people see: text tables."""
+"""What people see: tables, panels, pictures, files."""
 
+from spectral_monitor.reporting.jsonlines import JSONLinesSink, read_measurements
+from spectral_monitor.reporting.sinks import Sink, Sinks
 from spectral_monitor.reporting.table import measurement_table, role_table
 
-__all__ = ["measurement_table", "role_table"]
+__all__ = ["JSONLinesSink", "Sink", "Sinks", "measurement_table", "read_measurements", "role_table"]

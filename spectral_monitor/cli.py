@@ -1,0 +1,7 @@
+"""The command ``spectral-monitor``."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Placeholder until the commands are there."""

@@ -1,0 +1,79 @@
+"""What pictures are made of: values of layers over steps, a bounded number of them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.measurement import LayerInfo, Measurement
+
+COLUMNS = 256
+"""Steps that are kept; a picture has no more room."""
+
+
+class History:
+    """The measurements of a run, thinned out evenly when they become too many: the newest and every n-th before it.
+
+    Args:
+        columns: how many are kept, at most.
+
+    Attributes:
+        layers: of the latest measurement; if a later one has others, what was there is dropped.
+
+    Example:
+        >>> history = History(columns=4)
+        >>> layers = (LayerInfo("a", "operator", 8, 8, (8, 8)),)
+        >>> for step in range(1, 8):
+        ...     history.add(Measurement(step, layers, {"lr": torch.tensor([0.1 * step])}, {}))
+        >>> history.steps, history.values("lr").shape
+        ([1, 3, 5, 7], torch.Size([1, 4]))
+    """
+
+    def __init__(self, columns: int = COLUMNS) -> None:
+        self.layers: tuple[LayerInfo, ...] = ()
+        self._columns = columns
+        self._every = 1
+        self._seen = 0
+        self._kept: list[Measurement] = []
+        self._latest: Measurement | None = None
+
+    def add(self, measurement: Measurement) -> None:
+        """The next measurement."""
+        if measurement.layers != self.layers:
+            self.layers, self._every, self._seen, self._kept = measurement.layers, 1, 0, []
+        if self._seen % self._every == 0:
+            if len(self._kept) == self._columns:
+                self._kept, self._every = self._kept[::2], 2 * self._every
+            if self._seen % self._every == 0:
+                self._kept.append(measurement)
+        self._seen += 1
+        self._latest = measurement
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """Those kept, and the latest."""
+        if self._latest is None or (self._kept and self._kept[-1] is self._latest):
+            return list(self._kept)
+        return [*self._kept, self._latest]
+
+    @property
+    def steps(self) -> list[int]:
+        """Of the measurements."""
+        return [measurement.step for measurement in self.measurements]
+
+    def values(self, quantity: str) -> Tensor:
+        """Of a quantity, (layers, steps); NaN where it was not measured."""
+        missing = torch.full((len(self.layers),), math.nan)
+        columns = [measurement.values.get(quantity, missing) for measurement in self.measurements]
+        return torch.stack(columns, dim=1) if columns else torch.empty(len(self.layers), 0)
+
+    def ratios(self, quantity: str) -> Tensor:
+        """Value over reference, (layers, steps); NaN where there is no reference."""
+        missing = torch.full((len(self.layers), 3), math.nan)
+        references = [measurement.bands.get(quantity, missing)[:, 2] for measurement in self.measurements]
+        return self.values(quantity) / torch.stack(references, dim=1) if references else self.values(quantity)
+
+    def __len__(self) -> int:
+        return len(self.measurements)

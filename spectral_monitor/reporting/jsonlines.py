@@ -1,0 +1,177 @@
+"""Measurements in a file of JSON lines, and back again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.condition import Verdict
+from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.reporting.sinks import need_room
+
+FORMAT, VERSION = "spectral_monitor.measurements", 1
+RUN_FILE = "spectral_monitor.jsonl"
+"""What the callback names its file in the folder of a run."""
+DIGITS = 6
+"""Of every value; estimates are good to 1 %."""
+
+
+class JSONLinesSink:
+    """Appends every measurement to a file, one line of JSON each, for tools of your own and for ``spectral-monitor``.
+
+    The first line, and one whenever the layers change, describes the layers; every other is a measurement, whose
+    ``values`` have a list for each quantity, in the order of the layers, with ``null`` where there is no value (why
+    there is none is in ``reasons``). The file is opened for each line, so that it may be moved or read at any time.
+
+    Args:
+        path: of the file; its folder is made if need be. What is there already stays.
+
+    Raises:
+        IsADirectoryError: the path is a folder.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "run.jsonl"
+        >>> layers = (LayerInfo("head", "readout", 10, 64, (10, 64)),)
+        >>> sink = JSONLinesSink(path)
+        >>> sink.write(Measurement(50, layers, {"weight_norm": torch.tensor([1.5])}, {"violations": 0.0}))
+        >>> [(m.step, m.value("weight_norm", "head")) for m in read_measurements(path)]
+        [(50, 1.5)]
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise IsADirectoryError(f"{str(self.path)!r} is a folder; JSONLinesSink writes a file")
+        self._layers: tuple[LayerInfo, ...] | None = None
+
+    def write(self, measurement: Measurement) -> None:
+        """Append a line, and before it one on the layers if they are others than before.
+
+        Raises:
+            OSError: the file cannot be written to, or the disk is all but full.
+        """
+        lines = [] if measurement.layers == self._layers else [_header(measurement.layers)]
+        lines.append(_line(measurement))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        need_room(self.path.parent)
+        if not self.path.exists() and len(lines) == 1:  # somebody has taken it away
+            lines.insert(0, _header(measurement.layers))
+        with self.path.open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+        self._layers = measurement.layers
+
+    def close(self) -> None:
+        """Nothing is open; the next run begins with a line on its layers."""
+        self._layers = None
+
+    def __repr__(self) -> str:
+        return f"JSONLinesSink({str(self.path)!r})"
+
+
+def _header(layers: Sequence[LayerInfo]) -> str:
+    return _dump({"format": FORMAT, "version": VERSION, "layers": [asdict(info) for info in layers]})
+
+
+def _line(measurement: Measurement) -> str:
+    return _dump(
+        {
+            "step": measurement.step,
+            "summary": {key: _plain(value) for key, value in measurement.summary.items()},
+            "values": {key: _column(values) for key, values in measurement.values.items()},
+            "bands": {key: [_column(row) for row in rows] for key, rows in measurement.bands.items()},
+            "verdicts": [_verdict(verdict) for verdict in measurement.verdicts],
+            "flags": measurement.flags,
+            "reasons": measurement.reasons,
+        }
+    )
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    row = {key: _plain(value) if isinstance(value, float) else value for key, value in asdict(verdict).items()}
+    return {**row, "band": [_plain(limit) for limit in verdict.band]}
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _plain(value: float) -> float | str | None:
+    """JSON has no NaN and no inf."""
+    if math.isnan(value):
+        return None
+    return str(value) if math.isinf(value) else value
+
+
+def _column(values: Tensor) -> list[float | str | None]:
+    return [_plain(value) if not math.isfinite(value) else float(f"{value:.{DIGITS}g}") for value in values.tolist()]
+
+
+def _number(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
+    """The measurements in a file that a :class:`JSONLinesSink` wrote, in its order, to six digits.
+
+    A last line that is not complete, as in a file that is being written, is left out.
+
+    Raises:
+        ValueError: it is no such file, or a line in its middle is broken.
+        OSError: it cannot be read.
+    """
+    layers: tuple[LayerInfo, ...] | None = None
+    with Path(path).open(errors="replace") as file:
+        lines = file.read().split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not an object")
+            if "format" in row:
+                layers = _layers(row)
+                continue
+            if layers is None:
+                raise ValueError("measurements before any layers")
+            yield _measurement(row, layers)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(lines):
+                return
+            raise ValueError(
+                f"{str(path)!r}, line {number}: not what spectral_monitor writes ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _layers(row: dict[str, Any]) -> tuple[LayerInfo, ...]:
+    if row["format"] != FORMAT or row["version"] != VERSION:
+        raise ValueError(f"format {row['format']!r} version {row['version']!r}, expected {FORMAT!r} version {VERSION}")
+    return tuple(LayerInfo(**{**info, "shape": tuple(info["shape"])}) for info in row["layers"])
+
+
+def _measurement(row: dict[str, Any], layers: tuple[LayerInfo, ...]) -> Measurement:
+    return Measurement(
+        step=int(row["step"]),
+        layers=layers,
+        values={key: torch.tensor([_number(x) for x in column]) for key, column in row["values"].items()},
+        summary={key: _number(value) for key, value in row["summary"].items()},
+        verdicts=tuple(_read_verdict(v) for v in row["verdicts"]),
+        reasons=row["reasons"],
+        flags=row["flags"],
+        bands={key: torch.tensor([[_number(x) for x in r] for r in rows]) for key, rows in row["bands"].items()},
+    )
+
+
+def _read_verdict(row: dict[str, Any]) -> Verdict:
+    low, high = row["band"]
+    numbers = {key: _number(row[key]) for key in ("value", "ratio")}
+    return Verdict(**{**row, **numbers, "band": (_number(low), _number(high))})

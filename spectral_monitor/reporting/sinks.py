@@ -1,0 +1,98 @@
+"""Where measurements go: sinks, and how one that fails is kept from stopping a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.warnings import Warner
+
+ROOM = 1 << 22
+"""Bytes that must be free on a disk before something is written to it: others want to go on writing too."""
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes measurements; any class with these two methods will do.
+
+    Both run in the training process, on the first of several. What they raise becomes a warning.
+    """
+
+    def write(self, measurement: Measurement) -> None:
+        """Take the next measurement."""
+
+    def close(self) -> None:
+        """Training is over, or has stopped on an error; another run may follow."""
+
+
+class Sinks:
+    """Several sinks; one that fails costs a warning and what it was to be given, nothing else.
+
+    Example:
+        >>> class Printer:
+        ...     def write(self, measurement): print("step", measurement.step)
+        ...     def close(self): print("done")
+        >>> sinks = Sinks([Printer()])
+        >>> sinks.write(Measurement(5, (), {}, {}))
+        step 5
+        >>> sinks.close()
+        done
+    """
+
+    def __init__(self, sinks: Iterable[Sink], warn: Warner | None = None) -> None:
+        self._sinks = tuple(sinks)
+        self._warn = warn or Warner()
+
+    def write(self, measurement: Measurement) -> None:
+        """Give all of them the next measurement."""
+        for sink in self._sinks:
+            try:
+                sink.write(measurement)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                self._warn(f"{_name(sink)} did not take the measurement ({what}); training goes on", error)
+
+    def close(self) -> None:
+        """Tell all of them that it is over."""
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                self._warn(f"{_name(sink)} was not closed ({what})", error)
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+
+def _name(sink: Sink) -> str:
+    return getattr(sink, "name", "") or type(sink).__name__
+
+
+def checked_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:
+    """The same.
+
+    Raises:
+        TypeError: one has no ``write`` or no ``close``.
+    """
+    if isinstance(sinks, Sink) or not isinstance(sinks, Iterable):
+        raise TypeError(f"sinks must be a list, got {sinks!r}")
+    for sink in sinks:
+        if not isinstance(sink, Sink):
+            raise TypeError(f"a sink must have the methods write(measurement) and close(), got {sink!r}")
+    return tuple(sinks)
+
+
+def need_room(folder: str | os.PathLike[str]) -> None:
+    """Leave a disk alone that is nearly full.
+
+    Raises:
+        OSError: fewer than 4 MiB are free, or there is no such folder.
+    """
+    if shutil.disk_usage(folder).free < ROOM:
+        raise OSError(errno.ENOSPC, "no space left to write measurements", str(Path(folder)))
