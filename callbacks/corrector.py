@@ -10,6 +10,7 @@ from spectral_monitor.callbacks.monitor import SpectralMonitor
 from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import Policy
+from spectral_monitor.reporting.sinks import Sink
 
 
 class SpectralLRCorrector(SpectralMonitor):  # type: ignore[misc]  # installed under another name
@@ -27,8 +28,8 @@ class SpectralLRCorrector(SpectralMonitor):  # type: ignore[misc]  # installed u
         reference: the file of a profile, for ``"reference"``.
         spectral_init: rescale the weights before the first step, ``True`` to natural norm 1, a number to that; 2 is
             recommended with ``"target"``.
-        include, exclude, roles, blocks, history, condition: as for the monitor. Layers that are not measured keep the
-            optimizer's learning rate.
+        include, exclude, roles, blocks, history, condition, sinks: as for the monitor. Layers that are not measured
+            keep the optimizer's learning rate.
         correction: the rest of the settings of :class:`~spectral_monitor.correction.LRCorrection`.
 
     Raises:
@@ -55,6 +56,7 @@ class SpectralLRCorrector(SpectralMonitor):  # type: ignore[misc]  # installed u
         blocks: Mapping[str, int] | None = None,
         history: int = 1000,
         condition: SpectralCondition = SpectralCondition(),
+        sinks: Sequence[Sink] = (),
         **correction: Any,
     ) -> None:
         rule = LRCorrection(policy, reference=reference, spectral_init=spectral_init, **correction)
@@ -67,6 +69,7 @@ class SpectralLRCorrector(SpectralMonitor):  # type: ignore[misc]  # installed u
             blocks=blocks,
             history=history,
             condition=condition,
+            sinks=sinks,
             correction=rule,
             mode="correct",
         )

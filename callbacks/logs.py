@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from spectral_monitor.callbacks.status import StatusLine, status
 
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.jsonlines import RUN_FILE, JSONLinesSink
-from spectral_monitor.reporting.sinks import Sink
+from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks, need_room
 from spectral_monitor.reporting.tensorboard import TensorBoardSink, can_write_to
 from spectral_monitor.reporting.wandb import WandbSink
-from spectral_monitor.warnings import SpectralConditionWarning
+from spectral_monitor.warnings import SpectralConditionWarning, Warner
 
 log = logging.getLogger("lightning.pytorch.spectral_monitor")
 
@@ -40,7 +41,11 @@ def warn_of_condition(text: str) -> None:
 
 
 class LoggerSink:
-    """Gives a Lightning logger every number under its key."""
+    """Gives a Lightning logger every number under its key.
+
+    What the logger keeps for later it is told to save at once, and only while the disk has room: lines of ours that it
+    cannot write when training ends would be an error of the trainer's.
+    """
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
@@ -48,31 +53,81 @@ class LoggerSink:
 
     def write(self, measurement: Measurement) -> None:
         """All scalars in one call."""
+        if isinstance(self._logger, CSVLogger):
+            need_room(self._logger.log_dir)
         self._logger.log_metrics(measurement.scalars(), step=measurement.step)
+        self._logger.save()
 
     def close(self) -> None:
         """The trainer closes its loggers itself."""
 
 
-def sinks_of(trainer: pl.Trainer, settings: Mapping[str, Any], heatmap_every: int, histograms: bool) -> list[Sink]:
-    """One for each logger of the trainer, and a file of measurements beside what the first one writes.
+class Reports:
+    """What becomes of measurements, on the first process: loggers, files, sinks of the user's, the progress bar.
 
     Args:
-        trainer: with its loggers.
-        settings: for tables of hyperparameters.
-        heatmap_every: measurements from one set of pictures to the next.
+        sinks: the user's.
+        heatmap_every: measurements from one set of pictures to the next; 0 for none.
         histograms: whether TensorBoard gets some.
+        settings: for tables of hyperparameters.
+        warn: is told of a sink that fails; each time something else, once.
+
+    Raises:
+        TypeError: something is no sink.
+        ValueError: ``heatmap_every`` is no number of measurements.
     """
-    sinks: list[Sink] = []
-    for logger in trainer.loggers:
-        sink: Sink = LoggerSink(logger)
+
+    def __init__(
+        self, sinks: Sequence[Sink], heatmap_every: int, histograms: bool, settings: Mapping[str, Any], warn: Warner
+    ) -> None:
+        if isinstance(heatmap_every, bool) or not isinstance(heatmap_every, int) or heatmap_every < 0:
+            raise ValueError(f"heatmap_every must be an integer >= 0, got {heatmap_every!r}")
+        self.sinks, self.heatmap_every, self.histograms = checked_sinks(sinks), heatmap_every, histograms
+        self._settings = dict(settings)
+        self._warn = warn
+        self._all: Sinks | None = None
+        self._status = StatusLine()
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Training starts."""
+        if not trainer.is_global_zero:
+            return
+        found: list[Sink] = []
+        for logger in trainer.loggers:
+            try:
+                found.append(self._sink(logger))
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                self._warn(f"{type(logger).__name__} will not be given measurements ({what})", error)
+        folder = next(filter(None, map(_folder, trainer.loggers)), None)
+        if folder is not None:
+            found.append(JSONLinesSink(folder / RUN_FILE))
+        self._all = Sinks([*found, *self.sinks], self._warn)
+        self._status.begin(trainer)
+
+    def write(self, measurement: Measurement) -> None:
+        """To all of them."""
+        if self._all is not None:
+            self._all.write(measurement)
+            self._status.text = status(measurement)
+
+    def end(self) -> None:
+        """Training is over; safe to call at any time."""
+        self._status.end()
+        if self._all is not None:
+            self._all.close()
+        self._all = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What belongs to a fit stays behind."""
+        return {**vars(self), "_all": None, "_status": StatusLine()}
+
+    def _sink(self, logger: Logger) -> Sink:
         if isinstance(logger, TensorBoardLogger) and can_write_to(logger.experiment):
-            sink = TensorBoardSink(logger.experiment, settings, heatmap_every, histograms)
-        elif isinstance(logger, WandbLogger):
-            sink = WandbSink(logger.experiment, settings, heatmap_every)
-        sinks.append(sink)
-    folders = [folder for folder in map(_folder, trainer.loggers) if folder is not None]
-    return [*sinks, *(JSONLinesSink(folder / RUN_FILE) for folder in folders[:1])]
+            return TensorBoardSink(logger.experiment, self._settings, self.heatmap_every, self.histograms)
+        if isinstance(logger, WandbLogger):
+            return WandbSink(logger.experiment, self._settings, self.heatmap_every)
+        return LoggerSink(logger)
 
 
 def _folder(logger: Logger) -> Path | None:

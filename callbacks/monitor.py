@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from spectral_monitor.callbacks.again import TrainingStep, aside, can_run_again
-from spectral_monitor.callbacks.logs import show, sinks_of, tell, warn_of_condition
+from spectral_monitor.callbacks.logs import Reports, show, tell, warn_of_condition
 from spectral_monitor.callbacks.resume import Continuation
 from spectral_monitor.callbacks.strategies import refuse, surroundings
 from torch import Tensor
@@ -23,7 +23,7 @@ from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, described, with_needed
-from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
+from spectral_monitor.reporting.sinks import Sink
 from spectral_monitor.warnings import Warner
 
 
@@ -105,9 +105,7 @@ class SpectralMonitor(pl.Callback):
         histograms: bool = False,
     ) -> None:
         super().__init__()
-        if isinstance(heatmap_every, bool) or not isinstance(heatmap_every, int) or heatmap_every < 0:
-            raise ValueError(f"heatmap_every must be an integer >= 0, got {heatmap_every!r}")
-        self.sinks, self.heatmap_every, self.histograms = checked_sinks(sinks), heatmap_every, histograms
+        self._warn = Warner()
         self.mode, self.condition, self.correction = mode, condition, checked(mode, condition, correction)
         self.settings = Settings(
             every_n_steps=every_n_steps,
@@ -125,11 +123,11 @@ class SpectralMonitor(pl.Callback):
         self.multipliers: dict[str, float] = {}
         self._engine: Engine | None = None
         self._oversight: Oversight | None = None
-        self._sinks: Sinks | None = None
+        settings = described(mode, condition, self.correction)
+        self._reports = Reports(sinks, heatmap_every, histograms, settings, self._warn)
         self._training_step: TrainingStep | None = None
         self._loss_scale = 1.0
         self._overdue = False
-        self._warn = Warner()
         self._continuation = Continuation()
 
     @property
@@ -168,11 +166,7 @@ class SpectralMonitor(pl.Callback):
         self._continuation.begin(trainer, pl_module, self._engine, self._oversight, self._warn)
         self.multipliers = self._oversight.multipliers
         self._oversight.arm()
-        if trainer.is_global_zero:
-            settings = described(self.mode, self.condition, self.correction)
-            with self._said("loggers are not told of measurements"):
-                found = sinks_of(trainer, settings, self.heatmap_every, self.histograms)
-                self._sinks = Sinks([*found, *self.sinks], self._warn)
+        self._reports.begin(trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -260,8 +254,7 @@ class SpectralMonitor(pl.Callback):
             measurement = self._oversight.see(measurement, warn_of_condition, tell)
             self.multipliers = self._oversight.multipliers
             self.measurements.append(measurement)
-            if self._sinks is not None:
-                self._sinks.write(measurement)
+            self._reports.write(measurement)
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
@@ -345,12 +338,10 @@ class SpectralMonitor(pl.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Settings and measurements; what belongs to a fit or a model, and the methods Lightning adds, stay behind."""
         state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
-        return {**state, "_engine": None, "_oversight": None, "_sinks": None, "_training_step": None}
+        return {**state, "_engine": None, "_oversight": None, "_training_step": None}
 
     def _stop(self, module: pl.LightningModule) -> None:
-        if self._sinks is not None:
-            self._sinks.close()
-        self._sinks = None
+        self._reports.end()
         if self._oversight is not None:
             self._oversight.disarm()
         if self._engine is not None:

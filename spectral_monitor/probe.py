@@ -20,6 +20,7 @@ from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, with_needed
+from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
 from spectral_monitor.warnings import SpectralConditionWarning, SpectralMonitorWarning
 
 
@@ -53,6 +54,8 @@ class SpectralProbe:
         correction: how learning rates are put right, with ``mode="correct"``.
         mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
             ``"correct"`` also puts learning rates right, of steps inside ``probe.step()``.
+        sinks: what is given every measurement, such as a :class:`~spectral_monitor.reporting.TensorBoardSink`;
+            :meth:`close` tells them when training is over.
 
     Raises:
         ValueError: an argument out of range, an unknown key, a pattern that matches nothing, a role or number of
@@ -92,7 +95,9 @@ class SpectralProbe:
         condition: SpectralCondition = SpectralCondition(),
         correction: LRCorrection | None = None,
         mode: Mode = "warn",
+        sinks: Sequence[Sink] = (),
     ) -> None:
+        self._sinks = Sinks(checked_sinks(sinks))
         correction = checked(mode, condition, correction)
         settings = Settings(
             every_n_steps=every_n_steps,
@@ -175,7 +180,13 @@ class SpectralProbe:
             self._oversight.disarm()
         measurement = self._engine.finish(self.steps, accumulated=accumulated) if measured else None
         if measurement is not None:
-            self.measurements.append(self._oversight.see(measurement, _warn_of_condition))
+            measurement = self._oversight.see(measurement, _warn_of_condition)
+            self.measurements.append(measurement)
+            self._sinks.write(measurement)
+
+    def close(self) -> None:
+        """Tell the sinks that training is over; without sinks there is no need to."""
+        self._sinks.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on measuring in another process: plain types and CPU tensors, shared, not copied.

@@ -17,6 +17,7 @@ from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningCLI
 
 from spectral_monitor import LRCorrection, SpectralCondition, SpectralMonitor
+from spectral_monitor.reporting import JSONLinesSink, read_measurements
 
 pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter is intended")
 
@@ -36,6 +37,12 @@ class Looks(pl.Callback):
         settings["condition"] = {"persistence": monitor.condition.persistence}
         settings["correction"] = {"policy": monitor.correction.policy, "gain": monitor.correction.gain}
         settings["mode"] = monitor.mode
+        reports = monitor._reports
+        settings |= {"heatmap_every": reports.heatmap_every, "histograms": reports.histograms}
+        settings["sinks"] = [
+            {"class_path": "spectral_monitor.reporting." + type(sink).__name__, "init_args": {"path": str(sink.path)}}
+            for sink in reports.sinks
+        ]
         found = {"settings": settings, "layers": layers, "values": sorted(monitor.latest.values)}
         found["steps"] = [m.step for m in monitor.measurements]
         with open(os.environ["FOUND"], "w") as file:
@@ -56,6 +63,9 @@ ARGUMENTS = {
     "condition": {"persistence": 2},
     "correction": {"policy": "fsc", "gain": 0.25},
     "mode": "correct",
+    "sinks": [{"class_path": "spectral_monitor.reporting.JSONLinesSink", "init_args": {"path": "mine.jsonl"}}],
+    "heatmap_every": 3,
+    "histograms": True,
 }
 NEEDED = ["contribution", "lr", "lr_multiplier", "update_fro", "weight_fro"]
 """By the correction, besides what is asked for."""
@@ -95,6 +105,7 @@ def test_every_argument_from_a_file(tmp_path, defaults):
     assert set(found["settings"].pop("quantities")) == {*ARGUMENTS["quantities"], *NEEDED}
     assert found["settings"] == {name: value for name, value in ARGUMENTS.items() if name != "quantities"}
     assert found["steps"] == [6, 8], "two are kept"
+    assert [m.step for m in read_measurements(tmp_path / "mine.jsonl")] == [1, 2, 4, 6, 8]
     assert found["values"] == sorted([*ARGUMENTS["quantities"], *NEEDED])
     assert found["layers"] == [
         ["net.0", "readout", 1],
@@ -107,14 +118,16 @@ def test_every_argument_from_a_file(tmp_path, defaults):
 def test_the_example_sets_what_there_is(defaults):
     """What is in the file, commented out or not, are arguments; the values shown are valid."""
     text = (EXAMPLES / "config.yaml").read_text()
-    shown = re.sub(r"# (roles|blocks|correction)", r"\1", text).replace("mode: warn", "mode: correct")
+    shown = re.sub(r"# (roles|blocks|correction|sinks)", r"\1", text).replace("mode: warn", "mode: correct")
     (monitor,) = yaml.safe_load(shown)["trainer"]["callbacks"]
     assert monitor["class_path"] == "spectral_monitor.SpectralMonitor"
     assert set(monitor["init_args"]) == set(defaults) - {"include"}
     arguments = monitor["init_args"]
     arguments["condition"] = SpectralCondition(**arguments["condition"])
     arguments["correction"] = LRCorrection(**arguments["correction"])
-    SpectralMonitor(**arguments)
+    (sink,) = arguments["sinks"]
+    assert sink["class_path"] == "spectral_monitor.reporting.JSONLinesSink"
+    SpectralMonitor(**{**arguments, "sinks": [JSONLinesSink(**sink["init_args"])]})
 
 
 def parsed(monkeypatch, **arguments):
@@ -132,7 +145,8 @@ def parsed(monkeypatch, **arguments):
 
 def test_defaults(monkeypatch, defaults):
     monitor = parsed(monkeypatch)
-    found = {name: getattr(monitor, name, getattr(monitor.settings, name, None)) for name in defaults}
+    places = (monitor, monitor.settings, monitor._reports)
+    found = {name: next(vars(p)[name] for p in places if name in vars(p)) for name in defaults}
     assert found == defaults
 
 
@@ -145,6 +159,10 @@ def test_defaults(monkeypatch, defaults):
         ("quantities", ["update_size"]),
         ("quantities", "heavy"),
         ("quantities", 3),
+        ("heatmap_every", -1),
+        ("heatmap_every", 0.5),
+        ("sinks", "run.jsonl"),
+        ("sinks", [{"class_path": "torch.nn.ReLU"}]),
         ("include", "net.*"),
         ("exclude", 7),
         ("roles", {"net.0": 3}),

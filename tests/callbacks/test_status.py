@@ -1,0 +1,104 @@
+"""What the progress bar says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from quickfit import fit
+from spectral_monitor.callbacks.status import StatusLine, status
+
+from spectral_monitor import LayerInfo, Measurement, SpectralMonitor, Verdict
+
+LAYERS = (
+    *(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abc"),
+    LayerInfo("a.bias", "vector", 8, 1, (8,)),
+)
+
+
+def verdict(layer, ratio):
+    return Verdict(layer, "update_natural", ratio, (0.1, 8.0), ratio, 10, 3, "unknown", "who knows")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        ((), "all 3 inside"),
+        ((verdict("b", 46.0),), "1 of 3 outside: b ^46"),
+        ((verdict("c", 0.012), verdict("a", 20.0)), "2 of 3 outside: c v0.012"),
+    ],
+)
+def test_words(verdicts, said):
+    assert status(Measurement(5, LAYERS, {"lr": torch.ones(4)}, {}, verdicts)) == said
+
+
+class Said:
+    """Notes what a progress bar would show."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.said = []
+
+    def get_metrics(self, trainer, pl_module):
+        return {**super().get_metrics(trainer, pl_module), "mine": 1}
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        super().on_train_batch_end(trainer, pl_module, *args)
+        self.said.append(self.get_metrics(trainer, pl_module))
+
+
+class Tqdm(Said, TQDMProgressBar):
+    pass
+
+
+class Rich(Said, RichProgressBar):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Tqdm, Rich])
+def test_the_bar_has_it_and_is_left_as_it_was(kind):
+    bar = kind()
+    fit(SpectralMonitor(every_n_steps=2), callbacks=[bar], enable_progress_bar=True)
+    assert [item.get("spectral") for item in bar.said[:2]] == [None, None]
+    assert [item.get("spectral") for item in bar.said[3:]] == ["all 3 inside"] * 3
+    assert all(item["mine"] == 1 for item in bar.said)
+    assert "get_metrics" not in vars(bar)
+
+
+def test_two_monitors_share_it():
+    bar = Tqdm()
+    monitors = [SpectralMonitor(every_n_steps=2), SpectralMonitor(every_n_steps=3)]
+    fit(monitors[0], callbacks=[bar, monitors[1]], enable_progress_bar=True)
+    assert bar.said[-1]["spectral"] == "all 3 inside; all 3 inside"
+    assert "get_metrics" not in vars(bar)
+
+
+class StopError(Exception):
+    pass
+
+
+class Stopping(Tqdm):
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == 3:
+            raise StopError
+
+
+def test_it_is_gone_after_an_exception():
+    bar = Stopping()
+    with pytest.raises(StopError):
+        fit(SpectralMonitor(every_n_steps=2), callbacks=[bar], enable_progress_bar=True)
+    assert "get_metrics" not in vars(bar)
+
+
+def test_what_the_user_put_there_stays():
+    bar = Tqdm()
+    bar.get_metrics = lambda trainer, module: {"only": 1}
+    fit(SpectralMonitor(every_n_steps=2), callbacks=[bar], enable_progress_bar=True)
+    assert bar.said == [{"only": 1}] * 6
+    assert bar.get_metrics(None, None) == {"only": 1}
+
+
+def test_ending_twice_does_no_harm():
+    line = StatusLine()
+    line.end()
+    line.end()

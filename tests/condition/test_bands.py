@@ -1,0 +1,77 @@
+"""The bands that pictures show are those that verdicts were found with."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from spectral_monitor import LRCorrection, SpectralCondition, SpectralProbe
+from spectral_monitor.condition import bands
+from spectral_monitor.condition.checks import SMALLEST, Finding
+from spectral_monitor.functional.norms import geometric_median
+
+
+def probe_of(mode="warn", **settings):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    probe = SpectralProbe(model, optimizer, quantities="light", mode=mode, **settings)
+    for _ in range(5):
+        with probe.step():
+            optimizer.zero_grad()
+            model(torch.randn(32, 16)).square().mean().backward()
+            optimizer.step()
+    return probe
+
+
+def operators(measurement):
+    return [i for i, info in enumerate(measurement.layers) if info.role in ("operator", "readout")]
+
+
+def test_balance_holds_updates_against_their_median():
+    latest = probe_of().latest
+    found, rows = latest.bands["update_natural"], operators(latest)
+    middle = geometric_median(latest.values["update_natural"][rows].tolist())
+    for i in rows:
+        assert found[i].tolist() == pytest.approx([middle / 8, middle * 8, middle])
+    assert found[[i for i in range(len(latest.layers)) if i not in rows]].isnan().all(), "biases are not judged"
+    assert latest.bands["update_ratio"][rows[0]].tolist() == pytest.approx([0, 0.5, math.nan], nan_ok=True)
+
+
+def test_theory_holds_weights_against_one():
+    latest = probe_of(condition=SpectralCondition("theory", band=(0.5, 2.0))).latest
+    for i in operators(latest):
+        assert latest.bands["weight_natural"][i].tolist() == [0.5, 2.0, 1.0]
+    assert "update_natural" not in latest.bands
+
+
+def test_what_is_made_larger_on_purpose_is_held_against_more():
+    """Policy "target" gives the layer that reads the data eight times the update of the others."""
+    latest = probe_of("correct", correction=LRCorrection("target")).latest
+    references = [float(latest.bands["update_natural"][i, 2]) for i in operators(latest)]
+    assert references[0] == pytest.approx(8 * references[1])
+    assert references[1] == pytest.approx(references[2]) == pytest.approx(references[3])
+
+
+def test_a_value_outside_its_band_is_what_verdicts_are_made_of():
+    latest = probe_of(condition=SpectralCondition(band=(0.99, 1.01), persistence=1)).latest
+    low, high, _ = latest.bands["update_natural"].unbind(1)
+    value = latest.values["update_natural"]
+    outside = {info.name for info, out in zip(latest.layers, (value < low) | (value > high), strict=True) if out}
+    assert outside == {verdict.layer for verdict in latest.verdicts if verdict.quantity == "update_natural"} != set()
+    for verdict in latest.verdicts:
+        i = [info.name for info in latest.layers].index(verdict.layer)
+        assert verdict.band == pytest.approx(latest.bands[verdict.quantity][i, :2].tolist())
+
+
+def test_the_reference_of_the_condition_goes_before_other_checks():
+    found = [
+        Finding("reference", "a", "weight_natural", 2.0, 1.0, (0.5, 4.0)),
+        Finding("weights", "a", "weight_natural", 2.0, 3.0, (0.0, 10.0)),
+        Finding("dead", "a", "update_natural", 0.0, 1.0, (SMALLEST, math.inf)),
+    ]
+    shown = bands(found, ["a"])
+    assert shown["weight_natural"].tolist() == [[0.5, 4.0, 1.0]]
+    assert set(shown) == {"weight_natural"}, "that something moves at all is not a matter of bands"
