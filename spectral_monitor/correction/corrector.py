@@ -21,13 +21,16 @@ from spectral_monitor.measurement import Measurement
 
 SIGN_LIKE = frozenset({"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adafactor", "Lion", "Rprop"})
 """Optimizers whose first updates have entries of about the learning rate, whatever the gradient."""
-SHARES = {"operator": 1.0, "readout": 1.0, "input": 8.0, "embedding": 0.03, "vector": 0.01}
+SHARES = {"operator": 1.0, "readout": 1.0, "embedding": 0.03, "vector": 0.01}
 """Policy ``"target"``: update_natural over the scheduled learning rate.
 
 What may not depend on width may still be different for different kinds of layers, and should be: at their best learning
 rates, networks trained in the ordinary way have such ratios, at every width (docs/correction.md). Gains and biases move
-all rows alike, an embedding moves a token by all of its row; and the operator that reads the data, whose inputs are of
-low rank and of no size that training could change, moves more.
+all rows alike, an embedding moves a token by all of its row.
+"""
+PIXELS = 48
+"""The share of the operator that reads the data is the root of the number of its inputs over this: they are no width,
+so its weights, whose entries begin at one over that root, may change by the same part of their size whatever they are.
 """
 TRIAL = 0.01
 """Multiplier of a layer's first step under optimizers whose updates are as large as the gradient happens to be."""
@@ -111,11 +114,20 @@ class Corrector:
     def _per_rate(self, layer: Layer, step: int) -> float:
         """Wanted update_natural over the scheduled learning rate; NaN if nothing is wanted."""
         if self._profile is None:
-            return SHARES["input" if layer.info.name == self._input else layer.info.role]
+            return self._share(layer)
         if layer.info.role == "vector":
             return math.nan
         point = self._profile.at(step, layer.info.name)
         return point.update_natural / point.lr if point.lr > 0 else math.nan
+
+    def _share(self, layer: Layer) -> float:
+        """Of policy ``"target"``. The natural norm of a convolution is the sum over its taps, which together do no more
+        than the root of their number, unless they all agree.
+        """
+        share, taps = SHARES[layer.info.role], layer.layout.taps
+        if layer.info.name == self._input:
+            share = math.sqrt(layer.info.fan_in * taps / PIXELS)
+        return share * math.sqrt(taps) if layer.info.role in DENSE else share
 
     @property
     def multipliers(self) -> dict[str, float]:
@@ -124,8 +136,11 @@ class Corrector:
 
     @property
     def expected(self) -> dict[str, float]:
-        """Operators whose updates are meant to be larger than those of others -> how much."""
-        return {self._input: SHARES["input"]} if self.correction.policy == "target" and self._input else {}
+        """Operators whose updates are meant to be of another size than those of others -> how much."""
+        if self.correction.policy != "target":
+            return {}
+        shares = {layer.info.name: self._share(layer) for layer in self._layers if layer.info.role in DENSE}
+        return {name: share for name, share in shares.items() if share != 1}
 
     def by_layer(self) -> dict[int, float]:
         """Index of the layer -> multiplier."""

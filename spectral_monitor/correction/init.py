@@ -26,7 +26,8 @@ def spectral_init_(
     """Rescale every matrix of a module to natural norm 1, in place; returns layer -> the factor, of its first block.
 
     ``W <- scale sqrt(fan_out / fan_in) W / |W|*`` (A Spectral Condition for Feature Learning, Eq. 16), each block of a
-    fused matrix by itself; a convolution by the sum over its taps. Embeddings are scaled to a largest row of RMS 1,
+    fused matrix by itself; a convolution by the root of the sum of squares over its taps, which is what taps that are
+    drawn one by one do together. Embeddings are scaled to a largest row of RMS 1,
     whatever the scale, as inputs are one-hot (Appendix E). A matrix that is embedding and readout at once is scaled as
     the readout. What is zero stays zero, and biases, gains and weights that are computed from others (weight norm) stay
     as they are.
@@ -76,7 +77,7 @@ def _rescale(layer: Layer, weight: nn.Parameter, scale: float) -> float:
         sigma = spectral_estimate(stack.flatten(0, 1), tol=TOLERANCE).sigma.view(layout.taps, layout.blocks)
         sizes = [
             math.sqrt(layout.fan_in / fan_out) * norm
-            for fan_out, norm in zip(layout.fan_outs, sigma.sum(0).tolist(), strict=True)
+            for fan_out, norm in zip(layout.fan_outs, sigma.square().sum(0).sqrt().tolist(), strict=True)
         ]
     factors = [scale / size if size > 0 and math.isfinite(size) else 1.0 for size in sizes]
     weight.mul_(_by_entry(layer, weight, factors))

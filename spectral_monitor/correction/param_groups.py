@@ -64,7 +64,7 @@ def spectral_param_groups(
             for Adam, whose decay goes through its normalization. By default the optimizer's own, unchanged.
 
     Returns:
-        A group for every multiplier: ``params``, ``lr``, ``weight_decay`` if given, ``name`` (the multiplier, under
+        A group for every multiplier, with ``params``, ``lr``, ``weight_decay`` if given, ``name`` (the multiplier, under
         which Lightning's ``LearningRateMonitor`` shows it) and ``parameter_names``. Every parameter that requires a
         gradient is in exactly one.
 

@@ -10,6 +10,7 @@ import torch
 from spectral_monitor import LRCorrection, SpectralCondition, SpectralProbe
 from spectral_monitor.condition import bands
 from spectral_monitor.condition.checks import SMALLEST, Finding
+from spectral_monitor.correction.corrector import PIXELS
 from spectral_monitor.functional.norms import geometric_median
 
 
@@ -48,10 +49,10 @@ def test_theory_holds_weights_against_one():
 
 
 def test_what_is_made_larger_on_purpose_is_held_against_more():
-    """Policy "target" gives the layer that reads the data eight times the update of the others."""
+    """Policy "target" gives the layer that reads the data an update by the number of its inputs."""
     latest = probe_of("correct", correction=LRCorrection("target")).latest
     references = [float(latest.bands["update_natural"][i, 2]) for i in operators(latest)]
-    assert references[0] == pytest.approx(8 * references[1])
+    assert references[0] == pytest.approx((16 / PIXELS) ** 0.5 * references[1])
     assert references[1] == pytest.approx(references[2]) == pytest.approx(references[3])
 
 

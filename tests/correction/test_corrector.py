@@ -11,7 +11,7 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralCondition, SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.anatomy import dissect
-from spectral_monitor.correction.corrector import SHARES
+from spectral_monitor.correction.corrector import PIXELS, SHARES
 from spectral_monitor.correction.units import units
 
 LR = 0.05
@@ -80,10 +80,32 @@ def last(probe, quantity="update_natural"):
 def test_target_is_the_learning_rate_in_natural_units(kind):
     network, optimizer, probe = correcting("target", kind)
     train(network, optimizer, probe, 40)
-    shares = {"0": SHARES["input"], "2": 1.0, "4": 1.0, **{f"{i}.bias": SHARES["vector"] for i in (0, 2, 4)}}
+    shares = {"0": math.sqrt(70 / PIXELS), "2": 1.0, "4": 1.0, **{f"{i}.bias": SHARES["vector"] for i in (0, 2, 4)}}
     for name, size in last(probe).items():
         assert size == pytest.approx(LR * shares[name], rel=0.35), name
     assert max(last(probe).values()) / min(last(probe).values()) > 100, "biases are far from weights"
+
+
+def test_target_counts_taps_by_their_root():
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        *(nn.Conv1d(2, 72, 5, padding=2), nn.ReLU(), nn.Conv1d(72, 72, 3, padding=1), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(72 * 35, 72), nn.ReLU(), nn.Linear(72, 5)),
+    )
+    optimizer = torch.optim.Adam(network.parameters(), lr=LR)
+    probe = SpectralProbe(network, optimizer, quantities="light", correction=LRCorrection("target"), mode="correct")
+    for step in range(40):
+        with probe.step():
+            optimizer.zero_grad()
+            network(batch(step, None).view(64, 2, 35)).logsumexp(-1).mean().backward()
+            optimizer.step()
+    wanted = {"0": math.sqrt(2 * 5 / PIXELS) * math.sqrt(5), "2": math.sqrt(3), "5": 1.0, "7": 1.0}
+    for name, share in wanted.items():
+        assert last(probe)[name] == pytest.approx(LR * share, rel=0.35), name
+    middle = float(probe.latest.bands["update_natural"][dict(zip("0257", range(0, 8, 2), strict=True))["5"], 2])
+    for name, place in zip("0257", range(0, 8, 2), strict=True):
+        reference = float(probe.latest.bands["update_natural"][place, 2])
+        assert reference == pytest.approx(middle * wanted[name], rel=1e-5), "they are held against that too"
 
 
 def test_balance_with_no_band_evens_out():

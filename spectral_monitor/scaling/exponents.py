@@ -1,0 +1,181 @@
+"""The calculus of abc-parametrizations: what becomes of a perceptron as its width grows, told by exponents alone.
+
+Feature Learning in Infinite-Width Neural Networks (arXiv 2011.14522), sections 3 to 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+Exponent = Fraction | int | float
+Regime = Literal["feature learning", "kernel", "trivial", "unstable"]
+HALF = Fraction(1, 2)
+_FINEST = 10_000
+"""Denominators up to here are told apart; a float is taken for the nearest of such fractions."""
+
+
+@dataclass(frozen=True)
+class ABC:
+    """A parametrization of a perceptron with L hidden layers of width n, by exponents of n.
+
+    ``W_l = n^-a_l w_l`` with ``w_l`` trained by SGD with learning rate ``lr n^-c`` and drawn from ``N(0, n^(-2 b_l))``,
+    ``l = 1 .. L + 1`` (paper, Eq. 4). Exponents are exact fractions.
+
+    Attributes:
+        a, b: of each matrix, the readout's last.
+        c: of the learning rate.
+
+    Raises:
+        ValueError: fewer than two matrices, or not as many a as b.
+
+    Example:
+        >>> mup(hidden=3).classify().regime, ntp(hidden=3).classify().regime
+        ('feature learning', 'kernel')
+    """
+
+    a: tuple[Fraction, ...]
+    b: tuple[Fraction, ...]
+    c: Fraction
+
+    def __post_init__(self) -> None:
+        if len(self.a) != len(self.b) or len(self.a) < 2:
+            raise ValueError(
+                "a and b need an exponent for each of at least two matrices, the readout's last; "
+                f"got {len(self.a)} and {len(self.b)}"
+            )
+
+    @property
+    def hidden(self) -> int:
+        """L, the number of hidden layers."""
+        return len(self.a) - 1
+
+    @property
+    def init_exponents(self) -> tuple[Fraction, ...]:
+        """Of n in the standard deviation of each matrix as it is applied, ``-(a_l + b_l)``."""
+        return tuple(-(a + b) for a, b in zip(self.a, self.b, strict=True))
+
+    @property
+    def lr_exponents(self) -> tuple[Fraction, ...]:
+        """Of n in the learning rate of each matrix as it is applied, ``-(2 a_l + c)``, for SGD."""
+        return tuple(-(2 * a + self.c) for a in self.a)
+
+    def shifted(self, theta: Exponent) -> ABC:
+        """The same training, written in other exponents: ``a + theta, b - theta, c - 2 theta`` (paper, Eq. 5).
+
+        Example:
+            >>> mup(2).shifted(0.5).classify() == mup(2).classify()
+            True
+        """
+        t = _exact(theta)
+        return ABC(tuple(a + t for a in self.a), tuple(b - t for b in self.b), self.c - 2 * t)
+
+    def classify(self) -> Classification:
+        """What becomes of training at infinite width (paper, Theorems 3.3, 3.4 and 3.8, Propositions 5.3 and 5.5)."""
+        a, b, c = self.a, self.b, self.c
+        backward = min(a[-1] + b[-1], 2 * a[-1] + c)  # the gradient that reaches the last features is n to minus this
+        rates = tuple(backward + c - 1 + 2 * a_l + (place == 0) for place, a_l in enumerate(a[:-1]))
+        r = min(rates)
+        asked = {
+            "inputs: a_1 + b_1 = 0": a[0] + b[0] == 0,
+            "hidden layers: a_l + b_l = 1/2": all(x + y == HALF for x, y in zip(a[1:-1], b[1:-1], strict=True)),
+            "outputs at the start: a_(L+1) + b_(L+1) >= 1/2": a[-1] + b[-1] >= HALF,
+            "features: r >= 0": r >= 0,
+            "outputs by the readout's update: 2 a_(L+1) + c >= 1": 2 * a[-1] + c >= 1,
+            "outputs by the features' updates: a_(L+1) + b_(L+1) + r >= 1": a[-1] + b[-1] + r >= 1,
+        }
+        violated = tuple(text for text, holds in asked.items() if not holds)
+        initialized, updated = a[-1] + b[-1] + r == 1, 2 * a[-1] + c == 1
+        regime: Regime = "feature learning" if r == 0 else "kernel"
+        if violated:
+            regime = "unstable"
+        elif not (initialized or updated):
+            regime = "trivial"
+        return Classification(
+            regime=regime,
+            r=r,
+            r_layers=rates,
+            violated=violated,
+            maximally_updated=(*(rate == 0 for rate in rates), updated),
+            readout_maximally_initialized=initialized,
+        )
+
+
+@dataclass(frozen=True)
+class Classification:
+    """What becomes of training as the width n grows.
+
+    Attributes:
+        regime: ``"feature learning"``; ``"kernel"``: outputs are trained, features stand still; ``"trivial"``: nothing
+            is; ``"unstable"``: something grows without bound.
+        r: features change by n^-r in a step.
+        r_layers: n^-r_l is what the update of hidden matrix l alone changes of its outputs, in order.
+        violated: conditions of stability that do not hold.
+        maximally_updated: whether an update of each matrix changes its outputs by order 1, the readout's last.
+        readout_maximally_initialized: whether what features change reaches the output at order 1 through the weights
+            that the readout began with.
+    """
+
+    regime: Regime
+    r: Fraction
+    r_layers: tuple[Fraction, ...]
+    violated: tuple[str, ...]
+    maximally_updated: tuple[bool, ...]
+    readout_maximally_initialized: bool
+
+    @property
+    def stable(self) -> bool:
+        """Whether nothing grows with n without bound."""
+        return not self.violated
+
+    @property
+    def trivial(self) -> bool:
+        """Whether outputs stand still; only said of stable ones."""
+        return self.regime == "trivial"
+
+    def __str__(self) -> str:
+        lines = [f"{self.regime}, r = {self.r}"]
+        lines += [f"  not so: {text}" for text in self.violated]
+        still = [str(place) for place, yes in enumerate(self.maximally_updated, start=1) if not yes]
+        if still and not self.violated:
+            lines.append(f"  updates vanish in matrices {', '.join(still)}")
+        return "\n".join(lines)
+
+
+def abc(a: Sequence[Exponent], b: Sequence[Exponent], c: Exponent) -> ABC:
+    """A parametrization of these exponents, made exact.
+
+    Example:
+        >>> print(abc(a=(0, 0, 0), b=(0, 0.5, 0.5), c=0).classify())
+        unstable, r = -1
+          not so: features: r >= 0
+          not so: outputs by the readout's update: 2 a_(L+1) + c >= 1
+          not so: outputs by the features' updates: a_(L+1) + b_(L+1) + r >= 1
+    """
+    return ABC(tuple(map(_exact, a)), tuple(map(_exact, b)), _exact(c))
+
+
+def standard(hidden: int, c: Exponent = 1) -> ABC:
+    """Standard parametrization; stable from ``c = 1`` on (paper, Theorem 4.1)."""
+    return abc((0,) * (hidden + 1), (0, *(HALF,) * hidden), c)
+
+
+def ntp(hidden: int) -> ABC:
+    """Neural tangent parametrization (paper, Table 1)."""
+    return abc((0, *(HALF,) * hidden), (0,) * (hidden + 1), 0)
+
+
+def mean_field() -> ABC:
+    """Mean field parametrization, of one hidden layer (paper, Table 1)."""
+    return abc((0, 1), (0, 0), -1)
+
+
+def mup(hidden: int) -> ABC:
+    """Maximal update parametrization (paper, Table 1)."""
+    return abc((-HALF, *(0,) * (hidden - 1), HALF), (HALF,) * (hidden + 1), 0)
+
+
+def _exact(x: Exponent) -> Fraction:
+    return Fraction(x).limit_denominator(_FINEST)
