@@ -21,12 +21,13 @@ from spectral_monitor.measurement import Measurement
 
 SIGN_LIKE = frozenset({"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adafactor", "Lion", "Rprop"})
 """Optimizers whose first updates have entries of about the learning rate, whatever the gradient."""
-SHARES = {"operator": 1.0, "readout": 1.0, "embedding": 0.03, "vector": 0.01}
+SHARES = {"operator": 1.0, "readout": 1.0, "tied": 8.0, "embedding": 0.03, "vector": 0.01}
 """Policy ``"target"``: update_natural over the scheduled learning rate.
 
 What may not depend on width may still be different for different kinds of layers, and should be: at their best learning
 rates, networks trained in the ordinary way have such ratios, at every width (docs/correction.md). Gains and biases move
-all rows alike, an embedding moves a token by all of its row.
+all rows alike, an embedding moves a token by all of its row. A matrix that is embedding and readout at once moves more
+than a readout: as a readout it hardly minds, and as an embedding it has small rows, which have to grow.
 """
 PIXELS = 48
 """The share of the operator that reads the data is the root of the number of its inputs over this: they are no width,
@@ -83,6 +84,7 @@ class Corrector:
         self.correction = correction
         self._layers = tuple(layers)
         self._units = units(layers)
+        self._tied = {layers[unit.leader].info.name for unit in self._units if unit.is_tied(layers)}
         self._input = _reads_data(layers)
         self._profile: Profile | None = None
         if correction.reference is not None:
@@ -124,7 +126,7 @@ class Corrector:
         """Of policy ``"target"``. The natural norm of a convolution is the sum over its taps, which together do no more
         than the root of their number, unless they all agree.
         """
-        share, taps = SHARES[layer.info.role], layer.layout.taps
+        share, taps = SHARES["tied" if layer.info.name in self._tied else layer.info.role], layer.layout.taps
         if layer.info.name == self._input:
             share = math.sqrt(layer.info.fan_in * taps / PIXELS)
         return share * math.sqrt(taps) if layer.info.role in DENSE else share

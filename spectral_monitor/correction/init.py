@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.anatomy import Layer, dissect
+from spectral_monitor.correction.units import units
 from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.snapshot.local import is_distributed
 
@@ -27,10 +28,10 @@ def spectral_init_(
 
     ``W <- scale sqrt(fan_out / fan_in) W / |W|*`` (A Spectral Condition for Feature Learning, Eq. 16), each block of a
     fused matrix by itself; a convolution by the root of the sum of squares over its taps, which is what taps that are
-    drawn one by one do together. Embeddings are scaled to a largest row of RMS 1,
-    whatever the scale, as inputs are one-hot (Appendix E). A matrix that is embedding and readout at once is scaled as
-    the readout. What is zero stays zero, and biases, gains and weights that are computed from others (weight norm) stay
-    as they are.
+    drawn one by one do together. Embeddings are scaled to a largest row of RMS 1, whatever the scale, as inputs are
+    one-hot (Appendix E). A matrix that is embedding and readout at once is scaled as the readout, and the other
+    embeddings of its width, which are added to the same stream, to its largest row. What is zero stays zero, and
+    biases, gains and weights that are computed from others (weight norm) stay as they are.
 
     Args:
         module: any module, before it is sharded.
@@ -59,19 +60,30 @@ def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
     spread = next((layer.info.name for layer in layers if any(map(is_distributed, layer.sources))), None)
     if spread is not None:
         raise ValueError(f"{spread!r} is spread over processes: rescale the weights before the module is sharded")
-    tables = {layer.tied_to for layer in layers if layer.tied_to and layer.info.role in ("operator", "readout")}
     factors: dict[str, float] = {}
-    for layer in layers:
-        ties = layer.info.name in tables or (layer.tied_to and layer.info.role == "embedding")
-        if layer.compute is None and not ties:
-            factors[layer.info.name] = _rescale(layer, layer.sources[0], scale)
-    return factors
+    for unit in units(layers):
+        done: set[int] = set()
+        rows = 1.0  # of embeddings
+        for layer in (layers[i] for i in unit.members):
+            weight = layer.sources[0]
+            if layer.compute is not None or id(weight) in done:
+                continue
+            done.add(id(weight))
+            factors[layer.info.name] = _rescale(layer, weight, rows if layer.info.role == "embedding" else scale)
+            if unit.is_tied(layers) and len(done) == 1 and 0 < (largest := _largest_row(weight)) < math.inf:
+                rows = largest
+    return {layer.info.name: factors[layer.info.name] for layer in layers if layer.info.name in factors}
+
+
+def _largest_row(weight: Tensor) -> float:
+    """RMS of the largest row."""
+    return float(weight.detach().double().square().mean(1).sqrt().max())
 
 
 def _rescale(layer: Layer, weight: nn.Parameter, scale: float) -> float:
     layout = layer.layout
     if layer.info.role == "embedding":
-        scale, sizes = 1.0, [float(weight.detach().double().square().mean(1).sqrt().max())]
+        sizes = [_largest_row(weight)]
     else:
         stack = layout.stack(weight.detach())  # (taps, blocks, fan_out, fan_in)
         sigma = spectral_estimate(stack.flatten(0, 1), tol=TOLERANCE).sigma.view(layout.taps, layout.blocks)

@@ -28,6 +28,11 @@ class Unit:
         """All of them."""
         return (self.leader, *self.followers)
 
+    def is_tied(self, layers: Sequence[Layer]) -> bool:
+        """Whether the leader's matrix is embedding and readout at once."""
+        followers = (layers[i].info.role for i in self.followers)
+        return layers[self.leader].info.role in DENSE and "embedding" in followers
+
 
 def units(layers: Sequence[Layer]) -> list[Unit]:
     """Every layer in exactly one unit, and every parameter: mostly each layer has its own.

@@ -75,6 +75,16 @@ def test_a_tied_matrix_is_scaled_as_the_readout():
     readout = next(x for x in dissect(module).layers if x.info.name == "readout")
     assert readout.tied_to == "tokens"
     assert natural(readout) == pytest.approx([1.0], rel=2e-3)
+    sizes = [float(table.weight.square().mean(1).sqrt().max()) for table in (module.tokens, module.places)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=1e-5), "what is added to the same stream is of the same size"
+    assert sizes[0] < 0.5
+
+
+def test_beside_a_tied_matrix_of_zeros_embeddings_have_their_own_size():
+    module = Attending(tied=True)
+    nn.init.zeros_(module.tokens.weight)
+    spectral_init_(module)
+    assert not module.tokens.weight.any()
     assert float(module.places.weight.square().mean(1).sqrt().max()) == pytest.approx(1, rel=1e-5)
 
 
