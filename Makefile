@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all lint types tests bench clean
+.PHONY: demo test test-all lint types docs tests bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,7 +15,7 @@ demo: $(READY)
 	$(BIN)/python examples/quickstart.py
 	$(BIN)/python examples/repair.py
 
-test: lint types tests
+test: lint types docs tests
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -23,6 +23,9 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 tests: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
@@ -37,4 +40,4 @@ bench: $(READY)
 	$(BIN)/python benchmarks/transfer.py --quick --results /dev/null --tasks "MLP, Adam"
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -23,7 +23,9 @@ from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, described, with_needed
+from spectral_monitor.reporting.console import rendered
 from spectral_monitor.reporting.sinks import Sink
+from spectral_monitor.reporting.table import measurement_rows, role_rows
 from spectral_monitor.warnings import Warner
 
 
@@ -153,7 +155,7 @@ class SpectralMonitor(pl.Callback):
         self._engine = Engine(pl_module, trainer.optimizers, self.settings, processes, wrapper)
         self._engine.features.redirected = trainer.strategy.model is not pl_module
         self._oversight = Oversight(self.mode, self.condition, self.correction, self._engine)
-        show(self._engine.anatomy.table())
+        show(rendered(role_rows(self._engine.anatomy)))
         if not trainer.loggers and trainer.is_global_zero:
             self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
 
@@ -266,8 +268,8 @@ class SpectralMonitor(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the last table."""
-        if self._engine is not None and self._engine.measured > self._continuation.measured_before:
-            show(self.table())
+        if self._engine is not None and self.latest and self._engine.measured > self._continuation.measured_before:
+            show(rendered(measurement_rows(self.latest)))
         elif self._engine is not None:
             steps, every = trainer.global_step, self.settings.every_n_steps
             show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={every}")

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.panels import MATRICES
+from spectral_monitor.reporting.table import unjudged
 
 KEY = "spectral"
 
@@ -18,11 +19,15 @@ def status(measurement: Measurement) -> str:
     """The answer in a few words, with the worst layer.
 
     Example:
+        >>> import torch
         >>> from spectral_monitor import LayerInfo
-        >>> status(Measurement(50, (LayerInfo("head", "readout", 10, 64, (10, 64)),), {}, {"violations": 0.0}))
+        >>> layers = (LayerInfo("head", "readout", 10, 64, (10, 64)),)
+        >>> status(Measurement(50, layers, {"update_natural": torch.tensor([0.1])}, {"violations": 0.0}))
         'all 1 inside'
     """
     count = sum(info.role in MATRICES for info in measurement.layers)
+    if unjudged(measurement):
+        return "could not be judged"
     if not measurement.verdicts:
         return f"all {count} inside"
     worst = measurement.verdicts[0]

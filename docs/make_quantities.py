@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from spectral_monitor.engine.assemble import VECTOR_KEYS
-from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.engine.norms import FROBENIUS_KEYS
+from spectral_monitor.quantities import QUANTITIES, Quantity
 
 TARGET = Path(__file__).with_name("quantities.md")
 
@@ -16,18 +17,29 @@ HEAD = """# What is measured
 `W` is a weight (fan_out m x fan_in n) before the measured step, `dW` what the optimizer really added to it, `W0` the
 weight at the start of training, `h'` a layer's inputs, `h` its outputs, `dh` the change of the outputs by the step on
 the same batch with the same randomness, `b` the gradient of the loss with respect to the outputs, `g` the gradient of
-the loss with respect to the weight as the optimizer used it (clipped, averaged over micro-batches). `|.|*` is the
-spectral norm, the largest factor by which a matrix stretches a vector; `|.|F` the Frobenius norm; `E` the mean over
+the loss with respect to the weight as the optimizer used it (clipped, averaged over micro-batches). `‖.‖*` is the
+spectral norm, the largest factor by which a matrix stretches a vector; `‖.‖F` the Frobenius norm; `E` the mean over
 rows (samples, tokens or pixels).
 
 In logs a value is called `spectral/<quantity>/<layer>`. What is NaN is not logged;
 `monitor.latest.why(quantity, layer)` says why.
 
-Tier `light` needs no hooks on modules and no extra forward. Tier `standard` (the default) adds the rest, at the price
-of one more forward on measured steps. `quantities=["update_natural", "lr"]` measures just those.
+*Unit*: what the layer puts out or takes in is counted in whatever units the features have; `RMS / RMS` is output over
+input, both as root mean squares, which is what does not depend on width.
 
-| quantity | what it says | formula | unit, range | tier | source |
-|---|---|---|---|---|---|
+*Cost* is what a measured step does for a quantity alone. Whatever several of them need is done once, and what none of
+them needs is not done: `quantities=["update_natural", "lr"]` takes one norm of each matrix and nothing else. A *norm*
+reads a matrix some ten times. *Hooks* are on the measured layers, during measured steps only. How long all that takes:
+[what it costs](cost.md).
+
+## Tier `light`: weights, updates and gradients
+
+Everything about weights is measured on one copy of them, made right before the update.
+
+{light}
+## Tier `standard`, the default: features too
+
+{standard}
 """
 
 TAIL = """
@@ -78,7 +90,7 @@ contribute. In a residual network or transformer a layer's output is a branch, n
 
 ## Accuracy
 
-Spectral norms are Lanczos estimates from below, within 1 % (`tol=0.01`); see [estimator.md](estimator.md).
+Spectral norms are Lanczos estimates from below, within 1 % (`tol=0.01`); see [how good the norms are](estimator.md).
 
 Rows of features: at most `max_rows` (4096) per layer, a fixed choice; the products with weights behind `alignment`
 and `update_alignment` use 256 of them, in layers so large that those would cost more than 2^25 multiply-adds fewer, but
@@ -93,14 +105,51 @@ as good as ever.
 """
 
 
+COLUMNS = ("quantity", "what it says", "formula", "unit", "range", "cost", "source")
+MATRICES = {"W": "W", "dW": "dW", "W0": "W - W0"}
+RANKS = {"input_stable_rank": "h'", "backward_stable_rank": "b"}
+"""Stable ranks of rows, which take a norm of these."""
+
+
+def cost(q: Quantity) -> str:
+    """What a measured step does for one quantity."""
+    parts = []
+    if q.key == "contribution":
+        parts.append("one product of `g` and `dW`")
+    elif q.key in FROBENIUS_KEYS:
+        parts += [f"one look at `{MATRICES[need]}`" for need in MATRICES if need in q.needs]
+    else:
+        parts += [f"norm of `{MATRICES[need]}`" for need in MATRICES if need in q.needs]
+    if "W0" in q.needs:
+        parts.append("`W0` kept on the host")
+    if q.key in RANKS:
+        parts.append(f"norm of the rows `{RANKS[q.key]}`")
+    if {"h", "b", "dh"} & q.needs:
+        parts.append("hooks")
+        if {"W", "dW"} & q.needs:
+            parts.append("`" + ("W" if "W" in q.needs else "dW") + "` times 256 rows")
+    if "dh" in q.needs:
+        parts.append("one more forward")
+    if "probe" in q.needs:
+        parts.append("one more forward at every 5th measured step, the first batch kept on the host")
+    return ", ".join(parts) or "none"
+
+
+def rows(tier: str) -> str:
+    """The table of a tier."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for q in QUANTITIES.values():
+        if q.tier == tier:
+            formula = f"`{q.formula}`".replace("|", "‖")  # which tables can hold
+            cells = (f"`{q.key}`", q.meaning, formula, q.unit, q.range, cost(q), q.source)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def page() -> str:
     """The page as Markdown."""
-    rows = []
-    for q in QUANTITIES.values():
-        formula = q.formula.replace("|", "\\|")
-        rows.append(f"| `{q.key}` | {q.meaning} | `{formula}` | {q.unit} | {q.tier} | {q.source} |")
     vectors = ", ".join(f"`{key}`" for key in QUANTITIES if key in VECTOR_KEYS)
-    return HEAD + "\n".join(rows) + "\n" + TAIL.format(vectors=vectors)
+    return HEAD.format(light=rows("light"), standard=rows("standard")) + TAIL.format(vectors=vectors)
 
 
 if __name__ == "__main__":

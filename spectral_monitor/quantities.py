@@ -17,7 +17,8 @@ class Quantity:
     Attributes:
         key: name in ``Measurement.values`` and in ``spectral/<key>/<layer>``.
         formula: in the notation of the documentation.
-        unit: unit or range.
+        unit: what it is counted in; ``"ratio"`` where units cancel.
+        range: values it can have.
         tier: ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward.
         source: where in the papers it comes from.
         needs: what must be captured, of ``W dW g W0 h b dh probe``.
@@ -27,6 +28,7 @@ class Quantity:
     key: str
     formula: str
     unit: str
+    range: str
     tier: Tier
     source: str
     needs: frozenset[str]
@@ -37,39 +39,80 @@ _SPECTRAL = "Spectral Condition"
 _SPEED = "Feature Speed Formula"
 
 
-def _row(key: str, formula: str, unit: str, tier: Tier, source: str, needs: str, meaning: str) -> Quantity:
-    return Quantity(key, formula, unit, tier, source, frozenset(needs.split()), meaning)
+def _row(key: str, formula: str, unit: str, range: str, tier: Tier, source: str, needs: str, meaning: str) -> Quantity:
+    return Quantity(key, formula, unit, range, tier, source, frozenset(needs.split()), meaning)
 
 
 QUANTITIES: dict[str, Quantity] = {
     q.key: q
     for q in (
-        _row("weight_norm", "|W|*", ">= 0", "light", f"{_SPECTRAL}, Cond. 1", "W", "largest stretch by the weight"),
+        _row(
+            "weight_norm",
+            "|W|*",
+            "output / input",
+            ">= 0",
+            "light",
+            f"{_SPECTRAL}, Cond. 1",
+            "W",
+            "largest stretch by the weight",
+        ),
         _row(
             "weight_natural",
             "sqrt(n/m) |W|*",
-            ">= 0, 1 is the condition",
+            "RMS / RMS",
+            ">= 0",
             "light",
             f"{_SPECTRAL}, Cond. 1, App. E",
             "W",
-            "largest RMS out for RMS 1 in; should not depend on width",
+            "largest RMS out for RMS 1 in; of order 1 at any width",
         ),
-        _row("update_norm", "|dW|*", ">= 0", "light", f"{_SPECTRAL}, Cond. 1", "dW", "largest stretch by the update"),
+        _row(
+            "update_norm",
+            "|dW|*",
+            "output / input",
+            ">= 0",
+            "light",
+            f"{_SPECTRAL}, Cond. 1",
+            "dW",
+            "largest stretch by the update",
+        ),
         _row(
             "update_natural",
             "sqrt(n/m) |dW|*",
+            "RMS / RMS",
             ">= 0",
             "light",
             f"{_SPECTRAL}, Cond. 1, App. E",
             "dW",
             "largest RMS change of the output for RMS 1 in; should be alike in all layers",
         ),
-        _row("update_ratio", "|dW|* / |W|*", ">= 0", "light", f"{_SPECTRAL}, Cond. 1", "W dW", "relative update"),
-        _row("weight_fro", "|W|F", ">= 0", "light", f"{_SPECTRAL}, Table 1", "W", "root of summed squares"),
-        _row("update_fro", "|dW|F", ">= 0", "light", f"{_SPECTRAL}, Table 1", "dW", "root of summed squares"),
+        _row(
+            "update_ratio", "|dW|* / |W|*", "ratio", ">= 0", "light", f"{_SPECTRAL}, Cond. 1", "W dW", "relative update"
+        ),
+        _row(
+            "weight_fro",
+            "|W|F",
+            "output / input",
+            ">= 0",
+            "light",
+            f"{_SPECTRAL}, Table 1",
+            "W",
+            "root of summed squares",
+        ),
+        _row(
+            "update_fro",
+            "|dW|F",
+            "output / input",
+            ">= 0",
+            "light",
+            f"{_SPECTRAL}, Table 1",
+            "dW",
+            "root of summed squares",
+        ),
         _row(
             "weight_stable_rank",
             "|W|F^2 / |W|*^2",
+            "directions",
             "[1, min(m, n)]",
             "light",
             f"{_SPECTRAL}, Table 1",
@@ -79,6 +122,7 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "update_stable_rank",
             "|dW|F^2 / |dW|*^2",
+            "directions",
             "[1, min(m, n)]",
             "light",
             f"{_SPECTRAL}, Fig. 1",
@@ -88,6 +132,7 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "drift_ratio",
             "|W - W0|* / |W0|*",
+            "ratio",
             ">= 0",
             "light",
             f"{_SPECTRAL}, Fig. 2B",
@@ -97,6 +142,7 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "drift_fro_ratio",
             "|W - W0|F / |W0|F",
+            "ratio",
             ">= 0",
             "light",
             f"{_SPECTRAL}, Fig. 2D",
@@ -107,6 +153,7 @@ QUANTITIES: dict[str, Quantity] = {
             "contribution",
             "-<g, dW>",
             "loss",
+            "any, > 0 downhill",
             "light",
             f"{_SPEED}, Thm 2.1, (BC)",
             "dW g",
@@ -115,6 +162,7 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "feature_rms",
             "RMS of the entries of h",
+            "output",
             ">= 0",
             "standard",
             f"{_SPECTRAL}, Desideratum 1",
@@ -124,6 +172,7 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "feature_change",
             "E[ |dh| / |h| ]",
+            "ratio",
             ">= 0",
             "standard",
             f"{_SPECTRAL}, Desideratum 1",
@@ -133,6 +182,7 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "feature_change_local",
             "rms(|dW h'|) / rms(|h|)",
+            "ratio",
             ">= 0",
             "standard",
             f"{_SPECTRAL}, Desideratum 1",
@@ -142,6 +192,7 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "feature_drift",
             "E[ |h_t - h_0| / |h_0| ]",
+            "ratio",
             ">= 0",
             "standard",
             f"{_SPECTRAL}, Eq. 23, Fig. 2A",
@@ -151,6 +202,7 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "alignment",
             "E[ |W h'| / (|W|* |h'|) ]",
+            "ratio",
             "[0, 1]",
             "standard",
             f"{_SPECTRAL}, Eq. 24, Fig. 2C",
@@ -160,6 +212,7 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "update_alignment",
             "E[ |dW h'| / (|dW|* |h'|) ]",
+            "ratio",
             "[0, 1]",
             "standard",
             f"{_SPECTRAL}, Eq. 25, Fig. 1",
@@ -169,6 +222,7 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "input_stable_rank",
             "|H'|F^2 / |H'|*^2",
+            "directions",
             "[1, min(rows, n)]",
             "standard",
             f"{_SPECTRAL}, Fig. 3",
@@ -178,6 +232,7 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "backward_stable_rank",
             "|B|F^2 / |B|*^2",
+            "directions",
             "[1, min(rows, m)]",
             "standard",
             f"{_SPECTRAL}, Fig. 3",
@@ -187,24 +242,35 @@ QUANTITIES: dict[str, Quantity] = {
         _row(
             "bfa",
             "angle between dh and -b",
-            "rad, [0, pi/2] for GD",
+            "rad",
+            "[0, pi], of GD [0, pi/2)",
             "standard",
             f"{_SPEED}, Thm 2.1",
             "b dh",
             "do outputs move where the loss wants them: 0 yes, pi/2 not at all",
         ),
-        _row("bfa_cos", "cos(bfa)", "[-1, 1]", "standard", f"{_SPEED}, Thm 2.1", "b dh", "the cosine of that angle"),
+        _row(
+            "bfa_cos",
+            "cos(bfa)",
+            "ratio",
+            "[-1, 1]",
+            "standard",
+            f"{_SPEED}, Thm 2.1",
+            "b dh",
+            "the cosine of that angle",
+        ),
         _row(
             "sensitivity",
             "rms(dh) / -<b, dh>",
-            "1 / loss",
+            "output / loss",
+            "any, > 0 downhill",
             "standard",
             f"{_SPEED}, Eq. 4",
             "b dh",
             "output change per loss decrease",
         ),
-        _row("lr", "learning rate", "> 0", "light", "", "", "effective learning rate of the step"),
-        _row("lr_multiplier", "correction factor", "> 0", "light", "", "", "1 unless a correction acts"),
+        _row("lr", "learning rate", "of the optimizer", ">= 0", "light", "", "", "effective learning rate of the step"),
+        _row("lr_multiplier", "correction factor", "factor", "> 0", "light", "", "", "1 unless a correction acts"),
     )
 }
 

@@ -1,18 +1,44 @@
-"""The generated page is the one the code would generate, and the packaging lists every package."""
+"""The pages say what the code does, their Python runs, and the site is whole and loads nothing from anywhere."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import math
+import re
+import shlex
 from pathlib import Path
 
+import lightning as L
+import pytest
+import torch
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import spectral_monitor
+from spectral_monitor import SpectralProbe
+from spectral_monitor.cli import main
+from spectral_monitor.engine import activations, norms
+from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.reporting.panels import PANELS
+
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def test_the_page_of_quantities_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("make_quantities", ROOT / "docs" / "make_quantities.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.TARGET.read_text() == module.page()
+    generator = module("make_quantities")
+    assert generator.TARGET.read_text() == generator.page()
 
 
 def test_every_package_is_listed_for_installation():
@@ -20,3 +46,204 @@ def test_every_package_is_listed_for_installation():
     for init in (ROOT / "spectral_monitor").rglob("__init__.py"):
         name = ".".join(init.parent.relative_to(ROOT).parts)
         assert f'"{name}"' in listed
+
+
+class Counted(nn.Module):
+    """Counts its forwards, where nothing puts a module's state back; wide enough for norms to be estimated."""
+
+    forwards = 0
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(80, 80), nn.ReLU(), nn.Linear(80, 80))
+
+    def forward(self, x):
+        Counted.forwards += 1
+        return self.net(x).square().mean()
+
+
+@pytest.mark.parametrize("key", QUANTITIES)
+def test_a_quantity_costs_what_its_page_says(monkeypatch, key):
+    torch.manual_seed(0)
+    model, estimates = Counted(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, quantities=[key], exclude=["*.bias"])
+
+    def counting(pieces, tol):
+        estimates.extend(range(pieces.shape[0]))
+        return original(pieces, tol)
+
+    original = norms.shared_estimate
+    monkeypatch.setattr(norms, "shared_estimate", counting)
+    monkeypatch.setattr(activations, "shared_estimate", counting)
+    Counted.forwards = 0
+    with probe.step():
+        model(torch.randn(100, 80)).backward()
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        optimizer.step()
+    said = module("make_quantities").cost(QUANTITIES[key])
+    assert said.count("norm of") * 2 == len(estimates)  # of two matrices, or rows of two layers
+    assert said.count("one more forward") == Counted.forwards - 1
+    assert ("hooks" in said) == hooked
+    assert hooked == (QUANTITIES[key].tier == "standard")
+
+
+def test_values_lie_in_their_ranges():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, drift_every=1, exclude=["*.bias"])
+    for _ in range(3):
+        with probe.step():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(30, 12)), torch.randint(6, (30,))).backward()
+            optimizer.step()
+    within = {">= 0": lambda x, _: x >= 0, "> 0": lambda x, _: x > 0}
+    for key, quantity in QUANTITIES.items():
+        assert quantity.unit, key
+        for info in probe.latest.layers:
+            value = probe.latest.value(key, info.name)
+            names = {"m": info.fan_out, "n": info.fan_in, "rows": 30, "pi": math.pi, "min": min}
+            if quantity.range.startswith("["):
+                for interval in re.findall(r"\[[^[]*[])]", quantity.range):  # all that are said hold: this is GD
+                    low, high = eval(f"({interval[1:-1]})", names)
+                    assert low - 1e-4 <= value <= high * 1.0001, (key, value, interval)
+            elif not quantity.range.startswith("any"):
+                assert within[quantity.range](value, names), (key, value)
+            else:
+                assert value > 0, key  # a small step of gradient descent goes downhill
+
+
+def sections(page):
+    """Heading -> text, of the second level."""
+    _, *parts = re.split(r"^## ", (DOCS / page).read_text(), flags=re.MULTILINE)
+    return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
+
+
+def test_every_question_is_explained_in_the_words_of_its_panel():
+    found = sections("panels.md")
+    assert [title for title in found if title.endswith("?")] == [panel.question for panel in PANELS]
+    for panel in PANELS:
+        text = found[panel.question]
+        quoted = " ".join(line[2:] for line in text.splitlines() if line.startswith("> "))
+        assert quoted == panel.reading
+        for name in (*panel.quantities, *panel.summaries):
+            assert f"`{name}`" in text, (panel.question, name)
+
+
+def test_verdicts_explain_every_cause():
+    from spectral_monitor.condition.causes import CAUSES
+
+    table = sections("verdicts.md")["Causes"]
+    assert set(re.findall(r"`(\w+)`", table)) >= set(CAUSES)
+
+
+class Tiny(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", ["index.md", "loops.md"])
+def test_the_python_on_the_page_runs(page, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(40, 4), torch.randint(3, (40,)))
+    model = Tiny() if page == "index.md" else nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    names = {
+        "model": model,
+        "data": DataLoader(data, 8),
+        "batches": [data[:8]] * 50,
+        "loss_function": nn.functional.cross_entropy,
+        "optimizer": torch.optim.Adam(model.parameters()),
+    }
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    printed = capsys.readouterr().out
+    assert "step 50" in printed
+    if page == "index.md":
+        assert "\n50 0.0\n" in printed  # read back from the file
+        commands = re.findall(r"^spectral-monitor (.*?) *(?:#.*)?$", (DOCS / page).read_text(), re.MULTILINE)
+        assert [main(shlex.split(command)) for command in commands] == [0, 0]
+        assert "all 3 layers inside" in capsys.readouterr().out
+        assert "Are updates the right size?" in Path("report.html").read_text()
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_pictures_are_there(page):
+    for target in re.findall(r"!\[[^]]*]\(([^)]+)\)", page.read_text()):
+        picture = page.parent / target
+        assert picture.read_bytes().startswith(b"\x89PNG"), target
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built strictly: what MkDocs would only warn of is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    config = load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder))
+    config.plugins.on_startup(command="build", dirty=False)
+    build(config)
+    return folder
+
+
+def test_every_public_name_is_in_the_api(site):
+    pages = "".join(path.read_text() for path in sorted((site / "api").glob("*.html")))
+    public = [f"spectral_monitor.{name}" for name in spectral_monitor.__all__]
+    for package in ("spectral_monitor.functional", "spectral_monitor.metrics"):
+        public += [f"{package}.{name}" for name in importlib.import_module(package).__all__]
+    sinks = ("JSONLinesSink", "TensorBoardSink", "WandbSink", "Sink", "read_measurements")
+    public += [f"spectral_monitor.reporting.{name}" for name in sinks]
+    missing = [name for name in public if f'id="{name}"' not in pages]
+    assert not missing
+
+
+def test_docstrings_are_readable(site):
+    for path in sorted((site / "api").glob("*.html")):
+        text = path.read_text()
+        assert not re.search(r":(class|func|meth|attr|data|mod|math):<code>|\\(sqrt|langle|\|)", text), path.name
+        assert "&gt;&gt;&gt; " not in re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL), path.name  # code is code
+        assert "=====" not in re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL), path.name
+
+
+def test_examples_and_the_changelog_are_pages(site):
+    assert "SpectralProbe" in (site / "examples" / "plain_pytorch.py.html").read_text()
+    assert (ROOT / "CHANGELOG.md").read_text().splitlines()[2].strip("# ") in (site / "changelog.html").read_text()
+    assert 'href="examples/plain_pytorch.py.html"' in (site / "loops.html").read_text()
+    assert not list(site.rglob("*.py")) + list(site.rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("html", "loads"),
+    [
+        ('<script src="https://cdn.example/x.js"></script>', True),
+        ("<script async src=//cdn.example/x.js></script>", True),
+        ('<link href="https://fonts.example/css" rel="stylesheet">', True),
+        ('<link rel="preconnect" href="https://fonts.example">', True),
+        ('<img alt="" src="http://shields.example/x.svg">', True),
+        ("@font-face{src:url(https://fonts.example/x.woff2)}", True),
+        ('@import "https://x.example/y.css";', True),
+        ('<a href="https://arxiv.example/abs/1">paper</a>', False),
+        ('<link rel="canonical" href="https://x.example/">', False),
+        ('<script src="assets/javascripts/bundle.js"></script>', False),
+        ('<svg xmlns="http://www.w3.org/2000/svg"></svg>', False),
+    ],
+)
+def test_what_is_loaded_from_the_network_is_seen(html, loads):
+    assert bool(module("hooks").LOADED.search(html)) == loads
+
+
+def test_a_page_that_loads_from_the_network_is_refused(tmp_path):
+    from mkdocs.exceptions import PluginError
+
+    (tmp_path / "index.html").write_text('<img src="https://elsewhere.example/x.png">')
+    with pytest.raises(PluginError, match=r"index\.html loads from the network"):
+        module("hooks").on_post_build({"site_dir": str(tmp_path)})

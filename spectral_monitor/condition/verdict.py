@@ -44,14 +44,16 @@ class Verdict:
         low, high = row.pop("band")
         return row | {"low": low or None, "high": None if math.isinf(high) else high}
 
-    def __str__(self) -> str:
+    @property
+    def should_be(self) -> str:
+        """The band in words."""
         low, high = self.band
-        place = f"{short(low)} .. {short(high)}"
         if math.isinf(high):
-            place = f"above {short(low)}"
-        elif low == 0:
-            place = f"below {short(high)}"
-        seen = f"{self.quantity} {short(self.value)}, should be {place}"
+            return f"above {short(low)}"
+        return f"below {short(high)}" if low == 0 else f"{short(low)} .. {short(high)}"
+
+    def __str__(self) -> str:
+        seen = f"{self.quantity} {short(self.value)}, should be {self.should_be}"
         return f"{self.layer}: {seen}, for {self.steps} steps: {self.sentence}"
 
 

@@ -64,9 +64,9 @@ def spectral_param_groups(
             for Adam, whose decay goes through its normalization. By default the optimizer's own, unchanged.
 
     Returns:
-        A group for every multiplier, with ``params``, ``lr``, ``weight_decay`` if given, ``name`` (the multiplier, under
-        which Lightning's ``LearningRateMonitor`` shows it) and ``parameter_names``. Every parameter that requires a
-        gradient is in exactly one.
+        A group for every multiplier, with ``params``, ``lr``, ``weight_decay`` if given, ``name`` (the multiplier,
+        under which Lightning's ``LearningRateMonitor`` shows it) and ``parameter_names``. Every parameter that requires
+        a gradient is in exactly one.
 
     Raises:
         ValueError: an unknown family, a learning rate that is not a positive number, a negative decay, a parameter

@@ -3,5 +3,16 @@
 from spectral_monitor.reporting.jsonlines import JSONLinesSink, read_measurements
 from spectral_monitor.reporting.sinks import Sink, Sinks
 from spectral_monitor.reporting.table import measurement_table, role_table
+from spectral_monitor.reporting.tensorboard import TensorBoardSink
+from spectral_monitor.reporting.wandb import WandbSink
 
-__all__ = ["JSONLinesSink", "Sink", "Sinks", "measurement_table", "read_measurements", "role_table"]
+__all__ = [
+    "JSONLinesSink",
+    "Sink",
+    "Sinks",
+    "TensorBoardSink",
+    "WandbSink",
+    "measurement_table",
+    "read_measurements",
+    "role_table",
+]

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ class JSONLinesSink:
     """Appends every measurement to a file, one line of JSON each, for tools of your own and for ``spectral-monitor``.
 
     The first line, and one whenever the layers change, describes the layers; every other is a measurement, whose
-    ``values`` have a list for each quantity, in the order of the layers, with ``null`` where there is no value (why
-    there is none is in ``reasons``). The file is opened for each line, so that it may be moved or read at any time.
+    ``values`` have a list for each quantity, in the order of the layers, with ``null`` where there is no value. Why
+    there is none is in ``reasons``: those that are others than in the line before, ``null`` where one is gone. The file
+    is opened for each line, so that it may be moved or read at any time.
 
     Args:
         path: of the file; its folder is made if need be. What is there already stays.
@@ -52,6 +53,7 @@ class JSONLinesSink:
         if self.path.is_dir():
             raise IsADirectoryError(f"{str(self.path)!r} is a folder; JSONLinesSink writes a file")
         self._layers: tuple[LayerInfo, ...] | None = None
+        self._reasons: dict[str, str] = {}
 
     def write(self, measurement: Measurement) -> None:
         """Append a line, and before it one on the layers if they are others than before.
@@ -59,15 +61,18 @@ class JSONLinesSink:
         Raises:
             OSError: the file cannot be written to, or the disk is all but full.
         """
-        lines = [] if measurement.layers == self._layers else [_header(measurement.layers)]
-        lines.append(_line(measurement))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         need_room(self.path.parent)
-        if not self.path.exists() and len(lines) == 1:  # somebody has taken it away
-            lines.insert(0, _header(measurement.layers))
-        with self.path.open("a") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-        self._layers = measurement.layers
+        known, self._layers = self._layers, None  # until it is written
+        lines = []
+        if known != measurement.layers or not self.path.exists():  # somebody may have taken it away
+            lines, self._reasons = [_header(measurement.layers)], {}
+        lines.append(_line(measurement, _changes(self._reasons, measurement.reasons)))
+        with self.path.open("a+b") as file:
+            if _torn(file):
+                lines.insert(0, "")
+            file.write("".join(f"{line}\n" for line in lines).encode())
+        self._layers, self._reasons = measurement.layers, measurement.reasons
 
     def close(self) -> None:
         """Nothing is open; the next run begins with a line on its layers."""
@@ -81,7 +86,21 @@ def _header(layers: Sequence[LayerInfo]) -> str:
     return _dump({"format": FORMAT, "version": VERSION, "layers": [asdict(info) for info in layers]})
 
 
-def _line(measurement: Measurement) -> str:
+def _torn(file: BinaryIO) -> bool:
+    """Whether the last line has no end, as when a process was killed while it wrote it."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read() != b"\n"
+
+
+def _changes(before: dict[str, str], now: dict[str, str]) -> dict[str, str | None]:
+    """What is new or other, and ``None`` for what is gone; there are many reasons, and mostly they stay."""
+    gone = dict.fromkeys(before.keys() - now.keys())
+    return {**{key: text for key, text in now.items() if before.get(key) != text}, **gone}
+
+
+def _line(measurement: Measurement, reasons: dict[str, str | None]) -> str:
     return _dump(
         {
             "step": measurement.step,
@@ -90,7 +109,7 @@ def _line(measurement: Measurement) -> str:
             "bands": {key: [_column(row) for row in rows] for key, rows in measurement.bands.items()},
             "verdicts": [_verdict(verdict) for verdict in measurement.verdicts],
             "flags": measurement.flags,
-            "reasons": measurement.reasons,
+            "reasons": reasons,
         }
     )
 
@@ -122,34 +141,42 @@ def _number(value: float | str | None) -> float:
 def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
     """The measurements in a file that a :class:`JSONLinesSink` wrote, in its order, to six digits.
 
-    A last line that is not complete, as in a file that is being written, is left out.
+    A line that is not complete is left out at the end, as in a file that is being written, and where another run goes
+    on in the same file, as after a process was killed.
 
     Raises:
         ValueError: it is no such file, or a line in its middle is broken.
         OSError: it cannot be read.
     """
     layers: tuple[LayerInfo, ...] | None = None
+    reasons: dict[str, str] = {}
+    broken: ValueError | None = None
     with Path(path).open(errors="replace") as file:
-        lines = file.read().split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("not an object")
-            if "format" in row:
-                layers = _layers(row)
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
                 continue
-            if layers is None:
-                raise ValueError("measurements before any layers")
-            yield _measurement(row, layers)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if number == len(lines):
-                return
-            raise ValueError(
-                f"{str(path)!r}, line {number}: not what spectral_monitor writes ({type(error).__name__}: {error})"
-            ) from error
+            measurement = None
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError("not an object")
+                if "format" in row:
+                    layers, reasons, broken = _layers(row), {}, None
+                elif layers is None:
+                    raise ValueError("measurements before any layers")
+                else:
+                    reasons = {key: text for key, text in {**reasons, **row["reasons"]}.items() if text is not None}
+                    measurement = _measurement(row, layers, reasons)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                broken = broken or ValueError(
+                    f"{str(path)!r}, line {number}: not what spectral_monitor writes ({type(error).__name__}: {error})"
+                )
+            if measurement is not None:
+                if broken is not None:
+                    raise broken
+                yield measurement
+    if broken is not None and (layers is None or line.endswith("\n")):
+        raise broken
 
 
 def _layers(row: dict[str, Any]) -> tuple[LayerInfo, ...]:
@@ -158,14 +185,17 @@ def _layers(row: dict[str, Any]) -> tuple[LayerInfo, ...]:
     return tuple(LayerInfo(**{**info, "shape": tuple(info["shape"])}) for info in row["layers"])
 
 
-def _measurement(row: dict[str, Any], layers: tuple[LayerInfo, ...]) -> Measurement:
+def _measurement(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: dict[str, str]) -> Measurement:
+    for key, column in [*row["values"].items(), *row["bands"].items()]:
+        if len(column) != len(layers):
+            raise ValueError(f"{len(column)} values of {key} for {len(layers)} layers")
     return Measurement(
         step=int(row["step"]),
         layers=layers,
         values={key: torch.tensor([_number(x) for x in column]) for key, column in row["values"].items()},
         summary={key: _number(value) for key, value in row["summary"].items()},
         verdicts=tuple(_read_verdict(v) for v in row["verdicts"]),
-        reasons=row["reasons"],
+        reasons=reasons,
         flags=row["flags"],
         bands={key: torch.tensor([[_number(x) for x in r] for r in rows]) for key, rows in row["bands"].items()},
     )

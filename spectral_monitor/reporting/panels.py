@@ -59,8 +59,8 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "Are updates low-rank?",
         ("update_stable_rank", "weight_stable_rank"),
-        "How many directions a matrix works in. Updates by gradients have few, at most the rows of the batch; it is why "
-        "the largest stretch, not the sum of squares, tells what an update does.",
+        "How many directions a matrix works in. Updates by gradients have few, at most the rows of the batch; it is "
+        "why the largest stretch, not the sum of squares, tells what an update does.",
     ),
     Panel(
         "Do the backward and feature directions agree?",
@@ -72,7 +72,8 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "What did the corrector do?",
         ("lr_multiplier", "lr"),
-        "What each layer's learning rate was multiplied with, and what came of it. 1 everywhere: nothing was corrected.",
+        "What each layer's learning rate was multiplied with, and what came of it. 1 everywhere: nothing was "
+        "corrected.",
     ),
 )
 

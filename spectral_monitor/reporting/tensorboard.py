@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import io
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from spectral_monitor.measurement import Measurement
+import torch
+
+from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.reporting import hparams
+from spectral_monitor.reporting.heatmap import can_draw, heatmap
+from spectral_monitor.reporting.history import History
+from spectral_monitor.reporting.layout import Content, content, layout, margins
+from spectral_monitor.reporting.markdown import verdict_markdown
+from spectral_monitor.reporting.panels import HEATMAPS, PANELS, shown
+from spectral_monitor.reporting.sinks import need_room
+
+VERDICTS, HEATMAP, HISTOGRAM = "spectral/verdicts", "spectral/heatmap", "spectral/histogram"
+COLOURS = 128
+"""Of a picture at most; with them its file is a third of the size."""
+NO_PICTURES = "There are no pictures of layer by step: they need matplotlib (`pip install matplotlib`)."
 
 
 def can_write_to(writer: Any) -> bool:
@@ -14,7 +31,26 @@ def can_write_to(writer: Any) -> bool:
 
 
 class TensorBoardSink:
-    """Writes measurements with a ``torch.utils.tensorboard.SummaryWriter``."""
+    """Writes measurements with a ``torch.utils.tensorboard.SummaryWriter``.
+
+    In the tab Scalars every number is found under its key; in Custom Scalars there is a category for each question; in
+    Images, ``spectral/heatmap/<quantity>``, pictures of layer by step; in Text, ``spectral/verdicts``, the layers that
+    violate the condition whenever others do; in HParams the settings, as ``spectral/<name>``.
+
+    Beyond the keys of the measurement, ``spectral/margin/<quantity>/<kind of layers>`` says how far the layer that is
+    closest to the limits of its band, or furthest beyond them, is from where it should be, as a power of two, and
+    ``.../low`` and ``.../high`` where the limits are.
+
+    Args:
+        writer: it is not closed.
+        settings: of the monitor.
+        heatmap_every: pictures at every n-th measurement and at the end, if matplotlib is installed; 0 for none.
+        histograms: whether the tabs Histograms and Distributions show how the layers' values are spread.
+
+    Example:
+        >>> # sink = TensorBoardSink(SummaryWriter("runs/mine"))
+        >>> # probe = SpectralProbe(model, optimizer, sinks=[sink])
+    """
 
     def __init__(
         self,
@@ -23,11 +59,160 @@ class TensorBoardSink:
         heatmap_every: int = 20,
         histograms: bool = False,
     ) -> None:
-        self._writer = writer
+        self._writer, self._settings = writer, dict(settings or {})
+        self._every, self._histograms = heatmap_every, histograms
+        self._reset()
+        writer._get_file_writer()  # one that was closed after an earlier fit begins another file, as for add_scalar
+        with suppress(OSError):  # it is tried again at the first measurement
+            self._merge_settings()
+
+    def _reset(self) -> None:
+        """Nothing has been written."""
+        self._history = History()
+        self._count = 0
+        self._latest: Measurement | None = None
+        self._drawn: Measurement | None = None
+        self._told: tuple[int, Any] | None = None  # step, and what made the text worth writing
+        self._laid_out: tuple[tuple[LayerInfo, ...], Content] = ((), frozenset())
+        self._merged = not self._settings
 
     def write(self, measurement: Measurement) -> None:
-        for key, value in measurement.scalars().items():
-            self._writer.add_scalar(key, value, measurement.step)
+        """All numbers in one event; then what is to be seen of them.
+
+        Raises:
+            OSError: the writer is closed, its folder is gone, or the disk is all but full.
+        """
+        self._check()
+        scalars = measurement.scalars()
+        for margin in margins(measurement):
+            scalars |= margin.scalars()
+        values: list[dict[str, Any]] = [{"tag": tag, "simple_value": value} for tag, value in scalars.items()]
+        first, self._latest = self._latest is None, measurement
+        self._count += 1
+        try:
+            # All that computes something comes before the numbers: while those are written, by Python in another
+            # thread, it would take many times as long.
+            values += self._layout(measurement.layers, content(measurement.layers, scalars))
+            if self._every:
+                self._history.add(measurement)
+                if self._count % self._every == 0:
+                    values += self._pictures(measurement)
+            if self._histograms:
+                self._add_histograms(measurement)
+            self._tell(measurement)
+            if first:
+                self._merge_settings()
+        finally:
+            self._add(values, measurement.step)
 
     def close(self) -> None:
-        pass
+        """The last pictures and verdicts; the writer stays open.
+
+        Raises:
+            OSError: as for :meth:`write`.
+        """
+        latest = self._latest
+        if latest is None:
+            return
+        try:
+            self._check()
+            if not self._merged:
+                # If hyperparameters have been written meanwhile, TensorBoard shows those.
+                self._writer._get_file_writer().add_summary(hparams.alone(self._settings), latest.step)
+            if self._told is not None and self._told[0] != latest.step:
+                self._told = None
+                self._tell(latest)
+            if self._every and self._drawn is not latest:
+                self._add(self._pictures(latest), latest.step)
+            self._writer.flush()
+        finally:
+            self._reset()
+
+    def _check(self) -> None:
+        """The writer keeps an error that it meets while it writes, for whoever writes next: let it meet none."""
+        if self._writer.all_writers is None:
+            raise OSError(errno.EBADF, "the SummaryWriter is closed")
+        if "://" not in str(self._writer.get_logdir()):
+            need_room(self._writer.get_logdir())
+
+    def _add(self, values: list[dict[str, Any]], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(**value) for value in values])
+        self._writer._get_file_writer().add_summary(summary, step)
+
+    def _merge_settings(self) -> None:
+        """Settings beside the hyperparameters that a logger writes before training, or when it begins."""
+        if not self._merged:
+            self._check()
+            self._writer.flush()
+            self._merged = hparams.merge(str(self._writer.get_logdir()), self._settings)
+
+    def _layout(self, layers: tuple[LayerInfo, ...], some: Content) -> list[dict[str, Any]]:
+        """The tab Custom Scalars, anew when there is more to show: some quantities are not measured at every step."""
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.custom_scalar import metadata
+
+        before = self._laid_out
+        self._laid_out = layers, (some | before[1] if layers == before[0] else some)
+        if self._laid_out == before:
+            return []
+        charts = layout(*self._laid_out).SerializeToString()
+        value = {
+            "tag": metadata.CONFIG_SUMMARY_TAG,
+            "tensor": TensorProto(dtype=DT_STRING, string_val=[charts]),
+            "metadata": metadata.create_summary_metadata(),
+        }
+        return [value]
+
+    def _tell(self, measurement: Measurement) -> None:
+        """The verdicts, if they are others than those that were written last."""
+        verdicts = {(verdict.layer, verdict.quantity, verdict.cause) for verdict in measurement.verdicts}
+        if self._told is not None and self._told[1] == verdicts:
+            return
+        text = verdict_markdown(measurement)
+        if self._every and not can_draw():
+            text = f"{text}\n\n{NO_PICTURES}"
+        self._writer.add_text(VERDICTS, text, measurement.step)
+        self._told = measurement.step, verdicts
+
+    def _pictures(self, measurement: Measurement) -> list[dict[str, Any]]:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._drawn = measurement
+        values = []
+        for quantity in HEATMAPS:
+            pixels = heatmap(self._history, quantity)
+            if pixels is not None:
+                height, width, _ = pixels.shape
+                image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=_png(pixels))
+                values.append({"tag": f"{HEATMAP}/{quantity}", "image": image})
+        return values
+
+    def _add_histograms(self, measurement: Measurement) -> None:
+        """Of what panels show first, and of how far layers are from where they should be, as a power of two."""
+        spread = {}
+        for panel in PANELS:
+            rows = shown(panel, measurement.layers)
+            key = panel.quantities[0]
+            if key in measurement.values:
+                spread[key] = measurement.values[key][rows]
+            for key in panel.quantities:
+                if key in measurement.bands and key in measurement.values:
+                    ratios = measurement.values[key] / measurement.bands[key][:, 2]
+                    spread[f"{key}/log2_over_reference"] = ratios[rows].log2()
+        for name, values in spread.items():
+            known = values[torch.isfinite(values)]
+            if len(known):
+                self._writer.add_histogram(f"{HISTOGRAM}/{name}", known, measurement.step)
+
+
+def _png(pixels: Any) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        file, format="PNG"
+    )
+    return file.getvalue()

@@ -1,21 +1,227 @@
-"""Weights & Biases: the same in one call per measured step."""
+"""Weights & Biases: every number of a measured step in one call, charts, verdicts, alerts and the run's profile."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
+from spectral_monitor.condition import Verdict, save_profile
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.history import History
+from spectral_monitor.reporting.wandb_charts import CHARTS, PICTURES, VERDICTS, charts, pictures, verdict_table
+
+AXIS = "trainer/global_step"
+"""What everything is drawn over; Lightning's name for it."""
+SUMMARY = "spectral/summary/"
+QUIET = frozenset({"overhead_ms", "skipped_updates"})
+"""Of the summary, what gets no panel of its own."""
+POINTS = 128
+"""Of a line, at most: each time a chart is logged its points go into a file of their own."""
+EXACT = 4000
+"""Keys that W&B is told of one by one. Its process takes some 15 seconds for 3,000, and four times that for twice as
+many, in the background, once."""
+PROFILE = "spectral-profile"
+"""Name and type of the artifact."""
+WAIT = 600.0
+"""Seconds from one alert that a layer has begun to violate the condition to the next."""
+ALERTS = 30
+"""In a run."""
+NAMED = 10
+"""Layers that a text names."""
 
 
 class WandbSink:
-    """Logs measurements to a W&B run."""
+    """Logs measurements to a W&B run, each with one call of ``run.log``, over ``trainer/global_step``.
+
+    Every number goes under its key. W&B would make a panel for each: those of single layers are hidden (they can be
+    added to any panel by hand) and left out of the run's summary. What is seen at once is a chart for each question,
+    pictures of layer by step, the numbers of the whole network and a table of the layers that violate the condition.
+    The run's summary says which these are, how many, and how many they ever were. When layers begin to violate the
+    condition and when they are in order again, W&B is told to send an alert. In the end the run's profile is saved as
+    an artifact, ``"spectral-profile"``, for ``SpectralCondition(reference=...)`` in another run.
+
+    Args:
+        run: what ``wandb.init`` returned.
+        settings: of the monitor; they go into the run's config, under ``"spectral_monitor"``.
+        heatmap_every: charts and pictures at every n-th measurement and at the end; 0 for none.
+
+    Example:
+        >>> # sink = WandbSink(wandb.init(project="mine"))
+        >>> # probe = SpectralProbe(model, optimizer, sinks=[sink])
+    """
 
     def __init__(self, run: Any, settings: Mapping[str, Any] | None = None, heatmap_every: int = 20) -> None:
-        self._run = run
+        self._run, self._settings, self._every = run, dict(settings or {}), heatmap_every
+        self._history = History(POINTS)
+        self._seen: set[str] = set()  # keys
+        self._defined: set[str] = set()  # names and patterns that W&B was told of
+        self._alerts = _Alerts(run)
+        self._worst: dict[str, float] = {}
+        self._count = 0
+        self._latest: Measurement | None = None
+        self._drawn: Measurement | None = None
+        self._tabled: tuple[Verdict, ...] = ()
 
     def write(self, measurement: Measurement) -> None:
-        self._run.log({**measurement.scalars(), "trainer/global_step": measurement.step})
+        """All numbers, and what is to be seen of them, in one call; then the run's summary, and alerts."""
+        if not self._seen:
+            self._begin()
+        self._latest = measurement
+        self._history.add(measurement)
+        self._count += 1
+        row: dict[str, Any] = {**measurement.scalars(), AXIS: measurement.step}
+        try:
+            if _told(measurement.verdicts) != _told(self._tabled):
+                self._add_table(row, measurement)
+            if self._every and self._count % self._every == 0:
+                self._add_charts(row, measurement)
+        finally:
+            self._log(row)  # the numbers, even if there are no charts
+        self._summarize(measurement)
+        self._alerts.tell(measurement)
 
     def close(self) -> None:
-        pass
+        """What has changed since it was last shown, in one more call, and the profile."""
+        latest, self._latest = self._latest, None
+        if latest is None:
+            return
+        row: dict[str, Any] = {}
+        try:
+            if latest.verdicts != self._tabled:
+                self._add_table(row, latest)
+            if self._every and self._drawn is not latest:
+                self._add_charts(row, latest)
+        finally:
+            if row:
+                self._log({**row, AXIS: latest.step})
+        self._save_profile()
+
+    def _begin(self) -> None:
+        if self._settings:
+            self._run.config.update({"spectral_monitor": self._settings}, allow_val_change=True)
+        self._run.define_metric(AXIS)
+        self._seen.add(AXIS)
+        for key in ("violations", "worst_layer_ratio"):
+            before = self._run.summary.get(f"spectral/{key}_most")  # of a run that is gone on with
+            self._worst[key] = float(before) if isinstance(before, int | float) else 0.0
+
+    def _log(self, row: Mapping[str, Any]) -> None:
+        for key in row:
+            if key not in self._seen:
+                self._define(key)
+        self._run.log(dict(row))
+
+    def _define(self, key: str) -> None:
+        """Tell W&B what to do with a key, by its full name, in which dots must be escaped: else they are levels.
+
+        There are patterns too, such as ``spectral/lr/*``, but of two that match W&B does not say which it takes, and
+        Lightning has defined ``*``. They are for more keys than can be told one by one.
+        """
+        self._seen.add(key)
+        name = key.replace(".", "\\.")
+        how: dict[str, Any] = {"hidden": True, "summary": "none"}
+        if key.startswith(f"{CHARTS}/"):  # no metric, but its points are, and W&B looks for them in the summary
+            name, how = f"{name}_table", {"hidden": True}
+        elif key.startswith(SUMMARY):
+            how = {"hidden": key.removeprefix(SUMMARY) in QUIET}
+        elif key == VERDICTS or key.startswith(f"{PICTURES}/"):
+            how = {}
+        elif len(self._defined) >= EXACT:
+            name = "/".join([*key.split("/")[:2], "*"])
+        if name not in self._defined:
+            self._run.define_metric(name, step_metric=AXIS, **how)
+            self._defined.add(name)
+
+    def _add_table(self, row: dict[str, Any], measurement: Measurement) -> None:
+        row[VERDICTS] = verdict_table(measurement.step, measurement.verdicts)
+        self._tabled = measurement.verdicts
+
+    def _add_charts(self, row: dict[str, Any], measurement: Measurement) -> None:
+        self._drawn = measurement
+        row.update(charts(self._history))
+        row.update(pictures(self._history))
+
+    def _summarize(self, measurement: Measurement) -> None:
+        summary: dict[str, Any] = {"spectral/violating_layers": _some([v.layer for v in measurement.verdicts])}
+        for key, most in self._worst.items():
+            value = measurement.summary.get(key, math.nan)
+            if math.isfinite(value):
+                self._worst[key] = max(value, most)
+                summary |= {f"spectral/{key}": value, f"spectral/{key}_most": self._worst[key]}
+        self._run.summary.update(summary)
+
+    def _save_profile(self) -> None:
+        import wandb
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "profile.json"
+            try:
+                save_profile(self._history.measurements, path)
+            except ValueError:  # not enough was measured
+                return
+            artifact = wandb.Artifact(PROFILE, type=PROFILE)
+            artifact.add_file(str(path))
+            self._run.log_artifact(artifact)
+
+
+class _Alerts:
+    """Tells of layers that begin to violate the condition, and that such layers are in order again; not too often."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self._left = ALERTS
+        self._told: dict[str, float] = {}  # layer -> when
+        self._outside: set[str] = set()  # of those told of
+
+    def tell(self, measurement: Measurement) -> None:
+        """One alert for all layers that begin, one for all that are in order again."""
+        now = monotonic()
+        outside = {verdict.layer for verdict in measurement.verdicts}
+        ended = sorted(self._outside - outside)
+        began = [
+            verdict
+            for verdict in measurement.verdicts
+            if verdict.layer not in self._outside and now - self._told.get(verdict.layer, -math.inf) >= WAIT
+        ]
+        self._outside = (self._outside & outside) | {verdict.layer for verdict in began}
+        self._told |= {verdict.layer: now for verdict in began}
+        if began:
+            texts = [str(verdict) for verdict in began]
+            self._send("WARN", [v.layer for v in began], "outside", measurement.step, _some(texts, "\n"))
+        if ended:
+            self._send("INFO", ended, "in order again", measurement.step, _some(ended))
+
+    def _send(self, level: str, layers: Sequence[str], what: str, step: int, text: str) -> None:
+        if self._left == 0:
+            return
+        self._left -= 1
+        first, more = layers[0], f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+        room = 63 - len(f"Spectral condition:  {what}{more}")  # W&B wants fewer than 64
+        name = first if len(first) <= room else f"…{first[1 - room :]}"
+        last = "" if self._left else "\n(No more alerts will be sent in this run.)"
+        self._run.alert(
+            title=f"Spectral condition: {name}{more} {what}",
+            text=f"Step {step}, {what}:\n{text}{last}",
+            level=level,
+            wait_duration=WAIT,
+        )
+
+
+def _told(verdicts: Sequence[Verdict]) -> set[tuple[str, str, str]]:
+    """What makes a table worth showing again."""
+    return {(verdict.layer, verdict.quantity, verdict.cause) for verdict in verdicts}
+
+
+def _some(texts: Sequence[str], between: str = ", ") -> str:
+    """The first of them.
+
+    Example:
+        >>> _some(["tokens", "head"]), _some([]), _some([str(i) for i in range(12)])
+        ('tokens, head', 'none', '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, and 2 more')
+    """
+    rest = [f"and {len(texts) - NAMED} more"] if len(texts) > NAMED else []
+    return between.join([*texts[:NAMED], *rest]) or "none"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
@@ -29,7 +31,12 @@ def verdict(layer, ratio):
     ],
 )
 def test_words(verdicts, said):
-    assert status(Measurement(5, LAYERS, {"lr": torch.ones(4)}, {}, verdicts)) == said
+    assert status(Measurement(5, LAYERS, {"update_natural": torch.ones(4)}, {}, verdicts)) == said
+
+
+def test_nothing_is_inside_where_nothing_is_known():
+    values = {"update_natural": torch.full((4,), math.nan)}
+    assert status(Measurement(5, LAYERS, values, {})) == "could not be judged"
 
 
 class Said:

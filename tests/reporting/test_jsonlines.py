@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +102,50 @@ def test_an_incomplete_last_line_is_left_out(tmp_path, cut):
     text = sink.path.read_text()
     sink.path.write_text(text[:-cut])
     assert [m.step for m in read_measurements(sink.path)] == ([1, 2] if cut == 1 else [1])
+
+
+def test_reasons_are_written_when_they_change(tmp_path):
+    sink = JSONLinesSink(tmp_path / "run.jsonl")
+    several = [{"a/*": "one"}, {"a/*": "one"}, {"a/*": "two", "b/*": "three"}, {}, {"a/*": "one"}]
+    for step, reasons in enumerate(several):
+        sink.write(replace(measurement(step), reasons=reasons))
+    rows = [json.loads(line) for line in sink.path.read_text().splitlines()[1:]]
+    assert [row["reasons"] for row in rows] == [
+        {"a/*": "one"},
+        {},
+        {"a/*": "two", "b/*": "three"},
+        {"a/*": None, "b/*": None},
+        {"a/*": "one"},
+    ]
+    assert [m.reasons for m in read_measurements(sink.path)] == several
+
+
+@pytest.mark.parametrize("cut", [1, 40, 5000])
+def test_a_run_goes_on_after_one_that_was_killed_while_it_wrote(tmp_path, cut):
+    sink = JSONLinesSink(tmp_path / "run.jsonl")
+    sink.write(measurement(1))
+    sink.write(measurement(2))
+    sink.path.write_bytes(sink.path.read_bytes()[:-cut])
+    JSONLinesSink(sink.path).write(measurement(3))
+    steps = [m.step for m in read_measurements(sink.path)]
+    assert steps == {1: [1, 2, 3], 40: [1, 3], 5000: [3]}[cut]
+
+
+def test_a_line_that_could_not_be_written_in_full_is_left_out(tmp_path, monkeypatch):
+    sink = JSONLinesSink(tmp_path / "run.jsonl")
+    sink.write(measurement(1))
+
+    class Full(FileIO):
+        def write(self, data):
+            super().write(data[: len(data) // 2])
+            raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode: Full(path, "ab+"))
+        with pytest.raises(OSError, match="no space left"):
+            sink.write(measurement(2))
+    sink.write(measurement(3))
+    assert [m.step for m in read_measurements(sink.path)] == [1, 3]
 
 
 @pytest.mark.parametrize(

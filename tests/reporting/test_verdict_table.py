@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import pytest
 import torch
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
+from spectral_monitor.reporting.table import measurement_rows, unjudged
 
 LAYERS = tuple(LayerInfo(name, "operator", 64, 64, (64, 64)) for name in ("a", "b", "c"))
 VALUES = {"update_natural": torch.tensor([0.1, 0.5, 9.0]), "weight_natural": torch.tensor([1.0, 1.0, 1.0])}
+NAN = torch.full((3,), math.nan)
 
 
 def verdict(layer, quantity="update_natural", ratio=18.0, sentence="divide its learning rate"):
     return Verdict(layer, quantity, 9.0, (0.06, 4.0), ratio, 120, 7, "lr_too_large", sentence)
 
 
+def measured(*verdicts, **summary):
+    return Measurement(500, LAYERS, VALUES, summary, verdicts)
+
+
 def table(*verdicts, **summary):
-    return Measurement(500, LAYERS, VALUES, summary, verdicts).table().splitlines()
+    return measured(*verdicts, **summary).table().splitlines()
+
+
+def column(measurement, title):
+    return next(list(column.cells) for column in measurement_rows(measurement).columns if column.title == title)
 
 
 def test_nothing_is_said_where_nobody_has_judged():
     assert table()[0] == "spectral measurement, step 500: 3 matrices"
+    assert measurement_rows(measured()).outside is None
 
 
 def test_all_is_well():
     lines = table(violations=0.0)
     assert lines[0] == "spectral condition, step 500: all 3 layers inside"
     assert "what" not in lines[1]
+    assert measurement_rows(measured(violations=0.0)).outside == 0
 
 
 def test_offenders_come_first_with_an_arrow_and_a_sentence():
@@ -33,9 +49,9 @@ def test_offenders_come_first_with_an_arrow_and_a_sentence():
     assert lines[0] == "spectral condition, step 500: 2 of 3 layers outside, for 120 steps"
     assert [line.split()[0] for line in lines[1:5]] == ["layer", "c", "a", "b"]
     assert "9.00 ^" in lines[2]
-    assert lines[2].endswith("divide its learning rate")
+    assert lines[2].endswith("0.06 .. 4  divide its learning rate")
     assert "0.10 v" in lines[3]
-    assert lines[3].endswith("too small")
+    assert lines[3].endswith("0.06 .. 4  too small")
     assert "^" not in lines[4]
     starts = {line.find(text) for line, text in zip(lines[1:4], ("what", "divide", "too"), strict=True)}
     assert len(starts) == 1
@@ -45,3 +61,53 @@ def test_a_quantity_that_is_not_shown_is_named():
     lines = table(verdict("b", quantity="weight_fro"), violations=1.0)
     assert lines[2].endswith("weight_fro 9.00: divide its learning rate")
     assert "^" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("band", "words"), [((0.0, 0.5), "below 0.5"), ((0.0, math.inf), "above 0"), ((0.1, 20.0), "0.1 .. 20")]
+)
+def test_where_a_value_should_be(band, words):
+    offender = replace(verdict("b"), band=band)
+    assert column(measured(offender, violations=1.0), "should be") == [words, "", ""]
+    assert f", should be {words}, for 120 steps" in str(offender)
+
+
+def test_updates_are_held_against_their_references():
+    bands = {"update_natural": torch.tensor([[0.0, 1.0, 0.2], [math.nan] * 3, [0.0, 1.0, 3.0]])}
+    assert column(replace(measured(), bands=bands), "x band") == ["0.50", "-", "3.00"]
+
+
+@pytest.mark.parametrize("bands", [{}, {"update_natural": torch.full((3, 3), math.nan)}, {"weight_natural": NAN}])
+def test_without_references_against_the_median(bands):
+    assert column(replace(measured(), bands=bands), "x median") == ["0.20", "1.00", "18.0"]
+
+
+def test_what_is_nan_is_not_inside():
+    values, reasons = {"update_natural": NAN, "weight_natural": NAN}, {"*/*": "NaN or inf in its values"}
+    lost = replace(measured(violations=0.0), values=values, reasons=reasons)
+    words = "spectral condition, step 500: no layer could be judged: NaN or inf in its values"
+    assert lost.table().splitlines()[0] == words
+    assert measurement_rows(lost).outside is None
+    some = replace(lost, values={"update_natural": torch.tensor([math.nan, 1.0, math.nan])})
+    assert some.table().splitlines()[0] == "spectral condition, step 500: all 3 layers inside"
+    assert not unjudged(replace(lost, verdicts=(verdict("a", quantity="contribution"),)))
+
+
+def test_what_was_not_measured_is_not_inside():
+    blind = replace(measured(violations=0.0), values={"feature_change": torch.ones(3)})
+    assert "no layer could be judged: none of update_natural, " in blind.table().splitlines()[0]
+
+
+def test_biases_are_shown_only_if_they_are_outside():
+    bias = LayerInfo("bias", "vector", 64, 1, (64,))
+    measurement = replace(measured(violations=0.0), layers=(*LAYERS[:2], bias))
+    assert column(measurement, "layer") == ["a", "b"]
+    assert column(replace(measurement, verdicts=(verdict("bias"),)), "layer") == ["bias", "a", "b"]
+
+
+def test_a_name_can_neither_break_a_line_nor_steer_a_terminal():
+    odd = (LayerInfo("a\n\x1b[2J\u202e", "operator", 64, 64, (64, 64)), *LAYERS[1:])
+    text = replace(measured(), layers=odd).table()
+    assert "a\\n\\x1b[2J\\u202e" in text
+    assert all(character.isprintable() for character in text.replace("\n", ""))
+    assert len(text.splitlines()) == len(table())

@@ -1,0 +1,213 @@
+"""Draw docs/img/tensorboard_*.png and docs/img/heatmap.png: what TensorBoard shows of a run with one fault.
+
+    python docs/make_screenshots.py
+
+The fault: one layer has 30 times the learning rate of the others. There are two runs, one that only warns and one that
+puts it right. It takes two minutes, and needs playwright and Chromium.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from make_report_screenshot import Residual
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from spectral_monitor import SpectralMonitor, SpectralProbe
+from spectral_monitor.reporting.heatmap import heatmap
+from spectral_monitor.reporting.history import History
+from spectral_monitor.reporting.panels import PANELS
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "examples"))
+from quickstart import Digits, loaders  # noqa: E402
+
+TARGET = HERE / "img"
+RUNS = {"watched": "warn", "corrected": "correct"}
+"""Name of a run -> mode of the monitor."""
+
+
+class Fault(Digits):
+    """The network of examples/quickstart.py with one learning rate that is wrong."""
+
+    def __init__(self, width: int = 128, lr: float = 1e-3, factor: float = 30.0) -> None:
+        super().__init__(width, lr)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        fast = list(self.net[2].parameters())
+        others = [p for p in self.parameters() if all(p is not q for q in fast)]
+        return torch.optim.AdamW(
+            [{"params": others}, {"params": fast, "lr": self.lr * self.hparams["factor"]}], self.lr
+        )
+
+
+def train(logdir: Path, steps: int, every: int, heatmap_every: int) -> dict[str, SpectralMonitor]:
+    """Both runs, each in a folder of its name."""
+    monitors = {}
+    for name, mode in RUNS.items():
+        L.seed_everything(0, verbose=False)
+        monitors[name] = SpectralMonitor(every, mode=mode, heatmap_every=heatmap_every)
+        trainer = L.Trainer(
+            max_steps=steps,
+            logger=TensorBoardLogger(logdir, name=name, version=""),
+            callbacks=[monitors[name]],
+            accelerator="cpu",
+            devices=1,
+            limit_val_batches=0,
+            log_every_n_steps=1,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        trainer.fit(Fault(), *loaders(100))
+    return monitors
+
+
+def get(address: str | urllib.request.Request) -> Any:
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        return json.load(answer)
+
+
+@contextmanager
+def tensorboard(logdir: Path, deadline: float = 60.0) -> Iterator[str]:
+    """The address of a TensorBoard that has read both runs.
+
+    Raises:
+        TimeoutError: it does not answer in time, or not with the runs.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("tensorboard")), "--logdir", logdir.name, "--host", "127.0.0.1"]
+    address = f"http://127.0.0.1:{port}"
+    command += ["--port", str(port)]
+    with tempfile.TemporaryFile() as said, subprocess.Popen(command, cwd=logdir.parent, stderr=said) as server:
+        try:
+            end = time.monotonic() + deadline
+            while not ready(address):
+                if time.monotonic() > end or server.poll() is not None:
+                    said.seek(0)
+                    raise TimeoutError(f"TensorBoard has not shown the runs: {said.read().decode()}")
+                time.sleep(0.1)
+            yield address
+        finally:
+            server.terminate()
+
+
+def ready(address: str) -> bool:
+    """Whether it has read both runs to their end, where the last pictures are."""
+    try:
+        tags = get(f"{address}/data/plugin/images/tags")
+    except OSError:
+        return False
+    return all(len(tags.get(name, {})) == 3 for name in RUNS)
+
+
+def capture(page: Any, name: str, bottom: float) -> None:
+    """Write what is to be seen above ``bottom``."""
+    page.mouse.move(0, bottom)  # where nothing tells what it is
+    page.wait_for_timeout(2000)  # charts have no sign that they are drawn
+    area = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": bottom}
+    shot = Image.open(io.BytesIO(page.screenshot(clip=area))).convert("RGB")
+    save(shot.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE), name)
+
+
+def save(picture: Image.Image, name: str) -> None:
+    path = TARGET / f"{name}.png"
+    picture.save(path, optimize=True)
+    print(f"wrote docs/img/{path.name} ({path.stat().st_size / 1e3:.0f} KB)")
+
+
+def bottom(of: Any) -> float:
+    """Of something on a page."""
+    box = of.bounding_box()
+    return float(box["y"] + box["height"])
+
+
+def panels(page: Any, address: str) -> None:
+    """The first question open, the others below it."""
+    page.goto(f"{address}/#custom_scalars")
+    headings = page.locator("tf-category-paginated-view .heading")
+    headings.nth(len(PANELS) - 1).wait_for()
+    page.get_by_text("Matches (8)").first.wait_for()
+    for k in range(len(PANELS) - 1, 0, -1):
+        headings.nth(k).click()
+    capture(page, "tensorboard_panels", bottom(headings.nth(len(PANELS) - 1)) + 10)
+
+
+def pictures(page: Any, address: str) -> None:
+    """The one of updates, for both runs."""
+    page.goto(f"{address}/#images")
+    page.get_by_text("Show actual image size").click()
+    page.locator("tf-tag-filterer input").fill("update_natural")
+    pictures = page.locator("tf-image-loader:visible")
+    page.get_by_text("2", exact=True).first.wait_for()
+    capture(page, "tensorboard_heatmap", bottom(pictures.nth(1)) + 20)
+
+
+def verdicts(page: Any, address: str) -> None:
+    page.goto(f"{address}/#text")
+    cards = page.locator("tf-text-loader")
+    cards.nth(1).wait_for()
+    capture(page, "tensorboard_verdicts", bottom(cards.nth(1)) + 10)
+
+
+def plain() -> None:
+    """A picture as it is, of a deeper network in which one layer gets too large a learning rate halfway."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = Residual(depth=8)
+    fast = list(model.get_submodule("blocks.3.up").parameters())
+    others = [p for p in model.parameters() if all(p is not q for q in fast)]
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": fast}], lr=1e-3)
+    probe = SpectralProbe(model, optimizer, every_n_steps=5, quantities="light")
+    pixels, labels = (torch.tensor(column) for column in load_digits(return_X_y=True))
+    for step in range(1, 301):
+        optimizer.param_groups[1]["lr"] = 1e-3 if step < 150 else 3e-2
+        rows = torch.randint(len(labels), (100,))
+        with probe.step():
+            optimizer.zero_grad()
+            model(pixels[rows].float() / 16, labels[rows]).backward()
+            optimizer.step()
+    history = History()
+    for measurement in probe.measurements:
+        history.add(measurement)
+    save(Image.fromarray(heatmap(history, "update_natural")), "heatmap")
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    warnings.simplefilter("ignore")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    TARGET.mkdir(exist_ok=True)
+    plain()
+    with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder) / "runs", steps=120, every=4, heatmap_every=10)
+        with tensorboard(Path(folder) / "runs") as address, sync_playwright() as tool:
+            browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            for draw in (panels, pictures, verdicts):
+                draw(browser.new_page(viewport={"width": 1240, "height": 1500}), address)
+            browser.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Pictures of layer by step: where in the network something is wrong, and since when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.reporting.history import History
+from spectral_monitor.reporting.panels import MATRICES
+
+WIDTH = 640
+ROW, ROWS_LOW, ROWS_HIGH = 20, 140, 600
+"""Pixels of a layer, and of all of them at least and at most."""
+ABOVE, BELOW, BAR = 35, 45, 95
+"""Room for the title, for the steps and for the colour bar."""
+LINE, LETTER = 15, 7
+"""Room for a name, and for a letter of one."""
+NAME = 22
+"""Characters of a layer's name at most."""
+TICKS = 8
+"""Steps that are written below."""
+BLACK, RED = (0, 0, 0), (204, 34, 34)
+"""Red are layers that violate the condition."""
+LEVELS = 65
+"""Colours of values."""
+NOTHING = "0.8"
+"""Grey: not measured, or held against nothing."""
+DECADES, FAR = 6, 12.0
+"""Powers of ten below the largest value, and of two around a reference; what is beyond has the colour of the last."""
+
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+
+_WORDS = {
+    "update_natural": "size of each layer's update",
+    "feature_change": "share of each layer's outputs that a step changes",
+    "bfa_cos": "cosine of where outputs move and where the loss wants them",
+}
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """How values become colours: ``shown`` from ``low`` to ``high``, ticks of the colour bar with their labels."""
+
+    title: str
+    shown: Tensor
+    low: float
+    high: float
+    colours: str
+    ticks: tuple[float, ...]
+    labels: tuple[str, ...]
+    limits: tuple[float, ...] = ()
+
+    def place(self, value: float) -> float:
+        """On the colour bar, 0 at its top and 1 at its bottom."""
+        return (self.high - value) / (self.high - self.low)
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed, without which there are no pictures."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def heatmap(history: History, quantity: str) -> Pixels | None:
+    """A picture of a quantity, a row for each matrix and a column for each measurement.
+
+    ``update_natural``, and all that is held against a reference, is shown as its ratio to that, with the limits of
+    the band as lines on the colour bar. What was not measured is grey, the names of layers that violate the condition
+    now are red. Settings of matplotlib are neither used nor changed.
+
+    Args:
+        history: what to draw.
+        quantity: a key of the measurements.
+
+    Returns:
+        (height, width, 3) in RGB; ``None`` where no matrix has a finite value, or without matplotlib.
+    """
+    rows = [i for i, info in enumerate(history.layers) if info.role in MATRICES]
+    scale = _scale(history, quantity, rows)
+    if scale is None or not can_draw():
+        return None
+    known = (~scale.shown.isnan()).any(1).tolist()
+    layers = [history.layers[i] for i, some in zip(rows, known, strict=True) if some]
+    outside = {verdict.layer for verdict in history.measurements[-1].verdicts}
+    return _draw(scale, scale.shown[known], layers, history.steps, outside)
+
+
+def _scale(history: History, quantity: str, rows: Sequence[int]) -> _Scale | None:
+    """``None`` where there is nothing to show."""
+    title = _WORDS.get(quantity, quantity)
+    ratios = history.ratios(quantity)[rows]
+    if ratios.isfinite().any():
+        return _against_reference(title, ratios, _limits(history, quantity, rows))
+    values = history.values(quantity)[rows]
+    if not values.isfinite().any():
+        return None
+    if quantity == "bfa_cos":
+        ticks = (-1.0, -0.5, 0.0, 0.5, 1.0)
+        return _Scale(title, values, -1.0, 1.0, "RdBu", ticks, tuple(f"{tick:g}" for tick in ticks))
+    return _logarithmic(title, values)
+
+
+def _limits(history: History, quantity: str, rows: Sequence[int]) -> tuple[float, ...]:
+    """Low and high over reference, of the layer in the middle, at the last measurement that has any."""
+    for measurement in reversed(history.measurements):
+        if quantity in measurement.bands:
+            band = measurement.bands[quantity][rows]
+            ratios = (band[:, :2] / band[:, 2:]).nanmedian(0).values.tolist()
+            return tuple(ratio for ratio in ratios if math.isfinite(ratio) and ratio > 0)
+    return ()
+
+
+def _against_reference(title: str, ratios: Tensor, limits: tuple[float, ...]) -> _Scale:
+    """Colours by the logarithm to base 2, as far on both sides as the values go, within reason."""
+    shown = ratios.log2()
+    lines = tuple(math.log2(limit) for limit in limits)
+    far = shown[shown.isfinite()].abs().max().item() if shown.isfinite().any() else 0.0
+    reach = max(min(far, FAR), 1.5 * max(map(abs, lines), default=1.0))
+    apart = max(1, round(reach / 3))
+    ticks = tuple(float(k * apart) for k in range(-math.floor(reach / apart), math.floor(reach / apart) + 1))
+    labels = tuple(f"{2**tick:g}" if tick >= 0 else f"1/{2**-tick:g}" for tick in ticks)
+    title = f"{title} over what it should be" + (" (black: the limits)" if lines else "")
+    return _Scale(title, shown, -reach, reach, "RdBu_r", ticks, labels, lines)
+
+
+def _logarithmic(title: str, values: Tensor) -> _Scale:
+    shown = values.log10()  # NaN where negative
+    finite = shown[shown.isfinite()]
+    high = math.ceil(finite.max().item()) if len(finite) else 0
+    low = math.floor(max(finite.min().item(), high - DECADES)) if len(finite) else -1
+    low = min(low, high - 1)
+    ticks = tuple(float(k) for k in range(low, high + 1))
+    return _Scale(title, shown, low, high, "viridis", ticks, tuple(f"{10**tick:g}" for tick in ticks))
+
+
+def _draw(scale: _Scale, shown: Tensor, layers: Sequence[LayerInfo], steps: Sequence[int], outside: set[str]) -> Pixels:
+    """With colours and fonts of matplotlib's, but without its figures, which take thirty times as long."""
+    import matplotlib as mpl
+
+    rows, columns = shown.shape
+    high = min(max(ROW * rows, ROWS_LOW), ROWS_HIGH)
+    named = _named([info.name in outside for info in layers], high // LINE)
+    left = 25 + LETTER * max(len(_short(layers[i].name)) for i in named)
+    right, bottom = WIDTH - BAR, ABOVE + high
+    labels = [_Label(WIDTH / 2, ABOVE / 2, scale.title, size=13)]
+    labels.append(_Label((left + right) / 2, bottom + 33, "optimizer step", size=12))
+    for i in named:
+        y, out = ABOVE + (i + 0.5) * high / rows, layers[i].name in outside
+        labels.append(_Label(left - 10, y, _short(layers[i].name), anchor="rm", bold=out, colour=RED if out else BLACK))
+    for k in sorted({round(k) for k in np.linspace(0, columns - 1, min(TICKS, columns))}):
+        labels.append(_Label(left + (k + 0.5) * (right - left) / columns, bottom + 11, str(steps[k])))
+    for tick, text in zip(scale.ticks, scale.labels, strict=True):
+        labels.append(_Label(right + 48, ABOVE + scale.place(tick) * high, text, anchor="lm"))
+    pixels = _written(labels, bottom + BELOW)
+
+    colours = mpl.colormaps[scale.colours].resampled(LEVELS).with_extremes(bad=NOTHING)
+    share = (shown.clamp(scale.low, scale.high).numpy() - scale.low) / (scale.high - scale.low)  # log 0 is the lowest
+    _fill(pixels, left, right, high, colours(np.ma.masked_invalid(share), bytes=True)[:, :, :3])
+    _fill(pixels, right + 15, right + 40, high, colours(np.linspace(1, 0, 256)[:, None], bytes=True)[:, :, :3])
+    for limit in scale.limits:
+        at = ABOVE + round(scale.place(limit) * high)
+        pixels[at - 1 : at + 1, right + 15 : right + 40] = BLACK
+    for i in (i for i, info in enumerate(layers) if info.name in outside):
+        pixels[ABOVE + i * high // rows : ABOVE + (i + 1) * high // rows, left - 6 : left - 3] = RED
+    return pixels
+
+
+@dataclass(frozen=True)
+class _Label:
+    x: float
+    y: float
+    text: str
+    anchor: str = "mm"
+    size: int = 11
+    bold: bool = False
+    colour: tuple[int, int, int] = BLACK
+
+
+def _written(labels: Sequence[_Label], height: int) -> Pixels:
+    """White, with the labels."""
+    import matplotlib as mpl
+    from PIL import Image, ImageDraw, ImageFont
+
+    image = Image.new("RGB", (WIDTH, height), "white")
+    draw = ImageDraw.Draw(image)
+    folder = Path(mpl.get_data_path(), "fonts", "ttf")
+    kinds = {(label.bold, label.size) for label in labels}
+    names = {True: "DejaVuSans-Bold.ttf", False: "DejaVuSans.ttf"}
+    fonts = {(bold, size): ImageFont.truetype(str(folder / names[bold]), size) for bold, size in kinds}
+    for label in labels:
+        font = fonts[label.bold, label.size]
+        draw.text((label.x, label.y), label.text, fill=label.colour, font=font, anchor=label.anchor)
+    return np.asarray(image) // 17 * 17  # few colours make small files
+
+
+def _fill(pixels: Pixels, left: int, right: int, high: int, colours: Pixels) -> None:
+    """Draw a table of colours, with a frame around it."""
+    down, across = (np.arange(n) * k // n for n, k in zip((high, right - left), colours.shape, strict=False))
+    pixels[ABOVE - 1 : ABOVE + high + 1, left - 1 : right + 1] = BLACK
+    pixels[ABOVE : ABOVE + high, left:right] = colours[down][:, across]
+
+
+def _named(outside: Sequence[bool], room: int) -> list[int]:
+    """Rows whose names are written: thinned out to what there is room for, those that are outside before others.
+
+    Example:
+        >>> _named([False, False, True, False, False, False], 3)
+        [0, 2, 4]
+        >>> _named([False, True, True, False, False, False], 3)
+        [1, 4]
+    """
+    apart = math.ceil(len(outside) / max(room, 1))
+    chosen: list[int] = []
+    for i in [*(i for i, out in enumerate(outside) if out), *range(0, len(outside), apart)]:
+        if all(abs(i - k) >= apart for k in chosen):
+            chosen.append(i)
+    return sorted(chosen)
+
+
+def _short(name: str) -> str:
+    """Its last parts, as many as there is room for.
+
+    Example:
+        >>> _short("head"), _short("transformer.h.11.attn.c_attn")
+        ('head', '…h.11.attn.c_attn')
+    """
+    if len(name) <= NAME:
+        return name
+    _, dot, rest = name.partition(".")
+    cut = rest if dot else name[1 - NAME :]
+    return f"…{cut}" if len(cut) < NAME else _short(cut)

@@ -1,0 +1,196 @@
+"""What people see: a real TensorBoard on two real runs, one that warns of a fault and one that puts it right.
+
+The runs, the network and the server are those of docs/make_screenshots.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "docs"))
+from make_screenshots import RUNS, get, tensorboard, train
+
+from spectral_monitor.reporting import read_measurements
+from spectral_monitor.reporting.panels import HEATMAPS, PANELS
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::spectral_monitor.warnings.SpectralConditionWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+]
+CARDS = "tf-custom-scalar-multi-line-chart-card, tf-custom-scalar-margin-chart-card"
+# What is to be seen in a card, whose parts lie in the shadow trees of several elements.
+DRAWN = """card => {
+    const all = root => [...root.querySelectorAll('*')].flatMap(e => [e, ...(e.shadowRoot ? all(e.shadowRoot) : [])]);
+    const long = e => (e.getAttribute('d') || '').length > 100 && !e.getAttribute('d').includes('NaN');
+    const found = all(card.shadowRoot || card).filter(e => e.tagName === 'path' && long(e));
+    const lines = found.filter(e => e.matches('.line') && getComputedStyle(e).stroke !== 'none');
+    return [lines.length, found.filter(e => e.matches('.area')).length];
+}"""
+TEXT = """card => {
+    const shown = e => getComputedStyle(e).display !== 'none' && !['STYLE', 'SCRIPT', 'TEMPLATE'].includes(e.tagName);
+    const text = node => node.nodeType === Node.TEXT_NODE ? node.textContent
+        : node.nodeType !== Node.ELEMENT_NODE || !shown(node) ? ''
+        : (node.shadowRoot ? within(node.shadowRoot) : '') + within(node);
+    const within = root => [...root.childNodes].map(text).join(' ');
+    return text(card).replace(/\\s+/g, ' ').trim();
+}"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder, and what each run's own file says was measured."""
+    folder = tmp_path_factory.mktemp("tensorboard") / "runs"
+    train(folder, steps=24, every=2, heatmap_every=4)
+    return folder, {name: list(read_measurements(folder / name / "spectral_monitor.jsonl")) for name in RUNS}
+
+
+@pytest.fixture(scope="module")
+def address(chromium, runs):
+    """Chromium comes first: without it nobody looks, and nothing is trained."""
+    with tensorboard(runs[0]) as address:
+        yield address
+
+
+def found(address, run, chart):
+    """Tag -> events of a chart of a run; the request is that of TensorBoard's own page."""
+    if "multiline" in chart:
+        tags = chart["multiline"]["tag"]
+        pattern = "|".join(f"({tag})" for tag in tags) if len(tags) > 1 else tags[0]
+    else:
+        names = [name for series in chart["margin"]["series"] for name in series.values()]
+        pattern = "|".join(f"({re.escape(name)})" for name in names)
+    query = urllib.parse.urlencode({"tag": pattern, "run": run})
+    answer = get(f"{address}/data/plugin/custom_scalars/scalars?{query}")
+    assert answer["regex_valid"], pattern
+    return answer["tag_to_events"]
+
+
+def layout(address):
+    return get(f"{address}/data/plugin/custom_scalars/layout")["category"]
+
+
+def expected_charts(panel, measurements):
+    """Charts of a panel, by what there is to see: quantities, summaries (two of the loss share one), margins."""
+    last = measurements[-1]
+    summaries = {key for key in panel.summaries if any(key in m.summary for m in measurements)}
+    banded = sum(quantity in last.bands for quantity in panel.quantities)
+    return len(panel.quantities) + len(summaries - {"loss_change_predicted"}) + banded
+
+
+def test_every_chart_of_every_question_finds_its_numbers(address, runs):
+    categories = layout(address)
+    assert [category["title"] for category in categories] == [panel.question for panel in PANELS]
+    for category, panel in zip(categories, PANELS, strict=True):
+        assert len(category["chart"]) == expected_charts(panel, runs[1]["watched"])
+        for name, measurements in runs[1].items():
+            shown = {}
+            for chart in category["chart"]:
+                events = found(address, name, chart)
+                assert events, f"{chart['title']!r} finds nothing in {name}"
+                assert all(math.isfinite(value) for tag in events.values() for _, _, value in tag)
+                if "margin" in chart:
+                    (series,) = chart["margin"]["series"]
+                    assert set(events) == set(series.values())
+                    value, *limits = (
+                        [step for _, step, _ in events[series[key]]] for key in ("value", "lower", "upper")
+                    )
+                    assert limits == [value, value]  # else TensorBoard draws nothing
+                else:
+                    shown |= events
+            matrices = {info.name for info in measurements[0].layers if info.role != "vector"}
+            for key in panel.quantities:
+                told = {tag for tag in shown if tag.startswith(f"spectral/{key}/")}
+                assert told == {f"spectral/{key}/{layer}" for layer in matrices}
+                for tag in told:
+                    layer = tag.rpartition("/")[2]
+                    values = {m.step: m.value(key, layer) for m in measurements}
+                    values = {step: value for step, value in values.items() if math.isfinite(value)}
+                    assert {step: value for _, step, value in shown[tag]} == pytest.approx(values, rel=1e-5)
+
+
+def test_the_tab_shows_every_chart_with_its_lines(address, page):
+    page.goto(f"{address}/#custom_scalars")
+    categories = layout(address)
+    charts = {chart["title"]: chart for category in categories for chart in category["chart"]}
+    page.locator(CARDS).nth(len(charts) - 1).wait_for()
+    for panel in PANELS:
+        assert page.get_by_text(panel.question, exact=True).is_visible()
+    for index in range(len(charts)):
+        card = page.locator(CARDS).nth(index)
+        title = card.evaluate("card => card.title")
+        chart = charts.pop(title)
+        margin = "margin" in chart
+        series = len(RUNS) if margin else sum(len(found(address, run, chart)) for run in RUNS)
+        card.get_by_text(f"Matches ({series})").wait_for()
+        card.scroll_into_view_if_needed()
+        # A margin is a line and a shade, every other series a line as it is and one that is smoothed.
+        drawn = [series, series] if margin else [2 * series, 0]
+        page.wait_for_function(
+            f"([card, drawn]) => '' + ({DRAWN})(card) === '' + drawn", arg=[card.element_handle(), drawn]
+        )
+        text = card.evaluate(TEXT)
+        assert text.startswith(title)
+        assert not re.search("invalid|mismatch|missing|no data", text), text
+    assert charts == {}
+    assert page.locator(".no-data-warning").count() == 0
+
+
+def test_pictures_are_loaded_and_to_be_seen(address, page):
+    page.goto(f"{address}/#images")
+    pictures = page.locator("tf-image-loader img")
+    pictures.nth(len(RUNS) * len(HEATMAPS) - 1).wait_for()
+    for index in range(len(RUNS) * len(HEATMAPS)):
+        picture = pictures.nth(index)
+        picture.scroll_into_view_if_needed()
+        assert picture.evaluate("img => img.decode().then(() => [img.naturalWidth, img.naturalHeight])") == [640, 220]
+        box = picture.bounding_box()
+        assert box["width"] > 200
+        assert box["height"] > 50
+    for quantity in HEATMAPS:
+        assert page.get_by_text(f"spectral/heatmap/{quantity}", exact=True).first.is_visible()
+
+
+def test_verdicts_are_to_be_read(address, page, runs):
+    (verdict,) = runs[1]["watched"][-1].verdicts
+    assert (verdict.layer, verdict.cause) == ("net.2", "lr_too_large")
+    page.goto(f"{address}/#text")
+    text = {}
+    for index in range(len(RUNS)):
+        card = page.locator("tf-text-loader").nth(index)
+        card.locator("strong").first.wait_for()
+        name = next(name for name in RUNS if card.get_by_text(name, exact=True).count())
+        text[name] = card.evaluate(TEXT)
+    step = runs[1]["watched"][-1].step
+    assert f"1 of 4 layers outside the spectral condition at step {step}" in text["watched"]
+    assert f"net.2 update_natural {verdict.value:.2g}" in text["watched"]
+    assert verdict.sentence in text["watched"]
+    assert "The correction multiplies" in text["corrected"]
+
+
+def test_settings_and_hyperparameters_are_in_one_row(address, page):
+    columns = [{"hparam": name} for name in ("factor", "spectral/mode", "spectral/condition/band_high")]
+    request = {
+        "experimentName": "",
+        "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
+        "colParams": columns,
+        "startIndex": 0,
+        "sliceSize": 10,
+    }
+    body = json.dumps(request).encode()
+    header = {"Content-Type": "application/json"}
+    rows = get(urllib.request.Request(f"{address}/data/plugin/hparams/session_groups", body, header))["sessionGroups"]
+    told = {row["name"]: row["hparams"] for row in rows}
+    assert {name: (row["factor"], row["spectral/mode"]) for name, row in told.items()} == {
+        name: (30.0, mode) for name, mode in RUNS.items()
+    }
+    page.goto(f"{address}/#hparams")
+    page.get_by_text("spectral/mode").first.wait_for()
+    assert page.get_by_text("factor", exact=True).first.is_visible()

@@ -1,0 +1,175 @@
+"""Tables on a terminal: the same rows as in the plain text, in colour, within the window."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from spectral_monitor import LayerInfo, Measurement, Verdict
+from spectral_monitor.anatomy import dissect
+from spectral_monitor.reporting.console import rendered
+from spectral_monitor.reporting.table import Table, measurement_rows, role_rows
+
+CODES = re.compile(r"\x1b\[[0-9;]*m")
+RED, GREEN = "\x1b[1;31m", "\x1b[1;32m"
+KEYS = ("weight_natural", "update_natural", "update_ratio", "update_stable_rank", "drift_ratio", "feature_change")
+KEYS += ("alignment", "bfa", "contribution")
+NAMES = ("blocks.0.attention.query", "[red]x[/red]", "blocks.1.mlp", "head")
+LAYERS = tuple(LayerInfo(name, "operator", 64, 64, (64, 64)) for name in NAMES)
+SENTENCE = "update 66 times its share: learning rate 100 times that of the other layers; divide it by about 66"
+
+
+def measured(*outside, quantity="update_natural"):
+    verdicts = tuple(Verdict(n, quantity, 9.0, (0.06, 4.0), 66.0, 120, 7, "lr_too_large", SENTENCE) for n in outside)
+    values = {key: torch.arange(4.0) + k for k, key in enumerate(KEYS)}
+    return measurement_rows(Measurement(500, LAYERS, values, {"violations": float(len(outside))}, verdicts))
+
+
+def words(text):
+    return CODES.sub("", text).replace("─", "").split()
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Standard output is taken for a terminal of a given width."""
+    for name in ("NO_COLOR", "TERM", "COLORTERM", "JPY_PARENT_PID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    def of(width):
+        monkeypatch.setenv("COLUMNS", str(width))
+
+    of(400)
+    return of
+
+
+@pytest.mark.parametrize("outside", [(), ("head",), ("blocks.1.mlp", "[red]x[/red]")])
+def test_not_on_a_terminal_it_is_the_plain_text(outside, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    table = measured(*outside)
+    assert rendered(table) == str(table)
+
+
+@pytest.mark.parametrize("outside", [(), ("head",), ("blocks.1.mlp", "[red]x[/red]")])
+def test_the_same_words_in_colour(outside, terminal):
+    table = measured(*outside)
+    assert words(rendered(table)) == words(str(table))
+
+
+def test_what_is_red(terminal):
+    text = rendered(measured("head"))
+    red = re.findall(re.escape(RED) + r"([^\x1b]*)", text)
+    assert [cell.strip() for cell in red] == [
+        "spectral condition, step 500: 1 of 4 layers outside, for 120 steps",
+        "head",
+        "4.00 ^",
+    ]
+    assert GREEN not in text
+
+
+def test_all_inside_is_green_and_what_nobody_judged_neither(terminal):
+    assert re.findall(re.escape(GREEN) + r"([^\x1b]*)", rendered(measured())) == [
+        "spectral condition, step 500: all 4 layers inside"
+    ]
+    assert RED not in rendered(measured())
+    unjudged = rendered(Table("a title", measured().columns))
+    assert RED not in unjudged
+    assert GREEN not in unjudged
+
+
+def test_no_color_is_respected(terminal, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = rendered(measured("head"))
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]", text)
+    assert words(text) == words(str(measured("head")))
+
+
+@pytest.mark.parametrize("width", range(70, 180, 5))
+@pytest.mark.parametrize("outside", [(), ("head", "blocks.1.mlp")])
+def test_it_stays_within_the_window(width, outside, terminal):
+    terminal(width)
+    table = measured(*outside)
+    lines = CODES.sub("", rendered(table)).splitlines()
+    assert max(map(len, lines)) <= width
+    shown = lines[1]
+    gone = " ".join(" ".join(lines).split()).partition("no room for: ")[2]
+    for column in table.columns:
+        assert (column.title in shown) != (column.title in gone), column.title
+    if {column.title for column in table.columns if column.spare} & set(re.split("  +", shown)):
+        assert all(any(line.startswith(name) for line in lines) for name in NAMES)  # none is folded for their sake
+    for title in ("layer", "|W| nat", "|dW| nat", "x median", *(("should be", "what") if outside else ())):
+        assert title in shown
+    if outside:
+        column = [line[shown.index("what") :].strip() for line in lines[3:] if "no room" not in line]
+        assert " ".join(filter(None, column)).startswith(f"{SENTENCE} {SENTENCE}")
+
+
+def test_a_column_with_an_arrow_stays(terminal):
+    terminal(90)
+    assert "BFA deg" not in rendered(measured("head")).partition("no room")[0]
+    text = rendered(measured("head", quantity="bfa"))
+    assert "BFA deg" in text.partition("no room")[0]
+    assert f"{RED}" in text
+
+
+def test_the_role_table(terminal):
+    table = role_rows(dissect(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))))
+    assert words(rendered(table)) == words(str(table))
+    assert "2 matrices and 2 biases and gains are measured" in rendered(table)
+
+
+@pytest.mark.parametrize("module", ["rich", "rich.console", "rich.table"])
+def test_without_rich_it_is_the_plain_text(module, terminal, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    table = measured("head")
+    assert rendered(table) == str(table)
+
+
+def test_a_rich_that_fails_stops_nothing(terminal, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("rich.table.Table.add_row", fails)
+    assert rendered(measured("head")) == str(measured("head"))
+
+
+def test_in_colour_above_a_progress_bar(terminal):
+    """Which has standard output to itself; what goes past it leaves a torn bar behind."""
+    from rich.console import Console
+    from rich.live import Live
+
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=400, _environ={"TERM": "xterm-256color"})
+    with Live("the bar", console=console, redirect_stdout=True, auto_refresh=False):
+        print(rendered(measured("head")))
+    assert f"{RED}head" in file.getvalue()
+    assert words(str(measured("head")))[-1] in file.getvalue()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no pty")
+def test_on_a_real_terminal():
+    import pty
+
+    code = (
+        "from spectral_monitor.reporting.console import rendered\n"
+        "from spectral_monitor.reporting.table import Column, Table\n"
+        "print(rendered(Table('1 outside', (Column('layer', ('head',), text=True),), outside=1)))"
+    )
+    env = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    ours, theirs = pty.openpty()
+    env |= {"TERM": "xterm-256color", "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], stdout=theirs, env=env, timeout=120)
+    os.close(theirs)
+    text = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert done.returncode == 0
+    assert f"{RED}head" in text
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert piped.stdout == "1 outside\nlayer\nhead\n"

@@ -1,0 +1,148 @@
+"""What the verdicts say as Markdown, once it is rendered as TensorBoard renders it."""
+
+from __future__ import annotations
+
+import math
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from tensorboard import plugin_util
+
+from spectral_monitor import LayerInfo, Measurement, Verdict
+from spectral_monitor.reporting.markdown import LISTED, escaped, verdict_markdown
+
+NASTY = [
+    "a|b",
+    "<script>alert(1)</script>",
+    "<em>x</em>",
+    "*x*",
+    "__y__",
+    "`z`",
+    "[l](u)",
+    "&amp;",
+    "w\\_q",
+    "~~q~~",
+    "#1",
+    "e  f",
+]
+
+
+class Cells(HTMLParser):
+    """Rows of all tables, and the text of paragraphs."""
+
+    def __init__(self, markdown):
+        super().__init__(convert_charrefs=True)
+        self.rows, self.paragraphs, self.open = [], [], []
+        self.feed(plugin_util.markdown_to_safe_html(markdown))
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "br":
+            self.handle_data(" ")
+            return
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+        elif tag == "p":
+            self.paragraphs.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open):
+            assert self.open[-1] in ("td", "th"), f"{data!r} is marked up as {self.open[-1]}"
+            self.rows[-1][-1] += data
+        elif "p" in self.open:
+            self.paragraphs[-1] += data
+
+
+def layers(*names, role="operator"):
+    return tuple(LayerInfo(name, role, 64, 64, (64, 64)) for name in names)
+
+
+def verdict(layer, band=(0.06, 4.0), sentence="update 18 times its share; divide its learning rate", steps=120):
+    return Verdict(layer, "update_natural", 9.04, band, 18.0, steps, 7, "lr_too_large", sentence)
+
+
+def read(*verdicts, names=("a", "b", "c"), values=None, bands=None, **summary):
+    summary = summary or {"violations": float(len(verdicts))}
+    measurement = Measurement(500, layers(*names), values or {}, summary, verdicts, bands=bands or {})
+    return Cells(verdict_markdown(measurement))
+
+
+def test_the_answer_comes_first_then_a_row_for_each_verdict():
+    told = read(verdict("c"), verdict("a", (0.0, 4.0), steps=40), verdict("b", (0.06, math.inf), steps=8))
+    assert told.paragraphs == ["3 of 3 layers outside the spectral condition at step 500, for 120 steps."]
+    assert told.rows[1:] == [
+        ["c", "update_natural", "9", "0.06 .. 4", "120 steps", verdict("c").sentence],
+        ["a", "update_natural", "9", "below 4", "40 steps", verdict("c").sentence],
+        ["b", "update_natural", "9", "above 0.06", "8 steps", verdict("c").sentence],
+    ]
+    assert len(told.rows[0]) == 6
+
+
+def test_all_is_well():
+    told = read()
+    assert told.paragraphs == ["All 3 layers inside the spectral condition at step 500."]
+    assert told.rows == []
+
+
+def test_nobody_has_judged():
+    assert read(overhead_ms=3.0).paragraphs == ["3 layers measured at step 500; nobody has judged them."]
+
+
+def test_outside_is_not_called_inside_before_there_is_a_verdict():
+    band = {"update_natural": torch.tensor([[0.5, 2.0, 1.0]] * 3)}
+    for value, many in ((1.9, 0), (2.1, 1), (0.4, 1), (math.nan, 0)):
+        told = read(values={"update_natural": torch.tensor([1.0, value, 1.0])}, bands=band).paragraphs
+        inside = "All 3 layers inside the spectral condition at step 500."
+        passing = "No verdict at step 500: 1 of 3 layers outside the band just now, which counts once it lasts."
+        assert told == [passing if many else inside], value
+
+
+def test_matrices_are_counted_and_vectors_with_a_verdict():
+    some = (*layers("a", "b"), *layers("a.bias", "b.bias", role="vector"))
+    for told, count in (((), "All 2"), ((verdict("b.bias"),), "1 of 3")):
+        measurement = Measurement(5, some, {}, {"violations": 0.0}, told)
+        assert Cells(verdict_markdown(measurement)).paragraphs[0].startswith(f"{count} layers")
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_names_and_sentences_mean_what_they_say(name):
+    told = read(verdict(name, sentence=f"see to {name} first"), names=(name, "b"))
+    shown = " ".join(name.split())
+    assert told.rows[1] == [shown, "update_natural", "9", "0.06 .. 4", "120 steps", f"see to {shown} first"]
+
+
+def test_nothing_is_escaped_that_need_not_be():
+    assert escaped("blocks.3.mlp-1 (x): 1/3 of 2.5e-4!") == "blocks.3.mlp-1 (x): 1/3 of 2.5e-4!"
+
+
+def test_sentences_are_broken_into_lines_between_words():
+    words = " ".join(f"word{i}" for i in range(40))
+    (line,) = [line for line in verdict_markdown(example(words)).splitlines() if line.startswith("| a ")]
+    pieces = line.split(" | ")[-1].removesuffix(" |").split("<br>")
+    assert " ".join(pieces) == words
+    assert 30 < max(map(len, pieces)) <= 40
+
+
+def example(sentence):
+    return Measurement(5, layers("a"), {}, {"violations": 1.0}, (verdict("a", sentence=sentence),))
+
+
+def test_corrected_learning_rates_the_most_changed_first():
+    values = {"lr_multiplier": torch.tensor([0.5, 1.0, 16.0, math.nan, 0.25])}
+    told = read(names=("a", "b", "c", "d", "e"), values=values)
+    assert told.rows == [["layer", "multiplied by"], ["c", "16"], ["e", "0.25"], ["a", "0.5"]]
+    assert "multiplies 3 learning rates" in told.paragraphs[1]
+
+
+def test_no_more_learning_rates_than_one_reads_and_it_is_said_how_many_there_are():
+    count = LISTED + 7
+    values = {"lr_multiplier": torch.arange(2.0, 2.0 + count)}
+    told = read(names=[f"n.{i}" for i in range(count)], values=values)
+    assert [row[0] for row in told.rows[1:]] == [f"n.{i}" for i in range(count - 1, 6, -1)]
+    assert "7 more" in told.paragraphs[-1]

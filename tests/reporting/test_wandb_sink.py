@@ -1,0 +1,271 @@
+"""The W&B sink by itself: panels of a deep model, alerts and how often, runs and measurements of other kinds."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import wandb
+from torch import nn
+from wandb_file import AXIS, RunFile, go_offline, offline_run
+
+from spectral_monitor import LayerInfo, Measurement, SpectralProbe
+from spectral_monitor.condition import Verdict
+from spectral_monitor.reporting import wandb as sink_module
+from spectral_monitor.reporting.history import History
+from spectral_monitor.reporting.wandb import WandbSink
+from spectral_monitor.reporting.wandb_charts import lines
+
+NETWORK = ("loss_change_predicted", "loss_change", "contribution_spread", "final_layer_alignment", "violations")
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path, monkeypatch):
+    go_offline(monkeypatch, tmp_path)
+    yield
+    wandb.finish()
+
+
+# ----------------------------------------------------------------------------------------------------- a hundred layers
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(16, 16) for _ in range(99)), nn.Linear(16, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.relu(layer(x)) / 10
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def deep():
+    """Two measurements of a hundred layers."""
+    torch.manual_seed(0)
+    model, x, y = Deep(), torch.randn(16, 16), torch.randint(4, (16,))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
+    for _ in range(2):
+        with probe.step():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return list(probe.measurements)
+
+
+def verdict(layer, **changed):
+    return replace(
+        Verdict(layer, "update_natural", 0.1, (0.001, 0.01), 50.0, 4, 3, "lr_too_large", "lower it"), **changed
+    )
+
+
+@pytest.mark.parametrize("like_lightning", [True, False])
+def test_a_hundred_layers_make_twenty_panels_at_most(tmp_path, deep, like_lightning):
+    with offline_run(tmp_path, like_lightning) as run:
+        sink = WandbSink(run, heatmap_every=2)
+        sink.write(deep[0])
+        sink.write(replace(deep[1], verdicts=(verdict("layers.7"),), flags={"layers.7": 1.0}))
+        sink.close()
+    file = RunFile(tmp_path)
+    logged = {key for _, key in file.numbers()}
+    assert logged == set(deep[0].scalars()) | set(deep[1].scalars()) | {"spectral/violation/layers.7"}
+    assert len(logged) > 3000
+    panels = file.panels()
+    assert panels - {f"spectral/summary/{key}" for key in NETWORK} == {
+        "spectral/verdicts",
+        "spectral/summary/worst_layer_ratio",
+        *(f"spectral/charts/{key}" for key in ("update_natural", "feature_change", "weight_natural", "alignment")),
+        *(f"spectral/charts/{key}" for key in ("update_stable_rank", "bfa_cos", "lr_multiplier")),
+        *(f"spectral/heatmaps/{key}" for key in ("update_natural", "feature_change", "bfa_cos")),
+    }
+    assert len(panels) + 1 <= 20, "and one for the step"
+    assert not [key for key in file.summary if key.count("/") == 2 and "layers." in key]
+
+
+def test_of_very_many_keys_only_some_are_defined_one_by_one(tmp_path, deep, monkeypatch):
+    monkeypatch.setattr(sink_module, "EXACT", 500)
+    with offline_run(tmp_path) as run:
+        WandbSink(run, heatmap_every=0).write(deep[0])
+    file = RunFile(tmp_path)
+    assert 500 < len(file.metrics) < 550
+    assert file.panels() == {key for _, key in file.numbers() if "/summary/" in key} - {
+        "spectral/summary/overhead_ms",
+        "spectral/summary/skipped_updates",
+    }
+
+
+def test_of_many_layers_kinds_are_drawn_and_those_outside():
+    layers = tuple(LayerInfo(f"net.{i}", "operator", 8, 8, (8, 8)) for i in range(19))
+    history = History()
+    for step, last in ((5, 8.0), (10, 0.0)):
+        values = {
+            "update_natural": torch.tensor([2.0] * 9 + [8.0] * 9 + [last]),
+            "bfa_cos": torch.tensor([-0.5] * 9 + [0.5] * 9 + [0.19]),
+            "alignment": torch.tensor([math.nan] * 18 + [0.25]),
+        }
+        history.add(Measurement(step, layers, values, {}, verdicts=(verdict("net.18"), verdict("net.3"))))
+    rows = range(19)
+    drawn = lines(history, "update_natural", rows)
+    assert list(drawn) == ["net.* (mean of 19)", "net.18", "net.3"]
+    assert drawn["net.* (mean of 19)"] == [(5, pytest.approx((2**9 * 8**10) ** (1 / 19), rel=1e-5)), (10, 0.0)]
+    assert drawn["net.18"] == [(5, 8.0), (10, 0.0)]
+    assert drawn["net.3"] == [(5, 2.0), (10, 2.0)]
+    assert lines(history, "bfa_cos", rows)["net.* (mean of 19)"] == [(5, 0.01), (10, 0.01)]
+    assert lines(history, "alignment", rows) == {"net.18": [(5, 0.25), (10, 0.25)]}
+    assert list(lines(history, "update_natural", range(16))) == [f"net.{i}" for i in range(16)]
+    assert lines(history, "feature_change", rows) == {}
+
+
+# --------------------------------------------------------------------------------------------------------------- alerts
+
+
+def measured(step, *outside, layers=("a", "b", "c")):
+    infos = tuple(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in layers)
+    values = {key: torch.full((len(layers),), 0.5) for key in ("weight_natural", "update_natural", "lr")}
+    verdicts = tuple(verdict(layer) for layer in outside)
+    return Measurement(step, infos, values, {"violations": float(len(outside))}, verdicts)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds, as the sink sees them."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(sink_module, "monotonic", lambda: now.seconds)
+    return now
+
+
+def told(file):
+    return [(alert.level, alert.title.removeprefix("Spectral condition: ")) for alert in file.alerts]
+
+
+def test_layers_that_begin_together_are_one_alert_and_so_are_those_that_end(tmp_path):
+    with offline_run(tmp_path) as run:
+        sink = WandbSink(run)
+        for step, outside in enumerate(["", "abc", "abc", "b", "b", ""]):
+            sink.write(measured(step, *outside))
+    file = RunFile(tmp_path)
+    assert told(file) == [
+        ("WARN", "a and 2 more outside"),
+        ("INFO", "a and 1 more in order again"),
+        ("INFO", "b in order again"),
+    ]
+    assert file.alerts[0].text == "\n".join(["Step 1, outside:", *(str(verdict(layer)) for layer in "abc")])
+    assert file.alerts[1].text == "Step 3, in order again:\na, c"
+
+
+def test_a_layer_that_comes_and_goes_is_told_of_every_ten_minutes(tmp_path, clock):
+    with offline_run(tmp_path) as run:
+        sink = WandbSink(run, heatmap_every=0)
+        for step in range(100):  # half a minute each
+            clock.seconds = 30.0 * step
+            sink.write(measured(step, *("a" if step % 2 else "")))
+    begun = [alert for alert in RunFile(tmp_path).alerts if alert.level == "WARN"]
+    assert [alert.text.split(",")[0] for alert in begun] == [f"Step {step}" for step in range(1, 100, 20)]
+    assert len(told(RunFile(tmp_path))) == 2 * len(begun), "of each it is said that it is over"
+
+
+def test_a_run_sends_thirty_alerts_at_most(tmp_path):
+    names = tuple(f"block.{i}" for i in range(40))
+    with offline_run(tmp_path) as run:
+        sink = WandbSink(run, heatmap_every=0)
+        for step, name in enumerate(names):
+            sink.write(measured(step, name, layers=names))
+    alerts = RunFile(tmp_path).alerts
+    assert len(alerts) == 30
+    assert ["No more alerts" in alert.text for alert in alerts] == [False] * 29 + [True]
+
+
+def test_titles_are_short_enough_and_texts_not_endless(tmp_path):
+    names = tuple(f"model.{'deep.' * 20}{i}" for i in range(40))
+    with offline_run(tmp_path) as run:
+        WandbSink(run).write(measured(1, *names, layers=names))
+    (alert,) = RunFile(tmp_path).alerts
+    assert len(alert.title) < 64
+    assert alert.title.endswith("deep.0 and 39 more outside")
+    assert alert.text.endswith("\nand 30 more")
+    assert len(alert.text.splitlines()) == 12
+
+
+# ------------------------------------------------------------------------------------------------ other runs and errors
+
+
+def test_most_is_of_the_whole_run_also_when_it_is_gone_on_with(tmp_path):
+    with offline_run(tmp_path) as run:
+        run.summary["spectral/violations_most"] = 2
+        sink = WandbSink(run)
+        sink.write(measured(1, "a"))
+        assert (run.summary["spectral/violations"], run.summary["spectral/violations_most"]) == (1, 2)
+        assert run.summary["spectral/violating_layers"] == "a"
+        sink.write(measured(2, "a", "b", "c"))
+        assert run.summary["spectral/violations_most"] == 3
+        assert run.summary["spectral/violating_layers"] == "a, b, c"
+
+
+def test_the_end_says_how_far_it_has_come(tmp_path):
+    """A violation that goes on is in the table as it is in the end; nothing is shown twice, nothing without reason."""
+    with offline_run(tmp_path) as run:
+        sink = WandbSink(run, heatmap_every=0)
+        sink.close()
+        sink.write(measured(1))
+        sink.write(measured(2, "a"))
+        sink.write(replace(measured(3), verdicts=(verdict("a", steps=99),)))
+        sink.close()
+        sink.close()
+    file = RunFile(tmp_path)
+    tables = file.media("spectral/verdicts")
+    assert {step: table["spectral/verdicts"]["data"][0][7] for step, table in tables.items()} == {2: 4, 3: 99}
+    assert [row[AXIS] for row in file.rows] == [1, 2, 3, 3]
+    assert not [key for row in file.rows for key in row if key.startswith(("spectral/charts", "spectral/heatmaps"))]
+    assert [a.type for a in file.artifacts].count("spectral-profile") == 1
+
+
+def test_too_little_for_a_profile_is_no_error(tmp_path):
+    with offline_run(tmp_path) as run:
+        sink = WandbSink(run)
+        sink.write(replace(measured(1), values={"weight_natural": torch.ones(3)}))
+        sink.close()
+    file = RunFile(tmp_path)
+    assert len(file.rows) == 2
+    assert not [a for a in file.artifacts if a.type == "spectral-profile"]
+
+
+def test_numbers_are_logged_even_if_charts_fail(tmp_path, monkeypatch):
+    def broken(history):
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(sink_module, "pictures", broken)
+    with offline_run(tmp_path) as run:
+        sink = WandbSink(run, heatmap_every=1)
+        with pytest.raises(MemoryError, match="too large"):
+            sink.write(measured(1))
+    (row,) = RunFile(tmp_path).rows
+    assert {key: row[key] for key in measured(1).scalars()} == measured(1).scalars()
+    assert "spectral/charts/update_natural_table" in row
+
+
+def test_a_disabled_run_takes_everything(tmp_path):
+    run = wandb.init(mode="disabled")
+    sink = WandbSink(run, {"mode": "warn"}, heatmap_every=1)
+    for step in (1, 2):
+        sink.write(measured(step, "a"))
+    sink.close()
+    run.finish()
+
+
+def test_random_numbers_are_left_alone(tmp_path):
+    def states():
+        numpy = np.random.get_state()[1].tolist()  # noqa: NPY002
+        return random.getstate(), numpy, torch.get_rng_state().tolist()
+
+    with offline_run(tmp_path) as run:
+        sink, before = WandbSink(run, heatmap_every=1), states()
+        sink.write(measured(1, "a"))
+        sink.close()
+        assert states() == before

@@ -1,0 +1,212 @@
+"""The command ``spectral-monitor``: what it prints, and one clear sentence where it cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import spectral_monitor
+from spectral_monitor import LayerInfo, Measurement, Verdict
+from spectral_monitor.cli import main
+from spectral_monitor.reporting import JSONLinesSink
+
+LAYERS = tuple(LayerInfo(name, "operator", 64, 64, (64, 64)) for name in ("first", "middle", "last"))
+OTHERS = (LayerInfo("other", "operator", 32, 32, (32, 32)),)
+FILE = "spectral_monitor.jsonl"
+
+
+def measured(step, factor=1.0, layers=LAYERS):
+    values = torch.linspace(0.1, 0.3, len(layers)) * factor
+    verdict = Verdict(layers[0].name, "update_natural", 0.1, (0.2, 0.4), 0.1, step, 3, "unknown", "look at it")
+    return Measurement(step, layers, {"update_natural": values}, {"violations": 1.0}, (verdict,))
+
+
+def logged(path, *measurements):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sink = JSONLinesSink(path)
+    for measurement in measurements:
+        sink.write(measurement)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path):
+    logged(tmp_path / "runs" / "version_0" / FILE, *(measured(step, factor=step) for step in (10, 20, 30)))
+    return tmp_path / "runs" / "version_0"
+
+
+def fails(arguments, capsys):
+    """The one sentence on stderr."""
+    assert main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("spectral-monitor: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_show_prints_the_last_table(run, capsys):
+    assert main(["show", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert out == measured(30, factor=30).table() + "\n"
+    assert err == ""
+    assert main(["show", str(run / FILE)]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_show_a_step(run, capsys):
+    assert main(["show", str(run), "--step", "20"]) == 0
+    assert capsys.readouterr().out == measured(20, factor=20).table() + "\n"
+
+
+def test_a_step_that_was_not_measured(run, capsys):
+    err = fails(["show", run, "--step", "22"], capsys)
+    assert "step 22 was not measured; 3 steps were, from 10 to 30, nearest 20 and 30" in err
+
+
+def test_of_several_runs_the_newest(run, capsys):
+    old = logged(run.parent / "version_1" / FILE, measured(99))
+    logged(run.parent / "deep" / "er" / FILE, measured(77))
+    for age, path in enumerate((run / FILE, old, run.parent / "deep" / "er" / FILE)):
+        os.utime(path, (1_000_000 - age, 1_000_000 - age))
+    assert main(["show", str(run.parent)]) == 0
+    out, err = capsys.readouterr()
+    assert out == measured(30, factor=30).table() + "\n"
+    assert f"{run / FILE}, the newest; there are 2 other runs in {run.parent}" in err
+    os.utime(old)
+    assert main(["show", str(run.parent)]) == 0
+    assert "step 99" in capsys.readouterr().out
+
+
+def test_a_resumed_run(run, capsys):
+    logged(run / FILE, measured(20, factor=7), measured(25, factor=8))
+    assert main(["show", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert out == measured(25, factor=8).table() + "\n"
+    assert "2 measurements were taken again after a resumption; the later ones are shown." in err
+    assert main(["show", str(run), "--step", "20"]) == 0
+    assert capsys.readouterr().out == measured(20, factor=7).table() + "\n"
+    assert main(["show", str(run), "--step", "30"]) == 2
+    assert "step 30 was not measured; 3 steps were, from 10 to 25, nearest 20 and 25" in capsys.readouterr().err
+
+
+def test_a_run_with_other_layers_after_it(run, capsys):
+    logged(run / FILE, measured(10, layers=OTHERS), measured(20, layers=OTHERS))
+    assert main(["show", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert out == measured(20, layers=OTHERS).table() + "\n"
+    assert "3 earlier measurements are of other layers and left out." in err
+
+
+def test_a_file_that_is_being_written(run, capsys):
+    with (run / FILE).open("a") as file:
+        file.write('{"step":40,"summary":{"viol')
+    assert main(["show", str(run)]) == 0
+    assert capsys.readouterr().out == measured(30, factor=30).table() + "\n"
+
+
+def header(run):
+    return (run / FILE).read_bytes().splitlines(keepends=True)[0]
+
+
+BROKEN = {
+    "empty": lambda run: b"",
+    "another text": lambda run: b"hello\nworld\n",
+    "another text of one line": lambda run: b"hello",
+    "other JSON": lambda run: b'{"a": 1}\n{"b": 2}\n',
+    "a list": lambda run: b"[1, 2]\n[3]\n",
+    "binary": lambda run: bytes(range(256)) * 100,
+    "layers only": header,
+    "cut short in the layers": lambda run: header(run)[:-20],
+    "cut short in the first measurement": lambda run: (run / FILE).read_bytes()[: len(header(run)) + 50],
+    "another version": lambda run: header(run).replace(b'"version":1', b'"version":99') + b"{}\n",
+    "a line torn in the middle": lambda run: (run / FILE).read_bytes().replace(b"\n", b'\n{"step":1,\n', 1),
+    "too few values": lambda run: (run / FILE).read_bytes().replace(b'"values":{"', b'"values":{"x":[1],"'),
+}
+
+
+@pytest.mark.parametrize("command", ["show", "report"])
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_file_that_cannot_be_read(kind, command, run, capsys):
+    (run / FILE).write_bytes(BROKEN[kind](run))
+    err = fails([command, run], capsys)
+    assert str(run / FILE) in err
+    assert "give the folder of a run that SpectralMonitor has logged" in err
+
+
+@pytest.mark.parametrize("command", ["show", "report"])
+def test_a_folder_without_a_run(command, tmp_path, capsys):
+    (tmp_path / "something.jsonl").write_text("{}\n")
+    err = fails([command, tmp_path], capsys)
+    assert f"no {FILE} in {str(tmp_path)!r} or its folders" in err
+    assert "give the folder of a run" in err
+    assert f"no file or folder {str(tmp_path / 'nowhere')!r}" in fails([command, tmp_path / "nowhere"], capsys)
+
+
+def test_report_writes_a_page(run, tmp_path, capsys):
+    target = tmp_path / "a page.html"
+    assert main(["report", str(run), "-o", str(target)]) == 0
+    out, err = capsys.readouterr()
+    size = target.stat().st_size / 1e6
+    assert out == f"wrote {target} ({size:.1f} MB); open it in a browser\n"
+    assert err == ""
+    page = target.read_text(encoding="utf-8")
+    assert "1 of 3 layers is outside the spectral condition" in page
+    assert str(tmp_path) not in page
+
+
+def test_where_a_page_cannot_go(run, tmp_path, capsys):
+    for place in (tmp_path, tmp_path / "nowhere" / "page.html"):
+        assert f"cannot write {str(place)!r}" in fails(["report", run, "-o", place], capsys)
+
+
+def test_report_says_what_to_install(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert 'needs plotly: pip install "spectral-monitor[plots]"' in fails(["report", run, "-o", tmp_path / "x"], capsys)
+    assert main(["show", str(run)]) == 0
+
+
+def test_a_large_file_is_announced(run, capsys, monkeypatch):
+    monkeypatch.setattr("spectral_monitor.cli.LARGE", 100)
+    assert main(["show", str(run)]) == 0
+    assert re.search(r"has \d+ MB, that takes a moment", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["show", "--help"], ["report", "--help"]])
+def test_help_has_an_example(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    out = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert re.search(r"example.*spectral-monitor (show|report) lightning_logs", out, re.DOTALL)
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["show"], ["show", ".", "--step", "three"]])
+def test_wrong_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: spectral-monitor")
+
+
+def test_it_is_installed_and_knows_its_version():
+    command = Path(sys.executable).with_name("spectral-monitor")
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"spectral-monitor {spectral_monitor.__version__}\n")
+
+
+def test_a_reader_that_has_had_enough(run):
+    command = [Path(sys.executable).with_name("spectral-monitor"), "show", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=120) == 0
+    assert err == ""
