@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 
 import lightning.pytorch as pl
+import logging_cost
 import torch
 from char_transformer import CharTransformer, loader, read_text
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
@@ -127,6 +128,7 @@ def main() -> None:
         report(tier, *measure(tier, args))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
     print(f"\n{platform.platform()}, {device}, torch {torch.__version__}, precision {args.precision}")
+    logging_cost.report()
 
 
 if __name__ == "__main__":

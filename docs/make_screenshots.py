@@ -3,7 +3,7 @@
     python docs/make_screenshots.py
 
 The fault: one layer has 30 times the learning rate of the others. There are two runs, one that only warns and one that
-puts it right. It takes two minutes, and needs playwright and Chromium.
+puts it right. It takes a minute, and needs playwright and Chromium.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import lightning as L
 import torch
@@ -59,16 +60,14 @@ class Fault(Digits):
         )
 
 
-def train(logdir: Path, steps: int, every: int, heatmap_every: int) -> dict[str, SpectralMonitor]:
+def train(logdir: Path, steps: int, every: int, heatmap_every: int) -> None:
     """Both runs, each in a folder of its name."""
-    monitors = {}
     for name, mode in RUNS.items():
         L.seed_everything(0, verbose=False)
-        monitors[name] = SpectralMonitor(every, mode=mode, heatmap_every=heatmap_every)
         trainer = L.Trainer(
             max_steps=steps,
             logger=TensorBoardLogger(logdir, name=name, version=""),
-            callbacks=[monitors[name]],
+            callbacks=[SpectralMonitor(every, mode=mode, heatmap_every=heatmap_every)],
             accelerator="cpu",
             devices=1,
             limit_val_batches=0,
@@ -78,7 +77,6 @@ def train(logdir: Path, steps: int, every: int, heatmap_every: int) -> dict[str,
             enable_progress_bar=False,
         )
         trainer.fit(Fault(), *loaders(100))
-    return monitors
 
 
 def get(address: str | urllib.request.Request) -> Any:
@@ -87,8 +85,8 @@ def get(address: str | urllib.request.Request) -> Any:
 
 
 @contextmanager
-def tensorboard(logdir: Path, deadline: float = 60.0) -> Iterator[str]:
-    """The address of a TensorBoard that has read both runs.
+def tensorboard(logdir: Path, steps: int, deadline: float = 60.0) -> Iterator[str]:
+    """The address of a TensorBoard that has read both runs to their last step.
 
     Raises:
         TimeoutError: it does not answer in time, or not with the runs.
@@ -102,7 +100,7 @@ def tensorboard(logdir: Path, deadline: float = 60.0) -> Iterator[str]:
     with tempfile.TemporaryFile() as said, subprocess.Popen(command, cwd=logdir.parent, stderr=said) as server:
         try:
             end = time.monotonic() + deadline
-            while not ready(address):
+            while not ready(address, steps):
                 if time.monotonic() > end or server.poll() is not None:
                     said.seek(0)
                     raise TimeoutError(f"TensorBoard has not shown the runs: {said.read().decode()}")
@@ -112,13 +110,14 @@ def tensorboard(logdir: Path, deadline: float = 60.0) -> Iterator[str]:
             server.terminate()
 
 
-def ready(address: str) -> bool:
+def ready(address: str, steps: int) -> bool:
     """Whether it has read both runs to their end, where the last pictures are."""
+    queries = [urlencode({"run": name, "tag": "spectral/heatmap/bfa_cos", "sample": 0}) for name in RUNS]
     try:
-        tags = get(f"{address}/data/plugin/images/tags")
+        pictures = [get(f"{address}/data/plugin/images/images?{query}") for query in queries]
     except OSError:
         return False
-    return all(len(tags.get(name, {})) == 3 for name in RUNS)
+    return all(of_run and of_run[-1]["step"] == steps for of_run in pictures)
 
 
 def capture(page: Any, name: str, bottom: float) -> None:
@@ -202,7 +201,7 @@ def main() -> None:
     plain()
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder) / "runs", steps=120, every=4, heatmap_every=10)
-        with tensorboard(Path(folder) / "runs") as address, sync_playwright() as tool:
+        with tensorboard(Path(folder) / "runs", 120) as address, sync_playwright() as tool:
             browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             for draw in (panels, pictures, verdicts):
                 draw(browser.new_page(viewport={"width": 1240, "height": 1500}), address)

@@ -20,18 +20,19 @@ LISTED = 20
 
 
 def verdict_markdown(measurement: Measurement) -> str:
-    """The verdicts of a measurement, and the learning rates a correction has multiplied, as Markdown.
+    r"""The verdicts of a measurement, and the learning rates a correction has multiplied, as Markdown.
 
     Example:
         >>> from spectral_monitor import LayerInfo
         >>> layers = (LayerInfo("a", "operator", 8, 8, (8, 8)), LayerInfo("b_", "operator", 8, 8, (8, 8)))
         >>> told = Verdict("b_", "update_natural", 0.4, (0.01, 0.16), 10.0, 40, 5, "lr_too_large", "divide it by 10")
-        >>> print(verdict_markdown(Measurement(50, layers, {}, {"violations": 1.0}, (told,))))
+        >>> answer, table = verdict_markdown(Measurement(50, layers, {}, {"violations": 1.0}, (told,))).split("\n\n")
+        >>> print(answer)
         **1 of 2 layers outside** the spectral condition at step 50, for 40 steps.
-        <BLANKLINE>
+        >>> print(table)
         | layer | quantity | value | should be | for | likely cause, and what to do |
         |---|---|---|---|---|---|
-        | b\\_ | update\\_natural | 0.4 | 0.01 .. 0.16 | 40 steps | divide it by 10 |
+        | b\_ | update\_natural | 0.4 | 0.01 .. 0.16 | 40 steps | divide it by 10 |
     """
     parts = [_headline(measurement)]
     if measurement.verdicts:

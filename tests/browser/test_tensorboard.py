@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::spectral_monitor.warnings.SpectralConditionWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
 ]
+STEPS = 24
 CARDS = "tf-custom-scalar-multi-line-chart-card, tf-custom-scalar-margin-chart-card"
 # What is to be seen in a card, whose parts lie in the shadow trees of several elements.
 DRAWN = """card => {
@@ -48,14 +49,14 @@ TEXT = """card => {
 def runs(tmp_path_factory):
     """The folder, and what each run's own file says was measured."""
     folder = tmp_path_factory.mktemp("tensorboard") / "runs"
-    train(folder, steps=24, every=2, heatmap_every=4)
+    train(folder, STEPS, every=2, heatmap_every=4)
     return folder, {name: list(read_measurements(folder / name / "spectral_monitor.jsonl")) for name in RUNS}
 
 
 @pytest.fixture(scope="module")
 def address(chromium, runs):
     """Chromium comes first: without it nobody looks, and nothing is trained."""
-    with tensorboard(runs[0]) as address:
+    with tensorboard(runs[0], STEPS) as address:
         yield address
 
 
@@ -129,6 +130,7 @@ def test_the_tab_shows_every_chart_with_its_lines(address, page):
         chart = charts.pop(title)
         margin = "margin" in chart
         series = len(RUNS) if margin else sum(len(found(address, run, chart)) for run in RUNS)
+        assert series, f"there is nothing in {title!r}"
         card.get_by_text(f"Matches ({series})").wait_for()
         card.scroll_into_view_if_needed()
         # A margin is a line and a shade, every other series a line as it is and one that is smoothed.
@@ -168,8 +170,7 @@ def test_verdicts_are_to_be_read(address, page, runs):
         card.locator("strong").first.wait_for()
         name = next(name for name in RUNS if card.get_by_text(name, exact=True).count())
         text[name] = card.evaluate(TEXT)
-    step = runs[1]["watched"][-1].step
-    assert f"1 of 4 layers outside the spectral condition at step {step}" in text["watched"]
+    assert f"1 of 4 layers outside the spectral condition at step {STEPS}" in text["watched"]
     assert f"net.2 update_natural {verdict.value:.2g}" in text["watched"]
     assert verdict.sentence in text["watched"]
     assert "The correction multiplies" in text["corrected"]
