@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # before examples, where there is a repair.py too
 
 from faults import FAULTS, begin
 from repair import final_loss, healthy_loss
