@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--lr", type=float, default=1e-3, help="of the rule for SGD")
-    parser.add_argument("--natural-lr", type=float, default=0.06, help="of the corrector, in natural units")
+    parser.add_argument("--natural-lr", type=float, default=0.12, help="of the corrector, in natural units")
     parser.add_argument("--epochs", type=int, default=4)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
