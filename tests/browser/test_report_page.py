@@ -134,6 +134,7 @@ def test_a_heat_map_has_the_colours_of_its_values(plain):
     assert 10 < int((measured > 0.55).sum()) < 60
 
 
+@pytest.mark.slow
 def test_the_mouse_shows_layer_step_and_value(plain):
     dots = plain.locator("#overview-figure .scatterlayer .point")
     dots.nth(2).hover(force=True)
@@ -143,6 +144,7 @@ def test_the_mouse_shows_layer_step_and_value(plain):
     expect(shown).to_contain_text(f"update_natural {last[2]:.2f}, {last[2] / 0.5:.2f} x its share")
 
 
+@pytest.mark.slow
 def test_the_mouse_names_rows_of_a_heat_map(page, tmp_path):
     names = [f"a.very.long.name.of.a.layer.in.a.deep.network.{k}" for k in range(4)]
     write_report(run_of(names), tmp_path / "report.html")
@@ -159,6 +161,7 @@ def test_the_mouse_names_rows_of_a_heat_map(page, tmp_path):
     assert seen.nothing(), seen
 
 
+@pytest.mark.slow
 def test_the_legend_hides_a_layer_in_both_charts(plain):
     item = plain.locator("#panel-0 .legend .traces", has_text="blocks.2")
     lines = plain.locator("#panel-0 .scatterlayer .js-line")
@@ -167,6 +170,7 @@ def test_the_legend_hides_a_layer_in_both_charts(plain):
     expect(lines).to_have_count(before - 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_can_be_read_by_day_and_by_night(scheme, page, tmp_path):
     write_report(run_of(PLAIN), tmp_path / "report.html")
@@ -202,6 +206,7 @@ def light(element, what):
     return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
+@pytest.mark.slow
 def test_wide_tables_and_pictures_do_not_widen_the_page(plain):
     for width in (1400, 900, 420):
         plain.set_viewport_size({"width": width, "height": 900})
@@ -256,6 +261,7 @@ def unescaped(monkeypatch, part):
         unescaped(monkeypatch, "figures")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["html", "figures", "script"])
 def test_harm_would_be_noticed(part, page, tmp_path, monkeypatch):
     unescaped(monkeypatch, part)
@@ -267,6 +273,7 @@ def test_harm_would_be_noticed(part, page, tmp_path, monkeypatch):
     assert harm(page, seen)
 
 
+@pytest.mark.slow
 def test_the_policy_keeps_out_what_escaping_would_have_let_in(page, tmp_path, monkeypatch):
     """A second line of defence: even what is written into the page does not run and loads nothing."""
     unescaped(monkeypatch, "html")
@@ -278,6 +285,7 @@ def test_the_policy_keeps_out_what_escaping_would_have_let_in(page, tmp_path, mo
     assert any("Content Security Policy" in error for error in seen.errors)
 
 
+@pytest.mark.slow
 def test_a_deep_network_is_legible(page, tmp_path):
     names = ["pixels", *(f"blocks.{i}.{part}" for i in range(49) for part in ("up", "down")), "head"]
     write_report(run_of(names, steps=4), tmp_path / "report.html")

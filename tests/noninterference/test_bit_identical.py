@@ -27,7 +27,7 @@ from recorder import (
     of_optimizer,
     of_random,
 )
-from spectral_monitor.callbacks import again
+from spectral_monitor.callbacks import again, logs
 from spectral_monitor.callbacks import monitor as callback
 from torch import optim
 from torch.nn import functional as nnf
@@ -290,8 +290,8 @@ def scaled(self, i, call, gradient):
     return gradient * 1.0001
 
 
-def logs_itself(trainer, measurement, warn):
-    trainer.lightning_module.log("spectral", 1.0)
+def logs_itself(self, trainer):
+    self.write = lambda measurement: trainer.lightning_module.log("spectral", 1.0)
 
 
 def measure_early(self, trainer, module, loss):
@@ -332,7 +332,7 @@ NAIVE = {
     "hooks left": ("mlp", features.FeatureCapture, "disarm", features.FeatureCapture._reset, {"hooks"}),
     "optimizer hooks left": ("mlp", optimizer.OptimizerCapture, "disarm", unchanged, {"hooks"}),
     "hook changes gradients": ("mlp", features.FeatureCapture, "_gradient", scaled, {"grad"}),
-    "logs through the module": ("mlp", callback, "send", logs_itself, {"log"}),
+    "logs through the module": ("mlp", logs.Reports, "begin", logs_itself, {"log"}),
 }
 
 
