@@ -137,6 +137,8 @@ def plot(results: Results, path: Path) -> None:
             axis.tick_params(labelsize=7)
             if axis.lines:
                 axis.legend(fontsize=7)
+            else:
+                axis.set_visible(False)
         row[0].set_ylabel("training loss at the end", fontsize=8)
     figure.savefig(path, dpi=110)
 
