@@ -2,7 +2,8 @@
 
     python examples/quickstart.py
 
-It ends with a table of all layers and the command that opens TensorBoard on what was logged. Works unchanged on a GPU.
+It ends with a table of all layers and the commands that show what was logged, in TensorBoard or as a page of HTML.
+Works unchanged on a GPU.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ def main() -> None:
     trainer.fit(Digits(args.width, args.lr), *loaders(args.batch_size))
 
     print(f"validation accuracy {trainer.callback_metrics['val_accuracy']:.3f}")
-    tensorboard = os.path.join(os.path.dirname(os.path.relpath(sys.executable)), "tensorboard")
-    print(f"\nSee it:  {tensorboard} --logdir {args.logdir}")
+    commands = os.path.dirname(os.path.relpath(sys.executable))
+    print(f"\nSee it:  {os.path.join(commands, 'tensorboard')} --logdir {args.logdir}    (tab Custom Scalars)")
+    print(f"     or  {os.path.join(commands, 'spectral-monitor')} report {logger.log_dir} -o report.html")
 
 
 if __name__ == "__main__":
