@@ -84,6 +84,7 @@ def battery(**selection):
 # --- the claim: within 1 %, inside the bounds, always
 
 
+@pytest.mark.slow
 def test_every_norm_of_the_battery_is_within_one_percent_and_bounds_hold():
     count, families, found = battery()
     assert found == []

@@ -51,6 +51,7 @@ def rms(x):
     return math.sqrt((x.numpy() ** 2).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", BETA)
 def test_table_of_angles(beta):
     mean = np.mean([[step.at("bfa", node) for node in NODES] for step in draws(beta)], axis=0)

@@ -13,6 +13,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("training.py")
 EPOCH = 6
+pytestmark = pytest.mark.slow
 
 
 def run(mode, folder):
