@@ -36,7 +36,8 @@ def logged(path, *measurements):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a report that is written by mistake is not left in the repository
     logged(tmp_path / "runs" / "version_0" / FILE, *(measured(step, factor=step) for step in (10, 20, 30)))
     return tmp_path / "runs" / "version_0"
 
