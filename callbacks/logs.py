@@ -15,7 +15,7 @@ from spectral_monitor.callbacks.status import StatusLine, status
 
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.jsonlines import RUN_FILE, JSONLinesSink
-from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks, need_room
+from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks, is_remote, need_room
 from spectral_monitor.reporting.tensorboard import TensorBoardSink, can_write_to
 from spectral_monitor.reporting.wandb import WandbSink
 from spectral_monitor.warnings import SpectralConditionWarning, Warner
@@ -131,10 +131,11 @@ class Reports:
 
 
 def _folder(logger: Logger) -> Path | None:
-    """Where a logger keeps what belongs to one run; Lightning keeps its checkpoints there too."""
+    """Where a logger keeps what belongs to one run, on this machine; Lightning keeps its checkpoints there too."""
     if isinstance(logger, TensorBoardLogger | CSVLogger):
-        return Path(logger.log_dir)
-    if not isinstance(logger.save_dir, str | os.PathLike) or logger.version is None:
+        return None if is_remote(logger.log_dir) else Path(logger.log_dir)
+    folder = logger.save_dir
+    if not isinstance(folder, str | os.PathLike) or is_remote(folder) or logger.version is None:
         return None
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return Path(logger.save_dir) / str(logger.name) / version
+    return Path(folder) / str(logger.name) / version

@@ -37,9 +37,12 @@ class Oversight:
         self._judge = Judge(condition, kinds, tied)
         self._flagged: set[str] = set()
         self._corrector = None
+        self._expected: dict[str, float] = {}
         if correction is not None:
             self._corrector = Corrector(correction, engine.layers, optimizers)
             engine.multipliers = self._corrector.by_layer()
+            if condition.reference == "balance":  # a profile, or the theory, has a reference for every layer
+                self._expected = self._corrector.expected
 
     @property
     def multipliers(self) -> dict[str, float]:
@@ -103,8 +106,7 @@ class Oversight:
 
     def _verdicts(self, measurement: Measurement) -> tuple[Verdict, ...]:
         """What a correction makes larger on purpose is held against others by what it would be without."""
-        expected = {} if self._corrector is None else self._corrector.expected
-        key = "update_natural"
+        expected, key = self._expected, "update_natural"
         if not expected or key not in measurement.values:
             return self._judge.judge(measurement)
         shares = torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers])
@@ -120,9 +122,8 @@ class Oversight:
         """Where layers should be, those that a correction makes larger on purpose included."""
         names = [info.name for info in measurement.layers]
         found, key = bands(self._judge.findings, names), "update_natural"
-        expected = {} if self._corrector is None else self._corrector.expected
-        if key in found and expected:
-            found[key] = found[key] * torch.tensor([[expected.get(name, 1.0)] for name in names])
+        if key in found and self._expected:
+            found[key] = found[key] * torch.tensor([[self._expected.get(name, 1.0)] for name in names])
         return found
 
     def state_dict(self) -> dict[str, Any]:

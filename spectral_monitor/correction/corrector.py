@@ -197,9 +197,7 @@ class Corrector:
         """What a layer's update is; NaN if it says nothing: none, NaN, no gradient behind it, or only rounding."""
         keys = (quantity, "update_fro", "weight_fro", "contribution", "lr")
         value, update, weight, contribution, lr = (float(measurement.values[key][i]) for key in keys)
-        rounding = (
-            torch.finfo(self._layers[i].sources[0].dtype).eps * weight
-        )  # NaN, so no obstacle, for biases and gains
+        rounding = torch.finfo(self._layers[i].sources[0].dtype).eps * weight  # NaN, so no obstacle, for biases
         if update < ROUNDING * rounding or contribution == 0 or not lr > 0:
             return math.nan
         return value if math.isfinite(value) else math.nan

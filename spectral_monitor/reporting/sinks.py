@@ -89,10 +89,20 @@ def checked_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:
 
 
 def need_room(folder: str | os.PathLike[str]) -> None:
-    """Leave a disk alone that is nearly full.
+    """Leave a disk alone that is nearly full; a folder of another machine (``s3://...``) is not looked at.
 
     Raises:
         OSError: fewer than 4 MiB are free, or there is no such folder.
     """
-    if shutil.disk_usage(folder).free < ROOM:
+    if not is_remote(folder) and shutil.disk_usage(folder).free < ROOM:
         raise OSError(errno.ENOSPC, "no space left to write measurements", str(Path(folder)))
+
+
+def is_remote(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a place on another machine.
+
+    Example:
+        >>> is_remote("s3://bucket/logs"), is_remote("logs")
+        (True, False)
+    """
+    return "://" in str(folder)

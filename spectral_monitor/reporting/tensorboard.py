@@ -132,8 +132,7 @@ class TensorBoardSink:
         """The writer keeps an error that it meets while it writes, for whoever writes next: let it meet none."""
         if self._writer.all_writers is None:
             raise OSError(errno.EBADF, "the SummaryWriter is closed")
-        if "://" not in str(self._writer.get_logdir()):
-            need_room(self._writer.get_logdir())
+        need_room(self._writer.get_logdir())
 
     def _add(self, values: list[dict[str, Any]], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,9 @@ def test_what_the_user_put_there_stays():
 
 
 def test_ending_twice_does_no_harm():
-    line = StatusLine()
+    bar, line = Tqdm(), StatusLine()
+    line.begin(SimpleNamespace(progress_bar_callback=bar))
+    assert "get_metrics" in vars(bar)
     line.end()
     line.end()
+    assert "get_metrics" not in vars(bar)

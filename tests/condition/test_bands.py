@@ -56,6 +56,18 @@ def test_what_is_made_larger_on_purpose_is_held_against_more():
     assert references[1] == pytest.approx(references[2]) == pytest.approx(references[3])
 
 
+def test_a_profile_knows_what_is_larger_on_purpose(tmp_path):
+    """It is held against the profile as it is, though policy "target" is at work."""
+    probe = probe_of("correct", correction=LRCorrection("target"))
+    probe.save_profile(tmp_path / "good.json")
+    condition = SpectralCondition(tmp_path / "good.json")
+    latest = probe_of("correct", correction=LRCorrection("target"), condition=condition).latest
+    for i in operators(latest):
+        reference = condition.profile.at(latest.step, latest.layers[i].name).update_natural
+        assert float(latest.bands["update_natural"][i, 2]) == pytest.approx(reference)
+        assert float(latest.values["update_natural"][i]) == pytest.approx(reference, rel=1e-3)
+
+
 def test_a_value_outside_its_band_is_what_verdicts_are_made_of():
     latest = probe_of(condition=SpectralCondition(band=(0.99, 1.01), persistence=1)).latest
     low, high, _ = latest.bands["update_natural"].unbind(1)
