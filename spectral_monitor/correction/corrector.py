@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.anatomy import Layer
 from spectral_monitor.condition import Profile, load_profile
+from spectral_monitor.correction.places import data_reader
 from spectral_monitor.correction.policies import balanced, damped
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.swap import MultiplierSwap
@@ -66,13 +67,6 @@ class Change:
         )
 
 
-def _reads_data(layers: Sequence[Layer]) -> str:
-    """The operator that comes first, by its place; empty where there are embeddings."""
-    if any(layer.info.role == "embedding" for layer in layers):
-        return ""
-    return next((layer.info.name for layer in layers if layer.info.role == "operator"), "")
-
-
 class Corrector:
     """Multipliers of learning rates, applied from :meth:`arm` to :meth:`disarm` to every step of the optimizers.
 
@@ -85,7 +79,7 @@ class Corrector:
         self._layers = tuple(layers)
         self._units = units(layers)
         self._tied = {layers[unit.leader].info.name for unit in self._units if unit.is_tied(layers)}
-        self._input = _reads_data(layers)
+        self._input = data_reader([layer.info for layer in layers])
         self._profile: Profile | None = None
         if correction.reference is not None:
             self._profile = load_profile(correction.reference)

@@ -92,11 +92,11 @@ def _rescale(layer: Layer, weight: nn.Parameter, scale: float) -> float:
             for fan_out, norm in zip(layout.fan_outs, sigma.square().sum(0).sqrt().tolist(), strict=True)
         ]
     factors = [scale / size if size > 0 and math.isfinite(size) else 1.0 for size in sizes]
-    weight.mul_(_by_entry(layer, weight, factors))
+    weight.mul_(by_entry(layer, weight, factors))
     return factors[0]
 
 
-def _by_entry(layer: Layer, weight: Tensor, factors: list[float]) -> Tensor:
+def by_entry(layer: Layer, weight: Tensor, factors: list[float]) -> Tensor:
     """The factor of each entry's block, in the weight's shape."""
     scale = torch.tensor(factors, dtype=weight.dtype, device=weight.device)
     if len(factors) == 1:

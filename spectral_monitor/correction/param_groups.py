@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from spectral_monitor.anatomy import Layer, dissect
+from spectral_monitor.anatomy import dissect
 from spectral_monitor.anatomy.names import join, named_modules
-from spectral_monitor.correction.units import DENSE, units
+from spectral_monitor.correction.places import Place, by_parameter
 from spectral_monitor.placement import flat_extents
 
 Family = Literal["adam", "sgd"]
@@ -83,8 +83,40 @@ def spectral_param_groups(
         x1_over_512 0.000125 ['2.weight']
         >>> optimizer = torch.optim.AdamW(groups)
     """
+    check_family(optimizer)
+    return grouped(
+        module,
+        lr,
+        lambda place: Fraction(place.fan_out if optimizer == "sgd" else 1, place.fan_in),
+        roles=roles,
+        blocks=blocks,
+        weight_decay=weight_decay,
+    )
+
+
+def check_family(optimizer: str) -> None:
+    """A ValueError with the valid choices unless it is one of them."""
     if optimizer not in FAMILIES:
         raise ValueError(f"unknown optimizer family {optimizer!r}; valid families: {', '.join(FAMILIES)}")
+
+
+def grouped(
+    module: nn.Module,
+    lr: float | Tensor,
+    rule: Callable[[Place], Fraction | float],
+    *,
+    roles: Mapping[str, str] | None = None,
+    blocks: Mapping[str, int] | None = None,
+    weight_decay: float | None = None,
+    depth: int | None = None,
+) -> list[dict[str, Any]]:
+    """The same by any rule: from the place of a parameter to what its learning rate is multiplied by.
+
+    Args:
+        module, lr, roles, blocks, weight_decay: as in :func:`spectral_param_groups`.
+        rule: gives a positive number.
+        depth: what counts as the depth of every place; by default the number of operators and readouts.
+    """
     if not _is_positive(lr):
         raise ValueError(f"lr must be a positive number, got {lr!r}")
     if weight_decay is not None and not (_is_number(weight_decay) and 0 <= weight_decay < math.inf):
@@ -97,10 +129,10 @@ def spectral_param_groups(
         if getattr(parameter, "_fsdp_flattened", False) and id(parameter) not in flat:
             raise ValueError(f"{name!r} is spread by FSDP around this module: give FSDP's wrapper instead")
     shapes = {key: extent.shape for key, extent in flat.items()}
-    factors = _factors(module, dissect(module, roles=roles, blocks=blocks, shapes=shapes).layers, optimizer)
-    groups: dict[Fraction, dict[str, Any]] = {}
+    places = by_parameter(module, dissect(module, roles=roles, blocks=blocks, shapes=shapes).layers, depth)
+    groups: dict[Fraction | float, dict[str, Any]] = {}
     for name, parameter in names:
-        factor = factors.get(id(parameter), Fraction(1))
+        factor = rule(places[id(parameter)]) if id(parameter) in places else Fraction(1)
         if factor not in groups:
             groups[factor] = {"params": [], "lr": lr * float(factor), "name": _name(factor), "parameter_names": []}
             if weight_decay is not None:
@@ -127,49 +159,10 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(found.values())
 
 
-def _factors(module: nn.Module, layers: Sequence[Layer], family: Family) -> dict[int, Fraction]:
-    """By ``id`` of a parameter, what its learning rate is multiplied by; the others' is not."""
-    layers = [layer for layer in layers if layer.compute is None]
-    outputs = _outputs(module, layers)
-    factors: dict[int, Fraction] = {}
-    for unit in units(layers):
-        leader = layers[unit.leader]
-        factor = _factor(leader, outputs.get(id(leader.sources[0]), leader.layout.fan_out), family)
-        factors.update({id(layers[i].sources[0]): factor for i in unit.members})
-    return factors
-
-
-def _factor(layer: Layer, outputs: int, family: Family) -> Fraction:
-    role, layout = layer.info.role, layer.layout
-    if role in DENSE:
-        return Fraction(_all_outputs(layer) if family == "sgd" else 1, layout.fan_in * layout.taps)
-    if family == "adam":
-        return Fraction(1)
-    return Fraction(layer.info.fan_out if role == "embedding" else outputs)
-
-
-def _all_outputs(layer: Layer) -> int:
-    """Of a block, and of a grouped convolution as a whole."""
-    layout = layer.layout
-    return layout.fan_out * (layout.groups if layout.kind.startswith("conv") else 1)
-
-
-def _outputs(module: nn.Module, layers: Sequence[Layer]) -> dict[int, int]:
-    """By ``id`` of a bias beside a matrix: outputs of one block of that, if the bias is as long as it has outputs."""
-    by_parameter = {id(layer.sources[0]): layer for layer in layers}
-    found: dict[int, int] = {}
-    for _, part in named_modules(module):
-        own = [by_parameter[id(p)] for p in part.parameters(recurse=False) if id(p) in by_parameter]
-        for bias in own:
-            if not bias.is_matrix:
-                for matrix in own:
-                    if matrix.is_matrix and sum(matrix.layout.fan_outs) == bias.layout.fan_out:
-                        found.setdefault(id(bias.sources[0]), _all_outputs(matrix))
-    return found
-
-
-def _name(factor: Fraction) -> str:
-    """Exact, and without a slash, which would make folders of it in TensorBoard."""
+def _name(factor: Fraction | float) -> str:
+    """Exact if it is a fraction, and without a slash, which would make folders of it in TensorBoard."""
+    if not isinstance(factor, Fraction):
+        return f"x{factor:.6g}"
     return f"x{factor.numerator}" + (f"_over_{factor.denominator}" if factor.denominator != 1 else "")
 
 

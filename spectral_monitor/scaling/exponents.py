@@ -72,6 +72,10 @@ class ABC:
         t = _exact(theta)
         return ABC(tuple(a + t for a in self.a), tuple(b - t for b in self.b), self.c - 2 * t)
 
+    def __str__(self) -> str:
+        a, b = (", ".join(map(str, exponents)) for exponents in (self.a, self.b))
+        return f"abc(a=({a}), b=({b}), c={self.c})"
+
     def classify(self) -> Classification:
         """What becomes of training at infinite width (paper, Theorems 3.3, 3.4 and 3.8, Propositions 5.3 and 5.5)."""
         a, b, c = self.a, self.b, self.c

@@ -1,0 +1,108 @@
+"""Predicted slopes against slopes measured on perceptrons that are trained."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from spectral_monitor import SpectralProbe
+from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.scaling import MFP, MUP, NTP, SP, SPECTRAL, predict
+
+SEEDS = 4
+WIDTHS = (128, 256, 512, 1024, 2048)
+KEYS = [
+    "weight_norm",
+    "weight_natural",
+    "weight_fro",
+    "weight_stable_rank",
+    "update_norm",
+    "update_natural",
+    "update_fro",
+    "update_ratio",
+    "update_stable_rank",
+    "drift_ratio",
+    "drift_fro_ratio",
+    "feature_rms",
+    "feature_change",
+    "feature_change_local",
+    "contribution",
+    "update_alignment",
+]
+
+
+def measured(p, optimizer, width, seed, hidden, lr):
+    """All quantities at the second step of a tanh network on 16 examples, and its layers."""
+    torch.manual_seed(seed)
+    sizes = [24, *(width,) * hidden, 3]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    net = nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())][:-1])
+    p.init_(net)
+    kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
+    probe = SpectralProbe(net, opt := kind(p.param_groups(net, lr, optimizer)), quantities=KEYS)
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(16, 24, generator=generator), torch.randn(16, 3, generator=generator)
+    for _ in range(2):
+        with probe.step():
+            opt.zero_grad()
+            mse_loss(net(x), y).backward()
+            opt.step()
+    return probe.latest
+
+
+CASES = [
+    (MUP, "sgd", 2, 0.05),
+    (MUP, "adam", 2, 0.02),
+    (SPECTRAL, "adam", 2, 0.02),
+    (MFP, "sgd", 1, 0.05),
+    (NTP, "sgd", 2, 0.05),
+    (NTP, "adam", 2, 0.02),
+    (SP, "adam", 2, 1e-4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("p", "optimizer", "hidden", "lr"), CASES, ids=lambda x: getattr(x, "name", str(x)))
+def test_measured_slopes(p, optimizer, hidden, lr):
+    by_width = [[measured(p, optimizer, width, seed, hidden, lr) for seed in range(SEEDS)] for width in WIDTHS]
+    infos = [some[0].layers for some in by_width]
+    compared = 0
+    for key in KEYS:
+        found = predict(p, optimizer, key, WIDTHS, infos)
+        for i, (name, slope) in enumerate(found.items()):
+            if math.isnan(slope):
+                continue
+            logs = [[math.log(abs(m.values[key][i].item())) for m in some] for some in by_width]
+            fitted = np.polyfit(np.log(WIDTHS), logs, 1)[0]  # one for each seed
+            error = 3 * fitted.std(ddof=1) / math.sqrt(SEEDS)
+            assert fitted.mean() == pytest.approx(slope, abs=0.1 + min(error, 0.2)), (key, name)
+            compared += 1
+    assert compared > 30
+
+
+def test_nothing_is_predicted_of_features_that_blow_up():
+    layers = [[LayerInfo("0", "operator", w, 24, (w, 24)), LayerInfo("2", "operator", w, w, (w, w))] for w in (64, 128)]
+    for key in ("feature_change", "contribution"):
+        assert all(map(math.isnan, predict(SP, "adam", key, (64, 128), layers).values()))
+        assert not any(map(math.isnan, predict(MUP, "adam", key, (64, 128), layers).values()))
+    assert predict(SP, "adam", "update_natural", (64, 128), layers) == pytest.approx({"0": 0, "2": 1})
+
+
+def test_nothing_is_predicted_where_theory_is_silent():
+    layers = [[LayerInfo("0", "operator", w, 24, (w, 24)), LayerInfo("2", "readout", 3, w, (3, w))] for w in (64, 128)]
+    silent = {key for key in QUANTITIES if all(map(math.isnan, predict(MUP, "sgd", key, (64, 128), layers).values()))}
+    assert silent >= {"bfa", "bfa_cos", "sensitivity", "alignment", "input_stable_rank", "lr"}
+    assert not silent & set(KEYS)
+
+
+def test_a_layer_that_is_not_at_every_width_is_left_out():
+    one = LayerInfo("0", "operator", 64, 24, (64, 24))
+    other = LayerInfo("1", "readout", 3, 64, (3, 64))
+    assert list(predict(SP, "sgd", "update_norm", (64, 128), [[one, other], [one]])) == ["0"]
