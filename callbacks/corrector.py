@@ -46,7 +46,7 @@ class SpectralLRCorrector(SpectralMonitor):  # type: ignore[misc]  # installed u
     def __init__(
         self,
         policy: Policy = "balance",
-        every_n_steps: int = 10,
+        every_n_steps: int | str = 10,
         *,
         reference: str | None = None,
         spectral_init: bool | float = False,

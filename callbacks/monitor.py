@@ -51,9 +51,11 @@ class SpectralMonitor(pl.Callback):
     anew. Either way measurements are appended to those there are.
 
     Args:
-        every_n_steps: measure every n-th optimizer step; with manual optimization, every n-th batch.
+        every_n_steps: measure every n-th optimizer step; or steps in words, ``"1, 2, 4, ..., every 100"``: more of the
+            first ones, where most happens. With manual optimization, batches are counted.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
-            (all) or a list of keys; only what is asked for is paid for.
+            (features too), ``"full"`` (kernels, backward speeds and checks of assumptions too; several times as slow)
+            or a list of keys; only what is asked for is paid for.
         include: fnmatch patterns on module or layer names; only these are measured.
         exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
@@ -89,7 +91,7 @@ class SpectralMonitor(pl.Callback):
 
     def __init__(
         self,
-        every_n_steps: int = 50,
+        every_n_steps: int | str = 50,
         quantities: str | Sequence[str] = "standard",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
@@ -144,7 +146,7 @@ class SpectralMonitor(pl.Callback):
     def __repr__(self) -> str:
         s = self.settings
         return (
-            f"{type(self).__name__}(every_n_steps={s.every_n_steps}, quantities={s.quantities!r}, "
+            f"{type(self).__name__}(every_n_steps={s.every_n_steps!r}, quantities={s.quantities!r}, "
             f"mode={self.mode!r}, measurements={len(self.measurements)})"
         )
 
@@ -206,7 +208,7 @@ class SpectralMonitor(pl.Callback):
         return self._overdue
 
     def _at(self, step: int) -> bool:
-        return self._oversight is not None and self._oversight.due(step, self.settings.every_n_steps)
+        return self._oversight is not None and self._oversight.due(step, self.settings.schedule)
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         """The training step is done; later forwards are none of its."""
@@ -272,7 +274,7 @@ class SpectralMonitor(pl.Callback):
             show(rendered(measurement_rows(self.latest)))
         elif self._engine is not None:
             steps, every = trainer.global_step, self.settings.every_n_steps
-            show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={every}")
+            show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={every!r}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave no hook behind if a batch was skipped after this callback had seen it start, which ends the epoch."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from spectral_monitor.capture.checks import SHARE_ROWS
+from spectral_monitor.capture.comparison import KERNEL_ROWS
 from spectral_monitor.engine.assemble import VECTOR_KEYS
+from spectral_monitor.engine.full import PROBES
 from spectral_monitor.engine.norms import FROBENIUS_KEYS
 from spectral_monitor.quantities import QUANTITIES, Quantity
 
@@ -40,11 +43,18 @@ Everything about weights is measured on one copy of them, made right before the 
 ## Tier `standard`, the default: features too
 
 {standard}
+## Tier `full`: kernels, speeds and assumptions
+
+All of the above, and what the papers' theorems are about; for a close look at a network, not for every run. In a single
+process only, but for `weight_cancellation`.
+
+{full}
 """
 
 TAIL = """
 Sources: *Spectral Condition*: Yang, Simon and Bernstein, "A Spectral Condition for Feature Learning"
-(arXiv 2310.17813); *Feature Speed Formula*: Chizat and Netrapalli (arXiv 2311.18718).
+(arXiv 2310.17813); *Feature Speed Formula*: Chizat and Netrapalli (arXiv 2311.18718); *Infinite-Width Limits*: Yang
+and Hu, "Feature Learning in Infinite-Width Neural Networks" (arXiv 2011.14522).
 
 Of biases and gains only these are measured, with the RMS of the entries for a norm: {vectors}.
 
@@ -60,6 +70,20 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 | `violations` | layers that violate the spectral condition now: see [verdicts](verdicts.md). |
 | `skipped_updates` | measured steps so far in which the update was missing or something was NaN or inf. |
 | `overhead_ms` | the monitor's own time in this step. |
+
+With `quantities="full"` also the properties that the Feature Speed paper asks of a network (Sections 4 and 6), for this
+step. All but the first and the fourth are proportional to the step, so that they say something across widths and depths
+rather than by themselves:
+
+| name | what it says |
+|---|---|
+| `property_sp` | signal propagation: the `feature_rms` that is furthest from 1, up or down, of the operators but for the readout. |
+| `property_fl` | feature learning: RMS of the change of the readout's inputs. |
+| `property_ld` | loss decay: the sum of all contributions. |
+| `property_bc` | balanced contributions: `contribution_spread`. |
+| `property_rfl` | relative feature learning: length of the change of the readout's inputs over theirs. |
+| `property_fs` | forward stability: the largest `feature_change`. |
+| `property_bs` | backward stability: the largest `backward_speed`. |
 
 ## How matrices are counted
 
@@ -88,6 +112,30 @@ contribute. In a residual network or transformer a layer's output is a branch, n
 `sensitivity` counts only the loss decrease that passes through this branch. To see the stream itself, add an identity
 `nn.Linear` with a frozen weight where you want to look.
 
+## The kernel, and the other quantities of tier `full`
+
+`bfk_ratio` is about the backward-to-feature kernel `K`, the sum of `lr J J^T` over every parameter that is trained, with
+the learning rate of its group, `J` being the derivative of all of a layer's outputs on this batch: under gradient descent
+the outputs move by `-K b`. With another optimizer it is still the kernel of gradient descent at these rates. Were `b`
+independent of `K`, `bfk_ratio` would be `bfa_cos`; where the two differ, `b` has picked directions that move more, or
+less, than others. `K` is that of the weights after the step, from which it differs by as little as the features do. Its
+two moments are estimated with {probes} random vectors, the same ones in every step. Where many directions count that is
+good to a few percent; where a single one rules, and the ratio is close to `1 / sqrt(entries of the output)`, to some
+30 %. It is NaN under gradient accumulation, and for layers that come after an operation that cannot be differentiated
+twice.
+
+`backward_speed` needs the loss after the step: the model has to return the loss it is trained on, or Lightning's
+`training_step` is run again. It takes `b` from a second backward pass and contains no formula.
+
+`activation_ratio` follows the graph from a layer's inputs back to the measured layer they come from; it is NaN unless
+there are only elementwise operations on the way (activations, dropout, scaling, reshaping), so in a residual network for
+most layers, and for the first one always. `sample_share` takes each row for a sample; in a transformer a row is a token.
+It is measured for Linear layers. `kernel_change` compares outputs `h`, before the activation, in {kernel_rows} rows of
+each call.
+
+None of these touches training: backward passes run on a forward of their own, under guards that keep gradients, hooks
+of modules and parameters, random numbers and buffers as they were.
+
 ## Accuracy
 
 Spectral norms are Lanczos estimates from below, within 1 % (`tol=0.01`); see [how good the norms are](estimator.md).
@@ -106,7 +154,7 @@ as good as ever.
 
 
 COLUMNS = ("quantity", "what it says", "formula", "unit", "range", "cost", "source")
-MATRICES = {"W": "W", "dW": "dW", "W0": "W - W0"}
+MATRICES = {"W": "W", "dW": "dW", "W0": "W - W0", "W1": "W + dW"}
 RANKS = {"input_stable_rank": "h'", "backward_stable_rank": "b"}
 """Stable ranks of rows, which take a norm of these."""
 
@@ -126,10 +174,16 @@ def cost(q: Quantity) -> str:
         parts.append(f"norm of the rows `{RANKS[q.key]}`")
     if {"h", "b", "dh"} & q.needs:
         parts.append("hooks")
+        if q.key == "sample_share":
+            parts.append(f"inner products of all inputs with {SHARE_ROWS} of them, and of those with `b`")
         if {"W", "dW"} & q.needs:
             parts.append("`" + ("W" if "W" in q.needs else "dW") + "` times 256 rows")
-    if "dh" in q.needs:
+    if {"dh", "J", "db"} & q.needs:
         parts.append("one more forward")
+    if "J" in q.needs:
+        parts.append(f"{2 * PROBES} passes backward from each layer to the first")
+    if "db" in q.needs:
+        parts.append("one more backward")
     if "probe" in q.needs:
         parts.append("one more forward at every 5th measured step, the first batch kept on the host")
     return ", ".join(parts) or "none"
@@ -149,7 +203,8 @@ def rows(tier: str) -> str:
 def page() -> str:
     """The page as Markdown."""
     vectors = ", ".join(f"`{key}`" for key in QUANTITIES if key in VECTOR_KEYS)
-    return HEAD.format(light=rows("light"), standard=rows("standard")) + TAIL.format(vectors=vectors)
+    tiers = {tier: rows(tier) for tier in ("light", "standard", "full")}
+    return HEAD.format(**tiers) + TAIL.format(vectors=vectors, probes=PROBES, kernel_rows=KERNEL_ROWS)
 
 
 if __name__ == "__main__":

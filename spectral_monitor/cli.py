@@ -1,4 +1,4 @@
-"""The command ``spectral-monitor``: a table or a page of what a run has logged."""
+"""The command ``spectral-monitor``: a table or a page of what a run has logged, and sweeps over widths."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spectral_monitor.reporting.runs import Run, read_run, run_file
+from spectral_monitor.scaling.sweep_command import add_sweep
 
 LARGE = 50_000_000
 """Bytes of a file that takes some seconds to read."""
@@ -41,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spectral-monitor",
         description="Is every layer of a network learning features at the right size? Shows what SpectralMonitor, or a "
-        "JSONLinesSink, has logged of a run.",
+        "JSONLinesSink, has logged of a run, or what becomes of a network as it gets wider.",
         epilog="example: spectral-monitor report lightning_logs/version_0 -o report.html",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s"
     )
     report.set_defaults(run=_report)
+    add_sweep(commands)
     return parser
 
 

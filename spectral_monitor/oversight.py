@@ -13,6 +13,7 @@ import torch
 from spectral_monitor.condition import Judge, SpectralCondition, Verdict, bands
 from spectral_monitor.correction import Change, Corrector, LRCorrection, rescale
 from spectral_monitor.engine import Engine
+from spectral_monitor.engine.schedule import Schedule
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import resolve
 from spectral_monitor.warnings import Warner
@@ -49,11 +50,12 @@ class Oversight:
         """Layer -> what its learning rate is multiplied with; empty where nothing is corrected."""
         return {} if self._corrector is None else self._corrector.multipliers
 
-    def due(self, step: int, every: int) -> bool:
-        """Whether a step, counted from 1, is to be measured: every so many, and of the first ones the powers of two if
+    def due(self, step: int, schedule: Schedule) -> bool:
+        """Whether a step, counted from 1, is to be measured: as scheduled, and of the first ones the powers of two if
         there is a correction, which learns most from those.
         """
-        return step % every == 0 or (self._corrector is not None and step < every and step & (step - 1) == 0)
+        early = self._corrector is not None and step < schedule.every and step & (step - 1) == 0
+        return schedule.due(step) or early
 
     def arm(self) -> None:
         """Correct every step from now on."""

@@ -38,9 +38,10 @@ class SpectralProbe:
         model: the module that is trained; call it once per step (call its parts instead, and what needs the
             features after the step is NaN). Fabric's wrapper will do.
         optimizer: its optimizer, or several; Fabric's and Accelerate's wrappers will do.
-        every_n_steps: measure every n-th step.
+        every_n_steps: measure every n-th step; or steps in words, ``"1, 2, 4, ..., every 100"``.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
-            (all) or a list of keys; only what is asked for is paid for.
+            (features too), ``"full"`` (kernels, backward speeds and checks of assumptions too; several times as slow)
+            or a list of keys; only what is asked for is paid for.
         include: fnmatch patterns on module or layer names; only these are measured.
         exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
@@ -82,7 +83,7 @@ class SpectralProbe:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        every_n_steps: int = 1,
+        every_n_steps: int | str = 1,
         quantities: str | Sequence[str] = "standard",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
@@ -167,7 +168,7 @@ class SpectralProbe:
                 features are those of the last one.
         """
         self.steps += 1
-        measured = self._oversight.due(self.steps, self.settings.every_n_steps)
+        measured = self._oversight.due(self.steps, self.settings.schedule)
         self._oversight.arm()
         if measured:
             self._engine.arm()

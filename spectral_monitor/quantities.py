@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Tier = Literal["light", "standard"]
+Tier = Literal["light", "standard", "full"]
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,11 @@ class Quantity:
         formula: in the notation of the documentation.
         unit: what it is counted in; ``"ratio"`` where units cancel.
         range: values it can have.
-        tier: ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward.
+        tier: ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward;
+            ``"full"`` forwards with a graph and passes through it, or checks what the papers assume.
         source: where in the papers it comes from.
-        needs: what must be captured, of ``W dW g W0 h b dh probe``.
+        needs: what must be captured, of ``W dW W1 g W0 h b dh probe J db``: ``W1`` is the weight after the step, ``J``
+            the derivative of the outputs by the weights, ``db`` the change of b.
         meaning: one line for people who have not read the papers.
     """
 
@@ -37,6 +39,7 @@ class Quantity:
 
 _SPECTRAL = "Spectral Condition"
 _SPEED = "Feature Speed Formula"
+_LIMITS = "Infinite-Width Limits"
 
 
 def _row(key: str, formula: str, unit: str, range: str, tier: Tier, source: str, needs: str, meaning: str) -> Quantity:
@@ -271,12 +274,83 @@ QUANTITIES: dict[str, Quantity] = {
         ),
         _row("lr", "learning rate", "of the optimizer", ">= 0", "light", "", "", "effective learning rate of the step"),
         _row("lr_multiplier", "correction factor", "factor", "> 0", "light", "", "", "1 unless a correction acts"),
+        _row(
+            "weight_cancellation",
+            "|W + dW|* / (|W|* + |dW|*)",
+            "ratio",
+            "[0, 1]",
+            "full",
+            f"{_SPECTRAL}, Assumption 1",
+            "W dW W1",
+            "1 unless the update takes away what was there",
+        ),
+        _row(
+            "feature_cancellation",
+            "E[ |h + dh| / (|h| + |dh|) ]",
+            "ratio",
+            "[0, 1]",
+            "full",
+            f"{_SPECTRAL}, Assumption 1",
+            "h dh",
+            "1 unless the step takes away the features that were there",
+        ),
+        _row(
+            "activation_ratio",
+            "rms(h') / rms(h of the layer before)",
+            "ratio",
+            ">= 0",
+            "full",
+            f"{_SPECTRAL}, Assumption 2",
+            "h",
+            "what activations leave of the features; of order 1 at any width",
+        ),
+        _row(
+            "sample_share",
+            "E[ |b_i| |h'_i|^2 / |g h'_i| ]",
+            "ratio",
+            ">= 0",
+            "full",
+            f"{_SPECTRAL}, Assumption 3",
+            "h b",
+            "a row's own part of what the gradient does to it: about 1 / sqrt(rows), and alike at any width",
+        ),
+        _row(
+            "kernel_change",
+            "|F' - F|F / |F|F, F = H H^T / m",
+            "ratio",
+            ">= 0",
+            "full",
+            _LIMITS,
+            "h dh",
+            "relative change of the inner products of the outputs: zero where features only rotate",
+        ),
+        _row(
+            "bfk_ratio",
+            "M1 / sqrt(M2), Mp = tr K^p / m",
+            "ratio",
+            "[0, 1]",
+            "full",
+            f"{_SPEED}, Thm 3.2",
+            "h J",
+            "the bfa_cos that the kernel K = sum lr J J^T lets expect of gradient descent",
+        ),
+        _row(
+            "backward_speed",
+            "|db| / |b|",
+            "ratio",
+            ">= 0",
+            "full",
+            f"{_SPEED}, Prop. 6.1, (BS)",
+            "h b db",
+            "relative change of the gradients of the outputs by this step",
+        ),
     )
 }
 
 TIERS: dict[str, tuple[str, ...]] = {
     "light": tuple(key for key, q in QUANTITIES.items() if q.tier == "light"),
-    "standard": tuple(QUANTITIES),
+    "standard": tuple(key for key, q in QUANTITIES.items() if q.tier in ("light", "standard")),
+    "full": tuple(QUANTITIES),
 }
 
 
@@ -284,7 +358,7 @@ def resolve(quantities: str | Sequence[str]) -> tuple[str, ...]:
     """The keys a user's ``quantities`` argument stands for, in the registry's order.
 
     Args:
-        quantities: a tier, ``"light"`` or ``"standard"``, or a list of keys.
+        quantities: a tier, ``"light"``, ``"standard"`` or ``"full"``, or a list of keys.
 
     Raises:
         ValueError: an unknown tier or key, with what is valid; or an empty list.

@@ -15,6 +15,7 @@ import spectral_monitor
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.cli import main
 from spectral_monitor.reporting import JSONLinesSink
+from spectral_monitor.scaling import MUP
 
 LAYERS = tuple(LayerInfo(name, "operator", 64, 64, (64, 64)) for name in ("first", "middle", "last"))
 OTHERS = (LayerInfo("other", "operator", 32, 32, (32, 32)),)
@@ -189,7 +190,137 @@ def test_help_has_an_example(arguments, capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["show"], ["show", ".", "--step", "three"]])
+def test_help_of_a_sweep(capsys):
+    with pytest.raises(SystemExit):
+        main(["sweep", "--help"])
+    out = capsys.readouterr().out
+    assert re.search(r"examples.*spectral-monitor sweep factory.py:make_module --widths 64,128,256", out, re.DOTALL)
+    assert "make_data(seed)" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+FACTORY = """
+import torch
+from torch import nn
+from beside import OUTPUTS
+
+class Net(nn.Module):
+    def __init__(self, width, depth=1):
+        super().__init__()
+        self.read, self.head = nn.Linear(4, width), nn.Linear(width, OUTPUTS)
+
+    def forward(self, x):
+        return self.head(self.read(x).relu()).square().mean()
+
+def make_module(width, depth=1):
+    from beside import OUTPUTS  # when it is called, too
+    return Net(width, depth)
+
+def make_data(seed):
+    return (torch.randn(8, 4),)
+
+def ones(seed):
+    return (torch.ones(8, 4),)
+"""
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    """Not in the folder the command is run in."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "factory.py").write_text(FACTORY)
+    (tmp_path / "code" / "beside.py").write_text("OUTPUTS = 3")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    yield "../code/factory.py"
+    sys.modules.pop("beside", None)
+
+
+OPTIONS = ["--widths", "8,16,32", "--seeds", "2", "--steps", "2", "--parametrization", "mup", "--lr", "0.1"]
+
+
+def test_sweep(factory, tmp_path, capsys):
+    path = list(sys.path)
+    arguments = ["sweep", f"{factory}:make_module", *OPTIONS]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert re.match(r"sweep over width 8 .. 32, 2 seeds, step 2: \d of 5 as predicted \(muP, sgd\)", lines[0])
+    assert " ".join(lines[1].split()) == "layer quantity width 8 16 32 slope 95% interval predicted verdict"
+    assert len(lines) == 2 + 6 + 1
+    assert "6/6" in err
+    from spectral_monitor.scaling.sweeps import sweep
+
+    sys.path.insert(0, str(tmp_path / "code"))
+    import factory as imported
+
+    made, data = imported.make_module, imported.make_data
+    options = {"widths": (8, 16, 32), "seeds": 2, "steps": 2, "parametrization": MUP, "lr": 0.1}
+    assert sweep(made, data, progress=False, **options).table() + "\n" == out
+    sys.path.remove(str(tmp_path / "code"))
+    del sys.modules["factory"]
+    assert sys.path == path
+    assert main([*arguments, "--data", f"{factory}:ones"]) == 0
+    assert capsys.readouterr().out != out
+
+
+def test_sweep_in_parts_to_a_file_with_a_picture(factory, tmp_path, capsys):
+    arguments = ["sweep", f"{factory}:make_module", *OPTIONS]
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    for i in (1, 2):
+        assert main([*arguments, "-o", "points.jsonl", "--part", f"{i}/2"]) == 0
+        out = capsys.readouterr().out
+        assert f"part {i} of 2 is in points.part{i}of2.jsonl; {3 * i} of 6 points are there in all" in out
+    assert main([*arguments, "-o", "points.jsonl", "--figure", "sweep.png"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{table}wrote sweep.png\n"
+    assert err == ""
+    assert Path("sweep.png").read_bytes().startswith(b"\x89PNG")
+    for file in Path().glob("*.jsonl"):
+        assert str(tmp_path) not in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.py:make_module", "--widths", "8,16,32"], "there is no file 'nowhere.py'"),
+        (["FACTORY", "--widths", "8,16,32"], "names no function: give path/to/file.py:function"),
+        (
+            ["FACTORY:make", "--widths", "8,16,32"],
+            "factory.py has no function 'make'; it has Net, make_module, make_data",
+        ),
+        (["FACTORY:make_module", "--widths", "8,16"], "a slope needs 3 widths, or 3 depths"),
+        (["FACTORY:make_module", "--widths", "8,16,32", "--lr", "0.1"], "lr goes with parametrization="),
+        (["FACTORY:make_module", *OPTIONS, "--quantities", "nothing"], "unknown quantity 'nothing'"),
+        (["FACTORY:make_module", *OPTIONS, "--part", "1/2"], "part= needs path="),
+        (["FACTORY:make_module", *OPTIONS, "--figure", "nowhere/x.png"], "cannot write 'nowhere/x.png'"),
+        (["FACTORY:make_module", *OPTIONS, "--figure", "x.doc"], "give --figure a .png, .pdf or .svg"),
+        (["FACTORY:make_module", *OPTIONS, "-o", "."], "is a folder"),
+    ],
+)
+def test_a_sweep_that_cannot_be(arguments, said, factory, capsys):
+    assert said in fails(["sweep", *(text.replace("FACTORY", factory) for text in arguments)], capsys)
+
+
+def test_a_file_without_data(factory, tmp_path, capsys):
+    Path(factory).write_text(FACTORY.replace("make_data", "data"))
+    err = fails(["sweep", f"{factory}:make_module", *OPTIONS], capsys)
+    assert "factory.py has no function 'make_data'; it has Net, make_module, data, ones" in err
+
+
+WRONG = [
+    [],
+    ["dance"],
+    ["show"],
+    ["show", ".", "--step", "three"],
+    ["sweep", "x.py:f"],
+    ["sweep", "x.py:f", "--widths", "8,many"],
+    ["sweep", "x.py:f", "--widths", "8", "--part", "2"],
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
 def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.anatomy import Layer
+from spectral_monitor.capture.checks import Checked, Checks
 from spectral_monitor.capture.comparison import Outputs, Replay
-from spectral_monitor.capture.hooks import Hook
+from spectral_monitor.capture.graph import Graph
+from spectral_monitor.capture.hooks import Hook, ancestors, in_backward
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.capture.rows import Kept, RowPicker, count_rows, first_tensor, rows_of, sample_size
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.snapshot.local import local_part
 
 Harmless = Callable[[str], AbstractContextManager[None]]
+T = TypeVar("T", Replay, Graph)
 
 
 @dataclass
@@ -33,8 +36,10 @@ class Call:
         watched: whether the gradient of the output is waited for.
         original: the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed.
         features: of the output.
+        inputs: rows of the input, chosen or not.
         split_in: whether the input's rows are shared out among processes with the same batch.
         split_out: whether the output's are.
+        checked: what is only read off it where assumptions are checked.
     """
 
     h_in: Kept | None
@@ -48,8 +53,10 @@ class Call:
     b: Kept | None = None
     b_count: int = 0
     features: int = 0
+    inputs: int = 0
     split_in: bool = False
     split_out: bool = False
+    checked: Checked | None = None
 
     def gradient(self) -> Tensor | None:
         """Of the output, if it arrived exactly once and nobody has overwritten it."""
@@ -69,6 +76,8 @@ class FeatureCapture:
         redirected: whether the first outermost call of the model is none of its own, but the way in which the training
             step is run inside a wrapper's forward.
         weights: marks of the watched parameters at the end of the last forward, see :func:`marks`.
+        checks: what else looks at calls and gradients, if anything does.
+        watch_losses: whether gradients of the losses that outermost calls return are waited for.
     """
 
     def __init__(
@@ -83,12 +92,14 @@ class FeatureCapture:
         self.layers = {i: layers[i] for i in wanted if layers[i].module is not None}
         self._watched = watched
         self._hooked = {i: layer.module for i, layer in self.layers.items() if layer.module is not None}
-        self._roots = _ancestors(model, {id(module) for module in self._hooked.values()})
+        self._roots = ancestors(model, {id(module) for module in self._hooked.values()})
         self._picker = RowPicker(max_rows)
         self._max_rows = max_rows
         self._harmless = harmless
         self._handles: list[RemovableHandle] = []
-        self._replayed: Replay | None = None
+        self.checks: Checks | None = None
+        self.watch_losses = False
+        self._replayed: Replay | Graph | None = None
         self._lasting: set[int] = set()
         self._overwritten: set[int] = set()
         self._model = model
@@ -105,10 +116,17 @@ class FeatureCapture:
         self.weights: Marks = {}
         self._backward_seen = False
         self._waiting: set[int] = set()
+        if self.checks is not None:
+            self.checks.forget()
         self._depth = 0
         self._way_in = self.redirected
         self._way_out = False
         self._root: RootCall | None = None
+
+    def look_for(self, keys: Collection[str]) -> None:
+        """What some quantities of tier "full" need of calls and losses besides, from now on."""
+        self.watch_losses = "backward_speed" in keys
+        self.checks = Checks(keys) if {"activation_ratio", "sample_share"} & set(keys) else None
 
     def arm(self) -> None:
         """Register the hooks."""
@@ -131,7 +149,7 @@ class FeatureCapture:
         self._reset()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._replayed is not None or not self.forward_open or _in_backward():
+        if self._replayed is not None or not self.forward_open or in_backward():
             return
         if self._way_in and module is self._model:
             self._way_in, self._way_out = False, True
@@ -164,13 +182,15 @@ class FeatureCapture:
 
     def drop_unfinished(self) -> None:
         """Where a forward that was waited for has had no gradient and a later one has, the later one is the step's."""
+        if self.checks is not None:
+            self.checks.forget()
         for i, calls in self.calls.items():
             rest = [call for call in calls if call.b is not None or id(call.root) not in self._waiting]
             if any(call.b is not None for call in rest):
                 self.calls[i] = rest
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._replayed is not None or not self.forward_open or _in_backward():
+        if self._replayed is not None or not self.forward_open or in_backward():
             return
         if self._way_out and self._depth == 0 and module is self._model:
             self._way_out = False
@@ -181,12 +201,15 @@ class FeatureCapture:
             if root.reached:
                 with self._harmless("the end of the forward pass"):
                     root.keep_loss(output)
+                    handle = root.watch_loss(output) if self.watch_losses else None
+                    self._handles += [] if handle is None else [handle]
                     self.weights = marks(self._watched)
                 self.roots.append(root)
 
     def _record(self, i: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._replayed is None and _in_backward():
-            self._recomputed(i, output)
+        if in_backward():
+            if self._replayed is None:
+                self._recomputed(i, output)
             return
         if self._replayed is None and (not self.forward_open or i in self.settled):
             return
@@ -194,13 +217,14 @@ class FeatureCapture:
             whole = first_tensor(output)
             if whole is None:
                 return
-            out = local_part(whole)
             layer = self.layers[i]
+            given = first_tensor(args) if args else first_tensor(kwargs)
+            if self._replayed is not None:
+                self._replayed.add(i, given, whole, layer)
+                return
+            out = local_part(whole)
             spatial = len(layer.info.shape) - 2
             taken = sum(call.count for call in self.calls.get(i, ()))
-            if self._replayed is not None:
-                self._replayed.add(i, out, layer)
-                return
             count = count_rows(out, layer.channels_first, spatial)
             index = self._picker.choose(count, (self._max_rows or count) - taken, out.device)
             pick = partial(rows_of, channels_first=layer.channels_first, spatial=spatial)
@@ -210,7 +234,6 @@ class FeatureCapture:
             original = h_out if copy and i not in self._overwritten else None
             call = Call(None, kept, len(h_out), torch.finfo(out.dtype).eps, index, self._root, original)
             call.features = h_out.shape[1]
-            given = first_tensor(args) if args else first_tensor(kwargs)
             x = None if given is None else local_part(given)
             if given is not None and x is not None and not layer.channels_first:
                 asked = given.numel() if layer.info.role == "embedding" else count_rows(given, False, 0)
@@ -218,12 +241,14 @@ class FeatureCapture:
                 call.split_out = count < asked
             if x is not None and x.is_floating_point() and layer.info.role != "embedding":
                 rows = count_rows(x, layer.channels_first, spatial)
-                room = min(self._max_rows or rows, sample_size(x.numel() // max(rows, 1)))
-                call.h_in = Kept(pick(x, index=self._picker.choose(rows, room, x.device)))
+                call.inputs = rows
+                call.h_in = Kept(pick(x, index=self._chosen_inputs(rows, x.numel() // max(rows, 1), x.device)))
             self.calls.setdefault(i, []).append(call)
             self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:
                 self._root.reached += 1
+            if self.checks is not None:
+                call.checked = self.checks.forward(layer, given, whole)
             self._watch(i, call, whole)
 
     def _recomputed(self, i: int, output: Any) -> None:
@@ -249,6 +274,8 @@ class FeatureCapture:
         with self._harmless(f"the backward pass of {layer.info.name}"):
             call.b_count += 1
             call.b = Kept(rows_of(local_part(gradient), layer.channels_first, len(layer.info.shape) - 2, call.index))
+            if self.checks is not None and call.checked is not None:
+                self.checks.backward(call.checked, gradient)
 
     def outputs(self) -> Outputs:
         """Which rows of each call were kept, what they were, and their gradients; of layers that still have them all.
@@ -280,6 +307,19 @@ class FeatureCapture:
     def lasting(self, names: list[str]) -> None:
         self._lasting = {i for i, layer in self.layers.items() if layer.info.name in names}
 
+    def inputs(self, i: int) -> Outputs:
+        """The same of the inputs of one layer; nothing if they are not at hand."""
+        layer, found = self.layers.get(i), []
+        for call in self.calls.get(i, ()):
+            rows = None if call.h_in is None else call.h_in.get()
+            if rows is None or layer is None:
+                return {}
+            found.append((self._chosen_inputs(call.inputs, rows.shape[1], rows.device), rows, None))
+        return {i: list(found)} if found else {}
+
+    def _chosen_inputs(self, rows: int, features: int, device: torch.device) -> Tensor | None:
+        return self._picker.choose(rows, min(self._max_rows or rows, sample_size(features)), device)
+
     def drop_inputs(self) -> None:
         """Free what was kept of the layers' inputs, so that a replay finds room."""
         for calls in self.calls.values():
@@ -287,11 +327,11 @@ class FeatureCapture:
                 call.h_in = None
 
     @contextmanager
-    def replaying(self, outputs: Outputs) -> Iterator[Replay]:
-        """While inside, calls of layers are compared with earlier ones, and nothing else is recorded."""
-        self._replayed = Replay(outputs)
+    def replaying(self, seen: T) -> Iterator[T]:
+        """While inside, calls of layers are added to ``seen``, and nothing else is recorded."""
+        self._replayed = seen
         try:
-            yield self._replayed
+            yield seen
         finally:
             self._replayed = None
 
@@ -312,12 +352,3 @@ Marks = dict[int, tuple[int, int]]
 def marks(parameters: Iterable[Tensor]) -> Marks:
     """The present marks."""
     return {id(p): (p._version, local_part(p).data_ptr()) for p in parameters}
-
-
-def _ancestors(model: nn.Module, targets: set[int]) -> list[nn.Module]:
-    """Every module of which a target is a part, the targets too."""
-    return [module for module in model.modules() if any(id(part) in targets for part in module.modules())]
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

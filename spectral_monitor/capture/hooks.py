@@ -6,6 +6,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+from torch import nn
+
 
 class Hook:
     """A function to be registered as a hook; copies and pickles of the module carry none of it.
@@ -24,3 +27,13 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")  # takes any arguments, returns None
+
+
+def ancestors(model: nn.Module, targets: set[int]) -> list[nn.Module]:
+    """Every module of which a target is a part, the targets too."""
+    return [module for module in model.modules() if any(id(part) in targets for part in module.modules())]
+
+
+def in_backward() -> bool:
+    """Whether this is called in the middle of a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.snapshot.local import is_distributed
 from spectral_monitor.snapshot.portable import pack, pack_state, put_state, unpack
@@ -49,6 +50,7 @@ class RootCall:
         iterators: types of iterators among its arguments or in the module, which another call would use up.
         reached: calls of measured layers inside it.
         loss: the loss the call returned, if it returned one.
+        loss_gradients: gradients that arrived there, if they were waited for: 1 and factors, one if all is well.
         randomness: before the call.
     """
 
@@ -56,6 +58,7 @@ class RootCall:
         self.module = module
         self.reached = 0
         self.loss: Tensor | None = None
+        self.loss_gradients: list[Tensor] = []
         self._args = clone_tree(args)
         self._kwargs = clone_tree(kwargs)
         self._state = Snapshot(module, weights=False)
@@ -68,12 +71,20 @@ class RootCall:
         loss = loss_in(output)
         self.loss = None if loss is None else loss.detach().clone()
 
+    def watch_loss(self, output: Any) -> RemovableHandle | None:
+        """Wait for the gradient of the loss in the call's output, if there is one."""
+        loss = loss_in(output)
+        if loss is None or not loss.requires_grad:
+            return None
+        handle: RemovableHandle = loss.register_hook(lambda gradient: self.loss_gradients.append(gradient.clone()))
+        return handle
+
     def rewind(self) -> None:
         """Give the module the state it had before the call."""
         self._state.restore()
 
     def __call__(self) -> Tensor | None:
-        """Make the call again; the loss it returns, if any."""
+        """Make the call again; the loss it returns, if any, with its graph if there is one."""
         with self.randomness.replayed(), self._autocast.replayed():
             return loss_in(self.module(*clone_tree(self._args), **clone_tree(self._kwargs)))
 
@@ -123,7 +134,7 @@ def loss_in(output: Any) -> Tensor | None:
     """The loss in what a forward or a training step returns: a scalar, or what is called ``loss``."""
     if isinstance(output, Tensor):
         known = output.ndim == 0 and output.is_floating_point() and not is_distributed(output)
-        return output.detach() if known else None
+        return output if known else None
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if named is None and isinstance(output, tuple):
         scalars = [item for item in output if isinstance(item, Tensor) and loss_in(item) is not None]

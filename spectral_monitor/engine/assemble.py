@@ -20,7 +20,10 @@ VECTOR_KEYS = frozenset(
 )
 """What is measured of a bias or gain."""
 
-RATIOS = frozenset({"alignment", "update_alignment", "feature_change", "feature_drift"})
+RATIOS = frozenset(
+    {"alignment", "update_alignment", "feature_change", "feature_drift", "feature_cancellation", "kernel_change"}
+    | {"activation_ratio", "sample_share"}
+)
 """Raw scalars that divide by a norm: NaN where that is zero, and then nothing is wrong."""
 
 SMALL_FEATURES, SMALL_CHANGE = 1e-12, 1e-17
@@ -102,6 +105,22 @@ class LayerScalars:
         sigma = self.get(f"{name}.sigma")
         return (self.get(f"{name}.fro") / sigma) ** 2 if sigma > 0 else math.nan
 
+    def cancellation(self, after: str, before: str, change: str) -> float:
+        """Norm of a sum over the sum of norms; of the block where most is cancelled."""
+        blocks = zip(*(self._norms(name, "sigma") for name in (after, before, change)), strict=True)
+        ratios = [a / (b + c) if b + c > 0 else math.nan for a, b, c in blocks]
+        return math.nan if any(math.isnan(value) for value in ratios) else min(*ratios, 1.0)
+
+    def speed(self, name: str) -> float:
+        """Length of a change over that of what changed."""
+        before = self.get(f"{name}.norm")
+        return self.get(f"d{name}.norm") / before if before else math.nan
+
+    def kernel_ratio(self) -> float:
+        """First moment of the kernel over the root of the second."""
+        first, second = self.get("K.1"), self.get("K.2")
+        return min(first / math.sqrt(second), 1.0) if second > 0 else math.nan
+
     def root_mean_square(self, name: str) -> float:
         """RMS of the entries of a matrix of rows."""
         size = self.get(f"{name}.size")
@@ -155,6 +174,13 @@ FORMULAS: dict[str, Callable[[LayerScalars], float]] = {
     "bfa": lambda s: math.acos(s.cosine()),
     "bfa_cos": lambda s: s.cosine(),
     "sensitivity": lambda s: s.sensitivity(),
+    "weight_cancellation": lambda s: s.cancellation("W1", "W", "dW"),
+    "feature_cancellation": lambda s: s.get("feature_cancellation"),
+    "activation_ratio": lambda s: s.get("activation_ratio"),
+    "sample_share": lambda s: s.get("sample_share"),
+    "kernel_change": lambda s: s.get("kernel_change"),
+    "bfk_ratio": lambda s: s.kernel_ratio(),
+    "backward_speed": lambda s: s.speed("b"),
 }
 """How each measured quantity is read off the raw scalars of a layer."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spectral_monitor.capture.comparison import Change, Replay
 from spectral_monitor.engine.activations import RowStage
+from spectral_monitor.engine.full import FullStage
 from spectral_monitor.engine.replays import Done
 from spectral_monitor.engine.rows import StepFacts
 from spectral_monitor.functional.features import mean_ratio, ratio_sum
@@ -27,8 +28,9 @@ class ChangeStage:
         probe_lost: whether the first probe batch was taken in some processes only, and is of no use.
     """
 
-    def __init__(self, rows: RowStage, processes: Processes | None) -> None:
+    def __init__(self, rows: RowStage, processes: Processes | None, full: FullStage) -> None:
         self._rows = rows
+        self._full = full
         self._processes = processes
         self.probe_lost = False
 
@@ -91,6 +93,8 @@ class ChangeStage:
                 self._rows.out.put(i, "dh.size", torch.tensor(float(change.size)))
                 if change.inner is not None:
                     self._rows.out.put(i, "b.dh", change.inner)
+        if size and replay is not None:
+            self._full.compared(replay)
         return set(found)
 
     def _everywhere(self, changes: Mapping[int, Change | None]) -> Routine[dict[int, tuple[Change, Tensor | None]]]:

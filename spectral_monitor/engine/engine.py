@@ -25,10 +25,12 @@ from spectral_monitor.engine.activations import RowStage, fingerprints, input_ro
 from spectral_monitor.engine.assemble import sound, summarize
 from spectral_monitor.engine.census import Sight, Step, census
 from spectral_monitor.engine.changes import ChangeStage
+from spectral_monitor.engine.full import FullStage
 from spectral_monitor.engine.guards import full_precision, refuse
 from spectral_monitor.engine.matrices import MatrixStage
 from spectral_monitor.engine.memory import Memory
 from spectral_monitor.engine.norms import rows_worth
+from spectral_monitor.engine.properties import properties
 from spectral_monitor.engine.replays import Again, Context, Done, Given, Replays
 from spectral_monitor.engine.rows import StepFacts, layer_row
 from spectral_monitor.engine.scalars import NETWORK, Raw, Scalars
@@ -38,6 +40,7 @@ from spectral_monitor.engine.stacks import Member
 from spectral_monitor.linalg import Routine, abreast, alone, resumed, together
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.placement import Extent, Processes, copies, flat_extents, placed, plan, reshard
+from spectral_monitor.quantities import TIERS
 from spectral_monitor.warnings import Warner
 
 FORWARD = frozenset({"h", "b", "dh", "probe"})
@@ -87,6 +90,8 @@ class Engine(Memory):
         # Where the weights of a forward lie is no one's but FSDP's affair.
         watched = [p for p in model.parameters() if id(p) not in flat]
         self.features = FeatureCapture(model, self.layers, wanted, room, watched, self._harmless)
+        self._alone = processes is None and self._wrapper is model
+        self.features.look_for(settings.keys if self._alone else ())
         self._replays = Replays(model, self._wrapper, self.features, settings, compiled)
         self._picker = RowPicker(settings.max_rows)
         self.armed = False
@@ -165,6 +170,7 @@ class Engine(Memory):
             ``None`` if the step could not be measured; a warning has said why.
         """
         measurement = None
+        loss = None if loss is None else loss.detach()
         given = Given(training_step, loss, accumulated, loss_scale, context, only_if_stepped)
         try:
             with self._harmless("measuring"), full_precision():
@@ -219,21 +225,26 @@ class Engine(Memory):
         self._agreed(self._before_replay(rows, outputs))
         change = None
         if self.settings.needs & FORWARD:
+            full = FullStage(self.model, self.features, self.settings, self._alone, facts, out, self._warn)
+            full.checks()
+            replay = full.replay(outputs)
             self.features.drop_inputs()
             codes = {some.again for some in seen.steps}
             if len(codes) > 1:
                 again, no_replay = None, "the forward cannot be run again: the processes called the model differently"
             facts.no_replay = no_replay
             with self._harmless("running the forward again"):
-                self._replays.run(self.measured, again, outputs, facts, given.context, self._warn)
+                self._replays.run(self.measured, again, replay, facts, given.context, self._warn)
             if self._failed and self.processes is None:
                 return None
             done, self._replays.done = self._replays.done, Done()
             known = all(some.loss for some in seen.steps)
-            stage_after = ChangeStage(rows, self.processes)
+            stage_after = ChangeStage(rows, self.processes, full)
             change = self._run(stage_after.measure(done, facts, before if known else None))
             if stage_after.probe_lost:
                 self._replays.probe = None
+            with self._harmless("running the forward again with a graph"):
+                full.graphs(again, given, outputs, stage.rates)
         raw = out.fetch()
         for i, norms in self._start_norms.items():
             raw.setdefault(i, {}).update(norms)
@@ -293,6 +304,8 @@ class Engine(Memory):
             summary["loss_change"] = math.nan if change is None else change
         self.skipped_updates += not (facts.stepped - facts.unused) or not all(map(sound, raw.values()))
         summary["skipped_updates"] = float(self.skipped_updates)
+        if set(values) >= set(TIERS["full"]):
+            summary.update(properties(values, summary, self.layers, raw, facts.eps))
         self.measured += 1
         return Measurement(step, self.anatomy.infos, values, summary, reasons=self._reasons)
 

@@ -45,6 +45,7 @@ class MatrixStage:
         stepped: layers whose optimizer has stepped.
         unused: layers that had no gradient.
         divided: layers whose parameters are stepped by several optimizers.
+        rates: every parameter that is trained and the learning rate it meets, where kernels are asked for.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class MatrixStage:
         self.stepped: set[int] = set()
         self.unused: set[int] = set()
         self.divided: set[int] = set()
+        self.rates: list[tuple[nn.Parameter, float]] = []
         self._stepper: dict[int, int] = {}
 
     @torch.no_grad()
@@ -104,6 +106,8 @@ class MatrixStage:
         for i, member in held.members.items():
             rates = {float(owned[id(p)]["lr"]) for p in member.layer.sources if id(p) in owned}
             self.lr[i] = rates.pop() if len(rates) == 1 else math.nan
+        if "J" in self.settings.needs:
+            self.rates += [(p, float(group["lr"])) for group in optimizer.param_groups for p in group["params"]]
         self.unused.update(i for i, m in held.members.items() if all(p.grad is None for p in m.layer.sources))
         # A fused optimizer takes the loss scale out of the gradients by itself, in place; they are then the loss's.
         if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
@@ -125,6 +129,8 @@ class MatrixStage:
                     self._do(self._contributions(stack, shares))
             if "W0" in self.settings.needs:
                 self._drift(stack)
+            if "W1" in self.settings.needs:
+                self._do(self._norms.after(stack.now(in_place=self._exchange is None)))
         if "g" in self.settings.needs:
             changed = torch.zeros(1)
             if held.trained:

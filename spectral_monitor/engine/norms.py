@@ -54,6 +54,10 @@ class StackNorms:
         """Of updates."""
         yield from self._both(stack, "dW", "update_alignment", "feature_change_local")
 
+    def after(self, stack: Stack) -> Routine[None]:
+        """Of weights after the update."""
+        yield from self._norms(stack, "W1", "W1")
+
     def drift(self, stack: Stack) -> Routine[None]:
         """Of the weights after the update less those at the start."""
         yield from self._norms(stack, "drift", "W0")

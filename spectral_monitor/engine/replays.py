@@ -118,7 +118,7 @@ class Replays:
             reason = MOVED if moved else f"the forward cannot be run again: {self._compiled} is compiled"
             return None, None, reason
         if len(roots) == 1:
-            again, before = roots[0], _trained_on(roots[0], given.loss, given.accumulated)
+            again, before = roots[0], trained_on(roots[0], given)
         elif given.training_step is not None and roots:
             again, before = given.training_step, None if given.loss is None else given.loss * given.accumulated
         else:
@@ -133,9 +133,11 @@ class Replays:
         return again, before, ""
 
     def run(
-        self, measured: int, again: Again | None, outputs: Outputs, facts: StepFacts, context: Context, warn: Warner
+        self, measured: int, again: Again | None, replay: Replay, facts: StepFacts, context: Context, warn: Warner
     ) -> None:
         """Run what is due, into :attr:`done`; ``again`` is ``None`` if the forward cannot be run, and facts say why.
+
+        ``replay`` has the outputs that those of the same batch are compared with.
 
         What ``done`` has does not depend on what goes wrong here: other processes do the same.
         """
@@ -148,16 +150,16 @@ class Replays:
             facts.no_drift = f"measured at every {self._drift_every}th measured step"
         probe = self.probe
         if again is not None and wanted:
-            same = self._same_batch(again, outputs, facts, context, warn)
+            same = self._same_batch(again, replay, facts, context, warn)
             self.done = replace(self.done, same=same, drift=same if first else self.done.drift)
         if first:
             facts.no_drift = facts.no_replay
         elif due and probe is not None:
             self.done = replace(self.done, drift=self._probe_batch(probe, facts, context, warn))
 
-    def _same_batch(self, again: Again, outputs: Outputs, facts: StepFacts, context: Context, warn: Warner) -> Ran:
+    def _same_batch(self, again: Again, replay: Replay, facts: StepFacts, context: Context, warn: Warner) -> Ran:
         try:
-            ran = self._run(again, outputs, context)
+            ran = self._run(again, replay, context)
         except Exception as error:
             what = f"the forward of {self._name(again)}"
             facts.no_replay = f"{what} could not be run again ({type(error).__name__}: {error})"
@@ -165,14 +167,15 @@ class Replays:
             return Ran(None, None)
         if self.probe is None and "probe" in self._needs:
             kept: Outputs = {
-                i: [(index, h.to("cpu", copy=True), None) for index, h, _ in calls] for i, calls in outputs.items()
+                i: [(index, h.to("cpu", copy=True), None) for index, h, _ in calls]
+                for i, calls in replay.outputs.items()
             }
             self.probe = Probe(again, kept, *self._pack(again))
         return ran
 
     def _probe_batch(self, probe: Probe, facts: StepFacts, context: Context, warn: Warner) -> Ran:
         try:
-            return self._run(probe.again, probe.outputs, context)
+            return self._run(probe.again, Replay(probe.outputs), context)
         except Exception as error:
             facts.no_drift = f"the probe batch could not be run again ({type(error).__name__}: {error})"
             warn(facts.no_drift, error)
@@ -193,19 +196,19 @@ class Replays:
         except Exception as error:
             return None, str(error)
 
-    def _run(self, again: Again, outputs: Outputs, context: Context) -> Ran:
+    def _run(self, again: Again, replay: Replay, context: Context) -> Ran:
         with preserved(self._model), torch.no_grad():
             again.rewind()
             try:
-                with context(), self._features.replaying(outputs) as replay:
+                with context(), self._features.replaying(replay):
                     loss = call_through(self._wrapper, self._model, again)
             finally:
                 reshard(self._wrapper)
-        return Ran(replay, loss)
+        return Ran(replay, None if loss is None else loss.detach())
 
 
-def _trained_on(root: RootCall, loss: Tensor | None, accumulated: int) -> Tensor | None:
+def trained_on(root: RootCall, given: Given) -> Tensor | None:
     """The loss the call returned, unless training is known to use another one."""
-    if root.loss is None or loss is None:
+    if root.loss is None or given.loss is None:
         return root.loss
-    return root.loss if torch.equal((root.loss / accumulated).to(loss), loss) else None
+    return root.loss if torch.equal((root.loss / given.accumulated).to(given.loss), given.loss) else None

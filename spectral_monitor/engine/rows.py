@@ -10,7 +10,7 @@ import torch
 
 from spectral_monitor.anatomy import Layer
 from spectral_monitor.engine.assemble import FORMULAS, VECTOR_KEYS, LayerScalars
-from spectral_monitor.engine.scalars import Raw
+from spectral_monitor.engine.scalars import NETWORK, Raw
 from spectral_monitor.quantities import QUANTITIES
 
 ROUNDED = "its change is too close to the rounding of its outputs"
@@ -48,6 +48,7 @@ class StepFacts:
         loss_scale: what it was multiplied by.
         moved: whether the weights of the forward are not those before the update.
         multipliers: layer index -> what a correction multiplied the learning rate with.
+        why_not: (quantity, layer index or NETWORK for all of them) -> why it is missing.
     """
 
     lr: dict[int, float]
@@ -68,6 +69,7 @@ class StepFacts:
     loss_scale: float = 1.0
     moved: bool = False
     multipliers: Mapping[int, float] = field(default_factory=dict)
+    why_not: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
 def layer_row(
@@ -141,6 +143,9 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return "an embedding's inputs are one-hot"
     if i not in facts.called:
         return "not called in this step"
+    known = facts.why_not.get((key, NETWORK), "") or facts.why_not.get((key, i), "")
+    if known:
+        return known
     if key in ONE_HOT and i not in facts.fed:
         return "its inputs are not a tensor of numbers, or were overwritten"
     small = facts.eps[i] >= torch.finfo(torch.float32).eps and scalars.underflows()
@@ -154,6 +159,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return "its outputs were overwritten in this step; from the next measured one on they are copied"
     if "b" in needs and i not in facts.graded:
         return "no gradient arrived at its output, or more than one, or it was overwritten"
+    if key == "backward_speed" and 0 < scalars.get("db.norm") < CHANGE_MARGIN * facts.eps[i] * scalars.get("b.norm"):
+        return "its change is too close to the rounding of its gradients"
     if "dh" not in needs:
         return ""
     if facts.no_replay:
@@ -162,6 +169,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return "called differently when the forward was run again"
     if tiny:
         return tiny
+    if key == "feature_cancellation":
+        return ""  # a change that is rounded away cancels nothing
     margin = ANGLE_MARGIN if key in ("bfa", "bfa_cos") else CHANGE_MARGIN
     if scalars.get("dh.norm") > 0 and not scalars.above_rounding(facts.eps[i], margin):
         return ROUNDED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from spectral_monitor.engine.schedule import Schedule
 from spectral_monitor.quantities import needs, resolve
 
 
@@ -13,8 +14,8 @@ class Settings:
     """Arguments shared by every way into the monitor.
 
     Attributes:
-        every_n_steps: measure every n-th optimizer step.
-        quantities: a tier (``"light"``, ``"standard"``) or a list of keys; only what they need is paid for.
+        every_n_steps: measure every n-th optimizer step, or steps in words: ``"1, 2, 4, ..., every 100"``.
+        quantities: a tier (``"light"``, ``"standard"``, ``"full"``) or a list of keys; only what they need is paid for.
         include: fnmatch patterns on module or layer names; only these are measured.
         exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> role, overriding the guess.
@@ -29,7 +30,7 @@ class Settings:
         TypeError: ``include`` or ``exclude`` is a string instead of a list.
     """
 
-    every_n_steps: int = 50
+    every_n_steps: int | str = 50
     quantities: str | Sequence[str] = "standard"
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
@@ -39,11 +40,13 @@ class Settings:
     tol: float = 0.01
     drift_every: int = 5
     history: int = 1000
+    schedule: Schedule = field(init=False)
     keys: tuple[str, ...] = field(init=False)
     needs: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("every_n_steps", "max_rows", "drift_every", "history"):
+        object.__setattr__(self, "schedule", Schedule.of(self.every_n_steps))
+        for name in ("max_rows", "drift_every", "history"):
             value = getattr(self, name)
             if value is None and name == "max_rows":
                 continue

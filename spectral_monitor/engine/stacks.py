@@ -116,17 +116,28 @@ class Stack:
 
     def change(self, before: Callable[[int], Sequence[Tensor]], in_place: bool) -> Stack:
         """The weights as they are now less ``before``, layer by layer the entries of its rectangles."""
-        changed = self
-        if not in_place:
-            changed = object.__new__(Stack)
-            vars(changed).update(vars(self))
-            changed.buffers = self._empty()
+        changed = self._room(in_place)
         for i, member in self.members.items():
             if self.places[i]:
                 now = member.contents(member.layer.weight())
                 for (_, out), new, old in zip(changed.parts(i), now, before(i), strict=True):
                     torch.sub(new, old, out=out)
         return changed
+
+    def now(self, in_place: bool) -> Stack:
+        """The weights as they are now."""
+        stack = self._room(in_place)
+        stack.load()
+        return stack
+
+    def _room(self, in_place: bool) -> Stack:
+        """This stack, or one like it with memory of its own."""
+        if in_place:
+            return self
+        stack = object.__new__(Stack)
+        vars(stack).update(vars(self))
+        stack.buffers = self._empty()
+        return stack
 
     def values(self, i: int) -> list[Tensor]:
         """Entries of layer ``i``'s rectangles."""

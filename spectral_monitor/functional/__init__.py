@@ -11,6 +11,16 @@ from spectral_monitor.functional.features import (
     feature_rms,
     relative_change,
 )
+from spectral_monitor.functional.kernels import (
+    activation_ratio,
+    backward_speed,
+    bfk_moments,
+    bfk_ratio,
+    feature_cancellation,
+    kernel_change,
+    sample_share,
+    weight_cancellation,
+)
 from spectral_monitor.functional.norms import (
     drift_fro_ratio,
     drift_ratio,
@@ -23,19 +33,27 @@ from spectral_monitor.functional.norms import (
 )
 
 __all__ = [
+    "activation_ratio",
     "alignment",
     "backward_feature_angle",
     "backward_feature_cosine",
+    "backward_speed",
+    "bfk_moments",
+    "bfk_ratio",
     "contribution",
     "drift_fro_ratio",
     "drift_ratio",
+    "feature_cancellation",
     "feature_rms",
     "frobenius_norm",
+    "kernel_change",
     "natural_norm",
     "relative_change",
+    "sample_share",
     "sensitivity",
     "spectral_norm",
     "spectral_norm_bounds",
     "stable_rank",
     "update_ratio",
+    "weight_cancellation",
 ]

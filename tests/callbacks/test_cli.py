@@ -32,7 +32,7 @@ from spectral_monitor import SpectralMonitor
 class Looks(pl.Callback):
     def on_fit_end(self, trainer, module):
         (monitor,) = [c for c in trainer.callbacks if isinstance(c, SpectralMonitor)]
-        settings = {k: v for k, v in vars(monitor.settings).items() if k not in ("keys", "needs")}
+        settings = {k: v for k, v in vars(monitor.settings).items() if k not in ("keys", "needs", "schedule")}
         layers = [[info.name, info.role, info.blocks] for info in monitor.latest.layers]
         settings["condition"] = {"persistence": monitor.condition.persistence}
         settings["correction"] = {"policy": monitor.correction.policy, "gain": monitor.correction.gain}
@@ -50,7 +50,7 @@ class Looks(pl.Callback):
 """
 
 ARGUMENTS = {
-    "every_n_steps": 2,
+    "every_n_steps": "2, every 2",
     "quantities": ["update_natural", "feature_drift"],
     "include": ["net.*"],
     "exclude": ["*.bias"],

@@ -81,7 +81,7 @@ def measured(monkeypatch, depth=1, **settings):
     return watch.seen
 
 
-@pytest.mark.parametrize("quantities", ["light", "standard"])
+@pytest.mark.parametrize("quantities", ["light", "standard", "full"])
 def test_forward_and_backward_wait_for_nothing(monkeypatch, quantities):
     seen = measured(monkeypatch, quantities=quantities)
     assert not seen.get("before")

@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 from recorder import Run, differences, of_module, of_optimizer, of_random
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.quantities import TIERS
 
 TESTS = Path(__file__).parents[1]
 
@@ -42,7 +42,7 @@ def test_training_is_the_same(example, precision):
 
 
 def assert_all_there(m, bf16):
-    for key in QUANTITIES:
+    for key in TIERS["standard"]:
         for layer in ("0", "2", "4"):
             reason = m.why(key, layer)
             assert math.isfinite(m.value(key, layer)) or (bf16 and reason == ROUNDED), (key, layer, reason)

@@ -18,7 +18,7 @@ from torch import optim
 from torch.optim import lr_scheduler
 
 from spectral_monitor import SpectralMonitor
-from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.quantities import TIERS
 
 try:
     from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
@@ -154,7 +154,9 @@ def assert_measured(name, monitor, every, steps):
     for m in monitor.measurements:
         assert m.summary["skipped_updates"] == 0
         for info in m.layers:
-            for key in QUANTITIES if info.role != "vector" else ("weight_natural", "update_natural", "contribution"):
+            for key in (
+                TIERS["standard"] if info.role != "vector" else ("weight_natural", "update_natural", "contribution")
+            ):
                 there = math.isfinite(m.value(key, info.name))
                 allowed = {LATER, TAPS, *([NO_BACKWARD] if name == WITHOUT_BACKWARD and m.step == 25 else [])}
                 assert there or m.why(key, info.name) in allowed, (m.step, key, info.name, m.why(key, info.name))

@@ -177,14 +177,14 @@ def reference(name: str) -> Run:
     return train(name)
 
 
-def monitor_of(name: str, every: int) -> SpectralMonitor:
-    return SpectralMonitor(every_n_steps=every, **WAYS[name].monitor)
+def monitor_of(name: str, every: int, quantities: str = "standard") -> SpectralMonitor:
+    return SpectralMonitor(every_n_steps=every, **{"quantities": quantities, **WAYS[name].monitor})
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("every", "quantities"), [(1, "standard"), (2, "standard"), (1, "full")])
 @pytest.mark.parametrize("name", WAYS)
-def test_training_is_the_same(name, every):
-    monitor = monitor_of(name, every)
+def test_training_is_the_same(name, every, quantities):
+    monitor = monitor_of(name, every, quantities)
     run = train(name, monitor)
     found = differences(reference(name), run)
     assert not found, f"{len(found)} differences, first {found[:5]}"
@@ -226,13 +226,13 @@ MOVES_ITSELF = {"mlp, lbfgs, light", "sets rates", "steps its scheduler"}
 @pytest.mark.parametrize("name", [name for name in WAYS if name not in MOVES_ITSELF])
 def test_the_forward_after_a_step_of_length_zero_is_the_same(name):
     """So what ``feature_change`` shows is due to the step: the same batch, randomness, precision, state."""
-    way, monitor = WAYS[name], monitor_of(name, 1)
+    way, monitor = WAYS[name], monitor_of(name, 1, "full")
     module = way.module()
     module._optimizer, module._scheduler = partial(module._optimizer, lr=0.0), None
     seed()
     zoo.fit(module, way.data(), [monitor], RecordingLogger(Run()), **way.trainer)
     allowed = way.missing - {ROUNDED} | ({ROUNDED} if name in ROUNDS else set())
-    seen, drifts = 0, 0
+    seen, drifts, speeds = 0, 0, 0
     for m in monitor.measurements:
         for info in m.layers:
             if info.role == "vector" or info.name.startswith("teacher"):  # which follows by rounding errors
@@ -240,15 +240,20 @@ def test_the_forward_after_a_step_of_length_zero_is_the_same(name):
             assert_no_change(m, info.name, allowed)
             seen += m.value("feature_change", info.name) == 0
             drifts += m.value("feature_drift", info.name) == 0
+            speeds += m.value("backward_speed", info.name) == 0
     assert seen
+    assert speeds or "reentrant" in name
     assert drifts or name == "no loss now and then"  # its first batch
 
 
 def assert_no_change(m, layer, allowed=frozenset()):
-    """Neither by this step nor, where that was looked at, since the first batch."""
+    """Neither by this step nor, where that was looked at, since the first batch; and the gradients neither."""
     change, drift = m.value("feature_change", layer), m.value("feature_drift", layer)
     assert change == 0 or m.why("feature_change", layer) in allowed
     assert drift == 0 or math.isnan(drift)
+    if "backward_speed" in m.values:
+        speed = m.value("backward_speed", layer)
+        assert speed == 0 or math.isnan(speed), speed
 
 
 # What each guard is for: without it the comparison above fails, and in this kind of thing first.
@@ -362,14 +367,14 @@ BARE = {  # model, batches, optimizer, micro-batches per step, under autocast
 }
 
 
-def loop(name: str, every: int = 0, **options) -> tuple[Run, SpectralProbe | None]:
+def loop(name: str, every: int = 0, quantities: str = "standard", **options: Any) -> tuple[Run, SpectralProbe | None]:
     """A plain training loop, with a probe or without."""
     seed()
     build, kind, optimize, accumulated, autocast = BARE[name]
     model, run = build(), Run()
     optimizer = optimize(model.parameters(), **options)
     scheduler = cosine(optimizer)
-    probe = SpectralProbe(model, optimizer, every_n_steps=every) if every else None
+    probe = SpectralProbe(model, optimizer, every_n_steps=every, quantities=quantities) if every else None
     optimizer.zero_grad()
     for index, (x, y) in enumerate(zoo.Batches(kind, count=12)):
         steps = index % accumulated == accumulated - 1
@@ -387,11 +392,11 @@ def loop(name: str, every: int = 0, **options) -> tuple[Run, SpectralProbe | Non
     return run, probe
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("every", "quantities"), [(1, "standard"), (2, "standard"), (1, "full")])
 @pytest.mark.parametrize("name", BARE)
-def test_a_bare_loop_is_the_same(name, every):
+def test_a_bare_loop_is_the_same(name, every, quantities):
     bare, _ = loop(name)
-    run, probe = loop(name, every)
+    run, probe = loop(name, every, quantities)
     assert not differences(bare, run)
     assert len(run.records) == 12
     for kind in ("parameter", "grad", "optimizer", "random", "batch"):

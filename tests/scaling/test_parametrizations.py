@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -294,6 +296,14 @@ def test_misuse_is_refused():
         fsc_resnet(2)
     with pytest.raises(ValueError, match="a slope needs two widths, and the layers of each; got 1 and 1"):
         predict(MUP, "sgd", "update_natural", (64,), [()])
+
+
+def test_the_page_is_up_to_date():
+    path = Path(__file__).parents[2] / "docs" / "make_parametrizations.py"
+    spec = importlib.util.spec_from_file_location("make_parametrizations", path)
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert generator.TARGET.read_text() == generator.text()
 
 
 def test_names():

@@ -1,0 +1,136 @@
+"""Write docs/parametrizations.md from the rules in the code; a test checks that the two agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spectral_monitor.scaling import FSC, MF_MUP, MFP, MUP, NTK, NTP, SP, SPECTRAL, Parametrization, abc, fsc_resnet
+from spectral_monitor.scaling.exponents import mean_field, mup, ntp, standard
+
+TARGET = Path(__file__).with_name("parametrizations.md")
+
+HEAD = """# Parametrizations
+
+*Generated from the code by `docs/make_parametrizations.py`.*
+
+A parametrization says how large weights begin and how fast each layer learns, **by the shapes of the layers**. A good
+one has a learning rate that stays the best one when the network gets wider, and layers that all learn. Each one here is
+an object with two verbs:
+
+```python
+from spectral_monitor.scaling import MUP
+
+MUP.init_(model)                                                       # draws all matrices anew
+optimizer = torch.optim.AdamW(MUP.param_groups(model, lr=0.02, optimizer="adam"))
+```
+
+`optimizer="adam"` is for all optimizers that move every entry by about the learning rate (AdamW, Lion, RMSprop ...),
+`"sgd"` for those that move it by as much as its gradient. Roles (which matrix is the readout, which an embedding) are
+the monitor's: `spectral_monitor.anatomy.dissect(model).table()` shows them, `roles={"head": "readout"}` puts them right.
+
+**Which one?** For training: `SPECTRAL`, or `MUP`, which differs from it by constants; for very deep networks `FSC`
+(perceptrons) or `fsc_resnet(beta)`. The others are there to be compared with: a [sweep](sweeps.md) shows what becomes
+of each. To leave model and optimizer alone and have learning rates put right while training, see
+[learning rates put right](correction.md).
+
+## The rules
+
+What the standard deviation of a weight is, and what the learning rate is multiplied by. L is the number of matrices
+(`depth=` where that is not what you mean). Biases, gains and embeddings read what has one entry, so they follow `input`
+with a fan_in of 1 (biases of the readout follow `readout`). Biases begin at zero, gains stay as they are. A convolution
+counts taps in its fan_in. A matrix that is embedding and readout at once follows `readout`, and the other embeddings of
+its width follow it.
+
+"""
+
+ABOUT = {
+    "SP": (
+        SP,
+        "One learning rate for all: PyTorch's default, up to a constant. Its best learning rate falls with width.",
+    ),
+    "NTP": (NTP, "The neural tangent parametrization: wide networks are trained, but their features stand still."),
+    "MUP": (MUP, "The maximal update parametrization: every layer learns features at every width."),
+    "MFP": (MFP, "The mean field parametrization, of one hidden layer, where it is muP; deeper networks are refused."),
+    "SPECTRAL": (SPECTRAL, "The spectral parametrization: the same by one rule for any rectangular shape."),
+    "NTK": (NTK, "`NTP` with rates that make the loss fall alike at every depth."),
+    "MF_MUP": (MF_MUP, "Learns features at every width and depth, but the loss falls like 1 / sqrt(L)."),
+    "FSC": (FSC, "Of perceptrons: forward passes, sensitivities and contributions depend neither on width nor depth."),
+    "fsc_resnet(0.1)": (fsc_resnet(0.1), "Of residual nets whose branches are scaled by beta, here 0.1."),
+}
+
+ABC = """## Any other: exponents
+
+`abc(a, b, c)` is the general parametrization of a perceptron: `W_l = n^-a_l w_l`, `w_l` drawn from `N(0, n^(-2 b_l))`,
+learning rate `n^-c`. `classify()` says what becomes of it as the width n grows, exactly, before anything is trained;
+`from_abc` makes a parametrization of it that can be trained.
+
+```python
+>>> from spectral_monitor.scaling import abc, from_abc
+>>> print(abc(a=(0, 0, 0), b=(0, 0.5, 0.5), c=0).classify())   # PyTorch's default, constant learning rate
+{unstable}
+>>> from_abc(abc(a=(0, 0, 0), b=(0, 0.5, 0.5), c=1)).init_(model)
+```
+
+| parametrization of two hidden layers | a | b | c | r | becomes |
+|---|---|---|---|---|---|
+{rows}
+
+With r > 0 features change by n^-r in a step: not at all in the limit. These are the rows of the paper's Table 1; an
+equivalent way to write the same training (`.shifted(theta)`) gives the same answer.
+
+## Updates that are the right size because they are made so
+
+`NormalizedUpdates(optimizer, model)` keeps the direction of another optimizer's updates and gives each matrix an update
+of natural norm `lr` (Eq. 17 of the spectral paper; `norm="frobenius"` is the cheap variant, without a singular value).
+With `spectral_init_(model)` (Eq. 16) it needs no rule of shapes at all:
+
+```python
+from spectral_monitor import spectral_init_
+from spectral_monitor.scaling import NormalizedUpdates
+
+spectral_init_(model, 2.0)
+optimizer = NormalizedUpdates(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
+```
+
+## What is predicted of a sweep
+
+`predict(parametrization, "adam", quantity, widths, layers)` gives, for each layer, the slope against width that theory
+says a quantity has; [the formulas](api/scaling.md). A [sweep](sweeps.md) compares with it. Measured on perceptrons of
+widths 128 to 2048 under `MUP`, `SPECTRAL`, `NTP`, `MFP` and `SP`, 16 quantities of every layer are within 0.1 (and three
+standard errors) of it.
+"""
+
+
+def rules(name: str, p: Parametrization, about: str) -> str:
+    lines = [line.split(maxsplit=1) for line in str(p).splitlines()[1:]]
+    table = ["| | std | sgd | adam |", "|---|---|---|---|"]
+    for kind, rule in lines:
+        std, sgd, adam = (part.split(" ", 1)[1] for part in rule.split("; "))
+        table.append(f"| {kind} | `{std}` | `{sgd}` | `{adam}` |")
+    return f"### `{name}`\n\n{about} *{p.source}.*\n\n" + "\n".join(table) + "\n"
+
+
+def row(name: str, exponents) -> str:
+    found = exponents.classify()
+    a, b = (", ".join(map(str, e)) for e in (exponents.a, exponents.b))
+    return f"| {name} | {a} | {b} | {exponents.c} | {found.r} | {found.regime} |"
+
+
+def text() -> str:
+    exponents = {
+        "standard, lr constant": standard(2, c=0),
+        "standard, lr 1/n": standard(2),
+        "neural tangent": ntp(2),
+        "mean field (one hidden layer)": mean_field(),
+        "muP": mup(2),
+    }
+    parts = [HEAD, "\n".join(rules(name, p, about) for name, (p, about) in ABOUT.items()), "\n"]
+    unstable = str(abc(a=(0, 0, 0), b=(0, 0.5, 0.5), c=0).classify())
+    parts.append(
+        ABC.replace("{unstable}", unstable).replace("{rows}", "\n".join(row(*item) for item in exponents.items()))
+    )
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(text())

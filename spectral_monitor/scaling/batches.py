@@ -1,0 +1,134 @@
+"""The batches of a sweep: for a seed the same at every width, whatever the networks draw in between."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.snapshot.randomness import RandomState
+
+T = TypeVar("T")
+_END = object()
+
+
+class SweepError(ValueError):
+    """What was given cannot be swept; the message says why and what can."""
+
+
+@contextmanager
+def seeded(purpose: str, seed: int) -> Iterator[None]:
+    """Inside, every global generator starts from this seed; afterwards they are as they were.
+
+    The purpose is part of the seed, so that weights are not the numbers that ``torch.manual_seed(seed)`` gave the data.
+    """
+    outside = RandomState.now()
+    number = int.from_bytes(hashlib.sha256(f"{purpose} {seed}".encode()).digest()[:4], "big")
+    random.seed(number)
+    torch.manual_seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+    try:
+        yield
+    finally:
+        outside.restore()
+
+
+def check_data(data: Any) -> None:
+    """Refuse what gives no batches, or other ones to every network.
+
+    Raises:
+        SweepError: saying what data can be.
+    """
+    choices = (
+        "give a DataLoader or a list of batches, a tuple of tensors (the batch of every step) or a function of the seed"
+    )
+    if isinstance(data, Tensor):
+        raise SweepError(f"data is a tensor: {choices}, such as (x,) for this one")
+    if isinstance(data, tuple | Mapping) or callable(data):
+        return
+    if not hasattr(data, "__iter__"):
+        raise SweepError(f"data is of type {type(data).__name__}: {choices}")
+    if isinstance(data, Iterator):
+        raise SweepError(
+            f"data is a {type(data).__name__}, which can be read only once, and every network needs it: {choices}"
+        )
+
+
+def batches(data: Any, seed: int) -> Iterator[Any]:
+    """Batches without end: from the start again when there are no more.
+
+    Args:
+        data: as :func:`check_data` takes it.
+        seed: of what the data draws; a stream of its own, so that dropout, say, does not change the order.
+
+    Raises:
+        SweepError: there is no batch, or data that can be read only once has come to its end.
+    """
+    with seeded("data", seed):
+        stream = RandomState.now()
+
+    def drawn(call: Callable[[], T]) -> T:
+        nonlocal stream
+        with stream.replayed():
+            result = call()
+            stream = RandomState.now()
+        return result
+
+    given = drawn(lambda: data(seed)) if callable(data) else data
+    if isinstance(given, tuple | Mapping):
+        while True:
+            yield given
+    if not hasattr(given, "__iter__"):
+        raise SweepError(f"data(seed) returned a {type(given).__name__}: it must return batches, or a tuple of tensors")
+    count = 0
+    with _own_generators(given, seed):
+        while True:
+            iterator, before = drawn(lambda: iter(given)), count
+            while (batch := drawn(lambda: next(iterator, _END))) is not _END:  # noqa: B023  called at once
+                count += 1
+                yield batch
+            if count == before:
+                what = f"came to its end after {count} batches, and can be read only once" if count else "has no batch"
+                raise SweepError(
+                    f"data {what}: give data of enough batches, or a list or DataLoader to start again from"
+                )
+
+
+@contextmanager
+def _own_generators(loader: Any, seed: int) -> Iterator[None]:
+    """Generators that a DataLoader was given are seeded inside, and as they were afterwards."""
+    samplers = [
+        loader,
+        getattr(loader, "sampler", None),
+        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+    ]
+    found = {id(g): g for holder in samplers if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
+    states = [(generator, generator.get_state()) for generator in found.values()]
+    for generator, _ in states:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device; tuples, lists and dicts are looked into."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, tuple):
+        items = [moved(item, device) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+    if isinstance(batch, list):
+        return [moved(item, device) for item in batch]
+    if isinstance(batch, dict):
+        return {key: moved(item, device) for key, item in batch.items()}
+    return batch.to(device) if hasattr(batch, "to") else batch

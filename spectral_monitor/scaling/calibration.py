@@ -1,0 +1,321 @@
+"""Automatic scaling (FSC): scales of weights and learning rates, measured on a few batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import spectral_monitor.functional as F
+from spectral_monitor.anatomy import Anatomy, Layer, dissect
+from spectral_monitor.anatomy.names import named_modules
+from spectral_monitor.scaling.trial import FAMILIES, Blocks, Family, Loss, Step, Trial, equal_contributions
+from spectral_monitor.snapshot.local import is_distributed
+from spectral_monitor.snapshot.preserve import preserved
+from spectral_monitor.snapshot.randomness import RandomState
+
+START = 1e-2
+"""RMS of the outputs the search for the readout's factor begins with, where the loss does not yet depend on them."""
+
+EQUAL = 2e-3
+"""Relative error of the sensitivity that is left."""
+
+FARTHEST, MOST_TURNS = math.log(1e5), 60
+"""How far the search goes from where it begins, in the logarithm of the factor, and how often it looks."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What :func:`calibrate` found.
+
+    Attributes:
+        optimizer: the family of update rules it is for.
+        factors: layer -> what its weight and bias are to be multiplied by, in order of execution; the readout, whose
+            bias stays, is last.
+        rates: block -> learning rate per unit of ``lr``. A block is a matrix with the bias beside it, the gain and bias
+            of a norm, or a parameter that stands alone.
+        parameters: block -> names of its parameters.
+        readout: the layer before which the angle was measured.
+        angle: backward-feature angle of what the readout is given, in radians.
+        sensitivity: RMS of the change of that per loss decrease, 1 up to the accuracy of the search (Eq. 7).
+        loss: mean over the batches, with the factors applied.
+        predicted_decrease: first-order decrease of that loss in one step, per unit of ``lr``.
+        kept: layers and parameters that are not scaled -> why; gains and lone biases are not listed.
+    """
+
+    optimizer: Family
+    factors: dict[str, float]
+    rates: dict[str, float]
+    parameters: dict[str, tuple[str, ...]]
+    readout: str
+    angle: float
+    sensitivity: float
+    loss: float
+    predicted_decrease: float
+    kept: dict[str, str]
+
+    @torch.no_grad()
+    def apply_(self, module: nn.Module) -> None:
+        """Multiply the weights by :attr:`factors`, in place. Once: they are of the weights that were calibrated.
+
+        Raises:
+            ValueError: a layer that the module has not.
+        """
+        held = dict(named_modules(module))
+        missing = [name for name in self.factors if name not in held]
+        if missing:
+            raise ValueError(f"the module has no layer {missing[0]!r}: it is not of the kind that was calibrated")
+        done: set[int] = set()
+        for name, factor in self.factors.items():
+            for parameter in _scaled(held[name], name == self.readout):
+                if id(parameter) not in done:
+                    parameter.mul_(factor)
+                    done.add(id(parameter))
+
+    def param_groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
+        """A group for every block, with ``params``, ``lr``, ``name`` and ``parameter_names``.
+
+        Args:
+            module: the one that was calibrated, or one with the same parameters.
+            lr: what the loss falls by in the first step, to first order.
+
+        Raises:
+            ValueError: a learning rate that is not positive, a parameter that is trained and was not then.
+
+        Example:
+            >>> import torch
+            >>> _ = torch.manual_seed(0)
+            >>> layers = torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+            >>> net, mse = torch.nn.Sequential(*layers), torch.nn.functional.mse_loss
+            >>> found = calibrate(net, [(torch.randn(16, 8), torch.randn(16, 1))], loss=lambda m, b: mse(m(b[0]), b[1]))
+            >>> optimizer = torch.optim.SGD(found.param_groups(net, lr=0.01))
+            >>> [group["parameter_names"] for group in optimizer.param_groups]
+            [['0.weight', '0.bias'], ['2.weight', '2.bias']]
+        """
+        if isinstance(lr, bool) or not 0 < lr < math.inf:
+            raise ValueError(f"lr must be a positive number, got {lr!r}")
+        block_of = {name: block for block, names in self.parameters.items() for name in names}
+        groups: dict[str, dict[str, Any]] = {}
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if name not in block_of:
+                raise ValueError(f"{name!r} is trained, but was not when the rates were measured: calibrate again")
+            block = block_of[name]
+            start = {"params": [], "lr": lr * self.rates[block], "name": block, "parameter_names": []}
+            group = groups.setdefault(block, start)
+            group["params"].append(parameter)
+            group["parameter_names"].append(name)
+        return list(groups.values())
+
+
+def calibrate(
+    module: nn.Module,
+    batches: Iterable[Any],
+    *,
+    optimizer: Family = "sgd",
+    loss: Loss | None = None,
+    roles: Mapping[str, str] | None = None,
+) -> Calibration:
+    r"""Find scales and learning rates with which features, loss and layers move alike at any width and depth.
+
+    The method of The Feature Speed Formula, section 4.2 (FSC), in any architecture with a readout:
+
+    * Forward normalization (SP): in order of execution, every operator and embedding is scaled, with its bias, so that
+      its outputs have RMS 1 over the batches. A fused matrix has one factor.
+    * Backward normalization (FL): the readout is scaled so that ``rms(b) = 1 / (m cos(angle))`` (Eq. 7), with m the
+      number of entries of what it is given, b the gradient of the loss with respect to that and the angle measured.
+      Then that changes by an RMS of 1 when the weights before it take 1 off the loss.
+    * Scale-invariant rates (BC, LD): every block of parameters takes an equal share of the decrease, ``1 / L`` of L
+      blocks, and all together ``lr``: for ``"sgd"`` the rate is ``1 / (L |g|^2)`` (Eq. 8). For ``"normalized"``, an
+      update of ``lr g / |g|``, it is ``1 / (L |g|)``. For ``"adam"``, whose first step moves every entry by ``lr``, it
+      is ``1 / (L |g|_1)``, and the angle is that of such a step.
+
+    The module is left as it is, random states and buffers included; :meth:`Calibration.apply_` scales it. Some tens of
+    passes over the batches are made, in its present mode (training or evaluation), with memory for five more copies of
+    its weights.
+
+    Args:
+        module: the model, freshly drawn, on one process, where its batches are.
+        batches: a few batches, all used at once; their losses count alike.
+        optimizer: ``"sgd"``, ``"normalized"`` or ``"adam"`` (and those that move every entry by the learning rate).
+        loss: ``loss(module, batch)``, a scalar. By default ``module.training_step(batch, i)`` if it has one, else
+            ``module(*batch)``.
+        roles: pattern -> role, as for the monitor; ``"ignore"`` leaves a matrix at its scale.
+
+    Raises:
+        ValueError: no readout, or several; one that shares its weight, is frozen or is zero; an operator whose outputs
+            cannot be seen, are zero or do not follow the scale of its weight; a block without a gradient; signal that
+            passes by the readout's input; a loss that no scale of the readout brings to Eq. 7; precision too low.
+        TypeError: a loss that is not a scalar tensor.
+
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        >>> x, y = torch.randn(16, 8), torch.randn(16, 1)
+        >>> found = calibrate(net, [(x, y)], loss=lambda module, batch: (module(batch[0]) - batch[1]).square().mean())
+        >>> found.apply_(net)
+        >>> round(net[0](x).square().mean().sqrt().item(), 4), round(found.sensitivity, 1)
+        (1.0, 1.0)
+        >>> optimizer = torch.optim.SGD(found.param_groups(net, lr=0.01))
+    """
+    if optimizer not in FAMILIES:
+        raise ValueError(f"unknown optimizer family {optimizer!r}; valid families: {', '.join(FAMILIES)}")
+    given = list(batches)
+    if not given:
+        raise ValueError("no batches given")
+    anatomy = dissect(module, roles=roles)
+    readout = _readout(anatomy)
+    layers, kept = _scalable(anatomy, readout)
+    blocks = _blocks(module, {id(layer.sources[0]) for layer in anatomy.layers if layer.is_matrix})
+    with preserved(module, given), RandomState.now().replayed(), torch.inference_mode(False):
+        trial = Trial(module, given, loss)
+        factors = trial.forward_factors(layers)
+        _multiply(layers, factors)
+        _check_sizes(trial, layers)
+        factor, found = _normalize_backward(trial, readout, blocks, optimizer)
+    in_order = [
+        (layer.info.name, value) for key, value in factors.items() for layer in layers if id(layer.sources[0]) == key
+    ]
+    return Calibration(
+        optimizer=optimizer,
+        factors={**dict(in_order), readout.info.name: factor},
+        rates=dict(zip(blocks, found.rates, strict=True)),
+        parameters={block: tuple(name for name, _ in members) for block, members in blocks.items()},
+        readout=readout.info.name,
+        angle=found.angle,
+        sensitivity=found.sensitivity,
+        loss=found.loss,
+        predicted_decrease=found.decrease,
+        kept=kept,
+    )
+
+
+def _readout(anatomy: Anatomy) -> Layer:
+    readouts = [layer for layer in anatomy.layers if layer.info.role == "readout"]
+    if len(readouts) != 1:
+        names = ", ".join(repr(layer.info.name) for layer in readouts)
+        count = f"several readouts ({names})" if readouts else "no readout"
+        raise ValueError(f"{count}: name one with roles={{'its name': 'readout'}}; see dissect(module).table()")
+    readout = readouts[0]
+    name, weight = readout.info.name, readout.sources[0]
+    others = [
+        layer.info.name for layer in anatomy.layers if layer is not readout and id(layer.sources[0]) == id(weight)
+    ]
+    if others:
+        raise ValueError(
+            f"the readout, {name!r}, shares its weight with {others[0]!r}, so that it has no scale of its own: untie "
+            "them, or put a factor of your own between features and outputs"
+        )
+    if not weight.requires_grad:
+        raise ValueError(f"the readout, {name!r}, is frozen: its scale is what Eq. 7 sets")
+    _require_scale(readout)
+    if not weight.detach().any():
+        raise ValueError(f"the readout, {name!r}, is zero, which no factor changes: draw it, as by nn.init.normal_")
+    return readout
+
+
+def _scalable(anatomy: Anatomy, readout: Layer) -> tuple[list[Layer], dict[str, str]]:
+    """The layers that forward normalization is about, and what is kept as it is, with the reason."""
+    kept = {item.name: item.reason for item in anatomy.unmeasured}
+    layers = []
+    for layer in anatomy.layers:
+        if not layer.is_matrix or layer is readout:
+            continue
+        if not all(source.requires_grad for source in layer.sources):
+            kept[layer.info.name] = "frozen"
+            continue
+        _require_scale(layer)
+        layers.append(layer)
+    return layers, kept
+
+
+def _require_scale(layer: Layer) -> None:
+    """Refuse a matrix whose outputs are not seen, or not proportional to a parameter."""
+    reason = layer.no_features if layer.module is None else ""
+    if layer.compute is not None:
+        reason = "its weight is computed from others"
+    if any(map(is_distributed, layer.sources)):
+        reason = "its weight is spread over processes: calibrate before the module is sharded"
+    if reason:
+        name = layer.info.name
+        raise ValueError(f"{name!r} cannot be scaled: {reason}. roles={{{name!r}: 'ignore'}} leaves it as it is")
+
+
+def _blocks(module: nn.Module, matrices: set[int]) -> Blocks:
+    """Every trained parameter in one block: those of a module without parts stay together, if it has one matrix."""
+    found: Blocks = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            owner = name.rpartition(".")[0]
+            part = module.get_submodule(owner)
+            few = sum(id(p) in matrices for p in part.parameters(recurse=False)) <= 1
+            together = owner and few and not any(part.children())
+            found.setdefault(owner if together else name, []).append((name, parameter))
+    return found
+
+
+def _scaled(part: nn.Module, is_readout: bool) -> list[nn.Parameter]:
+    """What a layer's factor multiplies: of the readout the weight alone."""
+    return [p for key, p in part.named_parameters(recurse=False) if not is_readout or key == "weight"]
+
+
+@torch.no_grad()
+def _multiply(layers: Sequence[Layer], factors: Mapping[int, float]) -> None:
+    done: set[int] = set()
+    for layer in layers:
+        assert layer.module is not None
+        for parameter in _scaled(layer.module, False):
+            if id(parameter) not in done:
+                parameter.mul_(factors[id(layer.sources[0])])
+                done.add(id(parameter))
+
+
+def _check_sizes(trial: Trial, layers: Sequence[Layer]) -> None:
+    """Refuse layers whose outputs are not proportional to their parameters."""
+    more = trial.forward_factors(layers)
+    for layer in layers:
+        if abs(more[id(layer.sources[0])] - 1) > 0.01:
+            name, size = layer.info.name, 1 / more[id(layer.sources[0])]
+            raise ValueError(
+                f"{name!r} cannot be scaled: with a factor on its weight that should give its outputs RMS 1 they have "
+                f"{size:.3g}. roles={{{name!r}: 'ignore'}} leaves it as it is"
+            )
+
+
+def _normalize_backward(trial: Trial, readout: Layer, blocks: Blocks, optimizer: Family) -> tuple[float, Step]:
+    """The factor of the readout that brings the sensitivity of what it is given to 1.
+
+    From where outputs are small and the sensitivity is the inverse of the factor; once there is one on either side,
+    between the two, by turns where the line through their logarithms meets 0 and in the middle.
+    """
+    weight = readout.sources[0]
+    start = weight.detach().clone()
+    first = place = math.log(START * math.sqrt(readout.layout.fan_out) / float(F.frobenius_norm(start.flatten(1))))
+    above: tuple[float, float] | None = None  # logarithms of a factor and of the sensitivity there
+    below: tuple[float, float] | None = None
+    turn = 0
+    while abs(place - first) < FARTHEST and turn < MOST_TURNS:
+        with torch.no_grad():
+            weight.copy_(start * math.exp(place))
+        found = equal_contributions(trial, readout, blocks, optimizer)
+        if abs(found.sensitivity - 1) < EQUAL:
+            return math.exp(place), found
+        size = math.log(found.sensitivity)
+        above, below = ((place, size), below) if size > 0 else (above, (place, size))
+        if above is None or below is None:
+            place += math.copysign(min(max(abs(size), 0.02), 3.0), size)
+        elif turn % 2:
+            place = (above[0] + below[0]) / 2
+        else:
+            place = (above[0] * below[1] - below[0] * above[1]) / (below[1] - above[1])
+        turn += 1
+    raise ValueError(
+        f"no scale of the readout, {readout.info.name!r}, gives Eq. 7: what it is given changes by "
+        f"{found.sensitivity:.3g} per unit of loss at a factor of {math.exp(place):.2g}"
+    )
