@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 PLACES = (Path("data"), HERE.parents[2] / "shared" / "data")

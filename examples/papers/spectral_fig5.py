@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 from common import save
 from matplotlib.figure import Figure
-from spectral_panels import COLORS, STYLES, curve, slope_of, tell, width_axis
+from spectral_panels import COLORS, STYLES, curve, level, slope_of, tell, width_axis
 from spectral_training import PARAMETRIZATIONS, Row, rows_of
 
 TIMES = {"start": "before training", "end": "after training"}
@@ -28,14 +28,7 @@ def figure(rows: Sequence[Row]) -> Figure:
             for layer in (1, 2):
                 key, label = f"activation_{layer}_{when}", f"{name}, layer {layer}"
                 curve(axes, rows, key, label, COLORS[name], STYLES[layer - 1], parametrization=name)
-        axes.axhline(EXPECTED, color="0.4", ls=":", lw=1)
-        axes.annotate(
-            r"$1/\sqrt{2}$",
-            (min(row["width"] for row in rows), EXPECTED),
-            xytext=(0, -14),
-            textcoords="offset points",
-            color="0.4",
-        )
+        level(axes, EXPECTED, r"$1/\sqrt{2}$")
         axes.set(title=title, ylim=(0, 1.05))
         width_axis(axes, [row["width"] for row in rows])
     both[0].set_ylabel(r"$\|h_\ell'\|\,/\,\|h_\ell\|$")

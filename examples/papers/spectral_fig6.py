@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 from common import save
 from matplotlib.figure import Figure
-from spectral_panels import COLORS, curve, slope_of, tell, width_axis
+from spectral_panels import COLORS, curve, level, slope_of, tell, width_axis
 from spectral_training import IMAGES, PARAMETRIZATIONS, Row, rows_of
 
 TIMES = {"start": "before training", "end": "after training"}
@@ -25,14 +25,7 @@ def figure(rows: Sequence[Row]) -> Figure:
     for axes, (when, title) in zip(both, TIMES.items(), strict=True):
         for name in PARAMETRIZATIONS:
             curve(axes, rows, f"sample_share_{when}", name, COLORS[name], parametrization=name)
-        axes.axhline(EXPECTED, color="0.4", ls="--", lw=1)
-        axes.annotate(
-            r"$1/\sqrt{B}$",
-            (min(row["width"] for row in rows), EXPECTED),
-            xytext=(0, 4),
-            textcoords="offset points",
-            color="0.4",
-        )
+        level(axes, EXPECTED, r"$1/\sqrt{B}$")
         axes.set(title=title, yscale="log", ylim=(0.01, 1))
         width_axis(axes, [row["width"] for row in rows])
     both[0].set_ylabel(r"$\|\frac{1}{B}\Delta W_2^{(i)}h_1'(x_i)\|\,/\,\|\Delta W_2h_1'(x_i)\|$")

@@ -61,6 +61,12 @@ def width_axis(axes: Axes, widths: Sequence[int]) -> None:
         axes.spines[side].set_visible(False)
 
 
+def level(axes: Axes, y: float, text: str) -> None:
+    """A value to compare with; its name is written beside the axes."""
+    axes.axhline(y, color="0.4", ls="--", lw=0.9)
+    axes.text(1.01, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color="0.3")
+
+
 def triangle(axes: Axes, x: float, y: float, exponent: str, factor: float = 3.0) -> None:
     """A falling slope to compare with, from ``(x, y)`` on; ``exponent`` as it is to be written."""
     low = y * factor ** float(Fraction(exponent))

@@ -1,8 +1,9 @@
-"""The batches of a sweep: for a seed the same at every width, whatever the networks draw in between."""
+"""Batches and their losses; for a seed of a sweep the same at every width, whatever the networks draw in between."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectral_monitor.snapshot.randomness import RandomState
 
@@ -20,6 +21,20 @@ _END = object()
 
 class SweepError(ValueError):
     """What was given cannot be swept; the message says why and what can."""
+
+
+def loss_of(module: nn.Module, batch: Any, index: int) -> Any:
+    """What a module says its loss on a batch is: ``training_step(batch, index)`` if it has that, else ``module(*batch)``,
+    and of a dict what is called ``"loss"``.
+    """
+    found: Any
+    if callable(step := getattr(module, "training_step", None)):
+        found = step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
+    elif isinstance(batch, Mapping):
+        found = module(**batch)
+    else:
+        found = module(*batch) if isinstance(batch, list | tuple) else module(batch)
+    return found.get("loss") if isinstance(found, Mapping) else found
 
 
 @contextmanager

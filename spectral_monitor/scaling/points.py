@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from spectral_monitor.correction.param_groups import FAMILIES, Family
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.probe import SpectralProbe
 from spectral_monitor.quantities import resolve
-from spectral_monitor.scaling.batches import SweepError, batches, check_data, moved, seeded
+from spectral_monitor.scaling.batches import SweepError, batches, check_data, loss_of, moved, seeded
 from spectral_monitor.scaling.parametrization import Parametrization
 
 MakeModule = Callable[..., nn.Module]
@@ -256,19 +255,10 @@ class _TrainingStep(nn.Module):
 
     def forward(self, batch: Any, index: int) -> Tensor:
         module = self._checkpoint_wrapped_module
-        given: Any
-        if callable(step := getattr(module, "training_step", None)):
-            called = "training_step"
-            given = step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
-        else:
-            called = "the module"
-            if isinstance(batch, Mapping):
-                given = module(**batch)
-            else:
-                given = module(*batch) if isinstance(batch, list | tuple) else module(batch)
-        loss = given.get("loss") if isinstance(given, Mapping) else given
+        loss = loss_of(module, batch, index)
         if not isinstance(loss, Tensor) or loss.ndim:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            called = "training_step" if callable(getattr(module, "training_step", None)) else "the module"
             raise SweepError(
                 f"{called} returned {what}: a sweep trains on a scalar loss, from module.training_step(batch, i) if "
                 "there is one, else from module(*batch)"

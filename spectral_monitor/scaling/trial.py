@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 import spectral_monitor.functional as F
 from spectral_monitor.anatomy import Layer
 from spectral_monitor.capture.rows import first_tensor
+from spectral_monitor.scaling.batches import loss_of
 from spectral_monitor.snapshot.preserve import Snapshot
 from spectral_monitor.snapshot.randomness import RandomState
 
@@ -86,7 +86,7 @@ class Trial:
         self._random.restore()
         for i, batch in enumerate(self.batches):
             self.batch = i
-            loss = self._loss_of(batch) if self._loss is None else self._loss(self.module, batch)
+            loss = loss_of(self.module, batch, i) if self._loss is None else self._loss(self.module, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise TypeError(
@@ -94,16 +94,6 @@ class Trial:
                     "there is one, else module(*batch); or give loss=, a function of module and batch"
                 )
             yield loss.reshape(())
-
-    def _loss_of(self, batch: Any) -> Any:
-        step = getattr(self.module, "training_step", None)
-        if callable(step):
-            result = step(batch, self.batch) if len(inspect.signature(step).parameters) > 1 else step(batch)
-        elif isinstance(batch, Mapping):
-            result = self.module(**batch)
-        else:
-            result = self.module(*batch) if isinstance(batch, (tuple, list)) else self.module(batch)
-        return result.get("loss") if isinstance(result, Mapping) else result
 
     @torch.no_grad()
     def forward_factors(self, layers: Sequence[Layer]) -> dict[int, float]:
