@@ -124,7 +124,7 @@ class MupTransformer(Mup, PlainTransformer):
 class Vanishing(Plain):
     """Features stand still as the width grows; they are of the right size all the same."""
 
-    story = "neural tangent parametrization, SGD with a small learning rate: updates vanish"
+    story = "Neural tangent parametrization, SGD with a small learning rate: updates vanish"
     lr = 0.1
 
     def make(self, width: int) -> nn.Module:

@@ -24,8 +24,8 @@ class SweepError(ValueError):
 
 
 def loss_of(module: nn.Module, batch: Any, index: int) -> Any:
-    """What a module says its loss on a batch is: ``training_step(batch, index)`` if it has that, else ``module(*batch)``,
-    and of a dict what is called ``"loss"``.
+    """What a module says its loss is: ``training_step(batch, index)`` if it has that, else ``module(*batch)``; of a
+    dict what is called ``"loss"``.
     """
     found: Any
     if callable(step := getattr(module, "training_step", None)):
