@@ -31,17 +31,22 @@ def predict(
     weights or of their update, whichever goes with the larger power; 1 at the readout itself), and updates of low rank
     that are aligned with their inputs (A Spectral Condition for Feature Learning, Table 1 and sections 3 and 4):
 
-    ========================  ==================================================================
+    ========================  ====================================================================================
+    quantity                  goes like
+    ========================  ====================================================================================
     ``update_natural``        sgd ``n lr R``; adam ``n lr`` (n = 1 for one-hot tokens, biases, gains)
-    ``weight_natural``        at the start, ``sqrt(n/m) std (sqrt n + sqrt m)``; embeddings ``std``
-    ``update_ratio``          their quotient, and ``drift_ratio`` the same
-    ``drift_fro_ratio``       ``lr``-sized update of low rank over ``std sqrt(n m)``
-    ``feature_rms``           at the start, ``sqrt(n) std``; not of readouts
-    ``feature_change``        the largest ``update_natural`` up to the layer, over ``feature_rms``; ``feature_drift``
-                              the same; ``feature_change_local`` the layer's own; not of readouts
+    ``weight_natural``        at the start ``sqrt(n/m) std (sqrt n + sqrt m)``; embeddings ``std``
+    ``update_ratio``          the first over the second
+    ``drift_ratio``           the same
+    ``drift_fro_ratio``       an update of low rank over ``std sqrt(n m)``
+    ``feature_rms``           at the start ``sqrt(n) std``; not of readouts
+    ``feature_change``        the largest ``update_natural`` up to the layer over ``feature_rms``; not of readouts
+    ``feature_drift``         the same
+    ``feature_change_local``  the layer's own ``update_natural`` over ``feature_rms``; not of readouts
     ``contribution``          sgd ``n m lr R^2``; adam ``n m lr R``
-    ``update_stable_rank``    1, and ``update_alignment`` too
-    ========================  ==================================================================
+    ``update_stable_rank``    1
+    ``update_alignment``      1
+    ========================  ====================================================================================
 
     Powers of n and m are taken at the fans the layers really have, so that a layer between fixed and growing fans has
     the slope it will show. Where an update grows with the width, nothing is predicted of features and contributions:
