@@ -20,7 +20,7 @@ an object with two verbs:
 ```python
 from spectral_monitor.scaling import MUP
 
-MUP.init_(model)                                                       # draws all matrices anew
+MUP.init_(model)  # draws all matrices anew
 optimizer = torch.optim.AdamW(MUP.param_groups(model, lr=0.02, optimizer="adam"))
 ```
 
@@ -91,6 +91,24 @@ from spectral_monitor.scaling import NormalizedUpdates
 spectral_init_(model, 2.0)
 optimizer = NormalizedUpdates(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
 ```
+
+## Scales and rates that are measured
+
+`calibrate` needs no rule either. It runs some tens of passes over a few batches and finds, for any network with one
+readout, by what to multiply each layer so that features begin with RMS 1, the readout so that features and loss move
+together, and a learning rate for each layer with which all contribute alike (the Feature Speed paper's automatic
+scaling, FSC). The model is left as it is until you say so:
+
+```python
+from spectral_monitor.scaling import calibrate
+
+found = calibrate(model, batches, optimizer="sgd")  # the loss is model(*batch), training_step, or loss=
+found.apply_(model)
+optimizer = torch.optim.SGD(found.param_groups(model, lr=0.02))
+```
+
+`lr` is then the decrease of the loss by the first step, at any width and depth. What it finds for perceptrons are the
+exponents of the paper's table ([measured](papers.md#scaling-by-measurement)).
 
 ## What is predicted of a sweep
 
