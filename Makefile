@@ -28,10 +28,11 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 tests: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore=tests/distributed
+	$(BIN)/python -m pytest -m slow tests/distributed
 
 bench: $(READY)
 	$(BIN)/python benchmarks/estimator.py --quick
