@@ -181,6 +181,8 @@ def monitor_of(name: str, every: int, quantities: str = "standard") -> SpectralM
     return SpectralMonitor(every_n_steps=every, **{"quantities": quantities, **WAYS[name].monitor})
 
 
+# torch refuses to take gradients of chosen tensors through this kind of checkpointing: said once, and NaN.
+@pytest.mark.filterwarnings("ignore:the forward could not be run again with a graph .RuntimeError. When use_reentrant")
 @pytest.mark.parametrize(("every", "quantities"), [(1, "standard"), (2, "standard"), (1, "full")])
 @pytest.mark.parametrize("name", WAYS)
 def test_training_is_the_same(name, every, quantities):
