@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all lint types docs tests bench clean
+.PHONY: demo test test-all lint types docs tests bench bench-check clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,9 +36,12 @@ test-all: test
 
 bench: $(READY)
 	$(BIN)/python benchmarks/estimator.py --quick
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/cost.py
 	$(BIN)/python benchmarks/scaling.py --quick
 	$(BIN)/python benchmarks/transfer.py --quick --results /dev/null --tasks "MLP, Adam"
+
+bench-check: $(READY)
+	$(BIN)/python benchmarks/cost.py --check
 
 clean:
 	rm -rf $(VENV) build site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -29,31 +29,7 @@ from spectral_monitor.scaling import NTP, sweep
 SEEDS, STEPS = 3, 4
 NARROW = 32
 """Of the models that mup takes for its base."""
-FLAT = 0.1
 QUANTITIES = ("update_natural", "feature_change")
-
-
-class Case:
-    """A network and an optimizer, made alike for both."""
-
-    task = "MLP, Adam"
-    widths: tuple[int, ...] = (64, 128, 256, 512, 1024)
-    divided = 0.0
-    """The power of the width by which the readout divides when it is called, of which its weights know nothing."""
-
-    def __init__(self, data: str) -> None:
-        self.data = data
-
-    def make(self, width: int) -> nn.Module:
-        raise NotImplementedError
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        raise NotImplementedError
-
-    def batches(self, seed: int) -> list[dict[str, Tensor]]:
-        sample, generator = TASKS[self.task].batches(self.data), torch.Generator().manual_seed(seed)
-        x, y = sample(generator)
-        return [{"x": x, "y": y}] * STEPS  # the coordinate check repeats one batch
 
 
 class Loss(nn.Module):
@@ -67,11 +43,23 @@ class Loss(nn.Module):
         return {"loss": self.net(x, y)}
 
 
-class Plain(Case):
-    """PyTorch's default."""
+class Plain:
+    """A network and an optimizer, made alike for both: PyTorch's default."""
 
+    task = "MLP, Adam"
+    widths: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    divided = 0.0
+    """The power of the width by which the readout divides when it is called, of which its weights know nothing."""
     story = "PyTorch's default, Adam with one learning rate: the wider, the larger the changes"
     lr = 5e-4
+
+    def __init__(self, data: str) -> None:
+        self.data = data
+
+    def batches(self, seed: int) -> list[dict[str, Tensor]]:
+        sample, generator = TASKS[self.task].batches(self.data), torch.Generator().manual_seed(seed)
+        x, y = sample(generator)
+        return [{"x": x, "y": y}] * STEPS  # the coordinate check repeats one batch
 
     def network(self, width: int, readout: type[nn.Linear] = nn.Linear) -> nn.Module:
         return Perceptron(width, images(self.data)[0][0].numel(), readout)
@@ -153,7 +141,7 @@ class WrongEmbedding(MupTransformer):
         )
 
 
-CASES: dict[str, type[Case]] = {
+CASES: dict[str, type[Plain]] = {
     "perceptron, default": Plain,
     "perceptron, mup": Mup,
     "transformer, default": PlainTransformer,
@@ -174,7 +162,7 @@ class Row:
     sentence: str
 
 
-def coordinate_check(case: Case) -> dict[str, float]:
+def coordinate_check(case: Plain) -> dict[str, float]:
     """Layer -> slope of mean |h| against width at the last step, mean over the seeds."""
     from mup.coord_check import _get_coord_data
 
@@ -202,7 +190,7 @@ def coordinate_check(case: Case) -> dict[str, float]:
     return {module: float(np.mean(found)) for module, found in slopes.items()}
 
 
-def compare(case: Case) -> list[Row]:
+def compare(case: Plain) -> list[Row]:
     picture = coordinate_check(case)
     result = sweep(
         case.make,

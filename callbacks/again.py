@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
-from spectral_monitor.capture.replay import clone_tree, iterators_in, loss_in
+from spectral_monitor.capture.replay import clone_tree, iterators_in, loss_in, modes
+from spectral_monitor.capture.samples import cut
 from spectral_monitor.snapshot.portable import pack, pack_state, put_state, unpack
 from spectral_monitor.snapshot.preserve import Snapshot, preserved
 from spectral_monitor.snapshot.randomness import RandomState
@@ -23,11 +25,17 @@ class TrainingStep:
     Attributes:
         randomness: of the moment this was made, which must be that of the call.
         iterators: types of iterators in the batch or the module, which another call would use up.
+        module: whose step it is.
+        given: the batch, copied.
+        modes: whether each module inside was training.
+        drew: whether it has drawn random numbers when it was last made again.
     """
 
     def __init__(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        self._module = module
-        self._batch = clone_tree(batch)
+        self.module = module
+        self.given = clone_tree(batch)
+        self.modes = modes(module)
+        self.drew = False
         self._batch_idx = batch_idx
         self._state = Snapshot(module, weights=False)
         self.iterators = [*iterators_in(batch), *self._state.iterators]
@@ -39,10 +47,18 @@ class TrainingStep:
 
     def __call__(self) -> Tensor | None:
         """The loss of the step's forward; to be called under :func:`aside`."""
-        step: Any = self._module.training_step
-        arguments = (clone_tree(self._batch), self._batch_idx)[: 2 if _takes_index(step) else 1]
+        step: Any = self.module.training_step
+        arguments = (clone_tree(self.given), self._batch_idx)[: 2 if _takes_index(step) else 1]
         with self.randomness.replayed():
-            return loss_in(step(*arguments))
+            loss = loss_in(step(*arguments))
+            self.drew = not self.randomness.same(RandomState.now())
+        return loss
+
+    def part(self, which: slice) -> TrainingStep:
+        """The same step with some samples of its batch."""
+        part = copy.copy(self)
+        part.given = cut(self.given, which)
+        return part
 
     def pack(self, model: nn.Module) -> dict[str, Any]:
         """In plain types, to be made again in another process; to be asked for right after :meth:`rewind`.
@@ -52,9 +68,9 @@ class TrainingStep:
         """
         return {
             "kind": "training_step",
-            "batch": pack(self._batch, "batch"),
+            "batch": pack(self.given, "batch"),
             "batch_idx": self._batch_idx,
-            "state": pack_state(self._module),
+            "state": pack_state(self.module),
             "randomness": self.randomness.pack(),
         }
 

@@ -16,6 +16,7 @@ from spectral_monitor.callbacks.status import StatusLine, status
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.jsonlines import RUN_FILE, JSONLinesSink
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks, is_remote, need_room
+from spectral_monitor.reporting.table import is_judged
 from spectral_monitor.reporting.tensorboard import TensorBoardSink, can_write_to
 from spectral_monitor.reporting.wandb import WandbSink
 from spectral_monitor.warnings import SpectralConditionWarning, Warner
@@ -109,7 +110,8 @@ class Reports:
         """To all of them."""
         if self._all is not None:
             self._all.write(measurement)
-            self._status.text = status(measurement)
+            if is_judged(measurement) or not self._status.text:  # else what was said last still holds
+                self._status.text = status(measurement)
 
     def end(self) -> None:
         """Training is over; safe to call at any time."""

@@ -21,6 +21,7 @@ from spectral_monitor.capture.replay import loss_in
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
+from spectral_monitor.engine.pending import Pending
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, described, with_needed
 from spectral_monitor.reporting.console import rendered
@@ -52,7 +53,10 @@ class SpectralMonitor(pl.Callback):
 
     Args:
         every_n_steps: measure every n-th optimizer step; or steps in words, ``"1, 2, 4, ..., every 100"``: more of the
-            first ones, where most happens. With manual optimization, batches are counted.
+            first ones, where most happens; or a mapping from tiers and keys to either, such as ``{"light": 10,
+            "standard": 100}`` or ``{"update_norm": 1, "feature_change": 50}``: a tier stands for its own quantities,
+            not for those of the tiers below, and at a step only what is due is measured and paid for. With manual
+            optimization, batches are counted.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (features too), ``"full"`` (kernels, backward speeds and checks of assumptions too; several times as slow)
             or a list of keys; only what is asked for is paid for.
@@ -62,8 +66,12 @@ class SpectralMonitor(pl.Callback):
             guess in the role table, printed at the start, is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
         max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
+        replay_samples: samples that are run again after the step, the first ones of the batch (of each process's), to
+            make that cheaper; ``None`` for all. What is compared is then of these, and ``summary/loss_change`` is not
+            known. Only where they give alone what they give among the others, which is seen at the first measured
+            step; not with dropout, nor with batch normalization in training mode: else all are run, with a warning.
         tol: relative tolerance of spectral norms.
-        drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step.
+        drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step that has features.
         history: measurements kept in :attr:`measurements`.
         condition: what layers are held against; every measurement has its verdicts.
         correction: how learning rates are put right, with ``mode="correct"``.
@@ -73,6 +81,11 @@ class SpectralMonitor(pl.Callback):
         heatmap_every: pictures of layer by step, for loggers that take pictures, at every n-th measured step and at
             the end; 0 for none. They need matplotlib.
         histograms: of the layers' values, for TensorBoard.
+        low_memory: keep the weights before the update, and the copy that guards them during the extra forward, in host
+            memory, and measure one layer at a time: slower, with at most two layers' worth of memory on the device.
+        max_overhead: share of training time that measuring may take, such as ``0.01``: steps that are due are passed
+            over until the time since the last measured one makes up for what that took, and a line says how far apart
+            they are. The first two of a run, which take longest, are not waited for. ``None``: nothing is timed.
 
     Attributes:
         measurements: the newest ones.
@@ -91,13 +104,14 @@ class SpectralMonitor(pl.Callback):
 
     def __init__(
         self,
-        every_n_steps: int | str = 50,
+        every_n_steps: int | str | Mapping[str, int | str] = 50,
         quantities: str | Sequence[str] = "standard",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         roles: Mapping[str, str] | None = None,
         blocks: Mapping[str, int] | None = None,
         max_rows: int | None = 4096,
+        replay_samples: int | None = None,
         tol: float = 0.01,
         drift_every: int = 5,
         history: int = 1000,
@@ -107,6 +121,8 @@ class SpectralMonitor(pl.Callback):
         sinks: Sequence[Sink] = (),
         heatmap_every: int = 20,
         histograms: bool = False,
+        low_memory: bool = False,
+        max_overhead: float | None = None,
     ) -> None:
         super().__init__()
         self._warn = Warner()
@@ -119,11 +135,15 @@ class SpectralMonitor(pl.Callback):
             roles=roles,
             blocks=blocks,
             max_rows=max_rows,
+            replay_samples=replay_samples,
             tol=tol,
             drift_every=drift_every,
             history=history,
+            low_memory=low_memory,
+            max_overhead=max_overhead,
         )
-        self.measurements: deque[Measurement] = deque(maxlen=history)
+        self._measurements: deque[Measurement] = deque(maxlen=history)
+        self._pending: Pending | None = None
         self.multipliers: dict[str, float] = {}
         self._engine: Engine | None = None
         self._oversight: Oversight | None = None
@@ -131,8 +151,14 @@ class SpectralMonitor(pl.Callback):
         self._reports = Reports(sinks, heatmap_every, histograms, settings, self._warn)
         self._training_step: TrainingStep | None = None
         self._loss_scale = 1.0
-        self._overdue = False
+        self._overdue: frozenset[str] = frozenset()
         self._continuation = Continuation()
+
+    @property
+    def measurements(self) -> deque[Measurement]:
+        """The newest ones. Those of a step on a GPU are here after the next step; who asks for them sooner waits."""
+        self._collect()
+        return self._measurements
 
     @property
     def latest(self) -> Measurement | None:
@@ -177,38 +203,45 @@ class SpectralMonitor(pl.Callback):
     ) -> None:
         """Arm, if the optimizer steps in this batch and its step is to be measured."""
         engine = self._engine
-        if engine is None or not self._due(trainer, pl_module):
+        keys = self._due(trainer, pl_module)
+        if engine is None or not keys:
             return
         self._training_step = None
         self._loss_scale = 1.0
         if not pl_module.automatic_optimization:
-            engine.arm()  # which forward and which backward belong to which step is the user's affair
+            engine.arm(keys)  # which forward and which backward belong to which step is the user's affair
             return
 
         def remember() -> None:
             engine.features.begin()
             engine.features.backward_open = False
-            if engine.features.layers and can_run_again(pl_module):
+            if engine.watches_features and can_run_again(pl_module):
                 self._training_step = TrainingStep(pl_module, batch, batch_idx)
 
-        engine.arm(remember)
+        engine.arm(keys, remember)
         engine.features.backward_open = False
         if _scaler(trainer) is not None:  # then the optimizer's step has no forward inside
             remember()
 
-    def _due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-        """Whether this batch is to be measured: if the optimizer steps in it, and at the right step.
+    def _due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> frozenset[str]:
+        """What is to be measured of this batch: if the optimizer steps in it, and at the right step.
 
         With manual optimization nobody knows beforehand whether any does; the batches count, and if none has stepped
         in the one that was due, the next one is.
         """
         if pl_module.automatic_optimization:
-            return self._at(trainer.global_step + 1) and not trainer.fit_loop._should_accumulate()
-        self._overdue = self._overdue or self._at(_batches(trainer))
+            keys = self._at(trainer.global_step + 1)
+            return frozenset() if keys and trainer.fit_loop._should_accumulate() else keys
+        self._overdue |= self._at(_batches(trainer))
         return self._overdue
 
-    def _at(self, step: int) -> bool:
-        return self._oversight is not None and self._oversight.due(step, self.settings.schedule)
+    def _at(self, step: int) -> frozenset[str]:
+        return frozenset() if self._oversight is None else self._oversight.due(step, tell)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What comes now is no part of a step."""
+        if self._engine is not None and self._engine.budget is not None:
+            self._engine.budget.pause()
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         """The training step is done; later forwards are none of its."""
@@ -234,14 +267,15 @@ class SpectralMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure what was watched and log it."""
+        """Measure what was watched; log it, or what was measured before if its numbers had to arrive first."""
+        self._collect()
         if self._engine is None or not self._engine.armed:
             return
         automatic = pl_module.automatic_optimization
         again, roots = self._training_step, self._engine.features.roots
         if again and roots and _scaler(trainer) is not None and not again.randomness.same(roots[0].randomness):
             self._training_step = None  # it was remembered too early: something has drawn random numbers since
-        measurement = self._engine.finish(
+        self._pending = self._engine.finish(
             trainer.global_step if automatic else _batches(trainer),
             training_step=self._training_step,
             loss=loss_in(outputs) if automatic else None,
@@ -251,13 +285,21 @@ class SpectralMonitor(pl.Callback):
             only_if_stepped=not automatic,
         )
         self._training_step = None
-        self._overdue = self._engine.idle and not automatic
+        if automatic or not self._engine.idle:
+            self._overdue = frozenset()
         with self._said("a checkpoint will not hold the probe batch"):
             self._continuation.agree(self._engine)
+        if self._pending is not None and not self._pending.late:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Take in what was measured last, waiting for its numbers if they are still on their way."""
+        pending, self._pending = self._pending, None
+        measurement = None if pending is None else pending.get()
         if measurement is not None and self._oversight is not None:
             measurement = self._oversight.see(measurement, warn_of_condition, tell)
             self.multipliers = self._oversight.multipliers
-            self.measurements.append(measurement)
+            self._measurements.append(measurement)
             self._reports.write(measurement)
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
@@ -270,6 +312,7 @@ class SpectralMonitor(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the last table."""
+        self._collect()
         if self._engine is not None and self.latest and self._engine.measured > self._continuation.measured_before:
             show(rendered(measurement_rows(self.latest)))
         elif self._engine is not None:
@@ -278,6 +321,8 @@ class SpectralMonitor(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave no hook behind if a batch was skipped after this callback had seen it start, which ends the epoch."""
+        if self._engine is not None and self._engine.budget is not None:
+            self._engine.budget.pause()
         if self._engine is not None and self._engine.armed:
             self._engine.disarm()
             self._training_step = None
@@ -307,6 +352,7 @@ class SpectralMonitor(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of the monitor: plain numbers, names, and which file has the tensors."""
         try:
+            self._collect()
             state: dict[str, Any] = self._continuation.state(self._engine)
             return state
         except Exception as error:
@@ -342,9 +388,10 @@ class SpectralMonitor(pl.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Settings and measurements; what belongs to a fit or a model, and the methods Lightning adds, stay behind."""
         state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
-        return {**state, "_engine": None, "_oversight": None, "_training_step": None}
+        return {**state, "_engine": None, "_oversight": None, "_training_step": None, "_pending": None}
 
     def _stop(self, module: pl.LightningModule) -> None:
+        self._collect()
         self._reports.end()
         if self._oversight is not None:
             self._oversight.disarm()

@@ -70,6 +70,7 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 | `violations` | layers that violate the spectral condition now: see [verdicts](verdicts.md). |
 | `skipped_updates` | measured steps so far in which the update was missing or something was NaN or inf. |
 | `overhead_ms` | the monitor's own time in this step. |
+| `interval` | steps since the measured one before, with `max_overhead`. |
 
 With `quantities="full"` also the properties that the Feature Speed paper asks of a network (Sections 4 and 6), for this
 step. All but the first and the fourth are proportional to the step, so that they say something across widths and depths
@@ -143,7 +144,8 @@ Spectral norms are Lanczos estimates from below, within 1 % (`tol=0.01`); see [h
 Rows of features: at most `max_rows` (4096) per layer, a fixed choice; the products with weights behind `alignment`
 and `update_alignment` use 256 of them, in layers so large that those would cost more than 2^25 multiply-adds fewer, but
 at least 64. The stable ranks of inputs and gradients use at least 512, and fewer than all only in matrices
-of more than 2^18 entries. `max_rows=None` takes all rows everywhere.
+of more than 2^18 entries. `max_rows=None` takes all rows everywhere. Where not all rows are compared, `sensitivity` takes
+those that are not to lower the loss as much as those that are.
 
 A step changes features by little, and the change must not drown in rounding. `bfa` and `bfa_cos` are NaN unless the
 change is 100 times the rounding of the features, `feature_change`, `feature_drift` and `sensitivity` unless it is twice that. In

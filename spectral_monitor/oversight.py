@@ -13,7 +13,6 @@ import torch
 from spectral_monitor.condition import Judge, SpectralCondition, Verdict, bands
 from spectral_monitor.correction import Change, Corrector, LRCorrection, rescale
 from spectral_monitor.engine import Engine
-from spectral_monitor.engine.schedule import Schedule
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import resolve
 from spectral_monitor.warnings import Warner
@@ -50,12 +49,37 @@ class Oversight:
         """Layer -> what its learning rate is multiplied with; empty where nothing is corrected."""
         return {} if self._corrector is None else self._corrector.multipliers
 
-    def due(self, step: int, schedule: Schedule) -> bool:
-        """Whether a step, counted from 1, is to be measured: as scheduled, and of the first ones the powers of two if
-        there is a correction, which learns most from those.
+    def due(self, step: int, tell: Callable[[str], None] | None = None) -> frozenset[str]:
+        """What is to be measured at a step, counted from 1, whose first batch begins now; nothing at most of them.
+
+        Args:
+            step: which.
+            tell: is told, in one line, when there is a budget and intervals become longer or shorter for it; without
+                it that is a warning.
         """
-        early = self._corrector is not None and step < schedule.every and step & (step - 1) == 0
-        return schedule.due(step) or early
+        keys, budget = self._scheduled(step), self._engine.budget
+        if budget is None:
+            return keys
+        budget.begin(step)
+        keys = budget.granted(step, keys)
+        if budget.news:
+            (tell or self._warn)(budget.news)
+        return keys
+
+    def _scheduled(self, step: int) -> frozenset[str]:
+        """As scheduled; and if there is a correction, all that it needs at its own steps: those of what it aims at, and
+        of the first ones the powers of two, which it learns most from.
+        """
+        timetable = self._engine.settings.schedule
+        keys = timetable.due(step)
+        if self._corrector is not None:
+            needed = self._corrector.correction.quantities
+            schedule, alike = timetable.with_key(needed[0])
+            if step < schedule.every and step & (step - 1) == 0:
+                keys |= alike
+            if needed[0] in keys:
+                keys |= frozenset(needed)
+        return keys
 
     def arm(self) -> None:
         """Correct every step from now on."""
@@ -109,10 +133,9 @@ class Oversight:
     def _verdicts(self, measurement: Measurement) -> tuple[Verdict, ...]:
         """What a correction makes larger on purpose is held against others by what it would be without."""
         expected, key = self._expected, "update_natural"
-        if not expected or key not in measurement.values:
-            return self._judge.judge(measurement)
-        shares = torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers])
-        values = {**measurement.values, key: measurement.values[key] / shares}
+        values = dict(measurement.values)
+        if key in values:
+            values[key] = values[key] / torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers])
         return tuple(
             replace(v, value=v.value * share, band=(v.band[0] * share, v.band[1] * share))
             if (share := expected.get(v.layer, 1.0)) != 1.0 and v.quantity == key
@@ -130,7 +153,10 @@ class Oversight:
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on, in plain types."""
-        state: dict[str, Any] = {"judge": self._judge.state_dict(), "flagged": sorted(self._flagged)}
+        judge = self._judge.state_dict()
+        if len(self._engine.settings.schedule.groups) == 1:  # each measurement has everything, so none needs others
+            judge["known"] = {}
+        state: dict[str, Any] = {"judge": judge, "flagged": sorted(self._flagged)}
         if self._corrector is not None:
             state["corrector"] = self._corrector.state_dict()
         return state

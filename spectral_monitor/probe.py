@@ -18,6 +18,7 @@ from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
+from spectral_monitor.engine.pending import Pending
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, with_needed
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
@@ -38,7 +39,10 @@ class SpectralProbe:
         model: the module that is trained; call it once per step (call its parts instead, and what needs the
             features after the step is NaN). Fabric's wrapper will do.
         optimizer: its optimizer, or several; Fabric's and Accelerate's wrappers will do.
-        every_n_steps: measure every n-th step; or steps in words, ``"1, 2, 4, ..., every 100"``.
+        every_n_steps: measure every n-th step; or steps in words, ``"1, 2, 4, ..., every 100"``; or a mapping
+            from tiers and keys to either, such as ``{"light": 10, "standard": 100}`` or ``{"update_norm": 1,
+            "feature_change": 50}``: a tier stands for its own quantities, not for those of the tiers below, and at a
+            step only what is due is measured and paid for.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (features too), ``"full"`` (kernels, backward speeds and checks of assumptions too; several times as slow)
             or a list of keys; only what is asked for is paid for.
@@ -48,8 +52,12 @@ class SpectralProbe:
             guess in :meth:`role_table` is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
         max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
+        replay_samples: samples that are run again after the step, the first ones of the batch (of each process's), to
+            make that cheaper; ``None`` for all. What is compared is then of these, and ``summary/loss_change`` is not
+            known. Only where they give alone what they give among the others, which is seen at the first measured
+            step; not with dropout, nor with batch normalization in training mode: else all are run, with a warning.
         tol: relative tolerance of spectral norms.
-        drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step.
+        drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step that has features.
         history: measurements kept in :attr:`measurements`.
         condition: what layers are held against; every measurement has its verdicts.
         correction: how learning rates are put right, with ``mode="correct"``.
@@ -57,6 +65,11 @@ class SpectralProbe:
             ``"correct"`` also puts learning rates right, of steps inside ``probe.step()``.
         sinks: what is given every measurement, such as a :class:`~spectral_monitor.reporting.TensorBoardSink`;
             :meth:`close` tells them when training is over.
+        low_memory: keep the weights before the update, and the copy that guards them during the extra forward, in host
+            memory, and measure one layer at a time: slower, with at most two layers' worth of memory on the device.
+        max_overhead: share of training time that measuring may take, such as ``0.01``: steps that are due are passed
+            over until the time since the last measured one makes up for what that took, and a line says how far apart
+            they are. The first two of a run, which take longest, are not waited for. ``None``: nothing is timed.
 
     Raises:
         ValueError: an argument out of range, an unknown key, a pattern that matches nothing, a role or number of
@@ -83,13 +96,14 @@ class SpectralProbe:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        every_n_steps: int | str = 1,
+        every_n_steps: int | str | Mapping[str, int | str] = 1,
         quantities: str | Sequence[str] = "standard",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         roles: Mapping[str, str] | None = None,
         blocks: Mapping[str, int] | None = None,
         max_rows: int | None = 4096,
+        replay_samples: int | None = None,
         tol: float = 0.01,
         drift_every: int = 5,
         history: int = 1000,
@@ -97,6 +111,8 @@ class SpectralProbe:
         correction: LRCorrection | None = None,
         mode: Mode = "warn",
         sinks: Sequence[Sink] = (),
+        low_memory: bool = False,
+        max_overhead: float | None = None,
     ) -> None:
         self._sinks = Sinks(checked_sinks(sinks))
         correction = checked(mode, condition, correction)
@@ -108,9 +124,12 @@ class SpectralProbe:
             roles=roles,
             blocks=blocks,
             max_rows=max_rows,
+            replay_samples=replay_samples,
             tol=tol,
             drift_every=drift_every,
             history=history,
+            low_memory=low_memory,
+            max_overhead=max_overhead,
         )
         given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
         optimizers = [unwrap_optimizer(item) for item in given]
@@ -122,7 +141,8 @@ class SpectralProbe:
                 raise ValueError(f"SpectralProbe measures one process so far, not {processes}")
         self.settings = settings
         self.steps = 0
-        self.measurements: deque[Measurement] = deque(maxlen=settings.history)
+        self._measurements: deque[Measurement] = deque(maxlen=settings.history)
+        self._pending: Pending | None = None
         self._engine = Engine(unwrap_model(model), optimizers, settings)
         self._oversight = Oversight(mode, condition, correction, self._engine)
         self._oversight.rescale()
@@ -132,6 +152,12 @@ class SpectralProbe:
     def anatomy(self) -> Anatomy:
         """What the model was found to be made of."""
         return self._engine.anatomy
+
+    @property
+    def measurements(self) -> deque[Measurement]:
+        """The newest ones. Those of a step on a GPU are here after the next step; who asks for them sooner waits."""
+        self._collect()
+        return self._measurements
 
     @property
     def latest(self) -> Measurement | None:
@@ -168,10 +194,10 @@ class SpectralProbe:
                 features are those of the last one.
         """
         self.steps += 1
-        measured = self._oversight.due(self.steps, self.settings.schedule)
+        keys = self._oversight.due(self.steps)
         self._oversight.arm()
-        if measured:
-            self._engine.arm()
+        if keys:
+            self._engine.arm(keys)
         try:
             yield
         except BaseException:
@@ -179,14 +205,24 @@ class SpectralProbe:
             raise
         finally:
             self._oversight.disarm()
-        measurement = self._engine.finish(self.steps, accumulated=accumulated) if measured else None
+        self._collect()
+        if keys:
+            self._pending = self._engine.finish(self.steps, accumulated=accumulated)
+            if self._pending is not None and not self._pending.late:
+                self._collect()
+
+    def _collect(self) -> None:
+        """Take in what was measured last, waiting for its numbers if they are still on their way."""
+        pending, self._pending = self._pending, None
+        measurement = None if pending is None else pending.get()
         if measurement is not None:
             measurement = self._oversight.see(measurement, _warn_of_condition)
-            self.measurements.append(measurement)
+            self._measurements.append(measurement)
             self._sinks.write(measurement)
 
     def close(self) -> None:
         """Tell the sinks that training is over; without sinks there is no need to."""
+        self._collect()
         self._sinks.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,6 +231,7 @@ class SpectralProbe:
         That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
         measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it.
         """
+        self._collect()
         state = {**self._engine.state(), "oversight": self._oversight.state_dict()}
         return {"steps": self.steps, "state": state, "tensors": self._engine.tensors()}
 

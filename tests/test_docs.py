@@ -69,9 +69,9 @@ def test_a_quantity_costs_what_its_page_says(monkeypatch, key):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = SpectralProbe(model, optimizer, quantities=[key], exclude=["*.bias"])
 
-    def counting(pieces, tol):
+    def counting(pieces, tol, **rest):
         estimates.extend(range(pieces.shape[0]))
-        return original(pieces, tol)
+        return original(pieces, tol, **rest)
 
     original = norms.shared_estimate
     monkeypatch.setattr(norms, "shared_estimate", counting)

@@ -90,6 +90,8 @@ class Layout:
         parameter = parameter.reshape(self.shape)
         if self.kind == "vector":
             return parameter.reshape(1, 1, -1, 1)
+        if self.kind == "linear" and self.blocks == 1:  # most of all
+            return parameter[None, None]
         if self.kind == "conv_transposed":  # (groups, in, out, taps) -> (taps, groups, out, in)
             by_group = _split(parameter.flatten(2), 0, self.groups).permute(3, 0, 2, 1)
             return _split(by_group, 2, self.blocks // self.groups).flatten(1, 2)

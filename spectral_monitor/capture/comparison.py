@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from spectral_monitor.anatomy import Layer
-from spectral_monitor.capture.rows import RowPicker, rows_of
+from spectral_monitor.capture.rows import RowPicker, count_rows, rows_of
+from spectral_monitor.capture.samples import Portion
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.snapshot.local import local_part
 
@@ -19,21 +20,71 @@ CHUNK = 1 << 18
 KERNEL_ROWS = 256
 """Rows of a call whose inner products are compared."""
 
-Outputs = dict[int, list[tuple[Tensor | None, Tensor, Tensor | None]]]
-"""Layer index -> (kept rows, their values, their gradients where they count) of each call."""
+
+@dataclass(frozen=True)
+class CallRows:
+    """Rows of one call that are kept: those chosen, or the first of those.
+
+    Attributes:
+        index: which they are, in order; ``None`` for all, or simply the first.
+        h: their values.
+        b: their gradients where they count.
+        count: rows the call had.
+        chosen: how many of them were chosen.
+        again: rows it has to have when it is run again, the first of those it had.
+    """
+
+    index: Tensor | None
+    h: Tensor
+    b: Tensor | None
+    count: int
+    chosen: int
+    again: int
+
+    def first(self, rows: int, picker: RowPicker) -> CallRows:
+        """Those that are among the first ``rows`` of the call, when only these are run again."""
+        before, _ = picker.share(self.count, self.chosen, rows, self.count, self.h.device)
+        index = None if self.index is None else self.index[:before]
+        b = None if self.b is None else self.b[:before]
+        return replace(self, index=index, h=self.h[:before], b=b, again=rows)
+
+
+Outputs = dict[int, list[CallRows]]
+"""Layer index -> what is kept of each call."""
+
+
+def first_outputs(outputs: Outputs, portion: Portion, picker: RowPicker) -> Outputs:
+    """Those of the first samples, which alone are run again.
+
+    Raises:
+        ValueError: rows are not the same number for each sample.
+    """
+    found: Outputs = {}
+    for i, calls in outputs.items():
+        found[i] = []
+        for n, call in enumerate(calls):
+            rows = portion.rows((i, n), call.count)
+            if rows is None:
+                raise ValueError(f"{call.count} rows of {portion.batch} samples")
+            found[i].append(call.first(rows, picker))
+    return found
 
 
 @dataclass
 class Change:
-    """dh of some rows: the norm of each, the norm of h of each, and the inner product of all with b.
+    """dh of some rows: the norm of each, the norm of h of each, the inner product of all with b, and the norm of b.
 
-    ``after``: the norm of h + dh of each row; ``pairs``: some rows of h and of h + dh. Both only where asked for.
+    ``rows``: how many they are; ``of``: how many there are, seen or not. ``after``: the norm of h + dh of each row;
+    ``pairs``: some rows of h and of h + dh. Both only where asked for.
     """
 
     lengths: Tensor
     before: Tensor
     inner: Tensor | None
+    gradient: Tensor | None
     size: int
+    rows: int
+    of: int
     after: Tensor | None = None
     pairs: tuple[Tensor, Tensor] | None = None
 
@@ -61,9 +112,10 @@ class Replay:
         done, before = self._changes.setdefault(i, []), self.outputs.get(i, [])
         change = None
         if len(done) < len(before):
-            index, h, b = before[len(done)]
-            rows = rows_of(local_part(out), layer.channels_first, len(layer.info.shape) - 2, index)
-            change = self._compare(rows, h, b) if rows.shape == h.shape else None
+            seen, spatial = before[len(done)], len(layer.info.shape) - 2
+            if count_rows(local_part(out), layer.channels_first, spatial) == seen.again:
+                rows = rows_of(local_part(out), layer.channels_first, spatial, seen.index)[: len(seen.h)]
+                change = self._compare(rows, seen) if rows.shape == seen.h.shape else None
         done.append(change)
 
     def change(self, i: int) -> Change | None:
@@ -72,13 +124,17 @@ class Replay:
         if not there or not len(there) == len(self._changes[i]) == len(self.outputs.get(i, ())):
             return None
         products = [change.inner for change in there if change.inner is not None]
+        gradients = [change.gradient for change in there if change.gradient is not None]
         after = [change.after for change in there if change.after is not None]
         pairs = [change.pairs for change in there if change.pairs is not None]
         return Change(
             torch.cat([change.lengths for change in there]),
             torch.cat([change.before for change in there]),
             torch.stack(products).sum() if len(products) == len(there) else None,
+            torch.linalg.vector_norm(torch.stack(gradients)) if len(gradients) == len(there) else None,
             sum(change.size for change in there),
+            sum(change.rows for change in there),
+            sum(change.of for change in there),
             torch.cat(after) if after else None,
             (torch.cat([old for old, _ in pairs]), torch.cat([new for _, new in pairs])) if pairs else None,
         )
@@ -87,12 +143,21 @@ class Replay:
         """Layers that are compared."""
         return list(self.outputs)
 
-    def _compare(self, after: Tensor, h: Tensor, b: Tensor | None) -> Change:
+    def same_calls(self) -> bool:
+        """Whether the forward called what is compared as often, and with as much, as it had to."""
+        return all(
+            len(self._changes.get(i, ())) == len(calls) and all(change is not None for change in self._changes[i])
+            for i, calls in self.outputs.items()
+        )
+
+    def _compare(self, after: Tensor, seen: CallRows) -> Change:
         """A few rows at a time, which stay in the cache."""
+        h, b = seen.h, seen.b
         dtype = compute_dtype(h.dtype)
         step = max(1, CHUNK // max(h.shape[1], 1))
         none = h.new_empty(0, dtype=dtype, device=after.device)
-        lengths, before, lengths_after, products = [none], [none], [none], []
+        lengths, before, lengths_after = [none], [none], [none]
+        products, gradients = [none.new_zeros((), dtype=torch.float64)], [none.new_zeros(())]
         sized = "feature_cancellation" in self._keys
         for start in range(0, len(h), step):
             some = slice(start, start + step)
@@ -103,9 +168,18 @@ class Replay:
             if sized:
                 lengths_after.append(torch.linalg.vector_norm(new, dim=1))
             if b is not None:
-                products.append(torch.dot(b[some].to(dh).flatten(), dh.flatten()).double())
-        product = torch.stack(products).sum() if products else None
-        change = Change(torch.cat(lengths), torch.cat(before), product, h.numel())
+                gradient = b[some].to(dh).flatten()
+                products.append(torch.dot(gradient, dh.flatten()).double())
+                gradients.append(torch.linalg.vector_norm(gradient))
+        change = Change(
+            torch.cat(lengths),
+            torch.cat(before),
+            None if b is None else torch.stack(products).sum(),
+            None if b is None else torch.linalg.vector_norm(torch.stack(gradients)),
+            h.numel(),
+            len(h),
+            seen.count,
+        )
         if sized:
             change.after = torch.cat(lengths_after)
         if "kernel_change" in self._keys:

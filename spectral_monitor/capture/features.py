@@ -4,63 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.anatomy import Layer
-from spectral_monitor.capture.checks import Checked, Checks
-from spectral_monitor.capture.comparison import Outputs, Replay
-from spectral_monitor.capture.graph import Graph
+from spectral_monitor.capture.calls import Call
+from spectral_monitor.capture.checks import Checks
+from spectral_monitor.capture.comparison import CallRows, Outputs, first_outputs
 from spectral_monitor.capture.hooks import Hook, ancestors, in_backward
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.capture.rows import Kept, RowPicker, count_rows, first_tensor, rows_of, sample_size
-from spectral_monitor.linalg import compute_dtype
+from spectral_monitor.capture.samples import Portion
+from spectral_monitor.functional.kernels import length
 from spectral_monitor.snapshot.local import local_part
 
 Harmless = Callable[[str], AbstractContextManager[None]]
-T = TypeVar("T", Replay, Graph)
+Foresight = Callable[[RootCall], Portion | None]
+"""Of a call that begins: the samples that will be run again, if it is known that those will do."""
 
 
-@dataclass
-class Call:
-    """One call of one layer: chosen rows of its input (a sample), its output and the gradient of its output.
+class Watcher(Protocol):
+    """Is shown the calls of layers in a forward that is run again."""
 
-    Attributes:
-        count: rows that were chosen of the output.
-        root: the outermost call it was part of.
-        watched: whether the gradient of the output is waited for.
-        original: the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed.
-        features: of the output.
-        inputs: rows of the input, chosen or not.
-        split_in: whether the input's rows are shared out among processes with the same batch.
-        split_out: whether the output's are.
-        checked: what is only read off it where assumptions are checked.
-    """
-
-    h_in: Kept | None
-    h_out: Kept
-    count: int
-    eps: float
-    index: Tensor | None
-    root: RootCall | None
-    original: Tensor | None = None
-    watched: bool = False
-    b: Kept | None = None
-    b_count: int = 0
-    features: int = 0
-    inputs: int = 0
-    split_in: bool = False
-    split_out: bool = False
-    checked: Checked | None = None
-
-    def gradient(self) -> Tensor | None:
-        """Of the output, if it arrived exactly once and nobody has overwritten it."""
-        return self.b.get() if self.b is not None and self.b_count == 1 else None
+    def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
+        """One more call of layer ``i``, which was given the one and returned the other."""
 
 
 class FeatureCapture:
@@ -99,7 +70,9 @@ class FeatureCapture:
         self._handles: list[RemovableHandle] = []
         self.checks: Checks | None = None
         self.watch_losses = False
-        self._replayed: Replay | Graph | None = None
+        self._replayed: tuple[Watcher, ...] = ()
+        self._foresight: Foresight = nothing
+        self._ranked = self._apart = False
         self._lasting: set[int] = set()
         self._overwritten: set[int] = set()
         self._model = model
@@ -122,6 +95,17 @@ class FeatureCapture:
         self._way_in = self.redirected
         self._way_out = False
         self._root: RootCall | None = None
+        self._portion: Portion | None = None
+
+    def foresee(self, foresight: Foresight, ranked: bool, apart: bool) -> None:
+        """From now on keep no more rows than will be needed, as far as that is foreseen.
+
+        Args:
+            foresight: which samples will be run again.
+            ranked: whether stable ranks of gradients are measured.
+            apart: whether others have rows too, so that it is not known yet which those are measured on.
+        """
+        self._foresight, self._ranked, self._apart = foresight, ranked, apart
 
     def look_for(self, keys: Collection[str]) -> None:
         """What some quantities of tier "full" need of calls and losses besides, from now on."""
@@ -149,7 +133,7 @@ class FeatureCapture:
         self._reset()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._replayed is not None or not self.forward_open or in_backward():
+        if self._replayed or not self.forward_open or in_backward():
             return
         if self._way_in and module is self._model:
             self._way_in, self._way_out = False, True
@@ -161,7 +145,9 @@ class FeatureCapture:
             if self._backward_seen:
                 self._drop_finished()
                 self._backward_seen = False
+            self._portion = None
             self._root = RootCall(module, args, kwargs)
+            self._portion = self._foresight(self._root)
 
     def _drop_finished(self) -> None:
         """A forward after a backward begins another micro-batch; the last one is the one that steps.
@@ -190,7 +176,7 @@ class FeatureCapture:
                 self.calls[i] = rest
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._replayed is not None or not self.forward_open or in_backward():
+        if self._replayed or not self.forward_open or in_backward():
             return
         if self._way_out and self._depth == 0 and module is self._model:
             self._way_out = False
@@ -208,10 +194,10 @@ class FeatureCapture:
 
     def _record(self, i: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if in_backward():
-            if self._replayed is None:
+            if not self._replayed:
                 self._recomputed(i, output)
             return
-        if self._replayed is None and (not self.forward_open or i in self.settled):
+        if not self._replayed and (not self.forward_open or i in self.settled):
             return
         with self._harmless(f"the forward pass of {self.layers[i].info.name}"):
             whole = first_tensor(output)
@@ -219,8 +205,9 @@ class FeatureCapture:
                 return
             layer = self.layers[i]
             given = first_tensor(args) if args else first_tensor(kwargs)
-            if self._replayed is not None:
-                self._replayed.add(i, given, whole, layer)
+            if self._replayed:
+                for watcher in self._replayed:
+                    watcher.add(i, given, whole, layer)
                 return
             out = local_part(whole)
             spatial = len(layer.info.shape) - 2
@@ -229,11 +216,13 @@ class FeatureCapture:
             index = self._picker.choose(count, (self._max_rows or count) - taken, out.device)
             pick = partial(rows_of, channels_first=layer.channels_first, spatial=spatial)
             h_out = pick(out, index=index)
-            copy = i not in self._lasting and h_out.data_ptr() == out.data_ptr()
-            kept = Kept(h_out.clone() if copy else h_out)
+            compared = self._compared(i, count, len(h_out), out.device)
+            copy = i not in self._lasting and h_out.data_ptr() == out.data_ptr() and compared is None
+            kept = Kept(h_out[:compared].clone() if copy or compared is not None else h_out)
             original = h_out if copy and i not in self._overwritten else None
-            call = Call(None, kept, len(h_out), torch.finfo(out.dtype).eps, index, self._root, original)
-            call.features = h_out.shape[1]
+            eps, norm = torch.finfo(out.dtype).eps, length(h_out)
+            call = Call(None, kept, len(h_out), eps, index, self._root, h_out.shape[1], count, norm, original)
+            call.compared = compared
             x = None if given is None else local_part(given)
             if given is not None and x is not None and not layer.channels_first:
                 asked = given.numel() if layer.info.role == "embedding" else count_rows(given, False, 0)
@@ -250,6 +239,13 @@ class FeatureCapture:
             if self.checks is not None:
                 call.checked = self.checks.forward(layer, given, whole)
             self._watch(i, call, whole)
+
+    def _compared(self, i: int, count: int, chosen: int, device: torch.device) -> int | None:
+        """How many of the rows that were chosen will be compared, the first ones; ``None`` for all."""
+        rows = None if self._portion is None else self._portion.rows((i, len(self.calls.get(i, ()))), count)
+        if rows is None or rows == count:
+            return None
+        return self._picker.share(count, chosen, rows, count, device)[0]
 
     def _recomputed(self, i: int, output: Any) -> None:
         """Activation checkpointing computes the forward once more in the backward pass.
@@ -273,9 +269,21 @@ class FeatureCapture:
         layer = self.layers[i]
         with self._harmless(f"the backward pass of {layer.info.name}"):
             call.b_count += 1
-            call.b = Kept(rows_of(local_part(gradient), layer.channels_first, len(layer.info.shape) - 2, call.index))
+            rows = rows_of(local_part(gradient), layer.channels_first, len(layer.info.shape) - 2, call.index)
+            call.b = Kept(self._needed(i, call, rows))
             if self.checks is not None and call.checked is not None:
                 self.checks.backward(call.checked, gradient)
+
+    def _needed(self, i: int, call: Call, rows: Tensor) -> Tensor:
+        """What is kept of a gradient: all, or what will be compared if a sample, or none, of the others will do."""
+        if call.compared is None or (self._ranked and (self._apart or len(self.calls[i]) > 1)):
+            return rows
+        if self._ranked:
+            index = self._picker.choose(len(rows), sample_size(rows.shape[1]), rows.device)
+            if index is None:
+                return rows
+            call.b_sample = rows.index_select(0, index)
+        return rows[: call.compared].clone()
 
     def outputs(self) -> Outputs:
         """Which rows of each call were kept, what they were, and their gradients; of layers that still have them all.
@@ -285,18 +293,22 @@ class FeatureCapture:
         """
         outputs: Outputs = {}
         for i, calls in self.calls.items():
-            kept = [(call.index, h, call.gradient()) for call in calls if (h := call.h_out.get()) is not None]
+            kept = [call.rows(h) for call in calls if (h := call.h_out.get()) is not None]
             if len(kept) < len(calls):
                 self._lasting.discard(i)
                 continue
             outputs[i] = kept
-            originals = [(call.original, h) for call, (_, h, _) in zip(calls, kept, strict=True)]
+            originals = [(call.original, rows.h) for call, rows in zip(calls, kept, strict=True)]
             if all(was is not None for was, _ in originals):  # asked once: the answer has to come from the device
                 lasted = all(was is not None and bool(((was == h) | was.isnan()).all()) for was, h in originals)
                 (self._lasting if lasted else self._overwritten).add(i)
             for call in calls:
                 call.original = None
         return outputs
+
+    def first(self, outputs: Outputs, portion: Portion) -> Outputs:
+        """What of :meth:`outputs` is of the first samples, which alone are run again."""
+        return first_outputs(outputs, portion, self._picker)
 
     @property
     def lasting(self) -> list[str]:
@@ -314,8 +326,9 @@ class FeatureCapture:
             rows = None if call.h_in is None else call.h_in.get()
             if rows is None or layer is None:
                 return {}
-            found.append((self._chosen_inputs(call.inputs, rows.shape[1], rows.device), rows, None))
-        return {i: list(found)} if found else {}
+            index = self._chosen_inputs(call.inputs, rows.shape[1], rows.device)
+            found.append(CallRows(index, rows, None, call.inputs, len(rows), call.inputs))
+        return {i: found} if found else {}
 
     def _chosen_inputs(self, rows: int, features: int, device: torch.device) -> Tensor | None:
         return self._picker.choose(rows, min(self._max_rows or rows, sample_size(features)), device)
@@ -327,22 +340,17 @@ class FeatureCapture:
                 call.h_in = None
 
     @contextmanager
-    def replaying(self, seen: T) -> Iterator[T]:
-        """While inside, calls of layers are added to ``seen``, and nothing else is recorded."""
-        self._replayed = seen
+    def replaying(self, *watchers: Watcher) -> Iterator[None]:
+        """While inside, calls of layers are shown to some watchers, and nothing else is recorded."""
+        self._replayed = watchers
         try:
-            yield seen
+            yield
         finally:
-            self._replayed = None
+            self._replayed = ()
 
 
-def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Rows of all calls as one matrix in the dtype they are measured in; ``None`` if any is missing."""
-    there = [part for part in parts if part is not None]
-    if not there or len(there) < len(parts):
-        return None
-    rows = torch.cat(there) if len(there) > 1 else there[0]
-    return rows.to(compute_dtype(rows.dtype))
+def nothing(root: RootCall) -> None:
+    """Foresees nothing."""
 
 
 Marks = dict[int, tuple[int, int]]

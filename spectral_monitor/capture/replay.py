@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from spectral_monitor.capture.samples import cut, mapped
 from spectral_monitor.snapshot.local import is_distributed
 from spectral_monitor.snapshot.portable import pack, pack_state, put_state, unpack
 from spectral_monitor.snapshot.preserve import Snapshot, preserved
@@ -19,24 +19,7 @@ from spectral_monitor.snapshot.randomness import AutocastState, RandomState
 
 def clone_tree(value: Any) -> Any:
     """A copy of nested containers and their tensors; anything else is shared."""
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, tuple):
-        items = [clone_tree(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [clone_tree(item) for item in value]
-    if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
-        copied = copy.copy(value)
-        copied.update((key, clone_tree(item)) for key, item in value.items())
-        return copied
-    if isinstance(value, Mapping) and isinstance(getattr(value, "data", None), dict):  # UserDict, BatchEncoding
-        wrapper = copy.copy(cast(Any, value))
-        wrapper.data = clone_tree(wrapper.data)
-        return wrapper
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: clone_tree(getattr(value, f.name)) for f in fields(value) if f.init})
-    return value
+    return mapped(value, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
 
 
 class RootCall:
@@ -52,6 +35,9 @@ class RootCall:
         loss: the loss the call returned, if it returned one.
         loss_gradients: gradients that arrived there, if they were waited for: 1 and factors, one if all is well.
         randomness: before the call.
+        given: its positional and keyword arguments, copied.
+        modes: whether each module inside was training.
+        drew: whether it has drawn random numbers when it was last made again.
     """
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -59,8 +45,9 @@ class RootCall:
         self.reached = 0
         self.loss: Tensor | None = None
         self.loss_gradients: list[Tensor] = []
-        self._args = clone_tree(args)
-        self._kwargs = clone_tree(kwargs)
+        self.given = clone_tree((args, kwargs))
+        self.modes = modes(module)
+        self.drew = False
         self._state = Snapshot(module, weights=False)
         self.iterators = [*iterators_in((args, kwargs)), *self._state.iterators]
         self.randomness = RandomState.now()
@@ -85,8 +72,17 @@ class RootCall:
 
     def __call__(self) -> Tensor | None:
         """Make the call again; the loss it returns, if any, with its graph if there is one."""
+        args, kwargs = clone_tree(self.given)
         with self.randomness.replayed(), self._autocast.replayed():
-            return loss_in(self.module(*clone_tree(self._args), **clone_tree(self._kwargs)))
+            loss = loss_in(self.module(*args, **kwargs))
+            self.drew = not self.randomness.same(RandomState.now())
+        return loss
+
+    def part(self, which: slice) -> RootCall:
+        """The same call with some samples of its batch."""
+        part = copy.copy(self)
+        part.given = cut(self.given, which)
+        return part
 
     def pack(self, model: nn.Module) -> dict[str, Any]:
         """In plain types, to be made again in another process; to be asked for right after :meth:`rewind`.
@@ -97,8 +93,8 @@ class RootCall:
         return {
             "kind": "call",
             "module": next(name for name, module in model.named_modules() if module is self.module),
-            "args": pack(tuple(self._args), "args"),
-            "kwargs": pack(dict(self._kwargs), "kwargs"),
+            "args": pack(tuple(self.given[0]), "args"),
+            "kwargs": pack(dict(self.given[1]), "kwargs"),
             "state": pack_state(self.module),
             "randomness": self.randomness.pack(),
             "autocast": self._autocast.pack(),
@@ -120,6 +116,11 @@ class RootCall:
         call.randomness = RandomState.unpack(packed["randomness"])
         call._autocast = AutocastState.unpack(packed["autocast"])
         return call
+
+
+def modes(module: nn.Module) -> tuple[bool, ...]:
+    """Whether each module in it is training."""
+    return tuple(inside.training for inside in module.modules())
 
 
 def iterators_in(value: Any) -> list[str]:

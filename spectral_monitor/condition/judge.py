@@ -8,13 +8,13 @@ from typing import Any
 
 from spectral_monitor.condition.causes import cause
 from spectral_monitor.condition.checks import Finding, findings
-from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.network import Network, columns
 from spectral_monitor.condition.settings import SpectralCondition
 from spectral_monitor.condition.startup import StartUp
 from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.measurement import Measurement
 
-VERSION = 1
+VERSION = 2
 """Of the saved state."""
 
 
@@ -23,12 +23,14 @@ class _Record:
     """One check of one layer over time.
 
     Attributes:
+        quantity: what it is read off; a measurement without that says nothing of it.
         since: step at which it was first seen outside.
         outside: measurements it was seen outside since then.
         flagged: whether that makes a verdict.
         missing: measurements in a row without a value.
     """
 
+    quantity: str
     since: int
     outside: int = 0
     flagged: bool = False
@@ -37,6 +39,9 @@ class _Record:
 
 class Judge:
     """Judges one measurement after the other.
+
+    They need not all have the same quantities: a verdict stands until its quantity is measured again, and what it takes
+    to tell causes apart is what was measured last.
 
     Args:
         condition: what layers are held against.
@@ -71,6 +76,7 @@ class Judge:
         self._tied = dict(tied or {})
         self._startup = StartUp()
         self._records: dict[tuple[str, str], _Record] = {}
+        self._known: dict[str, dict[str, float]] = {}
         self._checked = False
 
     @property
@@ -88,14 +94,17 @@ class Judge:
             self.condition.check(measurement.layers)
             self._checked = True
         before = {layer for (layer, _), record in self._records.items() if record.flagged}
-        network = Network.read(measurement, self._optimizers, self._tied)
+        self._known |= columns(measurement)
+        network = Network.read(measurement, self._known, self._optimizers, self._tied)
         self._startup.look(measurement, network)
-        self.findings = tuple(findings(network, self.condition))
-        found = {(f.layer, f.check): f for f in self.findings if not self._startup.waits(f)}
+        everything = tuple(findings(network, self.condition))
+        self.findings = tuple(f for f in everything if f.quantity in measurement.values)
+        found = {(f.layer, f.check): f for f in everything if not self._startup.waits(f)}
         if not self.waits:
             self._forget(found, measurement)
         for key, finding in found.items():
-            self._count(key, finding, measurement.step)
+            if finding.quantity in measurement.values:
+                self._count(key, finding, measurement.step)
         flagged = [found[key] for key, record in self._records.items() if record.flagged and key in found]
         verdicts = self._verdicts(flagged, network)
         now = {layer for (layer, _), record in self._records.items() if record.flagged}
@@ -108,8 +117,8 @@ class Judge:
         if record is None:
             if finding.inside():
                 return
-            record = self._records[key] = _Record(since=step)
-        record.missing = 0
+            record = self._records[key] = _Record(finding.quantity, since=step)
+        record.quantity, record.missing = finding.quantity, 0
         if finding.inside(self.condition.hysteresis if record.flagged else 1.0):
             del self._records[key]
             return
@@ -120,7 +129,8 @@ class Judge:
         """Drop what has no values any more, such as a layer that was frozen on purpose; NaN steps do not count."""
         for key in [key for key in self._records if key not in found]:
             record = self._records[key]
-            record.missing += "NaN or inf" not in measurement.why("update_natural", key[0])
+            if record.quantity in measurement.values:
+                record.missing += "NaN or inf" not in measurement.why("update_natural", key[0])
             if record.missing >= self.condition.persistence:
                 del self._records[key]
 
@@ -152,7 +162,8 @@ class Judge:
     def state_dict(self) -> dict[str, Any]:
         """Plain types; with it another judge goes on where this one is."""
         records = [[layer, check, asdict(record)] for (layer, check), record in self._records.items()]
-        return {"version": VERSION, "records": records, "startup": self._startup.state_dict()}
+        known = {key: dict(column) for key, column in self._known.items()}
+        return {"version": VERSION, "records": records, "known": known, "startup": self._startup.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave.
@@ -163,4 +174,5 @@ class Judge:
         if state.get("version") != VERSION:
             raise ValueError(f"the judge's state has version {state.get('version')!r}, this one reads {VERSION}")
         self._records = {(layer, check): _Record(**record) for layer, check, record in state["records"]}
+        self._known = {key: dict(column) for key, column in state["known"].items()}
         self._startup.load_state_dict(state["startup"])

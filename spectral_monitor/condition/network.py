@@ -25,6 +25,15 @@ RULES: dict[str, Callable[[LayerInfo], float]] = {
 }
 """How learning rates are commonly spread over matrices, the plainest first."""
 
+READ = frozenset(
+    {"weight_natural", "weight_fro", "update_natural", "update_norm", "update_fro", "update_ratio"}
+    | {"drift_ratio", "contribution", "lr"}
+)
+"""Quantities that verdicts and their causes are read off."""
+
+Columns = Mapping[str, Mapping[str, float]]
+"""Quantity -> layer -> value, of layers that have one."""
+
 _ADAM = ("adam", "lion", "adafactor", "adopt", "signsgd", "sign_sgd", "radam", "nadam", "lamb")
 
 
@@ -44,6 +53,13 @@ def family(optimizers: Iterable[str]) -> str:
     if "muon" in " ".join(names):
         return ""
     return "adam" if adam and not sgd else "sgd" if sgd and not adam else ""
+
+
+def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
+    """What a measurement has of :data:`READ`."""
+    names = [info.name for info in measurement.layers]
+    found = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
+    return {key: {n: x for n, x in zip(names, some, strict=True) if not math.isnan(x)} for key, some in found.items()}
 
 
 @dataclass(frozen=True)
@@ -85,13 +101,24 @@ class Network:
 
     @classmethod
     def read(
-        cls, measurement: Measurement, optimizers: Sequence[str] = (), tied: Mapping[str, str] | None = None
+        cls,
+        measurement: Measurement,
+        known: Columns,
+        optimizers: Sequence[str] = (),
+        tied: Mapping[str, str] | None = None,
     ) -> Network:
-        """A measurement, given the class names of the optimizers, and layer -> layer that counts its parameters."""
+        """A measurement.
+
+        Args:
+            measurement: of which the step and the layers count.
+            known: its :func:`columns`, and those that were measured before but not this time.
+            optimizers: their class names.
+            tied: layer -> layer that counts its parameters.
+        """
         tied = tied or {}
-        columns = {key: tensor.tolist() for key, tensor in measurement.values.items()}
         all_rows = [
-            Row(info, {key: column[i] for key, column in columns.items()}) for i, info in enumerate(measurement.layers)
+            Row(info, {key: column[info.name] for key, column in known.items() if info.name in column})
+            for info in measurement.layers
         ]
         rows = tuple(row for row in all_rows if row.info.role != "vector" and row.info.name not in tied)
         vectors = {row.info.name: row for row in all_rows if row.info.role == "vector"}

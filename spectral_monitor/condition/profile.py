@@ -104,18 +104,24 @@ def _some(names: Sequence[str]) -> str:
 def save_profile(measurements: Iterable[Measurement], path: str | os.PathLike[str]) -> None:
     """Write the natural norms and learning rates of a run as JSON.
 
-    What is not finite, or an update of 0, is left out. Biases and gains are not part of it.
+    What is not finite, an update of 0, and measurements of other quantities are left out. Biases and gains are not part
+    of it.
 
     Raises:
-        ValueError: nothing measured, or not ``weight_natural``, ``update_natural`` and ``lr``; a matrix that never
-            had an update.
+        ValueError: nothing measured, or never ``weight_natural``, ``update_natural`` and ``lr`` at one step; a matrix
+            that never had an update.
     """
-    taken = list(measurements)
-    if not taken:
+    given = list(measurements)
+    if not given:
         raise ValueError("a profile needs at least one measurement")
-    missing = [key for key in KEYS if any(key not in m.values for m in taken)]
+    known = {key for m in given for key in m.values}
+    missing = [key for key in KEYS if key not in known]
     if missing:
         raise ValueError(f"a profile needs {', '.join(KEYS)}; not measured: {', '.join(missing)}")
+    needed = {*KEYS, "lr_multiplier"} & known
+    taken = [m for m in given if m.values.keys() >= needed]
+    if not taken:
+        raise ValueError(f"a profile needs {', '.join(sorted(needed))} at the same steps; give them one interval")
     layers: dict[str, dict[str, Any]] = {}
     for m in sorted(taken, key=lambda m: m.step):
         for i, info in enumerate(m.layers):

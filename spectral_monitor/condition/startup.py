@@ -32,33 +32,40 @@ class StartUp:
 
     def __init__(self) -> None:
         self.why = ""
-        self._seen = 0
+        self._rates = self._sizes = 0  # measurements that have learning rates, sizes of weights
         self._top_lr = math.nan
         self._rising = False
         self._growing: dict[str, float] = {}
 
     def look(self, measurement: Measurement, network: Network) -> None:
-        """See the next measurement."""
+        """See the next measurement; what it does not have stays as it was seen last."""
         if network.top_lr == 0:  # before a warm-up
             self.why = "all learning rates are 0"
             return
-        self._seen += 1
-        self._rising, self._top_lr = network.top_lr > RISEN * self._top_lr, network.top_lr
-        if self._seen == 1:
-            self._growing = {row.info.name: 0.0 for row in network.rows if _began_at_zero(measurement, row.info.name)}
-        else:
-            sizes = {row.info.name: row.get("weight_natural") for row in network.rows}
-            now = {name: sizes.get(name, math.nan) for name in self._growing}
-            # Still zero: what follows it began at zero too, and passed no gradient on.
-            self._growing = {name: size for name, size in now.items() if not size or size > GROWN * self._growing[name]}
-        if self._seen > GRACE:
-            self._rising = False
-            self._growing = {name: size for name, size in self._growing.items() if size > 0 and self._seen <= 2 * GRACE}
+        if "lr" in measurement.values:
+            self._rates += 1
+            self._rising = network.top_lr > RISEN * self._top_lr and self._rates <= GRACE
+            self._top_lr = network.top_lr
+        sizes = {row.info.name: row.get("weight_natural") for row in network.rows}
+        if "weight_natural" in measurement.values or all(map(math.isnan, sizes.values())):
+            self._grow(measurement, sizes)
         self.why = ""
         if self._growing:
             self.why = f"{', '.join(self._growing)} began at zero and is still growing"
         elif self._rising:
             self.why = "the learning rate is warming up"
+
+    def _grow(self, measurement: Measurement, sizes: Mapping[str, float]) -> None:
+        self._sizes += 1
+        if self._sizes == 1:
+            self._growing = {name: 0.0 for name in sizes if _began_at_zero(measurement, name)}
+        else:
+            now = {name: sizes.get(name, math.nan) for name in self._growing}
+            # Still zero: what follows it began at zero too, and passed no gradient on.
+            self._growing = {name: size for name, size in now.items() if not size or size > GROWN * self._growing[name]}
+        if self._sizes > GRACE:
+            late = self._sizes > 2 * GRACE
+            self._growing = {name: size for name, size in self._growing.items() if size > 0 and not late}
 
     def waits(self, finding: Finding) -> bool:
         """Whether a finding of this measurement does not count yet."""
@@ -68,11 +75,13 @@ class StartUp:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types."""
-        return {"seen": self._seen, "top_lr": self._top_lr, "growing": dict(self._growing)}
+        counts = {"rates": self._rates, "sizes": self._sizes}
+        return {**counts, "rising": self._rising, "top_lr": self._top_lr, "growing": dict(self._growing)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self._seen, self._top_lr = int(state["seen"]), float(state["top_lr"])
+        self._rates, self._sizes = int(state["rates"]), int(state["sizes"])
+        self._rising, self._top_lr = bool(state["rising"]), float(state["top_lr"])
         self._growing = dict(state["growing"])
 
 

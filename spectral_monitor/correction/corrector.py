@@ -156,8 +156,11 @@ class Corrector:
     def update(self, measurement: Measurement) -> list[Change]:
         """Move the multipliers by what a measured step showed, and say which.
 
-        Policy ``"balance"`` begins to correct a layer when there is a verdict on its update.
+        Policy ``"balance"`` begins to correct a layer when there is a verdict on its update. A measurement that does
+        not have all that it takes changes nothing.
         """
+        if not measurement.values.keys() >= set(self.correction.quantities):
+            return []
         quantity = "contribution" if self.correction.policy == "fsc" else "update_natural"
         flagged = {
             verdict.layer

@@ -72,6 +72,6 @@ class LRCorrection:
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """What has to be measured."""
+        """What has to be measured, first what the policy aims at."""
         aim = "contribution" if self.policy == "fsc" else "update_natural"
         return tuple(dict.fromkeys((aim, "contribution", "update_fro", "weight_fro", "lr", "lr_multiplier")))

@@ -9,14 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spectral_monitor.capture.calls import Call, joined
 from spectral_monitor.capture.comparison import Outputs
-from spectral_monitor.capture.features import Call, joined
 from spectral_monitor.capture.rows import RowPicker, sample_size
 from spectral_monitor.engine.census import Census
 from spectral_monitor.engine.norms import rows_worth
+from spectral_monitor.engine.patience import Patience
 from spectral_monitor.engine.scalars import Scalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.stacks import Member
+from spectral_monitor.functional.kernels import length
 from spectral_monitor.linalg import Exchange, Part, Pieces, Routine, abreast, in_turn, shared_estimate, totals
 from spectral_monitor.placement import Range
 
@@ -36,6 +38,12 @@ def gradients(calls: Sequence[Call]) -> list[Tensor | None]:
     return [call.gradient() for call in calls]
 
 
+def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
+    """The same over all its calls, in the dtype they are measured in, or the sample of them that is."""
+    found = gradients(calls)
+    return joined([b if call.b_sample is None else call.b_sample for call, b in zip(calls, found, strict=True)])
+
+
 def input_rows(calls: Sequence[Call]) -> Tensor | None:
     """A layer's inputs over all its calls, in the dtype they are measured in."""
     return joined(inputs(calls))
@@ -46,7 +54,7 @@ def fingerprints(outputs: Outputs, layers: int, device: torch.device) -> Tensor:
     """(layers, 2) numbers that are equal where outputs are."""
     prints = torch.zeros(layers, 2, device=device)
     for i, calls in outputs.items():
-        found = [h.double() for _, h, _ in calls]
+        found = [call.h.double() for call in calls]
         prints[i, 0] = torch.stack([torch.linalg.vector_norm(h) for h in found]).sum()
         prints[i, 1] = torch.stack([h.sum() for h in found]).sum()
     return prints
@@ -61,6 +69,23 @@ class _Kind(NamedTuple):
     like: tuple[torch.dtype, torch.device] | None
 
 
+class _Size(NamedTuple):
+    """Norm of all entries of a layer's rows, and how many entries."""
+
+    norm: Tensor
+    entries: int
+
+
+def _size(calls: Sequence[tuple[Tensor, int]]) -> _Size | None:
+    """Of several calls; ``None`` if there is nothing in them."""
+    entries = sum(some for _, some in calls)
+    return _Size(torch.linalg.vector_norm(torch.stack([norm for norm, _ in calls])), entries) if entries else None
+
+
+def _rows_size(rows: Tensor | None) -> _Size | None:
+    return None if rows is None else _size([(length(rows), rows.numel())])
+
+
 class _Chosen(NamedTuple):
     """Which of a layer's rows are measured.
 
@@ -68,7 +93,7 @@ class _Chosen(NamedTuple):
         first: how many of other processes come before those of this one.
         total: how many all have.
         rows: of this process, before choosing; ``None`` if it has none, or another speaks for it.
-        kept: those chosen of them; ``None`` for all.
+        kept: those chosen of them; ``None`` for all, which may have been chosen before.
         holders: processes that have rows of their own.
     """
 
@@ -105,8 +130,10 @@ class RowStage:
         exchange: Exchange | None,
         picker: RowPicker,
         out: Scalars,
+        patience: Patience,
     ) -> None:
         self._members = members
+        self._patience = patience
         self._settings = settings
         self.census = census
         self.exchange = exchange
@@ -120,22 +147,23 @@ class RowStage:
         census, exchange = self.census, self.exchange
         lasted, fed, graded = (census.wherever_called(name) for name in ("lasted", "fed", "graded"))
         rows: dict[tuple[int, str], Tensor | None] = {}
+        sizes: dict[tuple[int, str], _Size | None] = {}
         for i in sorted(lasted):
-            rows[(i, "h")] = joined([h for _, h, _ in outputs.get(i, ())])
+            sizes[(i, "h")] = _size([(call.norm, call.count * call.features) for call in calls.get(i, ())])
         for i in sorted(graded):
-            rows[(i, "b")] = joined(gradients(calls.get(i, ())))
+            rows[(i, "b")] = gradient_rows(calls.get(i, ()))
         for i in sorted(fed):
             rows[(i, "h_in")] = input_rows(calls.get(i, ()))
         common = {key: found for key, found in rows.items() if key[1] == "b" and key[0] in census.common}
         plain = {key: found for key, found in rows.items() if key not in common}
         run = in_turn if exchange is None else abreast
-        yield from run([*self._measured(plain), self._of_sums(common)])
+        if "backward_speed" in self._settings.keys:  # which is of all rows
+            sizes.update({key: _rows_size(found) for key, found in plain.items() if key[1] == "b"})
+        yield from run([self._sizes(sizes), *self._measured(plain), self._of_sums(common)])
 
     def _measured(self, rows: Mapping[tuple[int, str], Tensor | None]) -> list[Routine[None]]:
         wanted = {"h_in": "input_stable_rank", "b": "backward_stable_rank"}
-        spectra = {key: found for key, found in rows.items() if wanted.get(key[1]) in self._settings.keys}
-        sized = {key: found for key, found in rows.items() if key[1] != "h_in"}
-        return [self._sizes(sized), *self._spectra(spectra)]
+        return self._spectra({key: found for key, found in rows.items() if wanted[key[1]] in self._settings.keys})
 
     def _of_sums(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Routine[None]:
         """Of the sums over batches of gradients of outputs that are the same for all."""
@@ -154,7 +182,8 @@ class RowStage:
             cols.append(slice(*(part or (0, width))))
         sums = yield shares
         summed = {key: total[:, some] for key, total, some in zip(rows, sums, cols, strict=True)}
-        yield from abreast(self._measured(summed))
+        sizes = {key: _rows_size(some) for key, some in summed.items()}
+        yield from abreast([self._sizes(sizes), *self._measured(summed)])
 
     def _which(self, name: str) -> str:
         return "inputs" if name == "h_in" else "outputs"
@@ -165,6 +194,8 @@ class RowStage:
         total = place.total if self._settings.max_rows is None else min(place.total, room)
         if found is None or (self.cols(i, name) is None and not place.speaks):
             return _Chosen(0, total, None, None, place.holders)
+        if self.exchange is None and len(found) < place.count:
+            return _Chosen(0, total, found, None, place.holders)  # chosen when they were seen
         last = place.offset + place.count
         before, kept = self._picker.share(place.total, room, place.offset, last, found.device)
         return _Chosen(before, total, found, kept, place.holders)
@@ -188,30 +219,26 @@ class RowStage:
             return shape[1]
         return shape[1] if name == "h_in" else shape[0]
 
-    def _sizes(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Routine[None]:
+    def _sizes(self, sizes: Mapping[tuple[int, str], _Size | None]) -> Routine[None]:
         """Norm and number of the entries, and how many rows."""
         norms, counts = [], []
-        for (i, name), found in rows.items():
-            place = self.census.rows(i, "outputs")
-            if found is None or not len(found) or (self.cols(i, name) is None and not place.speaks):
-                norms.append(torch.zeros(()))
-                counts.append(0)
-                continue
-            norms.append(torch.linalg.vector_norm(torch.linalg.vector_norm(found, dim=1)))
-            counts.append(found.numel())
+        for (i, name), found in sizes.items():
+            speaks = self.cols(i, name) is not None or self.census.rows(i, "outputs").speaks
+            norms.append(found.norm if found is not None and speaks else torch.zeros(()))
+            counts.append(found.entries if found is not None and speaks else 0)
         if not norms:
             return
         device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
         dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-        both, sizes = yield from abreast(
+        both, numbers = yield from abreast(
             [
                 totals(torch.stack([norm.to(device, dtype) for norm in norms]), 2, self.exchange),
                 totals(torch.tensor(counts, dtype=torch.float32), 1, self.exchange),
             ]
         )
-        for k, (i, name) in enumerate(rows):
+        for k, (i, name) in enumerate(sizes):
             self.out.put(i, f"{name}.norm", both[k])
-            self.out.put(i, f"{name}.size", sizes[k])
+            self.out.put(i, f"{name}.size", numbers[k])
             if name == "h":
                 self.out.put(i, "h.rows", torch.tensor(float(self.census.rows(i, "outputs").total)))
 
@@ -263,10 +290,15 @@ class RowStage:
             pieces = Pieces.whole(buffer[0][: len(chosen)])
         else:
             pieces = self._pieces(chosen, shape, split)
-        estimate = yield from shared_estimate(pieces, self._settings.tol)
+        if self._patience.is_needed(pieces.like.device, self.exchange):
+            places = {key: slice(k, k + 1) for k, key in enumerate(chosen)}
+            sigma, fro = self._patience.estimate(pieces, places, self._settings.tol, self.out)
+        else:
+            estimate = yield from shared_estimate(pieces, self._settings.tol, bounds=False)
+            sigma, fro = estimate.sigma, estimate.fro
         for k, (i, name) in enumerate(chosen):
-            self.out.put(i, f"{name}.sigma", estimate.sigma[k])
-            self.out.put(i, f"{name}.fro", estimate.fro[k])
+            self.out.put(i, f"{name}.sigma", sigma[k])
+            self.out.put(i, f"{name}.fro", fro[k])
 
     def _pieces(
         self, chosen: Mapping[tuple[int, str], _Chosen], shape: tuple[int, int], split: tuple[bool, bool]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.anatomy import Layer
+from spectral_monitor.engine.patience import in_doubt
 from spectral_monitor.engine.scalars import Raw
 from spectral_monitor.functional.norms import geometric_median
 
@@ -31,8 +32,11 @@ SMALL_FEATURES, SMALL_CHANGE = 1e-12, 1e-17
 
 
 def sound(raw: Mapping[str, list[float]]) -> bool:
-    """Whether everything measured of a layer is finite, but for ratios to zero."""
-    return all(math.isfinite(value) for name, values in raw.items() if name not in RATIOS for value in values)
+    """Whether everything measured of a layer is finite, but for ratios to zero and norms that are in doubt."""
+    doubtful = {f"{kind}.sigma" for kind in in_doubt(raw)}
+    return all(
+        math.isfinite(value) for name, values in raw.items() if name not in RATIOS | doubtful for value in values
+    )
 
 
 class LayerScalars:
@@ -53,8 +57,12 @@ class LayerScalars:
         return math.nan if value is None else value[0]
 
     def sound(self) -> bool:
-        """Whether everything measured of this layer is finite, but for ratios to zero."""
+        """Whether everything measured of this layer is finite, but for ratios to zero and norms that are in doubt."""
         return sound(self._raw)
+
+    def in_doubt(self) -> bool:
+        """Whether a spectral norm of this layer is."""
+        return bool(in_doubt(self._raw))
 
     def _by_block(self, name: str) -> list[list[float]]:
         """Values of each block's taps, NaN if not measured."""
@@ -128,7 +136,7 @@ class LayerScalars:
 
     def cosine(self) -> float:
         """Cosine of the backward-feature angle."""
-        lengths = self.get("b.norm") * self.get("dh.norm")
+        lengths = self.get("b.compared") * self.get("dh.norm")
         return min(max(-self.get("b.dh") / lengths, -1.0), 1.0) if lengths else math.nan
 
     def local_change(self) -> float:
@@ -137,8 +145,8 @@ class LayerScalars:
         return self.get("dW.h") / length if length else math.nan
 
     def sensitivity(self) -> float:
-        """Feature change per loss decrease."""
-        decrease = -self.get("b.dh")
+        """Feature change per loss decrease; rows that were not compared are taken to add as much to it as others."""
+        decrease = -self.get("b.dh") / self.get("dh.share")
         return self.root_mean_square("dh") / decrease if decrease else math.nan
 
     def underflows(self) -> bool:
@@ -147,7 +155,7 @@ class LayerScalars:
 
     def above_rounding(self, eps: float, margin: float) -> bool:
         """Whether the change of the features is ``margin`` times larger than their rounding."""
-        return self.get("dh.norm") >= margin * eps * self.get("h.norm")
+        return self.get("dh.norm") >= margin * eps * self.get("h.compared")
 
 
 FORMULAS: dict[str, Callable[[LayerScalars], float]] = {

@@ -55,7 +55,10 @@ class Step:
         again: how the forward can be run again: 0 not at all, 1 as one call of a module, 2 as the training step.
         loss: whether the loss before the step is known.
         measured: steps that were measured before.
+        drifts: those of them that ``feature_drift`` was asked of.
         probe: whether the probe batch has been taken.
+        part: whether the first samples will do where the forward is run again: 0 no, 1 that is to be seen, 2 yes.
+        apart: steps from the measured step before to the next one, at least, by this process's clock.
     """
 
     failed: float = 0.0
@@ -65,7 +68,10 @@ class Step:
     again: float = 0.0
     loss: float = 0.0
     measured: float = 0.0
+    drifts: float = 0.0
     probe: float = 0.0
+    part: float = 0.0
+    apart: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from spectral_monitor.engine.activations import RowStage
 from spectral_monitor.engine.full import FullStage
 from spectral_monitor.engine.replays import Done
 from spectral_monitor.engine.rows import StepFacts
+from spectral_monitor.engine.scalars import LOSS_CHANGE, NETWORK
 from spectral_monitor.functional.features import mean_ratio, ratio_sum
 from spectral_monitor.functional.norms import ratio
 from spectral_monitor.linalg import Routine, abreast, in_turn, joined, shares, totals
@@ -26,16 +27,17 @@ class ChangeStage:
 
     Attributes:
         probe_lost: whether the first probe batch was taken in some processes only, and is of no use.
+        off: whether some process has seen that forwards must be of all samples.
     """
 
     def __init__(self, rows: RowStage, processes: Processes | None, full: FullStage) -> None:
         self._rows = rows
         self._full = full
         self._processes = processes
-        self.probe_lost = False
+        self.probe_lost = self.off = False
 
-    def measure(self, done: Done, facts: StepFacts, before: Tensor | None) -> Routine[float | None]:
-        """Put everything, tell ``facts`` what could be seen; the change of the loss, if it is known.
+    def measure(self, done: Done, facts: StepFacts, before: Tensor | None) -> Routine[None]:
+        """Put everything, with the change of the loss, if it is known; tell ``facts`` what could be seen.
 
         Args:
             done: what was run again in this process.
@@ -48,26 +50,30 @@ class ChangeStage:
         if done.drift is not None:
             routines.append(self._change(done.drift.replay, "feature_drift", size=False))
         if not routines:
-            return None
-        after = None if done.same is None else done.same.loss
-        counts = torch.zeros(4, dtype=torch.float64 if self._processes is None else torch.float32)
-        if before is not None and after is not None and self._rows.census.first_of_batch:
-            counts[0] = after.double() - before.double()
-        counts[1] = float(before is None or after is None)
-        counts[2] = float(done.same is not None and done.same.replay is None)
-        counts[3] = float(done.drift is not None and done.drift.replay is None)
-        routines.append(totals(counts, 1, self._processes))
-        found = yield from (in_turn if self._processes is None else abreast)(routines)
-        change, missing, failed, drift_failed = found[-1].tolist()
-        if failed:
+            return
+        census, after = self._rows.census, None if done.same is None else done.same.loss
+        change = None if before is None or after is None else after.double() - before.double()
+        lost = [float(ran is not None and ran.replay is None) for ran in (done.same, done.drift)]
+        off = float(done.off)
+        if self._processes is None:
+            found = yield from in_turn(routines)
+        else:
+            mine = torch.tensor([0.0, float(change is None), off, *lost])
+            if change is not None and census.first_of_batch:
+                mine[0] = change
+            *found, summed = yield from abreast([*routines, totals(mine, 1, self._processes)])
+            total, missing, off, *lost = summed.tolist()
+            change = None if missing else torch.tensor(total / census.batch_count)
+        self.off = bool(off)
+        if lost[0]:
             facts.no_replay = facts.no_replay or ELSEWHERE
-        if drift_failed:
+        if lost[1]:
             facts.no_drift = facts.no_drift or ELSEWHERE
             self.probe_lost = done.first
-        if done.same is None:
-            return None
-        facts.replayed = found[0]
-        return None if missing else float(change) / self._rows.census.batch_count
+        if done.same is not None:
+            facts.replayed = found[0]
+        if change is not None:
+            self._rows.out.put(NETWORK, LOSS_CHANGE, change)
 
     @torch.no_grad()
     def _change(self, replay: Replay | None, name: str, *, size: bool) -> Routine[set[int]]:
@@ -91,8 +97,11 @@ class ChangeStage:
             if size:
                 self._rows.out.put(i, "dh.norm", torch.linalg.vector_norm(change.lengths))
                 self._rows.out.put(i, "dh.size", torch.tensor(float(change.size)))
-                if change.inner is not None:
+                self._rows.out.put(i, "dh.share", torch.tensor(change.rows / change.of))
+                self._rows.out.put(i, "h.compared", torch.linalg.vector_norm(change.before))
+                if change.inner is not None and change.gradient is not None:
                     self._rows.out.put(i, "b.dh", change.inner)
+                    self._rows.out.put(i, "b.compared", change.gradient)
         if size and replay is not None:
             self._full.compared(replay)
         return set(found)
@@ -104,10 +113,9 @@ class ChangeStage:
         if not changes:
             return {}
         called = census.layers("called")
-        numbers = torch.zeros(
-            len(changes), 5, device=exchange.device
-        )  # missing, sum of ratios, of how many, size, b dh
-        norms = torch.zeros(len(changes), device=exchange.device)
+        # missing, sum of ratios, of how many, size, b dh, rows compared, rows there are
+        numbers = torch.zeros(len(changes), 7, device=exchange.device)
+        norms = torch.zeros(len(changes), 3, device=exchange.device)  # dh, h, b
         squares = []
         for k, (i, change) in enumerate(changes.items()):
             place, across = census.rows(i, "outputs"), self._rows.cols(i, "h") is not None
@@ -123,7 +131,11 @@ class ChangeStage:
             if change.size and (across or place.speaks):
                 numbers[k, 1], numbers[k, 2] = ratio_sum(change.lengths, change.before)
                 numbers[k, 3] = change.size
-                norms[k] = torch.linalg.vector_norm(change.lengths)
+                numbers[k, 5], numbers[k, 6] = change.rows, change.of
+                norms[k, 0] = torch.linalg.vector_norm(change.lengths)
+                norms[k, 1] = torch.linalg.vector_norm(change.before)
+                if change.gradient is not None:
+                    norms[k, 2] = change.gradient
             if change.size and across:  # a row's length is not known before all features are
                 some = torch.stack([change.lengths, change.before], dim=1).square()
                 rows[place.offset : place.offset + len(some)] = some
@@ -131,11 +143,15 @@ class ChangeStage:
         table, lengths, *squares = yield [*tables, *squares]
         total, length = joined(table, 1), joined(lengths, 2)
         found: dict[int, tuple[Change, Tensor | None]] = {}
-        for k, (i, (missing, _, _, size, _)) in enumerate(zip(changes, total.tolist(), strict=True)):
+        for k, (i, (missing, _, _, size, _, seen, of)) in enumerate(zip(changes, total.tolist(), strict=True)):
             if missing or not size:
                 continue
             mean = ratio(total[k, 1], total[k, 2])
             if len(squares[k]):
                 mean = mean_ratio(*squares[k].sqrt().unbind(1))
-            found[i] = (Change(length[k].reshape(1), length[k].reshape(1), total[k, 4], int(size)), mean)
+            dh, h, b = length[k].unbind()
+            if i in census.common:  # what processes have of b are shares of a sum, whose norm is known
+                b = self._rows.out.get(i, "b.norm") if i in census.wherever_called("graded") else b
+            change = Change(dh.reshape(1), h.reshape(1), total[k, 4], b, int(size), int(seen), int(of))
+            found[i] = (change, mean)
         return found

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,30 +16,30 @@ from torch.optim import Optimizer
 from spectral_monitor.anatomy import Anatomy, compiled_modules, dissect, without_compiled
 from spectral_monitor.anatomy.names import label
 from spectral_monitor.capture.comparison import Outputs
-from spectral_monitor.capture.features import FeatureCapture, Marks, marks
+from spectral_monitor.capture.features import FeatureCapture, Marks, marks, nothing
 from spectral_monitor.capture.optimizer import OptimizerCapture
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.capture.rows import RowPicker
 from spectral_monitor.engine.activations import RowStage, fingerprints, input_rows
-from spectral_monitor.engine.assemble import sound, summarize
+from spectral_monitor.engine.budget import Budget
 from spectral_monitor.engine.census import Sight, Step, census
 from spectral_monitor.engine.changes import ChangeStage
-from spectral_monitor.engine.full import FullStage
+from spectral_monitor.engine.full import ALONE, FullStage
 from spectral_monitor.engine.guards import full_precision, refuse
 from spectral_monitor.engine.matrices import MatrixStage
 from spectral_monitor.engine.memory import Memory
 from spectral_monitor.engine.norms import rows_worth
-from spectral_monitor.engine.properties import properties
+from spectral_monitor.engine.patience import Patience
+from spectral_monitor.engine.pending import Measured, Pending
 from spectral_monitor.engine.replays import Again, Context, Done, Given, Replays
-from spectral_monitor.engine.rows import StepFacts, layer_row
-from spectral_monitor.engine.scalars import NETWORK, Raw, Scalars
+from spectral_monitor.engine.scalars import Raw, Scalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.sights import sights, step_facts
+from spectral_monitor.engine.slices import ELSEWHERE, NO, YES
 from spectral_monitor.engine.stacks import Member
 from spectral_monitor.linalg import Routine, abreast, alone, resumed, together
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.placement import Extent, Processes, copies, flat_extents, placed, plan, reshard
-from spectral_monitor.quantities import TIERS
 from spectral_monitor.warnings import Warner
 
 FORWARD = frozenset({"h", "b", "dh", "probe"})
@@ -54,6 +53,8 @@ class Engine(Memory):
     registered anywhere. Whatever goes wrong inside costs the measurement, never the training step.
 
     Attributes:
+        asked: the settings of the step that is watched, with the quantities that are measured of it.
+        budget: decides which steps can be afforded, if there is one.
         multipliers: layer index -> what a correction multiplies the learning rate with, to be shown.
 
     Raises:
@@ -72,8 +73,9 @@ class Engine(Memory):
         super().__init__()
         self.model = model
         self._wrapper = wrapper or model
-        self.settings = settings
+        self.settings = self.asked = settings
         self.processes = processes
+        self.budget = None if settings.max_overhead is None else Budget(settings.max_overhead, processes is not None)
         reshard(self._wrapper)
         anatomy, compiled, flat = self._dissect() if processes is None else processes.all_or_none(self._dissect)
         holdings = plan(anatomy.layers, flat, processes)
@@ -91,13 +93,13 @@ class Engine(Memory):
         watched = [p for p in model.parameters() if id(p) not in flat]
         self.features = FeatureCapture(model, self.layers, wanted, room, watched, self._harmless)
         self._alone = processes is None and self._wrapper is model
-        self.features.look_for(settings.keys if self._alone else ())
         self._replays = Replays(model, self._wrapper, self.features, settings, compiled)
         self._picker = RowPicker(settings.max_rows)
         self.armed = False
         self.idle = False
         self.multipliers: Mapping[int, float] = {}
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[tuple[str, ...], dict[str, str]] = {}
+        self._patience = Patience()
         self._warn = Warner(silent=processes is not None and processes.rank > 0)
         self._own_warn = Warner()  # of what happened in this process alone
         self._clear()
@@ -118,23 +120,38 @@ class Engine(Memory):
         self._spent = 0.0
         self._held_at: dict[int, Marks] = {}
         self._moved = False
+        self._apart: float | None = None
         self._out = Scalars()
         self._rows: RowStage | None = None
         self._stage = MatrixStage(
-            self.members, self.settings, self._start, self._inputs, self._copies, self.processes, self._out
+            self.members, self.asked, self._start, self._inputs, self._copies, self.processes, self._out, self._patience
         )
 
-    def arm(self, before_forward: Callable[[], None] = lambda: None) -> None:
+    @property
+    def watches_features(self) -> bool:
+        """Whether what the step is asked for takes hooks on modules."""
+        return bool(self.asked.needs & FORWARD)
+
+    def arm(self, keys: Collection[str], before_forward: Callable[[], None] = lambda: None) -> None:
         """Register the hooks that watch the coming step.
 
         Args:
+            keys: quantities that are measured of it, some or all of the settings'.
             before_forward: called before the forward, if that runs inside the optimizer's step.
         """
+        self.asked = self.settings.only(keys)
         self.disarm()
         self.armed = True
+        self.idle = False
         self._before_forward = before_forward
+        self._replays.needs = self.asked.needs
         with self._harmless("setting up"):
-            self.features.arm()
+            if self.watches_features:
+                self.features.look_for(self.asked.keys if self._alone else ())
+                foresight = nothing if ALONE & set(self.asked.keys) else self._replays.slices.foresee
+                ranked = "backward_stable_rank" in self.asked.keys
+                self.features.foresee(foresight, ranked, apart=self.processes is not None)
+                self.features.arm()
             self.optimizers.arm()
 
     def disarm(self) -> None:
@@ -154,8 +171,8 @@ class Engine(Memory):
         loss_scale: float = 1.0,
         context: Context = nullcontext,
         only_if_stepped: bool = False,
-    ) -> Measurement | None:
-        """Measure the step that was watched, and disarm.
+    ) -> Pending | None:
+        """Measure the step that was watched, and disarm; the numbers are on their way.
 
         Args:
             step: optimizer steps taken, this one included.
@@ -169,31 +186,36 @@ class Engine(Memory):
         Returns:
             ``None`` if the step could not be measured; a warning has said why.
         """
-        measurement = None
+        pending = None
         loss = None if loss is None else loss.detach()
         given = Given(training_step, loss, accumulated, loss_scale, context, only_if_stepped)
         try:
             with self._harmless("measuring"), full_precision():
                 if self.armed and (self.processes is not None or not self._failed):
-                    measurement = self._measure(step, given)
-            if measurement is not None:
-                measurement.summary["overhead_ms"] = self._spent * 1e3
+                    pending = self._measure(step, given)
+            if pending is not None:
+                pending.summary["overhead_ms"] = self._spent * 1e3
+            if self.budget is not None and self.armed and not (only_if_stepped and self.idle):
+                self.budget.measured(step, self._spent, self._apart)
+                if pending is not None and self.budget.interval is not None:
+                    pending.summary["interval"] = float(self.budget.interval)
         finally:
             self.disarm()
-        return measurement
+        return pending
 
-    def _measure(self, step: int, given: Given) -> Measurement | None:
+    def _measure(self, step: int, given: Given) -> Pending | None:
         calls, stage, out = self.features.calls, self._stage, self._out
         outputs: Outputs = {}
-        again, before, no_replay = None, None, ""
+        again, before, no_replay, part = None, None, "", NO
         seen_here, prints = [Sight() for _ in self.layers], torch.zeros(len(self.layers), 2)
         with self._harmless("looking at what was seen"):
             stage.rest()
-            if self.settings.needs & FORWARD:
+            if self.watches_features:
                 self._check_readout()
                 outputs = self.features.outputs()
                 again, before, no_replay = self._replays.choose(given, self._moved, self._warn)
-            seen_here = sights(len(self.layers), calls, stage, outputs)
+                part = self._replays.look(again, self._warn)
+            seen_here = sights(len(self.layers), calls, stage, outputs, self._replays.slices.noise)
             if self.processes is not None:
                 prints = fingerprints(outputs, len(self.layers), self.processes.device)
         mine = Step(
@@ -204,9 +226,13 @@ class Engine(Memory):
             again=0 if again is None else 1 if isinstance(again, RootCall) else 2,
             loss=before is not None,
             measured=self.measured,
+            drifts=self.drifts,
             probe=self.probe_taken,
+            part=part,
+            apart=0.0 if self.budget is None else self.budget.wait,
         )
         seen = self._run(census(mine, seen_here, prints, self.processes))
+        self._apart = None if self.processes is None else seen.steps[0].apart
         self.idle = not any(some.stepped for some in seen.steps)
         if any(some.failed for some in seen.steps):
             if not self._failed:
@@ -214,6 +240,7 @@ class Engine(Memory):
                 self._warn(f"a step was not measured: it failed in process {who}, which says why")
             return None
         self.measured = int(max(some.measured for some in seen.steps))
+        self.drifts = int(max(some.drifts for some in seen.steps))
         if not all(some.probe for some in seen.steps):
             self._replays.probe = None  # what one has lost is no use to the others
         if self.idle and given.only_if_stepped:
@@ -221,38 +248,41 @@ class Engine(Memory):
         facts = step_facts(seen, stage, given)
         facts.multipliers = self.multipliers
         stage.unused = facts.unused
-        rows = self._rows = RowStage(self.members, self.settings, seen, self.processes, self._picker, out)
+        rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out, self._patience)
         self._agreed(self._before_replay(rows, outputs))
-        change = None
-        if self.settings.needs & FORWARD:
-            full = FullStage(self.model, self.features, self.settings, self._alone, facts, out, self._warn)
+        if self.watches_features:
+            full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn)
             full.checks()
-            replay = full.replay(outputs)
+            part = min(int(some.part) for some in seen.steps)
+            replay = full.replay(outputs, self._replays.slices.portion if part == YES else None)
             self.features.drop_inputs()
             codes = {some.again for some in seen.steps}
             if len(codes) > 1:
                 again, no_replay = None, "the forward cannot be run again: the processes called the model differently"
             facts.no_replay = no_replay
             with self._harmless("running the forward again"):
-                self._replays.run(self.measured, again, replay, facts, given.context, self._warn)
+                self._replays.run(self.drifts, again, part, replay, facts, given.context, self._warn)
             if self._failed and self.processes is None:
                 return None
             done, self._replays.done = self._replays.done, Done()
             known = all(some.loss for some in seen.steps)
             stage_after = ChangeStage(rows, self.processes, full)
-            change = self._run(stage_after.measure(done, facts, before if known else None))
+            self._run(stage_after.measure(done, facts, before if known else None))
+            if stage_after.off and not self._replays.slices.off:
+                self._replays.slices.give_up()
+                self._warn(f"replay_samples is of no use: {ELSEWHERE}; the whole batch is run again")
             if stage_after.probe_lost:
                 self._replays.probe = None
             with self._harmless("running the forward again with a graph"):
                 full.graphs(again, given, outputs, stage.rates)
-        raw = out.fetch()
-        for i, norms in self._start_norms.items():
-            raw.setdefault(i, {}).update(norms)
-        return self._table(step, facts, raw, change)
+        self.measured += 1
+        self.drifts += "feature_drift" in self.asked.keys
+        measured = Measured(step, self.layers, self.anatomy.infos, self.asked, facts)
+        return Pending(out.send(), partial(self._put_together, measured), self._harmless)
 
     def _before_replay(self, rows: RowStage, outputs: Outputs) -> Routine[None]:
         """Matrices, and rows as the step saw them."""
-        calls, features = self.features.calls, self.settings.needs & FORWARD
+        calls, features = self.features.calls, self.watches_features
         if self.processes is None:
             if features:
                 yield from rows.forward(calls, outputs)
@@ -286,28 +316,13 @@ class Engine(Memory):
         if request is not None:
             together(resumed(routine, request), self.processes)
 
-    def _table(self, step: int, facts: StepFacts, raw: Raw, change: float | None) -> Measurement:
-        network = raw.get(NETWORK, {})
-        facts.rewritten = any(any(value) for name, value in network.items() if name.startswith("g.changed"))
-        rows, reasons = [], {}
-        for i, layer in enumerate(self.layers):
-            row, missing = layer_row(i, layer, self.settings.keys, raw, facts)
-            rows.append(row)
-            reasons.update({f"{key}/{layer.info.name}": reason for key, reason in missing.items()})
-        if reasons != self._reasons:  # mostly they stay the same, and then one copy serves the whole history
-            self._reasons = reasons
-        values = {key: torch.tensor([row[key] for row in rows], dtype=torch.float32) for key in self.settings.keys}
-        summary = summarize(values, self.layers, raw)
-        if facts.rewritten or facts.closures > 1:
-            summary["loss_change_predicted"] = math.nan
-        if "dh" in self.settings.needs:
-            summary["loss_change"] = math.nan if change is None else change
-        self.skipped_updates += not (facts.stepped - facts.unused) or not all(map(sound, raw.values()))
-        summary["skipped_updates"] = float(self.skipped_updates)
-        if set(values) >= set(TIERS["full"]):
-            summary.update(properties(values, summary, self.layers, raw, facts.eps))
-        self.measured += 1
-        return Measurement(step, self.anatomy.infos, values, summary, reasons=self._reasons)
+    def _put_together(self, measured: Measured, raw: Raw) -> Measurement:
+        self._patience.learn(raw)
+        for i, norms in self._start_norms.items():
+            raw.setdefault(i, {}).update(norms)
+        measurement = measured.table(raw, self._reasons, self.skipped_updates)
+        self.skipped_updates = int(measurement.summary["skipped_updates"])
+        return measurement
 
     def _inputs(self, i: int) -> Tensor | None:
         """Input rows that alignments are measured on."""
@@ -326,7 +341,7 @@ class Engine(Memory):
     def _before(self, optimizer: Optimizer) -> None:
         with self._harmless("copying the weights"), full_precision():
             self._stage.before(optimizer)
-            if self.features.layers:
+            if self.watches_features:
                 parameters = (p for group in optimizer.param_groups for p in group["params"])
                 self._held_at[id(optimizer)] = marks(parameters)
 

@@ -13,6 +13,7 @@ from spectral_monitor.capture.features import FeatureCapture
 from spectral_monitor.capture.graph import Graph, sees_all_modules, unseen
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.capture.rows import rows_of
+from spectral_monitor.capture.samples import Portion
 from spectral_monitor.engine.replays import Again, Context, Given, trained_on
 from spectral_monitor.engine.rows import StepFacts
 from spectral_monitor.engine.scalars import NETWORK, Scalars
@@ -60,6 +61,7 @@ class FullStage:
         """``alone``: whether no other process takes part; otherwise there is nothing to do."""
         asked = ALONE & set(settings.keys)
         self._keys = asked if alone else frozenset[str]()
+        self._host = settings.low_memory
         self._model = model
         self._features = features
         self._facts = facts
@@ -67,14 +69,23 @@ class FullStage:
         self._warn = warn
         facts.why_not.update({(key, NETWORK): SEVERAL for key in asked - self._keys})
 
-    def replay(self, outputs: Outputs) -> Replay:
-        """To compare a forward after the step with; where all properties are asked for, the readout's inputs too."""
+    def replay(self, outputs: Outputs, portion: Portion | None) -> Replay:
+        """To compare a forward after the step with; where all properties are asked for, the readout's inputs too.
+
+        ``portion``: the samples it is run on, if that is not all.
+        """
         readouts = [i for i, layer in self._features.layers.items() if layer.info.role == "readout"]
         whole = self._keys == ALONE and len(readouts) == 1
-        return Replay(outputs, self._keys, self._features.inputs(readouts[0]) if whole else None)
+        inputs = self._features.inputs(readouts[0]) if whole else None
+        if portion is not None:
+            outputs = self._features.first(outputs, portion)
+            inputs = None if inputs is None else self._features.first(inputs, portion)
+        return Replay(outputs, self._keys, inputs)
 
     def checks(self) -> None:
-        """What the step's own passes showed."""
+        """What the step's own passes showed, if they were looked at."""
+        if self._features.checks is None:
+            return
         for i, recorded in self._features.calls.items():
             found = [call.checked for call in recorded if call.checked is not None]
             pairs = [(c.input, c.source) for c in found if c.input is not None and c.source is not None]
@@ -169,16 +180,16 @@ class FullStage:
 
     def _backward(self, i: int, after: Sequence[Tensor | None], outputs: Outputs) -> None:
         layer, lengths = self._features.layers[i], []
-        for b, (index, _, old) in zip(after, outputs[i], strict=True):
-            if b is None or old is None:
+        for b, seen in zip(after, outputs[i], strict=True):
+            if b is None or seen.b is None:
                 self._facts.why_not["backward_speed", i] = NO_GRAPH
                 return
-            new = rows_of(b, layer.channels_first, len(layer.info.shape) - 2, index)
-            if new.shape != old.shape:
+            new = rows_of(b, layer.channels_first, len(layer.info.shape) - 2, seen.index)
+            if new.shape != seen.b.shape:
                 self._facts.why_not["backward_speed", i] = DIFFERENTLY
                 return
-            dtype = compute_dtype(old.dtype)
-            lengths.append(length(new.to(dtype) - old.to(dtype)))
+            dtype = compute_dtype(seen.b.dtype)
+            lengths.append(length(new.to(dtype) - seen.b.to(dtype)))
         self._out.put(i, "db.norm", length(torch.stack(lengths)))
 
     def _as_before(self, key: str, graph: Graph) -> list[int]:
@@ -204,7 +215,7 @@ class FullStage:
             self._facts.why_not[key, NETWORK] = reason
             return
         try:
-            with preserved(self._model), unseen(self._model, parameters):
+            with preserved(self._model, host=self._host), unseen(self._model, parameters):
                 again.rewind()
                 with self._features.replaying(graph):
                     with context():
@@ -218,8 +229,10 @@ class FullStage:
 
 def _with_loss(again: Again | None, given: Given) -> tuple[Again | None, Tensor | float]:
     """The forward up to the loss, and the gradient that the backward pass began with there."""
-    if isinstance(again, RootCall) and len(again.loss_gradients) == 1 and trained_on(again, given) is not None:
-        return again, again.loss_gradients[0]
+    if isinstance(again, RootCall) and len(again.loss_gradients) == 1:
+        loss = trained_on(again, given)
+        if loss is not None and not bool(loss.isnan()):
+            return again, again.loss_gradients[0]
     step = given.training_step
     if again is None or step is None or step.iterators or given.loss is None:
         return None, 0.0

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.functional import contribution
+from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.placement.extent import extent_of
 from spectral_monitor.snapshot.local import is_distributed, local_part
+
+CHUNK = 1 << 18
+"""Entries of an update that are there at a time."""
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -41,12 +45,20 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     if not parameters:
         return torch.empty(0)
     gone = torch.tensor(-1.0, device=local_part(parameters[0]).device)
-    gradients = (None if p.grad is None else _dense(local_part(p.grad)) for p in parameters)
-    return torch.stack([gone if g is None else torch.linalg.vector_norm(g).to(gone) for g in gradients])
+    gradients = [None if p.grad is None else _dense(local_part(p.grad)) for p in parameters]
+    there = [g for g in gradients if g is not None]
+    norms = iter(torch._foreach_norm(there) if there else ())
+    return torch.stack([gone if g is None else next(norms).to(gone) for g in gradients])
 
 
 def contribution_here(p: Tensor, old: Tensor) -> Tensor:
     """What the step of what is here of a parameter with a gradient does to the loss, to first order."""
-    gradient = gradient_here(p)
+    gradient, new = gradient_here(p), local_part(p)
     assert gradient is not None
-    return contribution(gradient, local_part(p) - old)
+    if not new.ndim:
+        gradient, new, old = gradient.reshape(1), new.reshape(1), old.reshape(1)
+    # A few rows at a time: the difference of all would be another copy.
+    rows = max(1, CHUNK * len(new) // max(new.numel(), 1))
+    parts = zip(gradient.split(rows), new.split(rows), old.split(rows), strict=True)
+    dtype = compute_dtype(new.dtype)
+    return torch.stack([contribution(g, a.to(dtype) - b.to(a.device, dtype)) for g, a, b in parts]).sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from spectral_monitor.engine.gradients import contribution_here, gradient_here, gradient_norms
 from spectral_monitor.engine.norms import StackNorms
+from spectral_monitor.engine.patience import Patience
 from spectral_monitor.engine.scalars import NETWORK, Scalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.stacks import Member, Stack, Start, stacks
 from spectral_monitor.functional import contribution
-from spectral_monitor.linalg import Exchange, Routine, abreast, alone
+from spectral_monitor.linalg import Exchange, Routine, abreast, alone, in_turn
 from spectral_monitor.snapshot.local import local_part
+from spectral_monitor.snapshot.room import kept
 
 
 @dataclass
@@ -36,7 +38,8 @@ class MatrixStage:
 
     In a single process norms are taken right at the update, and one copy of the weights is held at a time. Where
     several measure, that waits for :meth:`routine`, for nothing may be asked of others in the middle of a step; but
-    then each process holds only what it measures.
+    then each process holds only what it measures. With ``low_memory`` copies are held by the host, and layers are
+    measured one by one.
 
     ``inputs``: layer index -> chosen rows of its input, those of all processes, if there are any.
 
@@ -57,16 +60,21 @@ class MatrixStage:
         copies: Callable[[Tensor], int],
         exchange: Exchange | None,
         out: Scalars,
+        patience: Patience,
     ) -> None:
         self.members = dict(enumerate(members))
         self.settings = settings
         self.start = start
-        self._norms = StackNorms(settings, inputs, out)
+        self._norms = StackNorms(settings, inputs, out, patience)
         self._copies = copies
         self._exchange = exchange
         self._out = out
         self._held: dict[int, _Held] = {}
         self._originals: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+        self._host = settings.low_memory
+        self._room: dict[torch.device, int] = {}  # bytes that the largest of what waits in host memory takes
+        self._slots: dict[torch.device, Tensor] = {}
+        self._total = sum(math.prod(member.layer.info.shape) for member in members)
         self._waiting: list[Routine[None]] = []
         self._steps = 0
         self.lr: dict[int, float] = {}
@@ -84,18 +92,18 @@ class MatrixStage:
         for i in mine:
             if self._stepper.setdefault(i, id(optimizer)) != id(optimizer):
                 self.divided.add(i)
-        held = _Held(mine, stacks(mine, self._exchange) if self.settings.needs & {"W", "dW", "W0"} else [])
+        held = _Held(mine, self._stacks(mine) if self.settings.needs & {"W", "dW", "W0"} else [])
         for stack in held.stacks:
-            stack.load()
+            stack.load(self._host)
         if "g" in self.settings.needs:
             measured = {id(p) for i, m in mine.items() for p in m.layer.sources if i not in self.divided}
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            held.others = [(p, local_part(p).clone()) for p in parameters if id(p) not in measured]
+            held.others = [(p, kept(local_part(p), self._host)) for p in parameters if id(p) not in measured]
             for i, member in mine.items():
                 layer = member.layer
                 if layer.compute is not None and not layer.tied_to and i not in self.divided:
                     sources = [p for p in layer.sources if id(p) in owned and member.holding.rectangles]
-                    self._originals[i] = [(p, p.detach().clone()) for p in sources]
+                    self._originals[i] = [(p, kept(p.detach(), self._host)) for p in sources]
         self._held[id(optimizer)] = held
 
     @torch.no_grad()
@@ -119,56 +127,79 @@ class MatrixStage:
         """Measure weights, then, in the same memory, the update, then the drift; or keep what that takes."""
         held = self._held.pop(id(optimizer))
         self.stepped.update(held.members)
+        shares: dict[int, Tensor] = {}
         for stack in held.stacks:
-            self._weights(stack)
-            if "dW" in self.settings.needs:
-                stack = stack.change(stack.values, in_place=self._exchange is None)
-                self._do(self._norms.update(stack))
-                if "g" in self.settings.needs:
-                    shares = {i: self._share(i, stack) for i, m in stack.members.items() if self._is_known(i, m)}
-                    self._do(self._contributions(stack, shares))
-            if "W0" in self.settings.needs:
-                self._drift(stack)
-            if "W1" in self.settings.needs:
-                self._do(self._norms.after(stack.now(in_place=self._exchange is None)))
+            for part in stack.portions():
+                self._measure(part.here(), shares)
+            stack.buffers = []
+        if shares:
+            self._sum(self._contributions(shares))
         if "g" in self.settings.needs:
             changed = torch.zeros(1)
             if held.trained:
                 # What the optimizer overwrote (old ones add weight decay in place) is not the loss's gradient any more.
                 now, then = gradient_norms(held.trained), held.gradient_norms
                 changed = ((now != then) & ~(now.isnan() & then.isnan())).any().float().reshape(1)
-            self._do(self._network(held, changed))
+            self._sum(self._network(held, changed))
+
+    def _measure(self, part: Stack, shares: dict[int, Tensor]) -> None:
+        """Everything that is read off some layers, whose weights before the update these are."""
+        needs = self.settings.needs
+        self._weights(part)
+        if "dW" in needs:
+            part = part.change()
+            self._do(self._norms.update, part)
+            if "g" in needs:
+                shares.update((i, self._share(i, part)) for i, m in part.members.items() if self._is_known(i, m))
+        if "W0" in needs:
+            self._do(self._norms.drift, part.change(self.start))
+        if "W1" in needs:
+            self._do(self._norms.after, part.now())
 
     @torch.no_grad()
     def rest(self) -> None:
         """Measure the weights and the drift of what no optimizer has stepped."""
         if self.settings.needs & {"W", "W0"}:
-            for stack in stacks({i: m for i, m in self.members.items() if i not in self.stepped}, self._exchange):
-                stack.load()
-                self._weights(stack)
-                if "W0" in self.settings.needs:
-                    self._drift(stack)
+            for stack in self._stacks({i: m for i, m in self.members.items() if i not in self.stepped}):
+                for part in stack.portions():
+                    part.load()
+                    part = part.here()
+                    self._weights(part)
+                    if "W0" in self.settings.needs:
+                        self._do(self._norms.drift, part.change(self.start))
 
     def routine(self) -> Routine[None]:
         """What waits for other processes."""
         waiting, self._waiting = self._waiting, []
-        yield from abreast(waiting)
+        # What there is no memory for must show now, before others wait for this process.
+        self._slots.update((on, torch.empty(size, dtype=torch.uint8, device=on)) for on, size in self._room.items())
+        yield from (in_turn if self._host else abreast)(waiting)
+        self._slots.clear()
 
-    def _do(self, routine: Routine[None]) -> None:
+    def _stacks(self, members: dict[int, Member]) -> list[Stack]:
+        return stacks(members, self._exchange, self._total, single=self._host)
+
+    def _do(self, measure: Callable[[Stack], Routine[None]], part: Stack) -> None:
+        """Measure some layers now or, where others take part, when their turn comes."""
+        if self._exchange is None:
+            alone(measure(part))
+        elif self._host:
+            away, device = part.away(), part.like.device
+            self._room[device] = max(self._room.get(device, 0), away.nbytes)
+            self._waiting.append(_fetched(measure, away, self._slots))
+        else:
+            self._waiting.append(measure(part))
+
+    def _sum(self, routine: Routine[None]) -> None:
+        """The same of what takes no matrices."""
         if self._exchange is None:
             alone(routine)
         else:
             self._waiting.append(routine)
 
-    def _weights(self, stack: Stack) -> None:
+    def _weights(self, part: Stack) -> None:
         if "W" in self.settings.needs:
-            self._do(self._norms.weight(stack))
-
-    def _drift(self, stack: Stack) -> None:
-        def start(i: int) -> list[Tensor]:
-            return [part.to(stack.like.device, stack.like.dtype) for part in self.start[i]]
-
-        self._do(self._norms.drift(stack.change(start, in_place=self._exchange is None)))
+            self._do(self._norms.weight, part)
 
     def _is_known(self, i: int, member: Member) -> bool:
         """Whether it can be said what a layer contributes; if its parameters are divided, they are counted as such."""
@@ -186,17 +217,15 @@ class MatrixStage:
             gradient = gradient_here(layer.sources[0])
             if gradient is None:
                 return nothing
-            shares = zip(stack.members[i].contents(gradient), stack.values(i), strict=True)
-            parts = [contribution(g, dW) for g, dW in shares]
+            contents = stack.members[i].contents(gradient)
+            parts = [contribution(contents[k][:, rows], dW) for k, rows, dW in stack.entries(i)]
         total: Tensor = torch.stack(parts).sum() if parts else nothing
         return total
 
-    def _contributions(self, stack: Stack, shares: dict[int, Tensor]) -> Routine[None]:
-        if not shares:
-            return
-        (total,) = yield [torch.stack([share.to(stack.like) for share in shares.values()])]
+    def _contributions(self, shares: dict[int, Tensor]) -> Routine[None]:
+        (total,) = yield [torch.stack([share.to(next(iter(shares.values()))) for share in shares.values()])]
         for i, value in zip(shares, total, strict=True):
-            if not stack.members[i].layer.tied_to and i not in self.unused:
+            if not self.members[i].layer.tied_to and i not in self.unused:
                 self._out.put(i, "contribution", value)
 
     def _network(self, held: _Held, changed: Tensor) -> Routine[None]:
@@ -217,11 +246,21 @@ def start_norms(
 ) -> Routine[Scalars]:
     """Raw scalars ``W0.sigma`` and ``W0.fro`` of the weights at the start."""
     out = Scalars()
-    norms = StackNorms(settings, lambda i: None, out)
-    found = stacks(dict(enumerate(members)), exchange)
-    for stack in found:
-        for i in stack.members:
-            for place, part in zip(stack.values(i), start[i], strict=True):
-                place.copy_(part)
-    yield from abreast([norms.start(stack) for stack in found])
+    norms = StackNorms(settings, lambda i: None, out, None)
+    total = sum(math.prod(member.layer.info.shape) for member in members)
+    found = stacks(dict(enumerate(members)), exchange, total, single=settings.low_memory)
+    routines = (_started(part, start, norms) for stack in found for part in stack.portions())
+    yield from (in_turn if exchange is None or settings.low_memory else abreast)(routines)
     return out
+
+
+def _started(part: Stack, start: Start, norms: StackNorms) -> Routine[None]:
+    part.begin(start)
+    yield from norms.start(part.here())
+
+
+def _fetched(
+    measure: Callable[[Stack], Routine[None]], away: Stack, slots: Mapping[torch.device, Tensor]
+) -> Routine[None]:
+    """What is measured of layers that the host holds, when their turn comes."""
+    yield from measure(away.here(slots[away.like.device]))

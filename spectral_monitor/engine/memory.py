@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spectral_monitor.anatomy import Layer
 from spectral_monitor.capture.features import FeatureCapture
 from spectral_monitor.capture.replay import RootCall
+from spectral_monitor.engine.budget import Budget
 from spectral_monitor.engine.guards import full_precision
 from spectral_monitor.engine.matrices import start_norms
 from spectral_monitor.engine.replays import Replays
@@ -39,6 +40,7 @@ class Memory:
 
     Attributes:
         measured: steps measured so far.
+        drifts: those of them that ``feature_drift`` was asked of.
         skipped_updates: of them, those with NaN, inf or no update.
         start_step: optimizer steps taken when the weights were remembered that drift is counted from.
     """
@@ -49,11 +51,13 @@ class Memory:
     layers: tuple[Layer, ...]
     members: list[Member]
     features: FeatureCapture
+    budget: Budget | None
     _replays: Replays
     _harmless: Callable[[str], AbstractContextManager[None]]
 
     def __init__(self) -> None:
         self.measured = 0
+        self.drifts = 0
         self.skipped_updates = 0
         self.start_step = 0
         self._start: dict[int, list[Tensor]] = {}
@@ -90,10 +94,12 @@ class Memory:
             "version": VERSION,
             "layers": layer_list(self.layers),
             "measured": self.measured,
+            "drifts": self.drifts,
             "skipped_updates": self.skipped_updates,
             "start_step": self.start_step,
             "lasting": self.features.lasting,
             "no_probe": "" if probe is None else probe.why_not,
+            "budget": None if self.budget is None else self.budget.state_dict(),
         }
 
     def tensors(self) -> dict[str, Any]:
@@ -133,6 +139,7 @@ class Memory:
         if reason:
             raise ValueError(reason)
         measured, skipped = int(state["measured"]), int(state["skipped_updates"])
+        drifts = int(state["drifts"])
         start_step, lasting, no_probe = int(state["start_step"]), list(state["lasting"]), str(state["no_probe"])
         anew: list[str] = []
         start: dict[int, list[Tensor]] | None = None
@@ -158,7 +165,9 @@ class Memory:
             if no_probe:
                 self._replays.probe = None
                 anew.append(f"feature_drift is counted from here (the probe batch could not be kept: {no_probe})")
-        self.measured, self.skipped_updates = measured, skipped
+        self.measured, self.drifts, self.skipped_updates = measured, drifts, skipped
+        if self.budget is not None and state["budget"] is not None:
+            self.budget.load_state_dict(state["budget"], self.settings.keys)
         self.features.lasting = lasting
         if start is None:
             self.start(step)

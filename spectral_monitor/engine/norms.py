@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.anatomy import Layout
+from spectral_monitor.engine.patience import Patience
 from spectral_monitor.engine.scalars import Scalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.stacks import Stack
+from spectral_monitor.engine.streams import Streamed
 from spectral_monitor.functional.features import mean_alignment
 from spectral_monitor.linalg import (
     Routine,
@@ -41,7 +43,11 @@ def rows_worth(layout: Layout) -> int:
 class StackNorms:
     """Puts raw scalars of stacks: norms by name, and alignments with the layers' inputs."""
 
-    def __init__(self, settings: Settings, inputs: Callable[[int], Tensor | None], out: Scalars) -> None:
+    def __init__(
+        self, settings: Settings, inputs: Callable[[int], Tensor | None], out: Scalars, patience: Patience | None
+    ) -> None:
+        """``patience``: for devices that are not to be waited for; without it they are."""
+        self._patience = patience
         self._settings = settings
         self._inputs = inputs
         self._out = out
@@ -74,9 +80,16 @@ class StackNorms:
         sigma = None
         if wanted <= FROBENIUS_KEYS:
             fro = yield from stack.pieces.combined(frobenius, 2)
+        elif self._patience is not None and self._patience.is_needed(stack.like.device, stack.exchange):
+            places = {(i, name): span for i, span in stack.spans.items()}
+            sigma, fro = self._patience.estimate(stack.pieces, places, self._settings.tol, self._out)
         else:
             run = in_turn if stack.exchange is None else abreast
-            found = yield from run([shared_estimate(part, self._settings.tol) for part in in_cache(stack.pieces)])
+            pieces = stack.pieces
+            cut = (
+                [pieces] if isinstance(pieces, Streamed) else in_cache(pieces)
+            )  # what is streamed goes by small pieces
+            found = yield from run([shared_estimate(part, self._settings.tol, bounds=False) for part in cut])
             estimate = joined_estimates(found)
             sigma, fro = estimate.sigma, estimate.fro
         for i, span in stack.spans.items():
@@ -161,6 +174,6 @@ def _products(stack: Stack, i: int, x: Tensor) -> Tensor:
             product = some[torch.arange(first, last, device=x.device) % layout.blocks] @ part.mT
         if stack.split[1]:
             total[first:last, :, slice(*rectangle.rows)] = product
-        else:
-            total[first:last] = torch.linalg.vector_norm(product, dim=2)
+        else:  # of all rows that come one after the other
+            total[first:last] = torch.hypot(total[first:last], torch.linalg.vector_norm(product, dim=2))
     return total

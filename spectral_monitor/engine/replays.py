@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from spectral_monitor.anatomy.names import label, named_modules
 from spectral_monitor.capture.comparison import Outputs, Replay
-from spectral_monitor.capture.features import FeatureCapture
+from spectral_monitor.capture.features import FeatureCapture, Watcher
+from spectral_monitor.capture.rehearsal import Alone, Rehearsal
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.engine.rows import MOVED, StepFacts
 from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.slices import DRAWS, NO, UNSEEN, YES, Slices
 from spectral_monitor.placement import call_through, reshard
 from spectral_monitor.snapshot.preserve import preserved
 from spectral_monitor.warnings import Warner
@@ -26,15 +29,26 @@ class Again(Protocol):
 
     Attributes:
         iterators: types of iterators that it would use up; then it must not be.
+        module: what is called.
+        given: what it is given: nested containers and their tensors.
+        modes: whether each module inside was training.
+        drew: whether it has drawn random numbers when it was last run again.
     """
 
     iterators: list[str]
+    module: nn.Module
+    given: Any
+    modes: tuple[bool, ...]
+    drew: bool
 
     def rewind(self) -> None:
         """Give the model the state it had before that forward, but for its weights."""
 
     def __call__(self) -> Tensor | None:
         """Run it; the loss, if it has one."""
+
+    def part(self, which: slice) -> Again:
+        """The same forward with some samples of its batch."""
 
     def pack(self, model: nn.Module) -> dict[str, Any]:
         """All of it in plain types, when the model was just rewound; an error if that cannot be."""
@@ -47,11 +61,13 @@ Context = Callable[[], AbstractContextManager[object]]
 class Probe:
     """The first measured batch: how to run it again, and what the layers' outputs were.
 
-    ``packed`` is the first of these in plain types; ``None`` if that cannot be, for ``why_not``.
+    ``part``: whether these are its first samples only. ``packed`` is the first of these in plain types; ``None`` if
+    that cannot be, for ``why_not``.
     """
 
     again: Again
     outputs: Outputs
+    part: bool
     packed: dict[str, Any] | None
     why_not: str = ""
 
@@ -80,18 +96,22 @@ class Ran:
 class Done:
     """Forwards that were run: on the same batch, on the probe batch; ``None`` if there was nothing to run.
 
-    ``first``: whether the batch has just become the probe batch.
+    ``first``: whether the batch has just become the probe batch; ``off``: whether forwards must be of all samples from
+    now on, if they were to be of some.
     """
 
     same: Ran | None = None
     drift: Ran | None = None
     first: bool = False
+    off: bool = False
 
 
 class Replays:
     """Runs forwards again without a trace; never if something in the model is ``compiled``.
 
     Attributes:
+        needs: what must be captured of the step.
+        slices: of which samples forwards are run.
         probe: the batch ``feature_drift`` is measured on, once there is one.
         done: what the last run came to.
     """
@@ -103,9 +123,11 @@ class Replays:
         self._model = model
         self._wrapper = wrapper
         self._features = features
-        self._needs = settings.needs
+        self.needs = settings.needs
         self._drift_every = settings.drift_every
         self._compiled = compiled
+        self._host = settings.low_memory
+        self.slices = Slices(settings.replay_samples)
         self.probe: Probe | None = None
         self.done = Done()
 
@@ -127,59 +149,117 @@ class Replays:
         if again.iterators:
             what = f"the forward of {self._name(again)}"
             reason = f"{what} cannot be run again: that would use up an iterator ({again.iterators[0]})"
-            if self._needs & {"dh", "probe"}:
+            if self.needs & {"dh", "probe"}:
                 warn(f"{reason}; what needs the features after the step is left out")
             return None, None, reason
         return again, before, ""
 
+    def look(self, again: Again | None, warn: Warner) -> int:
+        """Whether the first samples of a forward will do when it is run again; see :mod:`.slices`."""
+        if not self.needs & {"dh", "probe"}:
+            return NO
+        stand, never = self.slices.look(again, self._features.calls)
+        if never:
+            warn(f"replay_samples is of no use: {never}; the whole batch is run again")
+        return stand
+
     def run(
-        self, measured: int, again: Again | None, replay: Replay, facts: StepFacts, context: Context, warn: Warner
+        self,
+        measured: int,
+        again: Again | None,
+        part: int,
+        replay: Replay,
+        facts: StepFacts,
+        context: Context,
+        warn: Warner,
     ) -> None:
         """Run what is due, into :attr:`done`; ``again`` is ``None`` if the forward cannot be run, and facts say why.
 
-        ``replay`` has the outputs that those of the same batch are compared with.
+        ``replay`` has the outputs that those of the same batch are compared with, of its first samples if those will do
+        (``part``).
 
         What ``done`` has does not depend on what goes wrong here: other processes do the same.
         """
-        due = "probe" in self._needs and measured % self._drift_every == 0
+        due = "probe" in self.needs and measured % self._drift_every == 0
         first = due and self.probe is None
-        wanted = again is not None and ("dh" in self._needs or first)
+        wanted = again is not None and ("dh" in self.needs or first)
         failed = Ran(None, None)
         self.done = Done(failed if wanted else None, failed if due and (wanted or not first) else None, first)
         if not due:
             facts.no_drift = f"measured at every {self._drift_every}th measured step"
         probe = self.probe
         if again is not None and wanted:
-            same = self._same_batch(again, replay, facts, context, warn)
+            same = self._same_batch(again, part, replay, facts, context, warn)
             self.done = replace(self.done, same=same, drift=same if first else self.done.drift)
         if first:
             facts.no_drift = facts.no_replay
         elif due and probe is not None:
             self.done = replace(self.done, drift=self._probe_batch(probe, facts, context, warn))
+        self.done = replace(self.done, off=self.slices.off)
 
-    def _same_batch(self, again: Again, replay: Replay, facts: StepFacts, context: Context, warn: Warner) -> Ran:
+    def _same_batch(
+        self, again: Again, part: int, replay: Replay, facts: StepFacts, context: Context, warn: Warner
+    ) -> Ran:
+        rehearsal = self._rehearsal(again, context) if part == UNSEEN else None
+        what, portion = f"the forward of {self._name(again)}", self.slices.portion
         try:
-            ran = self._run(again, replay, context)
+            run = again.part(slice(portion.samples)) if part == YES and portion is not None else again
+            loss = self._run(run, context, *([replay] if rehearsal is None else [replay, rehearsal]))
+            if part == YES:
+                _check_part(run, replay)
         except Exception as error:
-            what = f"the forward of {self._name(again)}"
             facts.no_replay = f"{what} could not be run again ({type(error).__name__}: {error})"
-            warn(f"{facts.no_replay}; what needs the features after the step is left out", error)
+            further = ""
+            if part == YES:
+                self.slices.give_up()
+                further = "; from the next measured step on the whole batch is run again"
+            warn(f"{facts.no_replay}; what needs the features after the step is left out{further}", error)
             return Ran(None, None)
-        if self.probe is None and "probe" in self._needs:
+        if rehearsal is not None:
+            why = self.slices.settle(rehearsal)
+            if why:
+                warn(f"replay_samples is of no use: {why}; the whole batch is run again")
+        if self.probe is None and "probe" in self.needs:
+            outputs, portion = replay.outputs, self.slices.portion
+            if part == UNSEEN and portion is not None:
+                run, outputs = again.part(slice(portion.samples)), self._features.first(outputs, portion)
             kept: Outputs = {
-                i: [(index, h.to("cpu", copy=True), None) for index, h, _ in calls]
-                for i, calls in replay.outputs.items()
+                i: [replace(call, h=call.h.to("cpu", copy=True), b=None) for call in calls]
+                for i, calls in outputs.items()
             }
-            self.probe = Probe(again, kept, *self._pack(again))
-        return ran
+            self.probe = Probe(run, kept, run is not again, *self._pack(run))
+        return Ran(replay, None if part == YES else loss)
+
+    def _rehearsal(self, again: Again, context: Context) -> Rehearsal:
+        """What the first and the last samples give alone, to be compared with what they give among the others.
+
+        As many forwards are run as there are in every other process, whatever goes wrong.
+        """
+        portion = self.slices.portion
+        assert portion is not None
+        parts, wrong = [], ""
+        for which in (slice(portion.samples), slice(-portion.samples, None)):
+            seen = Alone()
+            parts.append(seen)
+            try:
+                part = again.part(which)
+                self._run(part, context, seen)
+                wrong = wrong or (DRAWS if part.drew else "")
+            except Exception as error:
+                wrong = wrong or f"the forward of {portion.samples} samples fails ({type(error).__name__}: {error})"
+        return Rehearsal(parts[0], parts[1], portion, wrong)
 
     def _probe_batch(self, probe: Probe, facts: StepFacts, context: Context, warn: Warner) -> Ran:
+        replay = Replay(probe.outputs)
         try:
-            return self._run(probe.again, Replay(probe.outputs), context)
+            loss = self._run(probe.again, context, replay)
+            if probe.part:
+                _check_part(probe.again, replay)
         except Exception as error:
             facts.no_drift = f"the probe batch could not be run again ({type(error).__name__}: {error})"
             warn(facts.no_drift, error)
             return Ran(None, None)
+        return Ran(replay, loss)
 
     def _name(self, again: Again) -> str:
         """The module as the user knows it."""
@@ -190,25 +270,39 @@ class Replays:
 
     def _pack(self, again: Again) -> tuple[dict[str, Any] | None, str]:
         try:
-            with preserved(self._model), torch.no_grad():
+            with preserved(self._model, host=self._host), torch.no_grad():
                 again.rewind()
                 return again.pack(self._model), ""
         except Exception as error:
             return None, str(error)
 
-    def _run(self, again: Again, replay: Replay, context: Context) -> Ran:
-        with preserved(self._model), torch.no_grad():
+    def _run(self, again: Again, context: Context, *watchers: Watcher) -> Tensor | None:
+        """Run a forward before some watchers; the loss, if it has one."""
+        with preserved(self._model, host=self._host), torch.no_grad():
             again.rewind()
             try:
-                with context(), self._features.replaying(replay):
+                with context(), self._features.replaying(*watchers):
                     loss = call_through(self._wrapper, self._model, again)
             finally:
                 reshard(self._wrapper)
-        return Ran(replay, None if loss is None else loss.detach())
+        return None if loss is None else loss.detach()
+
+
+def _check_part(part: Again, replay: Replay) -> None:
+    """Whether what was seen of forwards of the first samples still holds.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    if part.drew:
+        raise RuntimeError(DRAWS)
+    if not replay.same_calls():
+        raise RuntimeError("for the first samples alone, layers are called differently")
 
 
 def trained_on(root: RootCall, given: Given) -> Tensor | None:
-    """The loss the call returned, unless training is known to use another one."""
+    """The loss the call returned; NaN if training is known to use another one."""
     if root.loss is None or given.loss is None:
         return root.loss
-    return root.loss if torch.equal((root.loss / given.accumulated).to(given.loss), given.loss) else None
+    same = (root.loss / given.accumulated).to(given.loss) == given.loss
+    return torch.where(same.all(), root.loss, math.nan)

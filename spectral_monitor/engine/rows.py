@@ -14,6 +14,7 @@ from spectral_monitor.engine.scalars import NETWORK, Raw
 from spectral_monitor.quantities import QUANTITIES
 
 ROUNDED = "its change is too close to the rounding of its outputs"
+IN_DOUBT = "a norm could not be told within the tolerance; more is spent on it from the next measured step on"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 ONE_HOT = frozenset({"alignment", "update_alignment", "input_stable_rank", "feature_change_local"})
@@ -98,7 +99,9 @@ def _value(key: str, i: int, scalars: LayerScalars, facts: StepFacts) -> float:
 
 
 def _undefined(scalars: LayerScalars) -> str:
-    return "undefined: it divides by a norm that is zero" if scalars.sound() else "NaN or inf in its values"
+    if not scalars.sound():
+        return "NaN or inf in its values"
+    return IN_DOUBT if scalars.in_doubt() else "undefined: it divides by a norm that is zero"
 
 
 def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepFacts) -> str:

@@ -1,10 +1,17 @@
-"""Which steps are measured."""
+"""Which steps are measured, and what of them."""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+
+from spectral_monitor.quantities import QUANTITIES, TIERS
+
+Interval = int | str
+"""Every so many steps, or steps in words."""
 
 VALID = 'an integer >= 1, or steps in words such as "1, 2, 4, 8, ..., every 100" or "1, 10, every 1000"'
 
@@ -27,16 +34,20 @@ class Schedule:
     every: int
 
     @classmethod
-    def of(cls, given: int | str) -> Schedule:
+    def of(cls, given: Interval, name: str = "every_n_steps") -> Schedule:
         """What a user's ``every_n_steps`` stands for: a number, or steps in words, the last of which may be
         ``every n``. ``...`` before that goes on by the ratio of the two steps before it.
+
+        Args:
+            given: the number or the words.
+            name: what it is called in errors.
 
         Raises:
             ValueError: it stands for nothing.
         """
         if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
             return cls((), given)
-        wrong = ValueError(f"every_n_steps must be {VALID}; got {given!r}")
+        wrong = ValueError(f"{name} must be {VALID}; got {given!r}")
         if not isinstance(given, str):
             raise wrong
         *words, last = (word.strip() for word in given.split(","))
@@ -60,3 +71,68 @@ class Schedule:
     def due(self, step: int) -> bool:
         """Whether a step, counted from 1, is measured."""
         return step in self.first or (self.every > 0 and step % self.every == 0)
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """When each quantity is measured.
+
+    Attributes:
+        groups: a schedule -> the keys that follow it.
+
+    Example:
+        >>> table = Timetable.of({"light": 10, "feature_rms": 100}, ["update_norm", "lr", "feature_rms"])
+        >>> sorted(table.due(10)), len(table.due(100)), len(table.due(55))
+        (['lr', 'update_norm'], 3, 0)
+    """
+
+    groups: Mapping[Schedule, frozenset[str]]
+
+    @classmethod
+    def of(cls, given: Interval | Mapping[str, Interval], keys: Collection[str]) -> Timetable:
+        """What a user's ``every_n_steps`` stands for, of the quantities that are measured.
+
+        Args:
+            given: one interval, or a mapping from tiers and keys to intervals: a tier stands for the measured
+                quantities that are in it and in none below, and a key counts for more than its tier.
+            keys: that are measured.
+
+        Raises:
+            ValueError: an interval that stands for nothing, a name that is not measured, a key without an interval.
+        """
+        if not isinstance(given, Mapping):
+            return cls({Schedule.of(given): frozenset(keys)})
+        tiers = {tier: [key for key in keys if QUANTITIES[key].tier == tier] for tier in TIERS}
+        valid = [tier for tier in TIERS if tiers[tier]] + list(keys)
+        for name in given:
+            if name not in valid:
+                raise ValueError(_not_measured(name, valid))
+        schedules = {name: Schedule.of(interval, f"every_n_steps[{name!r}]") for name, interval in given.items()}
+        groups: dict[Schedule, frozenset[str]] = {}
+        for key in keys:
+            schedule = schedules.get(key) or schedules.get(QUANTITIES[key].tier)
+            if schedule is None:
+                raise ValueError(
+                    f"every_n_steps has no interval for {key!r}; give it one, or its tier: {QUANTITIES[key].tier!r}"
+                )
+            groups[schedule] = groups.get(schedule, frozenset()) | {key}
+        return cls(groups)
+
+    def due(self, step: int) -> frozenset[str]:
+        """What is measured at a step, counted from 1; nothing at most of them."""
+        found: frozenset[str] = frozenset()
+        for schedule, keys in self.groups.items():
+            if schedule.due(step):
+                found |= keys
+        return found
+
+    def with_key(self, key: str) -> tuple[Schedule, frozenset[str]]:
+        """The schedule of a measured key, and all keys that follow it."""
+        return next((schedule, keys) for schedule, keys in self.groups.items() if key in keys)
+
+
+def _not_measured(name: object, valid: Collection[str]) -> str:
+    known = name in QUANTITIES or name in TIERS
+    close = [] if known else difflib.get_close_matches(str(name), valid, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
+    return f"every_n_steps: {name!r} is not measured{hint} Measured: {', '.join(valid)}"

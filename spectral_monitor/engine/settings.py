@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from spectral_monitor.engine.schedule import Schedule
+from spectral_monitor.engine.schedule import Interval, Timetable
 from spectral_monitor.quantities import needs, resolve
 
 
@@ -14,7 +14,8 @@ class Settings:
     """Arguments shared by every way into the monitor.
 
     Attributes:
-        every_n_steps: measure every n-th optimizer step, or steps in words: ``"1, 2, 4, ..., every 100"``.
+        every_n_steps: measure every n-th optimizer step, or steps in words: ``"1, 2, 4, ..., every 100"``; or a mapping
+            from tiers and keys to such intervals.
         quantities: a tier (``"light"``, ``"standard"``, ``"full"``) or a list of keys; only what they need is paid for.
         include: fnmatch patterns on module or layer names; only these are measured.
         exclude: fnmatch patterns on module or layer names; these are not measured.
@@ -22,15 +23,18 @@ class Settings:
         blocks: pattern -> matrices stacked in the parameter.
         max_rows: rows of a layer's features that are used at most, a fixed choice; ``None`` for all.
         tol: relative tolerance of spectral norms.
-        drift_every: ``feature_drift``, which needs a forward of its own, at every n-th measured step.
+        drift_every: ``feature_drift``, which needs a forward of its own, at every n-th measured step that has features.
         history: measurements that are kept.
+        replay_samples: samples of the batch that are run again after the step, the first ones; ``None`` for all.
+        low_memory: keep the weights before the update in host memory and measure one layer at a time.
+        max_overhead: share of training time that measuring may take; ``None`` for whatever the intervals come to.
 
     Raises:
         ValueError: a number out of range, an unknown tier or key.
         TypeError: ``include`` or ``exclude`` is a string instead of a list.
     """
 
-    every_n_steps: int | str = 50
+    every_n_steps: Interval | Mapping[str, Interval] = 50
     quantities: str | Sequence[str] = "standard"
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
@@ -40,22 +44,36 @@ class Settings:
     tol: float = 0.01
     drift_every: int = 5
     history: int = 1000
-    schedule: Schedule = field(init=False)
+    replay_samples: int | None = None
+    low_memory: bool = False
+    max_overhead: float | None = None
+    schedule: Timetable = field(init=False)
     keys: tuple[str, ...] = field(init=False)
     needs: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", Schedule.of(self.every_n_steps))
-        for name in ("max_rows", "drift_every", "history"):
+        for name in ("max_rows", "replay_samples", "drift_every", "history"):
             value = getattr(self, name)
-            if value is None and name == "max_rows":
+            if value is None and name in ("max_rows", "replay_samples"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         if not 0 < self.tol < 1:
             raise ValueError(f"tol must be in (0, 1), got {self.tol!r}")
+        share = self.max_overhead
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
+            raise ValueError(
+                f"max_overhead must be a share of training time in (0, 1), such as 0.01, or None; got {share!r}"
+            )
+        if not isinstance(self.low_memory, bool):
+            raise ValueError(f"low_memory must be True or False, got {self.low_memory!r}")
         for name in ("include", "exclude"):
             if isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a list of patterns, got the string {getattr(self, name)!r}")
         object.__setattr__(self, "keys", resolve(self.quantities))
         object.__setattr__(self, "needs", needs(self.keys))
+        object.__setattr__(self, "schedule", Timetable.of(self.every_n_steps, self.keys))
+
+    def only(self, keys: Collection[str]) -> Settings:
+        """The same for a step at which these keys are measured and no others."""
+        return self if set(keys) == set(self.keys) else replace(self, every_n_steps=1, quantities=tuple(keys))

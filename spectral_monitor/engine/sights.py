@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from spectral_monitor.capture.calls import Call
 from spectral_monitor.capture.comparison import Outputs
-from spectral_monitor.capture.features import Call
 from spectral_monitor.engine.activations import gradients, inputs
 from spectral_monitor.engine.census import Census, Sight
 from spectral_monitor.engine.matrices import MatrixStage
@@ -13,8 +13,14 @@ from spectral_monitor.engine.replays import Given
 from spectral_monitor.engine.rows import StepFacts
 
 
-def sights(layers: int, calls: Mapping[int, Sequence[Call]], stage: MatrixStage, outputs: Outputs) -> list[Sight]:
-    """What this process saw of each layer."""
+def sights(
+    layers: int,
+    calls: Mapping[int, Sequence[Call]],
+    stage: MatrixStage,
+    outputs: Outputs,
+    noise: Mapping[int, float],
+) -> list[Sight]:
+    """What this process saw of each layer; ``noise``: how far its outputs are off where a few samples are run alone."""
     found = []
     for i in range(layers):
         recorded = calls.get(i, ())
@@ -24,7 +30,7 @@ def sights(layers: int, calls: Mapping[int, Sequence[Call]], stage: MatrixStage,
             sight.fed = all(h is not None for h in x)
             sight.graded = all(g is not None for g in b)
             sight.lasted = i in outputs
-            sight.eps = max(call.eps for call in recorded)
+            sight.eps = max(noise.get(i, 0.0), *(call.eps for call in recorded))
             there = [h for h in x if h is not None]
             sight.inputs, sight.outputs = sum(map(len, there)), sum(call.count for call in recorded)
             sight.split_inputs = any(call.split_in for call in recorded)

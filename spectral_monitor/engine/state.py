@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.anatomy import Layer
-from spectral_monitor.capture.comparison import Outputs
+from spectral_monitor.capture.comparison import CallRows, Outputs
 from spectral_monitor.engine.replays import Again, Probe
 from spectral_monitor.engine.stacks import Member, Start
 from spectral_monitor.placement import Rectangle
 from spectral_monitor.snapshot.local import local_part
 from spectral_monitor.snapshot.portable import host_copy
 
-VERSION = 2
+VERSION = 3
 """Of the format; another one is refused."""
 
 NAMED = 6
@@ -123,10 +123,12 @@ def pack_probe(probe: Probe | None, layers: Sequence[Layer]) -> dict[str, Any] |
     if probe is None or probe.packed is None:
         return None
     outputs = {
-        layers[i].info.name: [[None if index is None else host_copy(index, "rows"), h] for index, h, _ in calls]
+        layers[i].info.name: [
+            [None if call.index is None else host_copy(call.index, "rows"), call.h, call.again] for call in calls
+        ]
         for i, calls in probe.outputs.items()
     }
-    return {"again": probe.packed, "outputs": outputs, "device": _device(layers).type}
+    return {"again": probe.packed, "part": probe.part, "outputs": outputs, "device": _device(layers).type}
 
 
 def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive) -> Probe:
@@ -140,10 +142,13 @@ def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive
         raise ValueError(f"it was taken on {packed['device']}, the model is on {device.type}")
     indices = {layer.info.name: i for i, layer in enumerate(layers)}
     outputs: Outputs = {
-        indices[name]: [(None if index is None else index.to(device), h, None) for index, h in calls]
+        indices[name]: [
+            CallRows(None if index is None else index.to(device), h, None, count, len(h), count)
+            for index, h, count in calls
+        ]
         for name, calls in packed["outputs"].items()
     }
-    return Probe(revive(packed["again"]), outputs, packed["again"])
+    return Probe(revive(packed["again"]), outputs, packed["part"], packed["again"])
 
 
 def _device(layers: Sequence[Layer]) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -32,10 +33,20 @@ def inner(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if a.shape != b.shape:
         raise ValueError(f"shapes must agree, got {tuple(a.shape)} and {tuple(b.shape)}")
     dtype = dtype or torch.promote_types(compute_dtype(a.dtype), compute_dtype(b.dtype))
-    pairs = zip(torch.split(a.reshape(-1), _CHUNK), torch.split(b.reshape(-1), _CHUNK), strict=True)
-    parts = [torch.dot(x.to(dtype), y.to(dtype)) for x, y in pairs]
-    total = torch.stack(parts).sum(dtype=torch.float64) if parts else a.new_zeros((), dtype=torch.float64)
-    return total.to(dtype)
+    if a.numel() <= _CHUNK:
+        return torch.dot(a.reshape(-1).to(dtype), b.reshape(-1).to(dtype))
+    parts = [torch.dot(x.to(dtype), y.to(dtype)) for x, y in _chunks(a, b)]
+    return torch.stack(parts).sum(dtype=torch.float64).to(dtype)
+
+
+def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Entries of two tensors of one shape, flat, a few at a time: what lies otherwise is not copied as a whole."""
+    if a.numel() <= _CHUNK or (a.is_contiguous() and b.is_contiguous()):
+        yield from zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True)
+        return
+    rows = max(1, _CHUNK * len(a) // a.numel())
+    for x, y in zip(a.split(rows), b.split(rows), strict=True):
+        yield from _chunks(*((x, y) if len(x) > 1 else (x[0], y[0])))
 
 
 def _length(x: Tensor) -> Tensor:

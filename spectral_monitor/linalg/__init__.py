@@ -1,6 +1,9 @@
 """Norms of large matrices in a small, counted number of passes, wherever their entries lie."""
 
+from spectral_monitor.linalg.blind import blind_estimate
 from spectral_monitor.linalg.estimate import (
+    DOUBT,
+    MAX_STEPS,
     SpectralEstimate,
     compute_dtype,
     frobenius,
@@ -25,6 +28,8 @@ from spectral_monitor.linalg.rounds import (
 )
 
 __all__ = [
+    "DOUBT",
+    "MAX_STEPS",
     "Exchange",
     "Part",
     "Pieces",
@@ -32,6 +37,7 @@ __all__ = [
     "SpectralEstimate",
     "abreast",
     "alone",
+    "blind_estimate",
     "compute_dtype",
     "frobenius",
     "in_cache",

@@ -12,7 +12,7 @@ from spectral_monitor.linalg.lanczos import BLOCK, KrylovSpace
 from spectral_monitor.linalg.pieces import Pieces
 from spectral_monitor.linalg.rounds import Routine, alone
 
-SMALL = 64
+SMALL = 72
 """Up to this min(m, n) the Gram matrix is diagonalized: cheaper than Lanczos, and exact."""
 CACHE_ENTRIES = 1 << 22
 """Stacks of up to this many entries are measured together on a CPU."""
@@ -109,18 +109,19 @@ def joined_estimates(parts: list[SpectralEstimate]) -> SpectralEstimate:
     return SpectralEstimate(**{name: torch.cat(column) for name, column in columns.items()}, passes=passes)
 
 
-def shared_estimate(A: Pieces, tol: float, exact: bool = False) -> Routine[SpectralEstimate]:
+def shared_estimate(A: Pieces, tol: float, exact: bool = False, bounds: bool = True) -> Routine[SpectralEstimate]:
     """The same for matrices of which every process holds rectangles, with the same result in every process.
 
-    ``A`` is not empty, and of the dtype it is measured in; ``exact`` is for stacks that are all here.
+    ``A`` is not empty, and of the dtype it is measured in; ``exact`` is for stacks that are all here. Without
+    ``bounds``, which take a while for small matrices, those are NaN.
     """
     if A.exchange is None or any(A.split):
-        found = yield from _estimate(A, tol, exact)
+        found = yield from _estimate(A, tol, exact, bounds)
         return found
     values = A.like.new_zeros(5, A.shape[0])
     passes = 0
     for part in A.parts:
-        found = alone(_estimate(Pieces.whole(part.A), tol, exact))
+        found = alone(_estimate(Pieces.whole(part.A), tol, exact, bounds))
         columns = (found.sigma, found.sigma_low, found.error_bound, found.sigma_high, found.fro)
         values[:, part.members if part.members is not None else slice(None)] = torch.stack(columns)
         passes = max(passes, found.passes)
@@ -129,14 +130,16 @@ def shared_estimate(A: Pieces, tol: float, exact: bool = False) -> Routine[Spect
     return SpectralEstimate(sigma, low, error, high, fro, passes)
 
 
-def _estimate(A: Pieces, tol: float, exact: bool) -> Routine[SpectralEstimate]:
+def _estimate(A: Pieces, tol: float, exact: bool, bounds: bool) -> Routine[SpectralEstimate]:
     _, m, n = A.shape
     # A sum of max(m, n) rounded products is off by about sqrt(max(m, n)) eps; 8 leaves a margin.
     slack = 8 * torch.finfo(A.like.dtype).eps * math.sqrt(max(m, n))
     A, fro, scale, passes = yield from tame(A)
     error = unseen = torch.zeros_like(fro)
     short = A if m < n else A.mT  # its rows are the short side
-    if exact:
+    if min(m, n) == 1:
+        sigma = fro
+    elif exact:
         matrices = A.parts[0].A
         sigma = torch.linalg.svdvals(matrices.double())[:, 0].to(fro)
         passes += 1 + int(matrices.dtype != torch.float64)
@@ -144,15 +147,22 @@ def _estimate(A: Pieces, tol: float, exact: bool) -> Routine[SpectralEstimate]:
         gram = short.gram()
         if short.split[1]:
             (gram,) = yield [gram]
-        sigma = torch.linalg.eigvalsh(gram)[:, -1].clamp(min=0).sqrt()
+        # Some builds of LAPACK do not converge on float32 matrices as small as 1e-7.
+        unit = torch.where(fro > 0, fro, 1.0).double()
+        squares = torch.linalg.eigvalsh(gram.double() / unit.square()[:, None, None])[:, -1]
+        sigma = (squares.clamp(min=0).sqrt() * unit).to(fro)
         passes += 1
     else:
-        sigma, error, unseen, reads = yield from _lanczos(short.mT, fro, tol, slack)
+        sigma, error, unseen, reads = yield from _lanczos(short.mT, fro, tol, slack, bounds)
         passes += reads
 
+    if not bounds:
+        sigma, fro = sigma * torch.where(scale.isfinite(), scale, math.nan), fro * scale
+        unknown = torch.full_like(sigma, math.nan)
+        return SpectralEstimate(sigma, unknown, unknown, unknown, fro, passes)
     high = torch.minimum(torch.sqrt(sigma.square() + unseen), fro) * (1 + slack)
-    bounds = torch.stack([sigma, sigma * (1 - slack), error + slack * sigma, torch.maximum(high, sigma)])
-    sigma, low, error, high = bounds * torch.where(scale.isfinite(), scale, math.nan)
+    values = torch.stack([sigma, sigma * (1 - slack), error + slack * sigma, torch.maximum(high, sigma)])
+    sigma, low, error, high = values * torch.where(scale.isfinite(), scale, math.nan)
     # Results so small that they are rounded themselves are moved outwards by a last digit.
     low = torch.nextafter(low, torch.zeros_like(low))
     error, high = (torch.where(fro > 0, torch.nextafter(x, torch.full_like(x, math.inf)), x) for x in (error, high))
@@ -186,7 +196,9 @@ def tame(A: Pieces) -> Routine[tuple[Pieces, Tensor, Tensor, int]]:
     return A, torch.where(finite, again, 1.0), scale, 5
 
 
-def _lanczos(A: Pieces, fro: Tensor, tol: float, slack: float) -> Routine[tuple[Tensor, Tensor, Tensor, int]]:
+def _lanczos(
+    A: Pieces, fro: Tensor, tol: float, slack: float, bounds: bool
+) -> Routine[tuple[Tensor, Tensor, Tensor, int]]:
     """sigma, its error bound, the Frobenius norm squared of what Lanczos has not seen, and passes.
 
     ``A`` (K, m, n) with m >= n. All processes stop at the same step: each looks for itself, and what the first one
@@ -208,16 +220,16 @@ def _lanczos(A: Pieces, fro: Tensor, tol: float, slack: float) -> Routine[tuple[
         told = yield from space.step(undecided, told)
         if done is not None:
             done = told.to("cpu") > 0.5
-            found[:, undecided[done]] = _ritz(space, T[done], slack)
+            found[:, undecided[done]] = _ritz(space, T[done], slack) if bounds else space.square[done].sqrt()
             undecided, done = undecided[~done], None
         last = space.steps == max_steps
-        # A look costs as much as a step of a small matrix, and the more the larger the space is.
-        if not len(undecided) or (not last and (space.steps < 2 or (space.steps > 6 and space.steps % 2))):
+        # A look costs about as much as a step, and the more the larger the space is.
+        if not len(undecided) or (not last and (space.steps in (1, 3) or (space.steps > 8 and space.steps % 2))):
             continue
         T = space.projected(undecided)
         done = (space.doubt(T, tol) <= DOUBT) | last
         if last or not any(A.split):  # then all processes know it at once
-            found[:, undecided[done]] = _ritz(space, T[done], slack)
+            found[:, undecided[done]] = _ritz(space, T[done], slack) if bounds else space.square[done].sqrt()
             undecided, done = undecided[~done], None
     sigma, error, unseen = found.to(fro.dtype).to(fro.device) * fro
     return sigma, error, unseen * fro, space.passes

@@ -21,6 +21,8 @@ BLOCK = 4
 """Directions that grow together."""
 ROOM = 12
 """Steps the basis has room for at first."""
+MORE_ROOM = 6
+"""Steps that room is made for when that is not enough."""
 TINY = 1e-30
 """In place of the leading Ritz value of a zero matrix."""
 
@@ -39,15 +41,18 @@ def start_block(size: int, block: int) -> Tensor:
 
 def orthonormal(rows: Tensor, basis: Tensor) -> Tensor:
     """Orthonormal rows for what (K, b, n) rows span outside an orthonormal basis (K, k, n); 0 in place of rounding."""
-    eps = torch.finfo(rows.dtype).eps
-    ridge = 16 * eps * torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    eps, tiny = torch.finfo(rows.dtype).eps, torch.finfo(rows.dtype).tiny
+    one = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    ridge, ones = 16 * eps * one, one.expand(len(rows), -1, -1)
     # What the first round makes of a row in the span of the others is far shorter than 1.
-    for floor in (16 * eps * torch.linalg.vector_norm(rows, dim=2, keepdim=True), 0.1):
+    rounding = 16 * eps * torch.linalg.vector_norm(rows, dim=2, keepdim=True)
+    for floor in (rounding.clamp(min=tiny), 0.1):  # the reciprocal of less than that may be infinite
         rows = torch.baddbmm(rows, torch.bmm(rows, basis.mT), basis, alpha=-1)
         length = torch.linalg.vector_norm(rows, dim=2, keepdim=True)
-        rows = torch.where(length > floor, rows / length, 0.0)
+        rows = rows * torch.where(length > floor, length.reciprocal(), 0.0)
         lower, _ = torch.linalg.cholesky_ex(torch.baddbmm(ridge, rows, rows.mT))
-        rows = torch.linalg.solve_triangular(lower, rows, upper=False)
+        # The inverse of so small a triangle, and a product: far faster than solving for long rows.
+        rows = torch.bmm(torch.linalg.solve_triangular(lower, ones, upper=False), rows)
     return rows
 
 
@@ -59,17 +64,20 @@ class KrylovSpace:
     Attributes:
         steps: blocks whose images are known; ``V`` has one block more.
         passes: how often the matrices were read.
+        square: the leading Ritz values when :meth:`doubt` was asked last.
     """
 
     def __init__(self, A: Pieces, max_steps: int, unit: Tensor, block: int = BLOCK) -> None:
         """``A`` (K, m, n); ``unit`` (K,), the size of each matrix, takes its scale out of all that follows."""
         self.A = A
         self.block, self.steps, self.passes = block, 0, 0
-        self._scale = torch.where(unit > 0, unit, 1.0).square().reciprocal()[:, None, None]
+        self._scale = torch.where(unit > 0, unit, 1.0).reciprocal()[:, None, None]
         K, _, size = A.shape
-        self.V = A.like.new_empty(K, (min(max_steps, ROOM) + 1) * block, size)
-        self.V[:, :block] = start_block(size, block)
-        self.T = A.like.new_zeros(K, (max_steps + 1) * block, max_steps * block)
+        self._max_steps, room = max_steps, min(max_steps, ROOM)
+        self.V = A.like.new_empty(K, (room + 1) * block, size)
+        self.V[:, :block] = start_block(size, block).to(self.V.device, self.V.dtype, non_blocking=True)
+        self.T = A.like.new_zeros(K, (room + 1) * block, room * block)
+        self.square = A.like.new_zeros(K)
 
     def step(self, members: Tensor, rider: Tensor) -> Routine[Tensor]:
         """One more block: the image under ``A^T A`` of the newest, what is new in it, and its components.
@@ -82,7 +90,7 @@ class KrylovSpace:
             The rider's sum; the rider itself, if there was no sum.
         """
         start, end = self.steps * self.block, (self.steps + 1) * self.block
-        image = self.A.times(self.V[:, start:end])
+        image = self.A.times(self.V[:, start:end] * self._scale)  # squares of a small unit might be 0
         down, across = self.A.split
         if across:
             image, rider = yield from _summed(image, members, rider)
@@ -95,13 +103,18 @@ class KrylovSpace:
             image = self.A.mT.times(image)
         image = image * self._scale
         if end + self.block > self.V.shape[1]:  # most matrices are decided before that
-            more = self.V.new_empty(len(self.V), self.T.shape[1] - self.V.shape[1], self.V.shape[2])
-            self.V = torch.cat([self.V, more], dim=1)
+            self._make_room()
         self.V[:, end : end + self.block] = orthonormal(image, self.V[:, :end])
         self.T[:, : end + self.block, start:end] = torch.bmm(self.V[:, : end + self.block], image.mT)
         self.steps += 1
         self.passes += 2
         return rider
+
+    def _make_room(self) -> None:
+        K, rows, size = self.V.shape
+        more = min(MORE_ROOM * self.block, (self._max_steps + 1) * self.block - rows)
+        self.V = torch.cat([self.V, self.V.new_empty(K, more, size)], dim=1)
+        self.T = torch.nn.functional.pad(self.T, (0, more, 0, more))
 
     def projected(self, members: Tensor) -> Tensor:
         """``T`` of these members (indices on the CPU) and, below it, its coupling to the newest block.
@@ -112,6 +125,11 @@ class KrylovSpace:
         T = self.T[:, : end + self.block, :end].to("cpu").double()
         return T if len(members) == len(T) else T[members]
 
+    def leading(self, T: Tensor) -> Tensor:
+        """The leading Ritz value: sigma squared, in units squared."""
+        square: Tensor = torch.linalg.eigvalsh(T[:, : T.shape[2]])[:, -1].clamp(min=TINY)  # reads the lower triangle
+        return square
+
     def doubt(self, T: Tensor, tol: float) -> Tensor:
         """A bound on how probable a start is that leaves a singular value above ``(1 + tol) sigma`` unseen.
 
@@ -120,8 +138,10 @@ class KrylovSpace:
         probability of at most ``(n/2)^(b/2) / Gamma(b/2 + 1) |G|^b``. (For b = 1: Hochstenbach 2013.)
         """
         b, n, end = self.block, self.V.shape[2], T.shape[2]
-        square = torch.linalg.eigvalsh(T[:, :end])[:, -1].clamp(min=TINY)  # reads the lower triangle, as what follows
-        beyond = (1 + tol) ** 2 * square[:, None, None] * torch.eye(end, dtype=T.dtype) - T[:, :end]
+        self.square = self.leading(T)
+        beyond = (1 + tol) ** 2 * self.square[:, None, None] * torch.eye(end, dtype=T.dtype, device=T.device) - T[
+            :, :end
+        ]
         lower, _ = torch.linalg.cholesky_ex(beyond)
         G = torch.cholesky_solve(T[:, end:].mT, lower)[:, :b]
         size: Tensor = torch.linalg.vector_norm(G, dim=(1, 2))

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from spectral_monitor.measurement import LayerInfo
-from spectral_monitor.reporting.history import History
+from spectral_monitor.reporting.history import History, Thinned
 from spectral_monitor.reporting.panels import MATRICES
 
 WIDTH = 640
@@ -72,7 +72,7 @@ def can_draw() -> bool:
 
 
 def heatmap(history: History, quantity: str) -> Pixels | None:
-    """A picture of a quantity, a row for each matrix and a column for each measurement.
+    """A picture of a quantity, a row for each matrix and a column for each measurement that has it.
 
     ``update_natural``, and all that is held against a reference, is shown as its ratio to that, with the limits of
     the band as lines on the colour bar. What was not measured is grey, the names of layers that violate the condition
@@ -86,16 +86,17 @@ def heatmap(history: History, quantity: str) -> Pixels | None:
         (height, width, 3) in RGB; ``None`` where no matrix has a finite value, or without matplotlib.
     """
     rows = [i for i, info in enumerate(history.layers) if info.role in MATRICES]
-    scale = _scale(history, quantity, rows)
+    drawn = history.of(quantity)
+    scale = _scale(drawn, quantity, rows)
     if scale is None or not can_draw():
         return None
     known = (~scale.shown.isnan()).any(1).tolist()
     layers = [history.layers[i] for i, some in zip(rows, known, strict=True) if some]
     outside = {verdict.layer for verdict in history.measurements[-1].verdicts}
-    return _draw(scale, scale.shown[known], layers, history.steps, outside)
+    return _draw(scale, scale.shown[known], layers, drawn.steps, outside)
 
 
-def _scale(history: History, quantity: str, rows: Sequence[int]) -> _Scale | None:
+def _scale(history: Thinned, quantity: str, rows: Sequence[int]) -> _Scale | None:
     """``None`` where there is nothing to show."""
     title = _WORDS.get(quantity, quantity)
     ratios = history.ratios(quantity)[rows]
@@ -110,7 +111,7 @@ def _scale(history: History, quantity: str, rows: Sequence[int]) -> _Scale | Non
     return _logarithmic(title, values)
 
 
-def _limits(history: History, quantity: str, rows: Sequence[int]) -> tuple[float, ...]:
+def _limits(history: Thinned, quantity: str, rows: Sequence[int]) -> tuple[float, ...]:
     """Low and high over reference, of the layer in the middle, at the last measurement that has any."""
     for measurement in reversed(history.measurements):
         if quantity in measurement.bands:

@@ -13,22 +13,14 @@ COLUMNS = 256
 """Steps that are kept; a picture has no more room."""
 
 
-class History:
-    """The measurements of a run, thinned out evenly when they become too many: the newest and every n-th before it.
+class Thinned:
+    """Measurements, thinned out evenly when they become too many: the newest and every n-th before it.
 
     Args:
         columns: how many are kept, at most.
 
     Attributes:
         layers: of the latest measurement; if a later one has others, what was there is dropped.
-
-    Example:
-        >>> history = History(columns=4)
-        >>> layers = (LayerInfo("a", "operator", 8, 8, (8, 8)),)
-        >>> for step in range(1, 8):
-        ...     history.add(Measurement(step, layers, {"lr": torch.tensor([0.1 * step])}, {}))
-        >>> history.steps, history.values("lr").shape
-        ([1, 3, 5, 7], torch.Size([1, 4]))
     """
 
     def __init__(self, columns: int = COLUMNS) -> None:
@@ -41,7 +33,7 @@ class History:
 
     def add(self, measurement: Measurement) -> None:
         """The next measurement."""
-        if measurement.layers != self.layers:
+        if measurement.layers is not self.layers and measurement.layers != self.layers:
             self.layers, self._every, self._seen, self._kept = measurement.layers, 1, 0, []
         if self._seen % self._every == 0:
             if len(self._kept) == self._columns:
@@ -77,3 +69,38 @@ class History:
 
     def __len__(self) -> int:
         return len(self.measurements)
+
+
+class History(Thinned):
+    """The measurements of a run, and of each quantity those that have it: both thinned out, each evenly.
+
+    Args:
+        columns: how many are kept, at most; the same of each quantity.
+
+    Example:
+        >>> history = History(columns=4)
+        >>> layers = (LayerInfo("a", "operator", 8, 8, (8, 8)),)
+        >>> for step in range(1, 8):
+        ...     values = {key: torch.tensor([0.1 * step]) for key in ("lr", "bfa") if key == "lr" or step % 3 == 0}
+        ...     history.add(Measurement(step, layers, values, {}))
+        >>> history.steps, history.values("lr").shape, history.of("bfa").steps
+        ([1, 3, 5, 7], torch.Size([1, 4]), [3, 6])
+    """
+
+    def __init__(self, columns: int = COLUMNS) -> None:
+        super().__init__(columns)
+        self._of: dict[str, Thinned] = {}
+
+    def add(self, measurement: Measurement) -> None:
+        """The next measurement."""
+        super().add(measurement)
+        for key in measurement.values:
+            self._of.setdefault(key, Thinned(self._columns)).add(measurement)
+
+    def of(self, quantity: str) -> Thinned:
+        """Those that have a quantity, of the same layers; none if it was not measured."""
+        found = self._of.get(quantity)
+        if found is None or found.layers != self.layers:
+            found = Thinned(self._columns)
+            found.layers = self.layers
+        return found

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectral_monitor.condition import Verdict
 from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.reporting.plain import is_torn, layers_from, plain, value_of
 from spectral_monitor.reporting.sinks import need_room
 
 FORMAT, VERSION = "spectral_monitor.measurements", 1
@@ -29,8 +30,8 @@ class JSONLinesSink:
 
     The first line, and one whenever the layers change, describes the layers; every other is a measurement, whose
     ``values`` have a list for each quantity, in the order of the layers, with ``null`` where there is no value. Why
-    there is none is in ``reasons``: those that are others than in the line before, ``null`` where one is gone. The file
-    is opened for each line, so that it may be moved or read at any time.
+    there is none is in ``reasons``: those that are others than in the last line with that quantity, ``null`` where one
+    is gone. The file is opened for each line, so that it may be moved or read at any time.
 
     Args:
         path: of the file; its folder is made if need be. What is there already stays.
@@ -54,6 +55,7 @@ class JSONLinesSink:
             raise IsADirectoryError(f"{str(self.path)!r} is a folder; JSONLinesSink writes a file")
         self._layers: tuple[LayerInfo, ...] | None = None
         self._reasons: dict[str, str] = {}
+        self._quantities: set[str] = set()
 
     def write(self, measurement: Measurement) -> None:
         """Append a line, and before it one on the layers if they are others than before.
@@ -66,13 +68,16 @@ class JSONLinesSink:
         known, self._layers = self._layers, None  # until it is written
         lines = []
         if known != measurement.layers or not self.path.exists():  # somebody may have taken it away
-            lines, self._reasons = [_header(measurement.layers)], {}
-        lines.append(_line(measurement, _changes(self._reasons, measurement.reasons)))
+            lines, self._reasons, self._quantities = [_header(measurement.layers)], {}, set()
+        self._quantities |= measurement.values.keys()
+        before = _concerning(self._reasons, self._quantities - measurement.values.keys())
+        lines.append(_line(measurement, _changes(before, measurement.reasons)))
         with self.path.open("a+b") as file:
-            if _torn(file):
+            if is_torn(file):
                 lines.insert(0, "")
             file.write("".join(f"{line}\n" for line in lines).encode())
-        self._layers, self._reasons = measurement.layers, measurement.reasons
+        others = {key: text for key, text in self._reasons.items() if key not in before}
+        self._layers, self._reasons = measurement.layers, others | measurement.reasons
 
     def close(self) -> None:
         """Nothing is open; the next run begins with a line on its layers."""
@@ -86,12 +91,9 @@ def _header(layers: Sequence[LayerInfo]) -> str:
     return _dump({"format": FORMAT, "version": VERSION, "layers": [asdict(info) for info in layers]})
 
 
-def _torn(file: BinaryIO) -> bool:
-    """Whether the last line has no end, as when a process was killed while it wrote it."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return False
-    file.seek(-1, os.SEEK_END)
-    return file.read() != b"\n"
+def _concerning(reasons: dict[str, str], others: Container[str]) -> dict[str, str]:
+    """All but those of quantities that were measured in other lines only, which are kept for when they are again."""
+    return {key: text for key, text in reasons.items() if key.partition("/")[0] not in others}
 
 
 def _changes(before: dict[str, str], now: dict[str, str]) -> dict[str, str | None]:
@@ -104,7 +106,7 @@ def _line(measurement: Measurement, reasons: dict[str, str | None]) -> str:
     return _dump(
         {
             "step": measurement.step,
-            "summary": {key: _plain(value) for key, value in measurement.summary.items()},
+            "summary": {key: plain(value) for key, value in measurement.summary.items()},
             "values": {key: _column(values) for key, values in measurement.values.items()},
             "bands": {key: [_column(row) for row in rows] for key, rows in measurement.bands.items()},
             "verdicts": [_verdict(verdict) for verdict in measurement.verdicts],
@@ -115,27 +117,16 @@ def _line(measurement: Measurement, reasons: dict[str, str | None]) -> str:
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
-    row = {key: _plain(value) if isinstance(value, float) else value for key, value in asdict(verdict).items()}
-    return {**row, "band": [_plain(limit) for limit in verdict.band]}
+    row = {key: plain(value) if isinstance(value, float) else value for key, value in asdict(verdict).items()}
+    return {**row, "band": [plain(limit) for limit in verdict.band]}
 
 
 def _dump(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _plain(value: float) -> float | str | None:
-    """JSON has no NaN and no inf."""
-    if math.isnan(value):
-        return None
-    return str(value) if math.isinf(value) else value
-
-
 def _column(values: Tensor) -> list[float | str | None]:
-    return [_plain(value) if not math.isfinite(value) else float(f"{value:.{DIGITS}g}") for value in values.tolist()]
-
-
-def _number(value: float | str | None) -> float:
-    return math.nan if value is None else float(value)
+    return [plain(value) if not math.isfinite(value) else float(f"{value:.{DIGITS}g}") for value in values.tolist()]
 
 
 def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
@@ -150,6 +141,7 @@ def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
     """
     layers: tuple[LayerInfo, ...] | None = None
     reasons: dict[str, str] = {}
+    quantities: set[str] = set()
     broken: ValueError | None = None
     with Path(path).open(errors="replace") as file:
         for number, line in enumerate(file, start=1):
@@ -161,12 +153,14 @@ def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
                 if not isinstance(row, dict):
                     raise ValueError("not an object")
                 if "format" in row:
-                    layers, reasons, broken = _layers(row), {}, None
+                    layers, reasons, quantities, broken = _layers(row), {}, set(), None
                 elif layers is None:
                     raise ValueError("measurements before any layers")
                 else:
                     reasons = {key: text for key, text in {**reasons, **row["reasons"]}.items() if text is not None}
-                    measurement = _measurement(row, layers, reasons)
+                    quantities |= row["values"].keys()
+                    others = quantities - row["values"].keys()
+                    measurement = _measurement(row, layers, _concerning(reasons, others))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 broken = broken or ValueError(
                     f"{str(path)!r}, line {number}: not what spectral_monitor writes ({type(error).__name__}: {error})"
@@ -182,7 +176,7 @@ def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
 def _layers(row: dict[str, Any]) -> tuple[LayerInfo, ...]:
     if row["format"] != FORMAT or row["version"] != VERSION:
         raise ValueError(f"format {row['format']!r} version {row['version']!r}, expected {FORMAT!r} version {VERSION}")
-    return tuple(LayerInfo(**{**info, "shape": tuple(info["shape"])}) for info in row["layers"])
+    return layers_from(row["layers"])
 
 
 def _measurement(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: dict[str, str]) -> Measurement:
@@ -192,16 +186,16 @@ def _measurement(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: di
     return Measurement(
         step=int(row["step"]),
         layers=layers,
-        values={key: torch.tensor([_number(x) for x in column]) for key, column in row["values"].items()},
-        summary={key: _number(value) for key, value in row["summary"].items()},
+        values={key: torch.tensor([value_of(x) for x in column]) for key, column in row["values"].items()},
+        summary={key: value_of(value) for key, value in row["summary"].items()},
         verdicts=tuple(_read_verdict(v) for v in row["verdicts"]),
         reasons=reasons,
         flags=row["flags"],
-        bands={key: torch.tensor([[_number(x) for x in r] for r in rows]) for key, rows in row["bands"].items()},
+        bands={key: torch.tensor([[value_of(x) for x in r] for r in rows]) for key, rows in row["bands"].items()},
     )
 
 
 def _read_verdict(row: dict[str, Any]) -> Verdict:
     low, high = row["band"]
-    numbers = {key: _number(row[key]) for key in ("value", "ratio")}
-    return Verdict(**{**row, **numbers, "band": (_number(low), _number(high))})
+    numbers = {key: value_of(row[key]) for key in ("value", "ratio")}
+    return Verdict(**{**row, **numbers, "band": (value_of(low), value_of(high))})

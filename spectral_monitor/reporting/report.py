@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from spectral_monitor.condition import Verdict
@@ -15,7 +15,7 @@ from spectral_monitor.reporting.report_curves import LINES, curves, depth_colour
 from spectral_monitor.reporting.report_figures import Figure, escaped, overview
 from spectral_monitor.reporting.report_page import page
 from spectral_monitor.reporting.runs import settled
-from spectral_monitor.reporting.table import ARROWS, measurement_rows, number, unjudged
+from spectral_monitor.reporting.table import ARROWS, is_judged, measurement_rows, number, unjudged
 
 FOLDED = 44
 """Characters of a layer's name beyond which it is folded."""
@@ -54,7 +54,7 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> st
     if not run.measurements:
         raise ValueError("there is nothing to report on: no measurements")
     now = _judged(run.measurements)
-    answer, status = _answer(run.measurements[-1])
+    answer, status = _answer(next(filter(is_judged, reversed(run.measurements)), run.measurements[-1]))
     figures: dict[str, Figure] = {}
     steps: dict[str, Sequence[int]] = {}
     sections = [_header(answer, status, run.measurements, now), _verdicts(now)]
@@ -63,6 +63,7 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> st
         figures["overview-figure"], steps = picture, {**steps, **known}
         sections.append(_overview())
     sections.append(_key(now))
+    summary = {key: value for measurement in run.measurements for key, value in measurement.summary.items()}
     missing = []
     for place, panel in enumerate(PANELS):
         figure, known = curves(panel, run.measurements, now)
@@ -70,7 +71,7 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> st
             missing.append(panel.question)
             continue
         figures[f"panel-{place}"], steps = figure, {**steps, **known}
-        sections.append(_panel(panel, f"panel-{place}", now))
+        sections.append(_panel(panel, f"panel-{place}", summary))
     if missing:
         sections.append(f"<section><p>Not measured: {escaped(' '.join(missing))}</p></section>")
     drawn = max(map(len, steps.values()), default=0)
@@ -82,7 +83,8 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> st
 
 def _judged(measurements: Sequence[Measurement]) -> Measurement:
     """The latest of which layers could be judged, for what is NaN says nothing; the latest if none could."""
-    return next((m for m in reversed(measurements) if measurement_rows(m).outside is not None), measurements[-1])
+    judged = (m for m in reversed(measurements) if is_judged(m) and measurement_rows(m).outside is not None)
+    return next(judged, measurements[-1])
 
 
 def _answer(last: Measurement) -> tuple[str, str]:
@@ -168,8 +170,8 @@ def _key(now: Measurement) -> str:
     )
 
 
-def _panel(panel: Panel, name: str, now: Measurement) -> str:
-    known = [(key, now.summary[key]) for key in panel.summaries if math.isfinite(now.summary.get(key, math.nan))]
+def _panel(panel: Panel, name: str, summary: Mapping[str, float]) -> str:
+    known = [(key, summary[key]) for key in panel.summaries if math.isfinite(summary.get(key, math.nan))]
     words = [f"{key.replace('_', ' ')} {int(x) if x.is_integer() else number(x)}" for key, x in known]
     facts = " ".join(f"<span>{escaped(text)}</span>" for text in words)
     return (

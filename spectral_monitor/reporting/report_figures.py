@@ -18,7 +18,7 @@ from torch import Tensor
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.engine.assemble import balance_ratios
 from spectral_monitor.measurement import LayerInfo, Measurement
-from spectral_monitor.reporting.history import COLUMNS, History
+from spectral_monitor.reporting.history import COLUMNS, Thinned
 from spectral_monitor.reporting.panels import HEATMAPS, MATRICES
 from spectral_monitor.reporting.table import number, printable
 
@@ -55,7 +55,7 @@ class Series:
 
 def series(measurements: Sequence[Measurement], quantity: str) -> Series | None:
     """What can be drawn of a quantity; ``None`` where no layer ever has a value."""
-    history = History(max(8, min(COLUMNS, CELLS // max(1, len(measurements[-1].layers)))))
+    history = Thinned(max(8, min(COLUMNS, CELLS // max(1, len(measurements[-1].layers)))))
     for measurement in measurements:
         if quantity in measurement.values and measurement.values[quantity].isfinite().any():
             history.add(measurement)

@@ -107,9 +107,14 @@ def measurement_rows(measurement: Measurement) -> Table:
             columns.append(_shares(measurement, rows))
     if verdicts:
         columns.append(_text("should be", ["" if v is None else v.should_be for v in judged]))
-        columns.append(_text("what", [_what(v) for v in judged]))
+        columns.append(_text("what", [_what(v, measurement) for v in judged]))
     outside = None if "violations" not in measurement.summary or unjudged(measurement) else len(verdicts)
     return Table(_headline(measurement, len(rows)), tuple(columns), (_summary_line(measurement),), outside)
+
+
+def is_judged(measurement: Measurement) -> bool:
+    """Whether it has anything that layers are held against; at some steps only other quantities may be measured."""
+    return any(key in measurement.values for key in _JUDGED)
 
 
 def unjudged(measurement: Measurement) -> str:
@@ -149,10 +154,10 @@ def _headline(measurement: Measurement, rows: int) -> str:
     return f"spectral condition, step {measurement.step}: {count} of {rows} layers outside, for {longest} steps"
 
 
-def _what(verdict: Verdict | None) -> str:
+def _what(verdict: Verdict | None, measurement: Measurement) -> str:
     if verdict is None:
         return ""
-    elsewhere = verdict.quantity not in _COLUMNS
+    elsewhere = verdict.quantity not in _COLUMNS or verdict.quantity not in measurement.values
     return (f"{verdict.quantity} {number(verdict.value)}: " if elsewhere else "") + verdict.sentence
 
 

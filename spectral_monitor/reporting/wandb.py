@@ -17,7 +17,7 @@ from spectral_monitor.reporting.wandb_charts import CHARTS, PICTURES, VERDICTS, 
 AXIS = "trainer/global_step"
 """What everything is drawn over; Lightning's name for it."""
 SUMMARY = "spectral/summary/"
-QUIET = frozenset({"overhead_ms", "skipped_updates"})
+QUIET = frozenset({"overhead_ms", "interval", "skipped_updates"})
 """Of the summary, what gets no panel of its own."""
 POINTS = 128
 """Of a line, at most: each time a chart is logged its points go into a file of their own."""
@@ -160,7 +160,7 @@ class WandbSink:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "profile.json"
             try:
-                save_profile(self._history.measurements, path)
+                save_profile(self._history.of("update_natural").measurements, path)
             except ValueError:  # not enough was measured
                 return
             artifact = wandb.Artifact(PROFILE, type=PROFILE)

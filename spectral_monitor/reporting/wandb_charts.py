@@ -97,7 +97,8 @@ def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, lis
         >>> lines(history, "update_natural", range(20))
         {'net.* (mean of 20)': [(50, 0.2)]}
     """
-    values, names = history.values(quantity), [info.name for info in history.layers]
+    drawn_of = history.of(quantity)
+    values, names = drawn_of.values(quantity), [info.name for info in history.layers]
     measured = [i for i in rows if values[i].isfinite().any()]
     alone = measured
     drawn = {}
@@ -108,7 +109,7 @@ def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, lis
             line = _mean(values[[measured[k] for k in places]], quantity in SIGNED)
             drawn[f"{kind} (mean of {len(places)})"] = line
     drawn |= {names[i]: values[i] for i in alone}
-    points = {name: _points(history.steps, line) for name, line in drawn.items()}
+    points = {name: _points(drawn_of.steps, line) for name, line in drawn.items()}
     return {name: line for name, line in points.items() if line}
 
 

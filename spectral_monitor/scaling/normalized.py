@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.anatomy import Layer, dissect
 from spectral_monitor.correction.init import by_entry
+from spectral_monitor.functional import natural_norm
 from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.snapshot.local import is_distributed
 
@@ -96,11 +97,11 @@ class NormalizedUpdates(Optimizer):
 
     def _sizes(self, layer: Layer, update: Tensor) -> list[float]:
         """Natural norm of each block."""
-        layout, stack = layer.layout, layer.layout.stack(update)  # (taps, blocks, fan_out, fan_in)
         if not layer.is_matrix:
-            return [float(update.float().square().mean().sqrt())]
+            return [float(natural_norm(update.flatten(), "vector"))]
         if layer.info.role == "embedding":
-            return [float(update.float().square().mean(1).sqrt().max())]
+            return [float(natural_norm(update, "embedding"))]
+        layout, stack = layer.layout, layer.layout.stack(update)  # (taps, blocks, fan_out, fan_in)
         if self.norm == "spectral":
             norms = spectral_estimate(stack.flatten(0, 1)).sigma.view(layout.taps, layout.blocks)
         else:

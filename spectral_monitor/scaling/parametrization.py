@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -180,7 +180,7 @@ class Parametrization:
             if layer.is_matrix:
                 place = places[id(weight)]
                 sizes = [place.fan_out if len(set(layer.layout.fan_outs)) == 1 else n for n in layer.layout.fan_outs]
-                stds = [self.scale(Place(place.kind, place.fan_in, n, place.index, place.depth)).std for n in sizes]
+                stds = [self.scale(replace(place, fan_out=n)).std for n in sizes]
                 weight.normal_().mul_(by_entry(layer, weight, [scale * std for std in stds]))
             elif layer.info.name.endswith("bias"):
                 weight.zero_()

@@ -133,7 +133,7 @@ def fsc_resnet(branch_scale: float) -> Parametrization:
     )
 
 
-def from_abc(exponents: ABC, name: str = "") -> Parametrization:
+def from_abc(exponents: ABC) -> Parametrization:
     """An abc-parametrization as it is applied: ``std n^-(a+b)``, ``sgd n^-(2a+c)`` (Yang and Hu, section 3).
 
     The width n is the fan_out of the first matrix and the fan_in of all others. Rates of biases follow the first
@@ -155,7 +155,7 @@ def from_abc(exponents: ABC, name: str = "") -> Parametrization:
         for std, rate in zip(stds[1:-1], rates[1:-1], strict=True)
     )
     readout = Rule((Power(stds[-1]),), Power(rates[-1]), Power(rates[-1]))
-    return Parametrization(name or str(exponents), first, hidden, readout, f"{_LIMITS}, Eq. 4")
+    return Parametrization(str(exponents), first, hidden, readout, f"{_LIMITS}, Eq. 4")
 
 
 PARAMETRIZATIONS = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import glob
 import json
-import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +11,8 @@ from typing import Any
 
 import torch
 
-from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.plain import is_torn, layers_from, plain, value_of
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.points import Key, Point
 
@@ -39,10 +38,7 @@ def append(path: Path, point: Point, settings: Mapping[str, Any]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
-        torn = ""
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            torn = "" if file.read() == b"\n" else "\n"
+        torn = "\n" if is_torn(file) else ""
         row = json.dumps(_row(point, settings), separators=(",", ":"), allow_nan=False)
         file.write(f"{torn}{START}{row[1:]}\n".encode())
 
@@ -90,8 +86,8 @@ def _row(point: Point, settings: Mapping[str, Any]) -> dict[str, Any]:
     measurements = [
         {
             "step": m.step,
-            "values": {key: [_plain(x) for x in column.tolist()] for key, column in m.values.items()},
-            "summary": {key: _plain(x) for key, x in m.summary.items()},
+            "values": {key: [plain(x) for x in column.tolist()] for key, column in m.values.items()},
+            "summary": {key: plain(x) for key, x in m.summary.items()},
             "reasons": m.reasons,
         }
         for m in point.measurements
@@ -100,34 +96,23 @@ def _row(point: Point, settings: Mapping[str, Any]) -> dict[str, Any]:
         "settings": settings,
         **point.key._asdict(),
         "failure": point.failure,
-        "losses": [_plain(loss) for loss in point.losses],
+        "losses": [plain(loss) for loss in point.losses],
         "layers": [asdict(info) for info in point.layers],
         "measurements": measurements,
     }
 
 
 def _point(row: Mapping[str, Any]) -> Point:
-    layers = tuple(LayerInfo(**{**info, "shape": tuple(info["shape"])}) for info in row["layers"])
+    layers = layers_from(row["layers"])
     measurements = tuple(
         Measurement(
             step=m["step"],
             layers=layers,
-            values={key: torch.tensor([_number(x) for x in column]) for key, column in m["values"].items()},
-            summary={key: _number(x) for key, x in m["summary"].items()},
+            values={key: torch.tensor([value_of(x) for x in column]) for key, column in m["values"].items()},
+            summary={key: value_of(x) for key, x in m["summary"].items()},
             reasons=m["reasons"],
         )
         for m in row["measurements"]
     )
     key = Key(row["width"], row["depth"], row["seed"])
-    return Point(key, measurements, tuple(_number(loss) for loss in row["losses"]), row["failure"])
-
-
-def _plain(value: float) -> float | str | None:
-    """JSON has no NaN and no inf."""
-    if math.isnan(value):
-        return None
-    return str(value) if math.isinf(value) else value
-
-
-def _number(value: float | str | None) -> float:
-    return math.nan if value is None else float(value)
+    return Point(key, measurements, tuple(value_of(loss) for loss in row["losses"]), row["failure"])

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from spectral_monitor.correction.param_groups import Family, check_family
 from spectral_monitor.correction.places import Kind, Place, kinds
+from spectral_monitor.correction.units import DENSE
 from spectral_monitor.measurement import LayerInfo
 from spectral_monitor.scaling.parametrization import Parametrization, Scale
 
-DENSE = ("operator", "readout")
 UPDATES = ("update_norm", "update_fro")
 DRIFTS = ("feature_change", "feature_drift")
 UNSTABLE = ("feature_change", "feature_change_local", "feature_drift", "contribution")
@@ -107,14 +107,15 @@ class _Network:
             last = readouts[-1]
             of_update = self._of(last, lambda s, n, m: s.sgd if self._sgd else s.adam)
             self._gradient = max(self._of(last, lambda s, n, m: s.std), of_update)
+        self._updates = {name: self._update(name) for name in self.names}
 
     def slope(self, quantity: str, name: str) -> float:
         """Of one layer; NaN where nothing is predicted."""
         matrix, operator = self._role(name) != "vector", self._role(name) == "operator"
-        if quantity in UNSTABLE and max(map(self._update, self.names)) > GROWS:
+        if quantity in UNSTABLE and max(self._updates.values()) > GROWS:
             return math.nan
         if quantity == "update_natural":
-            return self._update(name)
+            return self._updates[name]
         if quantity in ("update_stable_rank", "update_alignment"):
             return 0.0 if matrix else math.nan
         if quantity == "contribution":
@@ -122,23 +123,23 @@ class _Network:
         if quantity == "weight_natural":
             return self._weight(name)
         if quantity in UPDATES and self._role(name) in DENSE:
-            return self._update(name) + self._of(name, lambda s, n, m: math.sqrt(m / n))
+            return self._updates[name] + self._of(name, lambda s, n, m: math.sqrt(m / n))
         if quantity in ("weight_norm", "weight_fro") and self._role(name) in DENSE:
             spectral = quantity == "weight_norm"
             return self._of(name, lambda s, n, m: s.std * (n**0.5 + m**0.5 if spectral else (n * m) ** 0.5))
         if quantity == "weight_stable_rank" and self._role(name) in DENSE:
             return self._of(name, lambda s, n, m: n * m / (n**0.5 + m**0.5) ** 2)
         if quantity in ("update_ratio", "drift_ratio") and matrix:
-            return self._update(name) - self._weight(name)
+            return self._updates[name] - self._weight(name)
         if quantity == "drift_fro_ratio" and self._role(name) in DENSE:
             return self.slope("update_fro", name) - self.slope("weight_fro", name)
         if quantity == "feature_rms" and operator:
             return self._features(name)
         if quantity == "feature_change_local" and operator:
-            return self._update(name) - self._features(name)
+            return self._updates[name] - self._features(name)
         if quantity in DRIFTS and operator:
             before = self.names[: self.names.index(name) + 1]
-            return max(self._update(other) for other in before if self._kinds[other] != "readout") - self._features(
+            return max(self._updates[other] for other in before if self._kinds[other] != "readout") - self._features(
                 name
             )
         return math.nan

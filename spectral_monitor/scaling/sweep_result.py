@@ -125,6 +125,7 @@ class _Group:
                 self.excluded.append(f"{key}: {why}")
             else:
                 self.used[size, key.seed] = measurement
+        self.predictions: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
         self._drop_twins()
         infos = {size: measurement.layers for (size, _), measurement in self.used.items()}
         self.names = labels(infos, axis)
@@ -230,9 +231,12 @@ class _Group:
     def _predicted(self, recipe: Recipe, layer: str, quantity: str, sizes: Sequence[int]) -> float:
         if recipe.parametrization is None or self.axis != "width" or len(sizes) < 2:
             return math.nan
-        layers = [next(m.layers for (other, _), m in self.used.items() if other == size) for size in sizes]
-        found = predict(recipe.parametrization, recipe.family, quantity, sizes, layers)  # type: ignore[arg-type]
-        return found.get(layer, math.nan)
+        key = (quantity, tuple(sizes))  # one prediction is of all layers
+        if key not in self.predictions:
+            layers = [next(m.layers for (other, _), m in self.used.items() if other == size) for size in sizes]
+            family = recipe.family
+            self.predictions[key] = predict(recipe.parametrization, family, quantity, sizes, layers)  # type: ignore[arg-type]
+        return self.predictions[key].get(layer, math.nan)
 
 
 def _geometric_mean(values: Sequence[float]) -> float:

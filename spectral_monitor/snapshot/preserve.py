@@ -16,10 +16,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from spectral_monitor.snapshot import devices
 from spectral_monitor.snapshot.local import is_distributed, local_part
+from spectral_monitor.snapshot.room import kept
 
 LARGE = 10_000
 """Containers of more items are put back, but their items not looked into."""
+
+CHUNK = 1 << 18
+"""Entries that are compared at a time."""
 
 _CONTAINERS = (list, dict, set, deque)
 _DATA = (bool, int, float, complex, str, bytes, type(None), Tensor, tuple, *_CONTAINERS)
@@ -29,9 +34,9 @@ _HOOKS = tuple(key for key in _TORCH_OWN if key.startswith(("_forward_", "_backw
 
 
 @contextmanager
-def preserved(*roots: object) -> Iterator[None]:
+def preserved(*roots: object, host: bool = False) -> Iterator[None]:
     """Inside, modules may change what they hold; afterwards all is as it was: see :class:`Snapshot`."""
-    state = Snapshot(*roots)
+    state = Snapshot(*roots, host=host)
     try:
         yield
     finally:
@@ -76,11 +81,13 @@ class Snapshot:
         weights: without them only what is not trained: the state a forward starts from besides its weights. Hooks
             are then taken away that were added before the state is first put back: a forward that registers hooks
             when it finds none would register them twice. All others stay.
+        host: keep copies of tensors in host memory.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, *roots: object, weights: bool = True) -> None:
+    def __init__(self, *roots: object, weights: bool = True, host: bool = False) -> None:
         self._weights = weights
+        self._host = host
         self._tensors: list[_TensorState] = []
         self._undo: list[Callable[[], None]] = []
         self.iterators: list[str] = []
@@ -99,7 +106,7 @@ class Snapshot:
             # An inference tensor (a metric's state after validation) cannot be changed by a training forward.
             trained = isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad)
             if not (value.is_inference() or value.is_meta or is_lazy(value) or (trained and not self._weights)):
-                self._tensors.append(_TensorState(value))
+                self._tensors.append(_TensorState(value, self._host))
         elif isinstance(value, nn.Module):
             return self._module(value)
         elif isinstance(value, _CONTAINERS):
@@ -165,17 +172,17 @@ class Snapshot:
         for state, changed in zip(self._tensors, _changed(self._tensors), strict=True):
             if changed:
                 target = local_part(state.tensor) if is_distributed(state.tensor) else state.tensor
-                target.copy_(state.copied)
+                target.copy_(state.copied, non_blocking=True)
 
 
 class _TensorState:
     """A tensor, the memory it lay in, what lay there, and its gradient."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, host: bool) -> None:
         self.tensor = tensor
         self.version = tensor._version
         self.memory = tensor.data
-        self.copied = local_part(tensor).clone()
+        self.copied = kept(local_part(tensor), host)
         self.trained = tensor.is_leaf and tensor.requires_grad
         self.grad = tensor.grad if self.trained else None
 
@@ -214,21 +221,34 @@ class _WithoutNew:
 
 
 def _changed(states: list[_TensorState]) -> list[bool]:
-    """Which tensors differ from their copies, asked with one wait per device.
+    """Which tensors may differ from their copies.
 
     A version that moved says so for sure, but one that did not says nothing: batch normalization and whatever writes
-    through ``.data`` leave no mark.
+    through ``.data`` leave no mark. So tensors are compared; where that would mean to wait for a device, all its
+    tensors are taken for changed: what is written to them is what they hold.
     """
     answers = [state.tensor._version != state.version for state in states]
     asked: dict[torch.device, list[int]] = defaultdict(list)
     for i, state in enumerate(states):
         if not answers[i] and state.tensor.layout == torch.strided:
-            asked[state.tensor.device].append(i)
+            if devices.asynchronous(state.tensor.device) and 0 not in state.tensor.stride():
+                answers[i] = True
+            else:
+                asked[state.tensor.device].append(i)
     for indices in asked.values():
-        differ = [(_comparable(local_part(states[i].tensor)) != _comparable(states[i].copied)).any() for i in indices]
+        differ = [_differ(local_part(states[i].tensor), states[i].copied) for i in indices]
         for i, answer in zip(indices, torch.stack(differ).tolist(), strict=True):
             answers[i] = answer
     return answers
+
+
+def _differ(now: Tensor, then: Tensor) -> Tensor:
+    """Whether two tensors of one shape differ, looked at in pieces that take little memory."""
+    if not now.ndim:
+        now, then = now.reshape(1), then.reshape(1)
+    rows = max(1, CHUNK * len(now) // max(now.numel(), 1))
+    pairs = zip(_comparable(now).split(rows), _comparable(then).split(rows), strict=True)
+    return torch.stack([(a != b.to(a.device)).any() for a, b in pairs]).any()
 
 
 def _comparable(tensor: Tensor) -> Tensor:

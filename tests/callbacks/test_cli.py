@@ -26,8 +26,11 @@ EXAMPLES = ROOT / "examples"
 
 LOOKS = """
 import json, os
+from spectral_monitor.engine import budget
 import lightning.pytorch as pl
 from spectral_monitor import SpectralMonitor
+
+budget.perf_counter = lambda: 0.0  # no time passes: steps that are measured are three apart, whatever the machine
 
 class Looks(pl.Callback):
     def on_fit_end(self, trainer, module):
@@ -57,6 +60,7 @@ ARGUMENTS = {
     "roles": {"net.0": "readout", "net.6": "operator"},
     "blocks": {"net.2": 2},
     "max_rows": None,
+    "replay_samples": 3,
     "tol": 0.05,
     "drift_every": 3,
     "history": 2,
@@ -66,6 +70,8 @@ ARGUMENTS = {
     "sinks": [{"class_path": "spectral_monitor.reporting.JSONLinesSink", "init_args": {"path": "mine.jsonl"}}],
     "heatmap_every": 3,
     "histograms": True,
+    "low_memory": True,
+    "max_overhead": 0.5,
 }
 NEEDED = ["contribution", "lr", "lr_multiplier", "update_fro", "weight_fro"]
 """By the correction, besides what is asked for."""
@@ -104,8 +110,8 @@ def test_every_argument_from_a_file(tmp_path, defaults):
     found = json.loads((tmp_path / "found.json").read_text())
     assert set(found["settings"].pop("quantities")) == {*ARGUMENTS["quantities"], *NEEDED}
     assert found["settings"] == {name: value for name, value in ARGUMENTS.items() if name != "quantities"}
-    assert found["steps"] == [6, 8], "two are kept"
-    assert [m.step for m in read_measurements(tmp_path / "mine.jsonl")] == [1, 2, 4, 6, 8]
+    assert found["steps"] == [4, 8], "two are kept"
+    assert [m.step for m in read_measurements(tmp_path / "mine.jsonl")] == [1, 4, 8]
     assert found["values"] == sorted([*ARGUMENTS["quantities"], *NEEDED])
     assert found["layers"] == [
         ["net.0", "readout", 1],
@@ -150,12 +156,23 @@ def test_defaults(monkeypatch, defaults):
     assert found == defaults
 
 
+def test_an_interval_for_each_tier(monkeypatch):
+    given = {"light": 5, "standard": "1, 2, 4, ..., every 100", "bfa": 50}
+    monitor = parsed(monkeypatch, every_n_steps=given)
+    assert dict(monitor.settings.every_n_steps) == given
+    assert monitor.settings.schedule.due(50) >= {"bfa", "lr"}
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("every_n_steps", 0),
         ("every_n_steps", "often"),
         ("every_n_steps", 2.5),
+        ("every_n_steps", {"light": 5}),
+        ("every_n_steps", {"light": 5, "standard": [2]}),
+        ("max_overhead", 1.5),
+        ("max_overhead", "little"),
         ("quantities", ["update_size"]),
         ("quantities", "heavy"),
         ("quantities", 3),
@@ -170,6 +187,8 @@ def test_defaults(monkeypatch, defaults):
         ("blocks", {"net.0": "three"}),
         ("max_rows", 0),
         ("max_rows", "all"),
+        ("replay_samples", 0),
+        ("replay_samples", "few"),
         ("tol", 1.5),
         ("tol", "tight"),
         ("drift_every", -1),

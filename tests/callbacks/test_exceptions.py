@@ -16,7 +16,7 @@ from torch import nn, optim
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.capture import features, replay
-from spectral_monitor.engine import activations, changes, engine, matrices, memory, norms
+from spectral_monitor.engine import activations, changes, matrices, memory, norms, pending
 from spectral_monitor.snapshot import preserve, randomness
 
 # Exceptions: no hook, no attribute, no changed group is left.
@@ -269,8 +269,8 @@ OURS = {  # where it happens, and how many of six steps are measured all the sam
     "loss of a call": (replay.RootCall, "keep_loss", 0),
     "snapshot": (preserve.Snapshot, "__init__", 0),
     "change of the features": (changes.ChangeStage, "measure", 0),
-    "rows of the table": (engine, "layer_row", 0),
-    "summary": (engine, "summarize", 0),
+    "rows of the table": (pending, "layer_row", 0),
+    "summary": (pending, "summarize", 0),
     "arming": (features.FeatureCapture, "arm", 0),
     "batch": (callback, "TrainingStep", 0),
     "muting": (callback, "aside", 6),

@@ -73,6 +73,14 @@ def test_the_bar_has_it_and_is_left_as_it_was(kind):
     assert "get_metrics" not in vars(bar)
 
 
+def test_it_stands_where_nothing_is_judged():
+    bar = Tqdm()
+    monitor = SpectralMonitor(every_n_steps={"light": 2, "standard": 3})
+    fit(monitor, callbacks=[bar], enable_progress_bar=True)
+    assert [m.step for m in monitor.measurements] == [2, 3, 4, 6]
+    assert [item.get("spectral") for item in bar.said] == [None, None, *["all 3 inside"] * 4]
+
+
 def test_two_monitors_share_it():
     bar = Tqdm()
     monitors = [SpectralMonitor(every_n_steps=2), SpectralMonitor(every_n_steps=3)]

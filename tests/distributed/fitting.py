@@ -91,9 +91,11 @@ def train(way: str, network: str, optimizer: str = "sgd", steps: int = 3) -> dic
     return {"losses": keeper.losses, "weights": keeper.weights}
 
 
-def measure(way: str, network: str, optimizer: str = "sgd", steps: int = 3, tol: float = 1e-6) -> dict[str, Any]:
+def measure(
+    way: str, network: str, optimizer: str = "sgd", steps: int = 3, tol: float = 1e-6, low_memory: bool = False
+) -> dict[str, Any]:
     """Every measurement of a run, and the weights it was of."""
-    monitor = SpectralMonitor(every_n_steps=1, tol=tol, drift_every=2)
+    monitor = SpectralMonitor(every_n_steps=1, tol=tol, drift_every=2, low_memory=low_memory)
     keeper = Keeper(network)
     fit(way, network, steps, [monitor, keeper], optimizer)
     return {"measurements": [plain(m) for m in monitor.measurements], "weights": keeper.weights}

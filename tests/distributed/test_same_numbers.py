@@ -77,6 +77,20 @@ def test_the_same_numbers_at_the_default_tolerance(outcomes, one):
     assert differences(expected, outcomes[one].get()[0]["measurements"]) == []
 
 
+@pytest.mark.parametrize(
+    "one",
+    [
+        task("fitting.measure", 2, way=way, network=network, low_memory=True)
+        for way, network in (("ddp", "perceptron"), ("fsdp2", "transformer"))
+    ],
+    ids=str,
+)
+def test_the_same_numbers_of_one_layer_after_the_other(outcomes, one):
+    """With copies in host memory."""
+    expected = alone(dict(one.arguments)["network"])["measurements"]
+    assert differences(expected, outcomes[one].get()[0]["measurements"]) == []
+
+
 @pytest.mark.parametrize("one", list(cases()))
 def test_all_processes_hold_the_same_bits(outcomes, one):
     first, *others = [repr(result["measurements"]) for result in outcomes[one].get()]  # repr of a float is exact

@@ -435,3 +435,22 @@ def test_results_are_float32_or_float64():
 def test_bad_input_is_refused_by_name(A, tol, message):
     with pytest.raises(ValueError, match=message):
         spectral_estimate(A, tol=tol)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-36, 1e-38, 1e-39, 1e-42, 0.0])
+def test_rows_that_almost_vanish_leave_nothing_but_numbers(scale):
+    """Images of what Lanczos has found already are as short as that."""
+    rows = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0)) * scale
+    found = lanczos.orthonormal(rows, rows.new_zeros(3, 0, 50))
+    assert found.isfinite().all()
+    gram = (found @ found.mT).diagonal(dim1=1, dim2=2)
+    assert ((gram - 1).abs().le(1e-4) | (gram == 0)).all()
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-7, 1e-11, 1e9])
+def test_small_matrices_with_zeros_are_measured_at_any_scale(scale):
+    """As updates of an embedding are: most of it zero, the rest small."""
+    A = gaussian(4, 50, 72) * scale
+    A[:, 3:] = 0
+    e = spectral_estimate(A)
+    assert torch.allclose(e.sigma.double(), torch.linalg.svdvals(A.double())[:, 0], rtol=1e-5, atol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -196,6 +197,37 @@ def test_training_is_the_same(name, every, quantities):
     assert_measured(monitor, every, WAYS[name].missing, steps=run.records[-1][1]["progress/step"])
 
 
+PARTS = {  # whether some samples can be run alone
+    "mlp": True,
+    "mlp, bf16": True,
+    "cnn, accumulate 2, one cycle": False,
+    "transformer, fused, accumulate 3": False,
+    "checkpointing": False,
+    "metrics, plateau": True,
+    "restless, two calls, accumulate 2": False,
+    "metrics, two calls, bf16-mixed": True,
+    "encoder then head, cosine": False,
+    "popper, by value": False,
+    "teacher": False,
+    "in place": True,
+    "experts": True,
+    "user's hooks": True,
+    "recurrent": False,
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_training_is_the_same_where_only_the_first_samples_are_run_again(name):
+    monitor = SpectralMonitor(every_n_steps=1, replay_samples=2, **WAYS[name].monitor)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run = train(name, monitor)
+    found = differences(reference(name), run)
+    assert not found, f"{len(found)} differences, first {found[:5]}"
+    assert_measured(monitor, 1, WAYS[name].missing, steps=monitor.latest.step)
+    assert any("replay_samples is of no use" in str(one.message) for one in said) != PARTS[name]
+
+
 @pytest.mark.parametrize(
     "name", ["cnn, accumulate 2, one cycle", "restless, two calls, accumulate 2", "popper, by value"]
 )
@@ -306,7 +338,7 @@ def measure_early(self, trainer, module, loss):
         self._engine.finish(trainer.global_step, context=partial(again.aside, trainer, module))
 
 
-def quietly_nothing(*args):
+def quietly_nothing(*args, **kwargs):
     return nullcontext()
 
 

@@ -74,7 +74,7 @@ def test_a_state_that_is_refused(tmp_path, kind):
             {"layers": [["net.0", [16, 9]], ["net.9", [2, 2]]]},
             r"other layers: net.0 is \(16, 8\), was \(16, 9\), net.9 is gone, net.0.bias is new, .*",
         ),
-        "version": ({"version": 0}, "the saved state has format 0, this version reads 2"),
+        "version": ({"version": 0}, "the saved state has format 0, this version reads 3"),
         "nonsense": ({"layers": 3}, "TypeError"),
     }[kind]
     change(path, **values)

@@ -1,0 +1,90 @@
+"""A measurement between the device and the host: what was measured is certain, the numbers are on their way."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from spectral_monitor.anatomy import Layer
+from spectral_monitor.engine.assemble import sound, summarize
+from spectral_monitor.engine.properties import properties
+from spectral_monitor.engine.rows import StepFacts, layer_row
+from spectral_monitor.engine.scalars import LOSS_CHANGE, NETWORK, Raw, Sent
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.quantities import TIERS
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step was measured for, and what the host knows of it."""
+
+    step: int
+    layers: tuple[Layer, ...]
+    infos: tuple[LayerInfo, ...]
+    asked: Settings
+    facts: StepFacts
+
+    def table(self, raw: Raw, reasons: dict[tuple[str, ...], dict[str, str]], skipped: int) -> Measurement:
+        """Every quantity of every layer, and what follows for the network.
+
+        Args:
+            raw: the numbers.
+            reasons: of earlier measurements with the same quantities: mostly the same, so one copy serves them all.
+            skipped: updates before this one that were.
+        """
+        keys, facts, network = self.asked.keys, self.facts, raw.get(NETWORK, {})
+        (change,) = network.pop(LOSS_CHANGE, [math.nan])
+        facts.rewritten = any(any(value) for name, value in network.items() if name.startswith("g.changed"))
+        rows, missing = [], {}
+        for i, layer in enumerate(self.layers):
+            row, why = layer_row(i, layer, keys, raw, facts)
+            rows.append(row)
+            missing.update({f"{key}/{layer.info.name}": reason for key, reason in why.items()})
+        if missing != reasons.get(keys):
+            reasons[keys] = missing
+        values = {key: torch.tensor([row[key] for row in rows], dtype=torch.float32) for key in keys}
+        summary = summarize(values, self.layers, raw)
+        if facts.rewritten or facts.closures > 1:
+            summary["loss_change_predicted"] = math.nan
+        if "dh" in self.asked.needs:
+            summary["loss_change"] = change
+        skipped += not (facts.stepped - facts.unused) or not all(map(sound, raw.values()))
+        summary["skipped_updates"] = float(skipped)
+        if set(values) >= set(TIERS["full"]):
+            summary.update(properties(values, summary, self.layers, raw, facts.eps))
+        return Measurement(self.step, self.infos, values, summary, reasons=reasons[keys])
+
+
+class Pending:
+    """A measurement that can be had as soon as its numbers have arrived.
+
+    Attributes:
+        late: whether to ask for it at once would mean to wait for the device.
+        summary: what is added to the measurement's own: ``overhead_ms`` so far, and more.
+    """
+
+    def __init__(
+        self, sent: Sent, finish: Callable[[Raw], Measurement], harmless: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self.late = sent.late
+        self.summary: dict[str, float] = {}
+        self._sent = sent
+        self._finish = finish
+        self._harmless = harmless
+
+    def get(self) -> Measurement | None:
+        """The measurement, once its numbers are here; ``None`` if something went wrong, which has been said."""
+        measurement = None
+        with self._harmless("putting numbers together"):
+            raw = self._sent.get()
+            begin = time.perf_counter()
+            measurement = self._finish(raw)
+            measurement.summary.update(self.summary)
+            measurement.summary["overhead_ms"] += (time.perf_counter() - begin) * 1e3  # waiting is no work
+        return measurement

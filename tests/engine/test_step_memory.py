@@ -1,0 +1,199 @@
+"""Memory of a measured step: the measured weights once, in their own dtype, and 5 %; or two layers of them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from storages import Storages
+from torch import nn
+
+from spectral_monitor import SpectralMonitor, SpectralProbe
+from spectral_monitor.engine import Settings, stacks
+from spectral_monitor.engine.gradients import contribution_here
+from spectral_monitor.functional.feature_speed import inner
+from spectral_monitor.quantities import TIERS
+from spectral_monitor.snapshot import room as copies
+from spectral_monitor.snapshot.preserve import preserved
+
+DRIFT = ("drift_ratio", "drift_fro_ratio", "feature_drift")
+KEYS = tuple(key for key in TIERS["standard"] if key not in DRIFT)
+"""What needs no memory between steps."""
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        x = x + self.proj(nn.functional.scaled_dot_product_attention(q, k, v))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width=384, depth=8):
+        super().__init__()
+        self.tok = nn.Embedding(512, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.head = nn.Linear(width, 512, bias=False)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.tok(x)))
+
+
+def mlp(width=1024, depth=12):
+    return nn.Sequential(*[part for _ in range(depth) for part in (nn.Linear(width, width), nn.ReLU())])
+
+
+NETWORKS = {
+    "mlp": (mlp, lambda: torch.randn(2, 1024)),
+    "transformer": (Transformer, lambda: torch.randint(512, (1, 2))),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Run:
+    """A model in training; its optimizer takes no memory, so that none can hide in its peak."""
+
+    def __init__(self, network, dtype, **settings):
+        torch.manual_seed(0)
+        make, batch = NETWORKS[network]
+        self.model, self.x = make().to(dtype), batch()
+        self.x = self.x.to(dtype) if self.x.is_floating_point() else self.x
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        settings = {"quantities": KEYS, "every_n_steps": 2, "mode": "observe", "history": 1, **settings}
+        self.probe = SpectralProbe(self.model, self.optimizer, **settings)
+        self.sizes = sorted(parameter.nbytes for parameter in self.model.parameters())
+
+    def step(self):
+        with self.probe.step():
+            self.model(self.x).float().square().mean().backward()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peaks(self):
+        """Bytes at the peak and, at the end, still there: of a plain step and of a measured one."""
+        found = []
+        for _ in range(2):
+            gc.collect()
+            with Storages() as storages:
+                self.step()
+            found.append((storages.peak["cpu"], storages.live["cpu"]))
+        return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_measured_step_takes_one_copy_of_the_weights(network, dtype):
+    run = Run(network, DTYPES[dtype])
+    run.peaks()  # makes fixed start vectors, which stay
+    (plain, _), (measured, left) = run.peaks()
+    assert run.probe.latest is not None
+    assert 1.0 <= (measured - plain) / sum(run.sizes) <= 1.05
+    assert left == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_with_low_memory_it_takes_two_layers(network, dtype, monkeypatch):
+    """Of the device, that is; what is made in host memory is told by who makes it."""
+    run = Run(network, DTYPES[dtype], low_memory=True)
+    run.peaks()
+    on_host = []
+    original = copies.room
+
+    def room(shape, dtype, device, host):
+        if not host:
+            return original(shape, dtype, device, host)
+        with storages.aside():
+            made = original(shape, dtype, device, host)
+        on_host.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(copies, "room", room)
+    monkeypatch.setattr(stacks, "room", room)
+    peaks = []
+    for _ in range(2):
+        gc.collect()
+        with Storages() as storages:
+            run.step()
+        peaks.append(storages.peak["cpu"])
+    assert run.probe.latest is not None
+    assert sum(on_host) == 2 * sum(run.sizes), "once before the update, once before the extra forward"
+    assert peaks[1] - peaks[0] <= run.sizes[-1] + run.sizes[-2]
+
+
+def test_what_is_guarded_is_compared_a_few_entries_at_a_time():
+    weight = nn.Parameter(torch.randn(2048, 1024))
+    with Storages() as storages, preserved(weight):
+        weight.data[7, 7] = 5.0
+        kept = storages.live["cpu"]
+    assert weight[7, 7] != 5.0
+    assert kept == weight.nbytes
+    assert storages.peak["cpu"] < kept + weight.numel() / 4
+
+
+def test_what_lies_in_another_order_is_not_copied_as_a_whole():
+    """An inner product of a table and its transposed gradient, which takes a few entries of them at a time."""
+    a, b = torch.randn(3, 500, 700), torch.randn(3, 700, 500).mT
+    with Storages() as storages:
+        found = inner(a, b)
+    expected = (a.double() * b.double()).sum()
+    assert abs(found.item() - expected.item()) < 1e-6 * (a.double() * b.double()).abs().sum().item()
+    assert storages.peak["cpu"] < a.nbytes / 8
+
+
+def test_the_update_of_what_is_not_measured_is_made_a_few_rows_at_a_time():
+    weight = nn.Parameter(torch.randn(2048, 1024, dtype=torch.bfloat16))
+    weight.grad = torch.randn_like(weight)
+    old = torch.randn_like(weight).detach()
+    with Storages() as storages:
+        found = contribution_here(weight, old)
+    terms = weight.grad.double() * (weight.detach().double() - old.double())
+    assert abs(found.item() + terms.sum().item()) < 1e-5 * terms.abs().sum().item()
+    assert storages.peak["cpu"] < weight.nbytes
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_between_steps_the_start_is_held_and_nothing_else(low_memory):
+    fixed = Run("mlp", torch.float32, quantities="light")  # makes fixed start vectors, which stay
+    fixed.peaks()
+    run = Run("mlp", torch.float32, quantities=KEYS, low_memory=low_memory)
+    with Storages() as storages:
+        run.peaks()
+        gc.collect()
+    assert storages.live["cpu"] == 0
+    with Storages() as storages:
+        probe = SpectralProbe(run.model, run.optimizer, quantities="light", low_memory=low_memory)
+        gc.collect()
+        start = storages.live["cpu"]
+        run.probe = probe
+        run.step()
+        gc.collect()
+    assert probe.latest is not None
+    assert start == sum(run.sizes) == storages.live["cpu"]
+
+
+def test_low_memory_measures_the_same_and_trains_the_same():
+    runs = [Run("transformer", DTYPES["bfloat16"], low_memory=low) for low in (False, True)]
+    for run in runs:
+        torch.manual_seed(1)
+        for _ in range(2):
+            run.step()
+    usual, low = (run.probe.latest for run in runs)
+    for key, values in usual.values.items():
+        torch.testing.assert_close(low.values[key], values, rtol=1e-5, atol=1e-7, equal_nan=True)
+    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("given", [1, "yes", None])
+def test_what_is_not_a_truth_value_is_refused(given):
+    for make in (Settings, SpectralMonitor):
+        with pytest.raises(ValueError, match="low_memory must be True or False"):
+            make(low_memory=given)
