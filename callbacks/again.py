@@ -32,7 +32,7 @@ class TrainingStep:
     """
 
     def __init__(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        self.module = module
+        self.module: nn.Module = module
         self.given = clone_tree(batch)
         self.modes = modes(module)
         self.drew = False

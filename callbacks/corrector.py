@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spectral_monitor.callbacks.monitor import SpectralMonitor
-
 from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import Policy
 from spectral_monitor.reporting.sinks import Sink
 
+from .monitor import SpectralMonitor
 
-class SpectralLRCorrector(SpectralMonitor):  # type: ignore[misc]  # installed under another name
+
+class SpectralLRCorrector(SpectralMonitor):
     """Puts every layer's learning rate right: a :class:`SpectralMonitor` that measures only what that takes.
 
     With ``policy="target"`` the learning rate is in natural units: by how much a step changes each layer's output,

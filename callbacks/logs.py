@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
-from spectral_monitor.callbacks.status import StatusLine, status
 
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.jsonlines import RUN_FILE, JSONLinesSink
@@ -20,6 +19,8 @@ from spectral_monitor.reporting.table import is_judged
 from spectral_monitor.reporting.tensorboard import TensorBoardSink, can_write_to
 from spectral_monitor.reporting.wandb import WandbSink
 from spectral_monitor.warnings import SpectralConditionWarning, Warner
+
+from .status import StatusLine, status
 
 log = logging.getLogger("lightning.pytorch.spectral_monitor")
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from spectral_monitor.callbacks.again import TrainingStep, aside, can_run_again
-from spectral_monitor.callbacks.logs import Reports, show, tell, warn_of_condition
-from spectral_monitor.callbacks.resume import Continuation
-from spectral_monitor.callbacks.strategies import refuse, surroundings
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,10 +22,14 @@ from spectral_monitor.oversight import Mode, Oversight, checked, described, with
 from spectral_monitor.reporting.console import rendered
 from spectral_monitor.reporting.sinks import Sink
 from spectral_monitor.reporting.table import measurement_rows, role_rows
-from spectral_monitor.warnings import Warner
+
+from .again import TrainingStep, aside, can_run_again
+from .checkpoints import Checkpointed
+from .logs import Reports, show, tell, warn_of_condition
+from .strategies import refuse, surroundings
 
 
-class SpectralMonitor(pl.Callback):
+class SpectralMonitor(Checkpointed):
     """Measures every layer's weights, updates and features at every n-th optimizer step and logs them.
 
     Training is not changed: parameters, optimizer state, gradients, buffers, random states and logged metrics stay
@@ -125,7 +124,6 @@ class SpectralMonitor(pl.Callback):
         max_overhead: float | None = None,
     ) -> None:
         super().__init__()
-        self._warn = Warner()
         self.mode, self.condition, self.correction = mode, condition, checked(mode, condition, correction)
         self.settings = Settings(
             every_n_steps=every_n_steps,
@@ -145,14 +143,12 @@ class SpectralMonitor(pl.Callback):
         self._measurements: deque[Measurement] = deque(maxlen=history)
         self._pending: Pending | None = None
         self.multipliers: dict[str, float] = {}
-        self._engine: Engine | None = None
         self._oversight: Oversight | None = None
         settings = described(mode, condition, self.correction)
         self._reports = Reports(sinks, heatmap_every, histograms, settings, self._warn)
         self._training_step: TrainingStep | None = None
         self._loss_scale = 1.0
         self._overdue: frozenset[str] = frozenset()
-        self._continuation = Continuation()
 
     @property
     def measurements(self) -> deque[Measurement]:
@@ -335,55 +331,6 @@ class SpectralMonitor(pl.Callback):
         """Leave no hook behind."""
         if stage == "fit":
             self._stop(pl_module)
-
-    @property
-    def state_key(self) -> str:
-        """Tells the monitors of one trainer apart."""
-        s = self.settings
-        return self._generate_state_key(
-            every_n_steps=s.every_n_steps, quantities=s.quantities, include=s.include, exclude=s.exclude
-        )
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """A checkpoint may be loaded next."""
-        if stage == "fit":
-            self._continuation.forget()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the monitor: plain numbers, names, and which file has the tensors."""
-        try:
-            self._collect()
-            state: dict[str, Any] = self._continuation.state(self._engine)
-            return state
-        except Exception as error:
-            self._warn(f"the checkpoint does not hold the monitor ({type(error).__name__}: {error})", error)
-            return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from this when training starts."""
-        self._continuation.load(state_dict)
-
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Find the state of a monitor whose settings were others, if there is but one that it can be."""
-        taken = {callback.state_key for callback in trainer.callbacks}  # type: ignore[attr-defined]
-        states = {key: state for key, state in checkpoint["callbacks"].items() if key not in taken}
-        mine = [state for key, state in states.items() if str(key).startswith(f"{type(self).__qualname__}{{")]
-        if self.state_key not in checkpoint["callbacks"] and len(mine) == 1:
-            self._continuation.load(mine[0])
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Write the file the state refers to, if it is not there yet."""
-        state = checkpoint.get("callbacks", {}).get(self.state_key, {})
-        with self._said("resumed from this checkpoint, drift will be counted anew"):
-            self._continuation.write(state, trainer, pl_module, self._engine)
-
-    @contextmanager
-    def _said(self, what: str) -> Iterator[None]:
-        """Turn an error into a warning."""
-        try:
-            yield
-        except Exception as error:
-            self._warn(f"{what} ({type(error).__name__}: {error})", error)
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and measurements; what belongs to a fit or a model, and the methods Lightning adds, stay behind."""

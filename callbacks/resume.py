@@ -12,12 +12,13 @@ from weakref import WeakKeyDictionary, ref
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from spectral_monitor.callbacks.again import TrainingStep
 
 from spectral_monitor.engine import Engine
 from spectral_monitor.engine.replays import Again
 from spectral_monitor.oversight import Oversight
 from spectral_monitor.snapshot.portable import fingerprint
+
+from .again import TrainingStep
 
 LARGE = frozenset({"W0", "probe"})
 """Needs that take tensors from the start of training, too large for every checkpoint."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from spectral_monitor.capture.calls import Call
 from spectral_monitor.capture.checks import Checks
 from spectral_monitor.capture.comparison import CallRows, Outputs, first_outputs
 from spectral_monitor.capture.hooks import Hook, ancestors, in_backward
+from spectral_monitor.capture.marks import Marks, marks
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.capture.rows import Kept, RowPicker, count_rows, first_tensor, rows_of, sample_size
 from spectral_monitor.capture.samples import Portion
@@ -351,12 +352,3 @@ class FeatureCapture:
 
 def nothing(root: RootCall) -> None:
     """Foresees nothing."""
-
-
-Marks = dict[int, tuple[int, int]]
-"""Parameter's id -> its version and where it lies: what all writes change but those through ``.data``."""
-
-
-def marks(parameters: Iterable[Tensor]) -> Marks:
-    """The present marks."""
-    return {id(p): (p._version, local_part(p).data_ptr()) for p in parameters}

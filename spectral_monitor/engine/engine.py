@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +15,18 @@ from torch.optim import Optimizer
 from spectral_monitor.anatomy import Anatomy, compiled_modules, dissect, without_compiled
 from spectral_monitor.anatomy.names import label
 from spectral_monitor.capture.comparison import Outputs
-from spectral_monitor.capture.features import FeatureCapture, Marks, marks, nothing
+from spectral_monitor.capture.features import FeatureCapture, nothing
+from spectral_monitor.capture.marks import Marks, marks
 from spectral_monitor.capture.optimizer import OptimizerCapture
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.capture.rows import RowPicker
 from spectral_monitor.engine.activations import RowStage, fingerprints, input_rows
+from spectral_monitor.engine.agreement import agreed
 from spectral_monitor.engine.budget import Budget
 from spectral_monitor.engine.census import Sight, Step, census
 from spectral_monitor.engine.changes import ChangeStage
 from spectral_monitor.engine.full import ALONE, FullStage
-from spectral_monitor.engine.guards import full_precision, refuse
+from spectral_monitor.engine.guards import check_readout, full_precision, refuse
 from spectral_monitor.engine.matrices import MatrixStage
 from spectral_monitor.engine.memory import Memory
 from spectral_monitor.engine.norms import rows_worth
@@ -37,7 +38,7 @@ from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.sights import sights, step_facts
 from spectral_monitor.engine.slices import ELSEWHERE, NO, YES
 from spectral_monitor.engine.stacks import Member
-from spectral_monitor.linalg import Routine, abreast, alone, resumed, together
+from spectral_monitor.linalg import Routine, abreast
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.placement import Extent, Processes, copies, flat_extents, placed, plan, reshard
 from spectral_monitor.warnings import Warner
@@ -211,7 +212,8 @@ class Engine(Memory):
         with self._harmless("looking at what was seen"):
             stage.rest()
             if self.watches_features:
-                self._check_readout()
+                if len(self.optimizers.optimizers) == 1:  # several networks have no last operator in common
+                    check_readout(self.layers, self.features.order, self._warn)
                 outputs = self.features.outputs()
                 again, before, no_replay = self._replays.choose(given, self._moved, self._warn)
                 part = self._replays.look(again, self._warn)
@@ -249,7 +251,7 @@ class Engine(Memory):
         facts.multipliers = self.multipliers
         stage.unused = facts.unused
         rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out, self._patience)
-        self._agreed(self._before_replay(rows, outputs))
+        agreed(self._before_replay(rows, outputs), self.processes)
         if self.watches_features:
             full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn)
             full.checks()
@@ -289,32 +291,6 @@ class Engine(Memory):
             return
         routines = [rows.sample(calls), self._stage.routine()]
         yield from abreast([*routines, rows.forward(calls, outputs)] if features else routines)
-
-    def _agreed(self, routine: Routine[Any]) -> None:
-        """Run a routine that may fail here, but only before it first needs the others: then all give it up.
-
-        Raises:
-            RuntimeError: it failed in another process.
-        """
-        if self.processes is None:
-            alone(routine)
-            return
-        error: Exception | None = None
-        request: list[Tensor] | None = None
-        try:
-            request = next(routine, None)
-        except Exception as raised:
-            error = raised
-        failures = torch.zeros(self.processes.size, device=self.processes.device)
-        failures[self.processes.rank] = float(error is not None)
-        self.processes.sum(failures)
-        if error is not None:
-            raise error
-        if failures.any():
-            who = ", ".join(str(rank) for rank, failed in enumerate(failures.tolist()) if failed)
-            raise RuntimeError(f"process {who} could not, and says why")
-        if request is not None:
-            together(resumed(routine, request), self.processes)
 
     def _put_together(self, measured: Measured, raw: Raw) -> Measurement:
         self._patience.learn(raw)
@@ -360,16 +336,6 @@ class Engine(Memory):
             if not self._failed:
                 self._stage.after(optimizer)
             self.features.settled |= self._stage.stepped
-
-    def _check_readout(self) -> None:
-        """Say so if the readout, a guess by place, was not the last operator that ran."""
-        if len(self.optimizers.optimizers) > 1:
-            return  # several networks, which have no last operator in common
-        order = [i for i in self.features.order if self.layers[i].info.role in ("operator", "readout")]
-        guessed = [i for i in order if "by its place" in self.layers[i].note]
-        if guessed and order[-1] not in guessed:
-            last, taken = self.layers[order[-1]].info.name, self.layers[guessed[-1]].info.name
-            self._warn(f"{taken!r} is taken for the readout, but {last!r} ran last; say roles={{{last!r}: 'readout'}}")
 
     @contextmanager
     def _harmless(self, what: str) -> Iterator[None]:

@@ -6,7 +6,7 @@ import io
 import random
 import sys
 import types
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +23,6 @@ from spectral_monitor.snapshot.room import kept
 LARGE = 10_000
 """Containers of more items are put back, but their items not looked into."""
 
-CHUNK = 1 << 18
-"""Entries that are compared at a time."""
 
 _CONTAINERS = (list, dict, set, deque)
 _DATA = (bool, int, float, complex, str, bytes, type(None), Tensor, tuple, *_CONTAINERS)
@@ -227,28 +225,16 @@ def _changed(states: list[_TensorState]) -> list[bool]:
     through ``.data`` leave no mark. So tensors are compared; where that would mean to wait for a device, all its
     tensors are taken for changed: what is written to them is what they hold.
     """
-    answers = [state.tensor._version != state.version for state in states]
-    asked: dict[torch.device, list[int]] = defaultdict(list)
-    for i, state in enumerate(states):
-        if not answers[i] and state.tensor.layout == torch.strided:
-            if devices.asynchronous(state.tensor.device) and 0 not in state.tensor.stride():
-                answers[i] = True
-            else:
-                asked[state.tensor.device].append(i)
-    for indices in asked.values():
-        differ = [_differ(local_part(states[i].tensor), states[i].copied) for i in indices]
-        for i, answer in zip(indices, torch.stack(differ).tolist(), strict=True):
-            answers[i] = answer
-    return answers
+    return [state.tensor._version != state.version or _differs(state) for state in states]
 
 
-def _differ(now: Tensor, then: Tensor) -> Tensor:
-    """Whether two tensors of one shape differ, looked at in pieces that take little memory."""
-    if not now.ndim:
-        now, then = now.reshape(1), then.reshape(1)
-    rows = max(1, CHUNK * len(now) // max(now.numel(), 1))
-    pairs = zip(_comparable(now).split(rows), _comparable(then).split(rows), strict=True)
-    return torch.stack([(a != b.to(a.device)).any() for a, b in pairs]).any()
+def _differs(state: _TensorState) -> bool:
+    if state.tensor.layout != torch.strided:
+        return False
+    if devices.asynchronous(state.tensor.device) and 0 not in state.tensor.stride():
+        return True
+    now = local_part(state.tensor)
+    return not torch.equal(_comparable(now), _comparable(state.copied.to(now.device)))
 
 
 def _comparable(tensor: Tensor) -> Tensor:
