@@ -93,8 +93,9 @@ class Oversight:
 
     def rescale(self) -> None:
         """Give the measured weights the size they are to begin with, if the correction asks for that."""
-        if self._corrector is not None and self._corrector.correction.spectral_init:
-            rescale(self._engine.layers, float(self._corrector.correction.spectral_init))
+        size = False if self._corrector is None else self._corrector.correction.spectral_init
+        if size:
+            rescale(self._engine.layers, starting_norm(self._engine.model) if size is True else float(size))
 
     def see(
         self, measurement: Measurement, warn: Callable[[str], None], tell: Callable[[str], None] = lambda text: None

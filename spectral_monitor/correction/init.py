@@ -13,6 +13,9 @@ from spectral_monitor.correction.units import units
 from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.snapshot.local import is_distributed
 
+NORMALIZING, PLAIN = 1.0, 2.0
+"""Natural norms to begin with, in networks that normalize their features and in others."""
+TORCH_OWN = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm)
 TOLERANCE = 1e-3
 """Of the norms that weights are divided by."""
 
@@ -51,6 +54,28 @@ def spectral_init_(
         1.0
     """
     return rescale(dissect(module, roles=roles, blocks=blocks).layers, scale)
+
+
+def starting_norm(module: nn.Module) -> float:
+    """The natural norm that operators should begin with: 2 keeps the size of features, which 1 about halves.
+
+    Where features are normalized, 1: their size does not matter then, and small branches beside a residual stream train
+    better. Normalization is told by the classes of modules: torch's, and others whose name ends in "Norm".
+
+    Example:
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+        >>> starting_norm(block), starting_norm(torch.nn.Sequential(torch.nn.LayerNorm(8), block))
+        (2.0, 1.0)
+    """
+    return NORMALIZING if any(map(_normalizes, module.modules())) else PLAIN
+
+
+def _normalizes(module: nn.Module) -> bool:
+    kind = type(module)
+    # torch.nn.utils has parametrizations of weights by such names.
+    return isinstance(module, TORCH_OWN) or (
+        kind.__name__.lower().endswith("norm") and not kind.__module__.startswith("torch.nn.utils")
+    )
 
 
 @torch.no_grad()

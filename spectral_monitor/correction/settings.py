@@ -34,8 +34,8 @@ class LRCorrection:
         max_change: the largest factor by which later ones change a multiplier.
         deadband: multipliers stay where they are while what they aim at is nearer than this factor.
         limits: the smallest and the largest multiplier.
-        spectral_init: first rescale the measured weights as :func:`spectral_init_` does: ``True`` to natural norm 1, a
-            number to that. 2 keeps the size of features from layer to layer in networks that do not normalize them.
+        spectral_init: first rescale the measured weights as :func:`spectral_init_` does: a number to that natural norm,
+            ``True`` to 1 in a network with normalization layers, else to 2, which keeps the size of features.
 
     Raises:
         ValueError: an unknown policy, a number out of range, a reference without its policy or the other way round.

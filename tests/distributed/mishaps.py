@@ -77,7 +77,7 @@ PARTS = {
     "weights": "matrices.MatrixStage.before",  # inside the optimizer's step
     "update": "matrices.MatrixStage.after",
     "inputs": "activations.input_rows",
-    "rows": "engine.layer_row",  # when all is sent and done
+    "rows": "pending.layer_row",  # when all is sent and done
     "replay": "replays.Replays._same_batch",
 }
 
