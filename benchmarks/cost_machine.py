@@ -69,7 +69,7 @@ def describe(device: Device) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory() / 2**30),
-        "system": platform.platform(terse=True),
+        "system": f"{platform.system()}, {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": pl.__version__,

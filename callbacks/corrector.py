@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 from spectral_monitor.condition import SpectralCondition
@@ -26,8 +28,8 @@ class SpectralLRCorrector(SpectralMonitor):
             :class:`~spectral_monitor.correction.LRCorrection`.
         every_n_steps: measure and correct every n-th optimizer step, and at the start the 1st, 2nd, 4th and so on.
         reference: the file of a profile, for ``"reference"``.
-        spectral_init: rescale the weights before the first step, ``True`` to natural norm 1, a number to that; 2 is
-            recommended with ``"target"``.
+        spectral_init: rescale the weights before the first step, a number to that natural norm, ``True`` to 1.25 in
+            networks with normalization layers and to 2 in others; recommended with ``"target"``.
         include, exclude, roles, blocks, history, condition, sinks: as for the monitor. Layers that are not measured
             keep the optimizer's learning rate.
         correction: the rest of the settings of :class:`~spectral_monitor.correction.LRCorrection`.
@@ -35,9 +37,10 @@ class SpectralLRCorrector(SpectralMonitor):
     Raises:
         ValueError: what the monitor refuses; a policy without its reference; an optimizer whose learning rates cannot
             be multiplied (LBFGS), when training starts.
+        TypeError: an argument that neither it nor the correction has.
 
     Example:
-        >>> corrector = SpectralLRCorrector("target", spectral_init=2.0)
+        >>> corrector = SpectralLRCorrector("target", spectral_init=True)
         >>> # trainer = lightning.Trainer(callbacks=[corrector])
         >>> corrector.correction.policy, corrector.settings.every_n_steps
         ('target', 10)
@@ -59,6 +62,11 @@ class SpectralLRCorrector(SpectralMonitor):
         sinks: Sequence[Sink] = (),
         **correction: Any,
     ) -> None:
+        named = [name for name in signature(SpectralLRCorrector).parameters if name != "correction"]
+        others = [f.name for f in fields(LRCorrection) if f.name not in named]
+        for name in correction:
+            if name not in others:
+                raise TypeError(f"SpectralLRCorrector has no argument {name!r}; valid: {', '.join(named + others)}")
         rule = LRCorrection(policy, reference=reference, spectral_init=spectral_init, **correction)
         super().__init__(
             every_n_steps=every_n_steps,

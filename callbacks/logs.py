@@ -67,6 +67,8 @@ class LoggerSink:
 class Reports:
     """What becomes of measurements, on the first process: loggers, files, sinks of the user's, the progress bar.
 
+    Of several monitors of a trainer each has a file of its own, for all measurements in one are of the same layers.
+
     Args:
         sinks: the user's.
         heatmap_every: measurements from one set of pictures to the next; 0 for none.
@@ -90,8 +92,8 @@ class Reports:
         self._all: Sinks | None = None
         self._status = StatusLine()
 
-    def begin(self, trainer: pl.Trainer) -> None:
-        """Training starts."""
+    def begin(self, trainer: pl.Trainer, place: int) -> None:
+        """Training starts; ``place``: which of the trainer's monitors it is, from 1."""
         if not trainer.is_global_zero:
             return
         found: list[Sink] = []
@@ -103,7 +105,9 @@ class Reports:
                 self._warn(f"{type(logger).__name__} will not be given measurements ({what})", error)
         folder = next(filter(None, map(_folder, trainer.loggers)), None)
         if folder is not None:
-            found.append(JSONLinesSink(folder / RUN_FILE))
+            run_file = Path(RUN_FILE)
+            name = run_file.stem if place == 1 else f"{run_file.stem}_{place}"
+            found.append(JSONLinesSink(folder / f"{name}{run_file.suffix}"))
         self._all = Sinks([*found, *self.sinks], self._warn)
         self._status.begin(trainer)
 

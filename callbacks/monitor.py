@@ -27,6 +27,7 @@ from .again import TrainingStep, aside, can_run_again
 from .checkpoints import Checkpointed
 from .logs import Reports, show, tell, warn_of_condition
 from .strategies import refuse, surroundings
+from .together import check_together, place
 
 
 class SpectralMonitor(Checkpointed):
@@ -178,6 +179,7 @@ class SpectralMonitor(Checkpointed):
         processes, wrapper = surroundings(trainer)
         self._engine = Engine(pl_module, trainer.optimizers, self.settings, processes, wrapper)
         self._engine.features.redirected = trainer.strategy.model is not pl_module
+        check_together(trainer, self)
         self._oversight = Oversight(self.mode, self.condition, self.correction, self._engine)
         show(rendered(role_rows(self._engine.anatomy)))
         if not trainer.loggers and trainer.is_global_zero:
@@ -192,7 +194,7 @@ class SpectralMonitor(Checkpointed):
         self._continuation.begin(trainer, pl_module, self._engine, self._oversight, self._warn)
         self.multipliers = self._oversight.multipliers
         self._oversight.arm()
-        self._reports.begin(trainer)
+        self._reports.begin(trainer, place(trainer, self))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -347,7 +349,7 @@ class SpectralMonitor(Checkpointed):
             with self._said("the end of training was not remembered"):
                 self._continuation.end(module, self._engine)
         self._engine = self._oversight = None
-        self._training_step = None
+        self._training_step, self._overdue = None, frozenset()
 
 
 def _scaler(trainer: pl.Trainer) -> Any:

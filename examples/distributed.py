@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -132,6 +133,12 @@ def refuse(strategy: str) -> str:
     return ""
 
 
+def command(name: str) -> str:
+    """How a program of this environment is called from here: by its path, unless the shell finds it or that is long."""
+    path = Path(os.path.relpath(sys.executable)).with_name(name)
+    return name if shutil.which(name) or path.parts[:2] == ("..", "..") else str(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=("ddp", "fsdp2", "tp", "hsdp"), default="ddp", help="default: ddp")
@@ -149,21 +156,21 @@ def main() -> None:
     data, vocab = windows(args.data.read_text())
     sharing = PROCESSES if args.strategy == "tp" else 1  # processes that get the same batch
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    monitor = SpectralMonitor(every_n_steps=args.every)  # the same as in one process
     trainer = L.Trainer(
         strategy="auto" if args.strategy == "ddp" else ModelParallelStrategy(PROCESSES // sharing, sharing),
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
         devices=here,
         num_nodes=PROCESSES // here,
         max_steps=args.steps,
-        callbacks=[SpectralMonitor(every_n_steps=args.every)],  # the same as in one process
+        callbacks=[monitor],
         logger=TensorBoardLogger(args.logdir, name=f"distributed-{args.strategy}"),
         log_every_n_steps=5,
         enable_checkpointing=False,
     )
     trainer.fit(Characters(args.strategy, vocab, args.width), DataLoader(data, 16, shuffle=True, drop_last=True))
-    if trainer.is_global_zero:
-        tensorboard = Path(os.path.relpath(sys.executable)).with_name("tensorboard")
-        print(f"\nSee it:  {tensorboard} --logdir {args.logdir}")
+    if trainer.is_global_zero and monitor.latest is not None:
+        print(f"\nSee it:  {command('tensorboard')} --logdir {args.logdir}")
 
 
 if __name__ == "__main__":

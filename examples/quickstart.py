@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import warnings
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -63,6 +65,12 @@ def loaders(batch_size: int) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader
     return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(val, batch_size)
 
 
+def command(name: str) -> str:
+    """How a program of this environment is called from here: by its path, unless the shell finds it or that is long."""
+    path = Path(os.path.relpath(sys.executable)).with_name(name)
+    return name if shutil.which(name) or path.parts[:2] == ("..", "..") else str(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=512, help="units of a hidden layer")
@@ -76,11 +84,12 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     L.seed_everything(0, verbose=False)
 
+    monitor = SpectralMonitor(every_n_steps=args.every)  # this is all it takes
     logger = TensorBoardLogger(args.logdir, name="quickstart")
     trainer = L.Trainer(
         max_epochs=args.epochs,
         logger=logger,
-        callbacks=[SpectralMonitor(every_n_steps=args.every)],  # this is all it takes
+        callbacks=[monitor],
         devices=1,
         log_every_n_steps=5,
         enable_checkpointing=False,
@@ -89,9 +98,9 @@ def main() -> None:
     trainer.fit(Digits(args.width, args.lr), *loaders(args.batch_size))
 
     print(f"validation accuracy {trainer.callback_metrics['val_accuracy']:.3f}")
-    commands = os.path.dirname(os.path.relpath(sys.executable))
-    print(f"\nSee it:  {os.path.join(commands, 'tensorboard')} --logdir {args.logdir}    (tab Custom Scalars)")
-    print(f"     or  {os.path.join(commands, 'spectral-monitor')} report {logger.log_dir} -o report.html")
+    if monitor.latest is not None:
+        print(f"\nSee it:  {command('tensorboard')} --logdir {args.logdir}    (tab Custom Scalars)")
+        print(f"     or  {command('spectral-monitor')} report {logger.log_dir} -o report.html")
 
 
 if __name__ == "__main__":

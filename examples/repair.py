@@ -90,7 +90,7 @@ def main() -> None:
         wrong[width] = sizes(monitor), loss
         print(f"\n--- width {width}, one learning rate for all, corrected", flush=True)
         L.seed_everything(0, verbose=False)
-        corrector = SpectralLRCorrector("target", every_n_steps=5, spectral_init=2.0)
+        corrector = SpectralLRCorrector("target", every_n_steps=5, spectral_init=True)
         loss = train(OneRate(width, args.natural_lr), corrector, args.epochs)
         right[width] = sizes(corrector), loss
     report("Adam, learning rates fan_out / fan_in (the rule for SGD):", wrong)

@@ -48,7 +48,8 @@ class Measurement:
         flags: every layer that ever did -> 1 if it does now, 0 if not.
         bands: quantity -> (L, 3): the lowest and the highest value that are in order, and the reference between them,
             NaN where a layer is held against nothing; only of what was judged.
-        reasons: why values are NaN: ``"quantity/layer"``, with ``"*"`` for all quantities or all layers -> sentence.
+        reasons: why values are NaN, and why a contribution is exactly 0 although a gradient arrives:
+            ``"quantity/layer"``, with ``"*"`` for all quantities or all layers -> sentence.
             Ask with :meth:`why`.
     """
 

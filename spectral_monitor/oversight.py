@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
 from spectral_monitor.condition import Judge, SpectralCondition, Verdict, bands
-from spectral_monitor.correction import Change, Corrector, LRCorrection, rescale
+from spectral_monitor.correction import Change, Corrector, LRCorrection, rescale, starting_norm
 from spectral_monitor.engine import Engine
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import resolve
@@ -19,6 +20,8 @@ from spectral_monitor.warnings import Warner
 
 Mode = Literal["observe", "warn", "correct"]
 MODES: tuple[str, ...] = get_args(Mode)
+BEGINNING = frozenset({"weight_natural", "drift_ratio"})
+"""Measured at the first measured step, whatever their interval, if at all: they tell which layers began at zero."""
 
 
 class Oversight:
@@ -67,6 +70,21 @@ class Oversight:
         return keys
 
     def _scheduled(self, step: int) -> frozenset[str]:
+        """As scheduled; and of the first measured step what tells who began at zero, for later ones may have it too
+        late.
+        """
+        keys = self._wanted(step)
+        if step == self._first:
+            keys |= BEGINNING & set(self._engine.settings.keys)
+        return keys
+
+    @cached_property
+    def _first(self) -> int:
+        """The first measured step: a correction's first, or that of a schedule."""
+        schedules = self._engine.settings.schedule.groups
+        return min(filter(self._wanted, {1, *(step for some in schedules for step in (*some.first[:1], some.every))}))
+
+    def _wanted(self, step: int) -> frozenset[str]:
         """As scheduled; and if there is a correction, all that it needs at its own steps: those of what it aims at, and
         of the first ones the powers of two, which it learns most from.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -260,7 +260,7 @@ QUANTITIES: dict[str, Quantity] = {
             "standard",
             f"{_SPEED}, Thm 2.1",
             "b dh",
-            "the cosine of that angle",
+            "cosine of the backward-feature angle",
         ),
         _row(
             "sensitivity",
@@ -372,13 +372,15 @@ def resolve(quantities: str | Sequence[str]) -> tuple[str, ...]:
             return TIERS[quantities]
         hint = f" (for a single quantity pass a list: [{quantities!r}])" if quantities in QUANTITIES else ""
         raise ValueError(f"quantities: unknown tier {quantities!r}{hint}; valid tiers: {', '.join(TIERS)}")
+    if not isinstance(quantities, Iterable):
+        raise ValueError(f"quantities must be a tier, {', '.join(TIERS)}, or a list of keys; got {quantities!r}")
     chosen = list(quantities)
     if not chosen:
         raise ValueError(f"no quantities given; valid tiers: {', '.join(TIERS)}; valid keys: {', '.join(QUANTITIES)}")
     for key in chosen:
         if key not in QUANTITIES:
             close = difflib.get_close_matches(str(key), QUANTITIES, n=1)
-            hint = f", did you mean {close[0]!r}?" if close else ""
+            hint = f", did you mean {close[0]!r}?" if close else "."
             raise ValueError(f"quantities: unknown quantity {key!r}{hint} Valid keys: {', '.join(QUANTITIES)}")
     return tuple(key for key in QUANTITIES if key in set(chosen))
 

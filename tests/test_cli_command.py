@@ -91,7 +91,8 @@ def test_a_resumed_run(run, capsys):
     assert main(["show", str(run)]) == 0
     out, err = capsys.readouterr()
     assert out == measured(25, factor=8).table() + "\n"
-    assert "2 measurements were taken again after a resumption; the later ones are shown." in err
+    again = "2 measurements were taken again, after a resumption or by another run into the same file"
+    assert f"{again}; the later ones are shown." in err
     assert main(["show", str(run), "--step", "20"]) == 0
     assert capsys.readouterr().out == measured(20, factor=7).table() + "\n"
     assert main(["show", str(run), "--step", "30"]) == 2
@@ -291,9 +292,14 @@ def test_sweep_in_parts_to_a_file_with_a_picture(factory, tmp_path, capsys):
             "factory.py has no function 'make'; it has Net, make_module, make_data",
         ),
         (["FACTORY:make_module", "--widths", "8,16"], "a slope needs 3 widths, or 3 depths"),
-        (["FACTORY:make_module", "--widths", "8,16,32", "--lr", "0.1"], "lr goes with parametrization="),
-        (["FACTORY:make_module", *OPTIONS, "--quantities", "nothing"], "unknown quantity 'nothing'"),
-        (["FACTORY:make_module", *OPTIONS, "--part", "1/2"], "part= needs path="),
+        (["FACTORY:make_module", "--widths", "8,16,32", "--lr", "0.1"], "--lr goes with --parametrization;"),
+        (["FACTORY:make_module", "--widths", "8,16,32", "--optimizer", "sgd"], "--optimizer 'sgd' goes with --param"),
+        (["FACTORY:make_module", *OPTIONS[:-2]], "--parametrization needs --lr, a positive number, got None"),
+        (
+            ["FACTORY:make_module", *OPTIONS, "--quantities", "nothing"],
+            "unknown quantity 'nothing'. Valid keys:",
+        ),
+        (["FACTORY:make_module", *OPTIONS, "--part", "1/2"], "--part needs -o, where"),
         (["FACTORY:make_module", *OPTIONS, "--figure", "nowhere/x.png"], "cannot write 'nowhere/x.png'"),
         (["FACTORY:make_module", *OPTIONS, "--figure", "x.doc"], "give --figure a .png, .pdf or .svg"),
         (["FACTORY:make_module", *OPTIONS, "-o", "."], "is a folder"),
@@ -309,6 +315,18 @@ def test_a_file_without_data(factory, tmp_path, capsys):
     assert "factory.py has no function 'make_data'; it has Net, make_module, data, ones" in err
 
 
+def test_nothing_says_how_to_train(factory, capsys):
+    assert main(["sweep", f"{factory}:make_module", "--widths", "8,16,32"]) == 2
+    assert "give --parametrization and --lr, or the module a configure_optimizers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["import nowhere", "open('nowhere')", "int('nowhere')"])
+def test_a_file_that_cannot_be_imported_is_named(line, factory, capsys):
+    Path(factory).write_text(f"{line}\n{FACTORY}")
+    err = fails(["sweep", f"{factory}:make_module", *OPTIONS], capsys)
+    assert re.match(r"spectral-monitor: factory.py cannot be imported: \w+Error: .*nowhere", err)
+
+
 WRONG = [
     [],
     ["dance"],
@@ -317,6 +335,9 @@ WRONG = [
     ["sweep", "x.py:f"],
     ["sweep", "x.py:f", "--widths", "8,many"],
     ["sweep", "x.py:f", "--widths", "8", "--part", "2"],
+    ["sweep", "x.py:f", "--widths", "8", "--part", "3/2"],
+    ["sweep", "x.py:f", "--widths", "8,0"],
+    ["sweep", "x.py:f", "--widths", "8", "--seeds", "0"],
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import doctest
 import importlib
 import importlib.util
 import math
@@ -184,6 +186,13 @@ def test_the_python_on_the_page_runs(page, monkeypatch, tmp_path, capsys):
         assert [main(shlex.split(command)) for command in commands] == [0, 0]
         assert "all 3 layers inside" in capsys.readouterr().out
         assert "Are updates the right size?" in Path("report.html").read_text()
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_all_python_is_python(page):
+    for indent, block in re.findall(r"^( *)```python\n(.*?)^\1```", page.read_text(), re.MULTILINE | re.DOTALL):
+        text = re.sub(f"^{indent}", "", block, flags=re.MULTILINE)
+        ast.parse(doctest.script_from_examples(text) if text.startswith(">>> ") else text, page.name)
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)

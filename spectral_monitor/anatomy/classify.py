@@ -83,6 +83,8 @@ def _unfit(weight: Tensor) -> str:
         return "not initialised: run one batch through the model before"
     if not weight.is_floating_point():
         return f"dtype {weight.dtype} is not real floating point"
+    if weight.element_size() < 2:
+        return f"dtype {weight.dtype} says nothing without its scales, which are elsewhere"
     if weight.numel() == 0:
         return "empty"
     return ""

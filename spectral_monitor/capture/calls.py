@@ -11,7 +11,7 @@ from torch import Tensor
 from spectral_monitor.capture.checks import Checked
 from spectral_monitor.capture.comparison import CallRows
 from spectral_monitor.capture.replay import RootCall
-from spectral_monitor.capture.rows import Kept
+from spectral_monitor.capture.rows import Kept, RowPicker
 from spectral_monitor.linalg import compute_dtype
 
 
@@ -25,7 +25,7 @@ class Call:
         root: the outermost call it was part of.
         features: of the output.
         outputs: rows of the output, chosen or not.
-        norm: of all rows that were chosen of the output.
+        norm: of all rows of the output, as far as those say that were chosen at first.
         watched: whether the gradient of the output is waited for.
         original: the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed.
         compared: how many of the chosen rows are kept, if it is known that only the first will be compared.
@@ -59,6 +59,18 @@ class Call:
     def gradient(self) -> Tensor | None:
         """Of the output, if it arrived exactly once and nobody has overwritten it."""
         return self.b.get() if self.b is not None and self.b_count == 1 else None
+
+    def thin(self, picker: RowPicker, room: int, compared: int | None, device: torch.device) -> None:
+        """Keep at most ``room`` of the rows that were chosen, those that would have been chosen so; ``compared`` of
+        them will be compared.
+        """
+        if self.count <= room:
+            return
+        index = picker.choose(self.outputs, room, device)
+        assert index is not None
+        place = (index if self.index is None else torch.searchsorted(self.index, index))[:compared]
+        self.h_out, self.b = self.h_out.part(place), None if self.b is None else self.b.part(place)
+        self.index, self.count, self.compared, self.original = index, len(index), compared, None
 
     def rows(self, h: Tensor) -> CallRows:
         """What is kept of it, ``h`` of the output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from spectral_monitor.anatomy import Layer
 from spectral_monitor.capture.calls import Call
 from spectral_monitor.capture.checks import Checks
 from spectral_monitor.capture.comparison import CallRows, Outputs, first_outputs
-from spectral_monitor.capture.hooks import Hook, ancestors, in_backward
+from spectral_monitor.capture.hooks import Hook, ancestors, in_backward, in_transform
 from spectral_monitor.capture.marks import Marks, marks
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.capture.rows import Kept, RowPicker, count_rows, first_tensor, rows_of, sample_size
@@ -45,6 +46,7 @@ class FeatureCapture:
         forward_open: whether calls that are made now are those of the forward that leads to the step.
         backward_open: whether gradients that arrive now are those of the step's backward pass.
         settled: layers whose step is done; later calls are none of theirs.
+        hidden: layers that were called inside a transform of ``torch.func``, where features cannot be seen.
         redirected: whether the first outermost call of the model is none of its own, but the way in which the training
             step is run inside a wrapper's forward.
         weights: marks of the watched parameters at the end of the last forward, see :func:`marks`.
@@ -87,11 +89,13 @@ class FeatureCapture:
         self.forward_open = True
         self.backward_open = True
         self.settled: set[int] = set()
+        self.hidden: set[int] = set()
         self.weights: Marks = {}
         self._backward_seen = False
         self._waiting: set[int] = set()
         if self.checks is not None:
             self.checks.forget()
+        self._shares: dict[int, float] = {}
         self._depth = 0
         self._way_in = self.redirected
         self._way_out = False
@@ -134,7 +138,7 @@ class FeatureCapture:
         self._reset()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._replayed or not self.forward_open or in_backward():
+        if self._replayed or not self.forward_open or in_backward() or in_transform():
             return
         if self._way_in and module is self._model:
             self._way_in, self._way_out = False, True
@@ -177,7 +181,7 @@ class FeatureCapture:
                 self.calls[i] = rest
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._replayed or not self.forward_open or in_backward():
+        if self._replayed or not self.forward_open or in_backward() or in_transform():
             return
         if self._way_out and self._depth == 0 and module is self._model:
             self._way_out = False
@@ -200,6 +204,10 @@ class FeatureCapture:
             return
         if not self._replayed and (not self.forward_open or i in self.settled):
             return
+        if in_transform() or i in self.hidden:
+            self.hidden.add(i)
+            self.calls.pop(i, None)
+            return
         with self._harmless(f"the forward pass of {self.layers[i].info.name}"):
             whole = first_tensor(output)
             if whole is None:
@@ -212,16 +220,15 @@ class FeatureCapture:
                 return
             out = local_part(whole)
             spatial = len(layer.info.shape) - 2
-            taken = sum(call.count for call in self.calls.get(i, ()))
             count = count_rows(out, layer.channels_first, spatial)
-            index = self._picker.choose(count, (self._max_rows or count) - taken, out.device)
+            index = self._chosen(i, count, out.device)
             pick = partial(rows_of, channels_first=layer.channels_first, spatial=spatial)
             h_out = pick(out, index=index)
-            compared = self._compared(i, count, len(h_out), out.device)
+            compared = self._compared((i, len(self.calls.get(i, ()))), count, len(h_out), out.device)
             copy = i not in self._lasting and h_out.data_ptr() == out.data_ptr() and compared is None
             kept = Kept(h_out[:compared].clone() if copy or compared is not None else h_out)
             original = h_out if copy and i not in self._overwritten else None
-            eps, norm = torch.finfo(out.dtype).eps, length(h_out)
+            eps, norm = torch.finfo(out.dtype).eps, length(h_out) * math.sqrt(count / max(len(h_out), 1))
             call = Call(None, kept, len(h_out), eps, index, self._root, h_out.shape[1], count, norm, original)
             call.compared = compared
             x = None if given is None else local_part(given)
@@ -232,7 +239,8 @@ class FeatureCapture:
             if x is not None and x.is_floating_point() and layer.info.role != "embedding":
                 rows = count_rows(x, layer.channels_first, spatial)
                 call.inputs = rows
-                call.h_in = Kept(pick(x, index=self._chosen_inputs(rows, x.numel() // max(rows, 1), x.device)))
+                first = self.calls[i][0].inputs if i in self.calls else rows
+                call.h_in = Kept(pick(x, index=self._chosen_inputs(first, rows, x.numel() // max(rows, 1), x.device)))
             self.calls.setdefault(i, []).append(call)
             self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:
@@ -241,9 +249,27 @@ class FeatureCapture:
                 call.checked = self.checks.forward(layer, given, whole)
             self._watch(i, call, whole)
 
-    def _compared(self, i: int, count: int, chosen: int, device: torch.device) -> int | None:
+    def _chosen(self, i: int, count: int, device: torch.device) -> Tensor | None:
+        """Which rows of one more call are kept, ``None`` for all of them.
+
+        Where a layer is called so often that its rows become too many, each call keeps its share of half the room, so
+        that calls are thinned out again only when there are twice as many rows.
+        """
+        calls = self.calls.get(i, ())
+        if self._max_rows is None or not calls:
+            return self._picker.choose(count, self._max_rows or count, device)
+        total = count + sum(call.outputs for call in calls)
+        share = self._shares.get(i, 1.0)
+        if math.ceil(share * count) + sum(call.count for call in calls) > self._max_rows:
+            share = self._shares[i] = self._max_rows / (2 * total)
+            for n, call in enumerate(calls):
+                room = math.ceil(share * call.outputs)
+                call.thin(self._picker, room, self._compared((i, n), call.outputs, room, device), device)
+        return self._picker.choose(count, math.ceil(share * count), device)
+
+    def _compared(self, call: tuple[int, int], count: int, chosen: int, device: torch.device) -> int | None:
         """How many of the rows that were chosen will be compared, the first ones; ``None`` for all."""
-        rows = None if self._portion is None else self._portion.rows((i, len(self.calls.get(i, ()))), count)
+        rows = None if self._portion is None else self._portion.rows(call, count)
         if rows is None or rows == count:
             return None
         return self._picker.share(count, chosen, rows, count, device)[0]
@@ -327,12 +353,14 @@ class FeatureCapture:
             rows = None if call.h_in is None else call.h_in.get()
             if rows is None or layer is None:
                 return {}
-            index = self._chosen_inputs(call.inputs, rows.shape[1], rows.device)
+            index = self._chosen_inputs(self.calls[i][0].inputs, call.inputs, rows.shape[1], rows.device)
             found.append(CallRows(index, rows, None, call.inputs, len(rows), call.inputs))
         return {i: found} if found else {}
 
-    def _chosen_inputs(self, rows: int, features: int, device: torch.device) -> Tensor | None:
-        return self._picker.choose(rows, min(self._max_rows or rows, sample_size(features)), device)
+    def _chosen_inputs(self, first: int, rows: int, features: int, device: torch.device) -> Tensor | None:
+        """Of each call the same share as of the first one, which had ``first`` rows."""
+        room = min(self._max_rows or first, sample_size(features))
+        return self._picker.choose(rows, rows if first <= room else -(-rows * room // first), device)
 
     def drop_inputs(self) -> None:
         """Free what was kept of the layers' inputs, so that a replay finds room."""

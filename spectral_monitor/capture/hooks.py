@@ -34,6 +34,13 @@ def ancestors(model: nn.Module, targets: set[int]) -> list[nn.Module]:
     return [module for module in model.modules() if any(id(part) in targets for part in module.modules())]
 
 
+def in_transform() -> bool:
+    """Whether this is called inside ``vmap``, ``grad`` or another transform of ``torch.func``: tensors are then none of
+    those that there are outside.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def in_backward() -> bool:
     """Whether this is called in the middle of a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -22,6 +22,14 @@ def clone_tree(value: Any) -> Any:
     return mapped(value, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
 
 
+def kept(value: Any, otherwise: Any) -> tuple[Any, Exception | None]:
+    """A copy of what a forward is given; or ``otherwise``, and why it cannot be copied."""
+    try:
+        return clone_tree(value), None
+    except Exception as error:
+        return otherwise, error.with_traceback(None)  # that holds what is on the stack
+
+
 class RootCall:
     """An outermost module call that is about to be made, remembered so that it can be made again.
 
@@ -31,6 +39,7 @@ class RootCall:
 
     Attributes:
         iterators: types of iterators among its arguments or in the module, which another call would use up.
+        uncopied: why its arguments could not be copied, if they could not; then it cannot be made again.
         reached: calls of measured layers inside it.
         loss: the loss the call returned, if it returned one.
         loss_gradients: gradients that arrived there, if they were waited for: 1 and factors, one if all is well.
@@ -45,7 +54,7 @@ class RootCall:
         self.reached = 0
         self.loss: Tensor | None = None
         self.loss_gradients: list[Tensor] = []
-        self.given = clone_tree((args, kwargs))
+        self.given, self.uncopied = kept((args, kwargs), ((), {}))
         self.modes = modes(module)
         self.drew = False
         self._state = Snapshot(module, weights=False)

@@ -78,6 +78,11 @@ class Kept:
         rows = self._rows
         return rows if rows.is_inference() or rows._version == self._version else None
 
+    def part(self, index: Tensor) -> Kept:
+        """Some of the rows, copied; of rows that were overwritten nothing."""
+        rows = self.get()
+        return self if rows is None else Kept(rows.index_select(0, index))
+
 
 def count_rows(x: Tensor, channels_first: bool, spatial: int) -> int:
     """How many rows ``x`` holds."""

@@ -3,56 +3,86 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectral_monitor.snapshot.local import is_distributed
 
 
 def mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of nested containers with ``of`` each tensor; anything else is shared."""
+    """A copy of nested containers, of their own types, with ``of`` each tensor; anything else is shared.
+
+    What cannot be changed is copied only if something inside is.
+
+    Raises:
+        Exception: what copying a container of the user's raises.
+    """
     if isinstance(value, Tensor):
         return of(value)
-    if isinstance(value, tuple):
-        items = [mapped(item, of) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [mapped(item, of) for item in value]
-    if _is_dict(value):
-        copied = copy.copy(value)
-        copied.update((key, mapped(item, of)) for key, item in value.items())
-        return copied
     if _wraps_dict(value):
-        wrapper = copy.copy(value)
-        wrapper.data = mapped(wrapper.data, of)
-        return wrapper
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: mapped(getattr(value, f.name), of) for f in fields(value) if f.init})
-    return value
+        copied = _copied(value)
+        copied.data = mapped(value.data, of)
+        return copied
+    inside = _inside(value)
+    if inside is None:
+        return value
+    items = [(key, mapped(item, of)) for key, item in inside]
+    if isinstance(value, tuple):
+        same = all(new is old for (_, new), (_, old) in zip(items, inside, strict=True))
+        return value if same else _tuple_like(value, [item for _, item in items])
+    copied = _copied(value)
+    for (key, new), (_, old) in zip(items, inside, strict=True):
+        if isinstance(value, (list, dict)):
+            copied[key] = new
+        elif new is not old:
+            object.__setattr__(copied, key, new)  # dataclasses may be frozen
+    return copied
 
 
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict) and type(value).__module__ in ("builtins", "collections")
+def _inside(value: Any) -> list[tuple[Any, Any]] | None:
+    """What a container holds, and by which index, key or name; ``None`` of anything else."""
+    if isinstance(value, (tuple, list)):
+        return list(enumerate(value))
+    if isinstance(value, dict) or _wraps_dict(value):
+        return list(value.items())
+    if is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        # What __post_init__ has added is no field; with slots there are fields alone.
+        names = dict.fromkeys([*(f.name for f in fields(value)), *getattr(value, "__dict__", ())])
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return None
 
 
 def _wraps_dict(value: Any) -> bool:
     """Whether it is a UserDict, a BatchEncoding or the like."""
-    return isinstance(value, Mapping) and isinstance(getattr(value, "data", None), dict)
+    return not isinstance(value, dict) and isinstance(value, Mapping) and isinstance(getattr(value, "data", None), dict)
+
+
+def _copied(value: Any) -> Any:
+    copied = copy.copy(value)
+    if copied is value:
+        raise TypeError(f"a copy of a {type(value).__name__} is itself")
+    return copied
+
+
+def _tuple_like(value: Any, items: list[Any]) -> Any:
+    """A tuple of the same class, whose constructor may take anything."""
+    kind = type(value)
+    if hasattr(kind, "n_fields"):  # what torch.max returns, for one, can only be made by its class
+        return kind(items)
+    made = tuple.__new__(kind, items)
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
+    return made
 
 
 def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     """What :func:`mapped` maps or shares, and where it is."""
-    inside: Iterable[tuple[object, Any]] | None = None
-    if isinstance(value, (tuple, list)):
-        inside = enumerate(value)
-    elif _is_dict(value) or _wraps_dict(value):
-        inside = value.items()
-    elif is_dataclass(value) and not isinstance(value, type):
-        inside = ((f.name, getattr(value, f.name)) for f in fields(value) if f.init)
+    inside = None if isinstance(value, Tensor) else _inside(value)
     if inside is None:
         yield where, value
     else:
@@ -61,23 +91,39 @@ def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def batch_size(tree: Any) -> int | None:
-    """Entries of the first tensor along its first dimension; ``None`` without one, or where not all can be cut."""
+    """Entries of the first tensor with several along its first dimension, else of the first one.
+
+    ``None`` without a tensor that has dimensions, or where not all can be cut.
+    """
     tensors = [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
     if any(x.layout != torch.strided or x.is_nested or is_distributed(x) for x in tensors):
         return None
-    return next((len(x) for x in tensors if x.ndim), None)
+    lengths = [len(x) for x in tensors if x.ndim]
+    return next((length for length in lengths if length > 1), lengths[0] if lengths else None)
 
 
-def signature(tree: Any) -> Hashable:
-    """What two batches have in common of which :func:`cut` cuts the same tensors."""
+def signature(tree: Any) -> tuple[tuple[str, Hashable, str], ...]:
+    """Where leaves are, of what kind, and the values of numbers, words and the like.
+
+    Of batches of one signature :func:`cut` cuts the same tensors, and no word or number among the arguments tells a
+    forward to treat them differently.
+    """
     size = batch_size(tree)
 
     def kind(leaf: Any) -> Hashable:
         if isinstance(leaf, Tensor):
             return leaf.ndim, leaf.ndim > 0 and len(leaf) == size
-        return leaf if isinstance(leaf, bool) else type(leaf).__qualname__
+        return type(leaf).__qualname__
 
-    return tuple((where, kind(leaf)) for where, leaf in leaves(tree))
+    return tuple((where, kind(leaf), _value(leaf)) for where, leaf in leaves(tree))
+
+
+def _value(leaf: Any) -> str:
+    """A number, a word or a member of an Enum as text, which is the same in every process; else nothing."""
+    if isinstance(leaf, Enum):
+        return str(leaf.name or leaf.value)
+    plain = next((known for known in (int, float, complex, str, bytes) if isinstance(leaf, known)), None)
+    return "" if plain is None else plain.__repr__(leaf)
 
 
 def cut(tree: Any, which: slice) -> Any:

@@ -9,7 +9,6 @@ from itertools import takewhile
 from spectral_monitor.condition.checks import SUSPECT, Finding
 from spectral_monitor.condition.network import Network, Row
 from spectral_monitor.condition.verdict import short
-from spectral_monitor.functional.norms import geometric_median
 
 CAUSES = {
     "lr_zero": "its learning rate is 0 while others learn",
@@ -67,14 +66,16 @@ def cause(finding: Finding, network: Network) -> Told:
         told = explanation(finding, row, network)
         if told is not None:
             code, sentence = told
-            return code, f"{_what(finding)}: {sentence}"
-    return "unknown", f"{_what(finding)}, and none of the known causes fits"
+            return code, f"{_what(finding, row)}: {sentence}"
+    return "unknown", f"{_what(finding, row)}, and none of the known causes fits"
 
 
-def _what(finding: Finding) -> str:
+def _what(finding: Finding, row: Row) -> str:
     """What was seen, before any explanation."""
     if finding.check == "dead":
-        return "no gradient reaches its weights" if finding.quantity == "contribution" else "it does not move at all"
+        if finding.quantity != "contribution":
+            return "it does not move at all"
+        return "nothing of its gradient is in its update" if row.get("lost") > 0 else "no gradient reaches its weights"
     if finding.check == "exploding":
         return f"each step moves it by {short(finding.value)} of its own size"
     noun = "update" if finding.quantity.startswith("update") else "weights"
@@ -103,7 +104,12 @@ def _lr_zero(finding: Finding, row: Row, network: Network) -> Told | None:
 
 def _dead(finding: Finding, row: Row, network: Network) -> Told | None:
     """Which of a chain of dead layers is to blame: the last one whose bias is dead too, if biases are measured."""
-    dead = [other for other in network.rows if other.get("contribution") == 0 and other.get("lr") != 0]
+    dead = [other for other in network.rows if _silent(other) and other.get("lr") != 0]
+    if row.get("lost") > 0:
+        return "unmoved", (
+            "gradients arrive, but its updates are lost, most likely as too small for the precision of its weights; "
+            "keep them in float32, or raise its learning rate"
+        )
     if row not in dead:
         return "unmoved", "a learning rate but no update: no gradient arrives, or updates too small for its precision"
     if len(dead) == len(network.rows):
@@ -112,21 +118,25 @@ def _dead(finding: Finding, row: Row, network: Network) -> Told | None:
             "nor does any other layer: the loss does not depend on them, is exactly 0, or one of them is dead",
         )
     chain = list(takewhile(lambda other: other in dead, network.rows[network.rows.index(row) :]))
-    silent = [other for other in chain if not _bias(other, network)]
-    if row not in silent:
-        return "dead_input", "its bias learns, so its inputs are all zero: the layer before it is dead"
-    if silent[-1] is not row:
-        return "dead_above", f"a later layer ({silent[-1].info.name}) is dead and lets no gradient through"
+    blamed = [other for other in chain if not _bias(other, network)]
+    if row not in blamed:
+        return "dead_input", "a gradient reaches its bias, so its inputs are all zero: the layer before it is dead"
+    if blamed[-1] is not row:
+        return "dead_above", f"a later layer ({blamed[-1].info.name}) is dead and lets no gradient through"
     size = network.vectors.get(f"{row.info.name}.bias", row).get("weight_natural")
     never = f" (biases of size {short(size)})" if size > 10 else ""
     return "dead", f"its outputs are cut off, as by a ReLU that never opens{never}, or detached; initialise it anew"
 
 
-def _bias(row: Row, network: Network) -> float:
-    """Contribution of its bias, 0 if it has none or that was not measured."""
+def _silent(row: Row) -> bool:
+    """Whether no gradient arrives: it contributes nothing, and not because its update was lost."""
+    return row.get("contribution") == 0 and not row.get("lost") > 0
+
+
+def _bias(row: Row, network: Network) -> bool:
+    """Whether a gradient arrives at its bias; not if it has none or that was not measured."""
     bias = network.vectors.get(f"{row.info.name}.bias")
-    value = 0.0 if bias is None else bias.get("contribution")
-    return 0.0 if math.isnan(value) else value
+    return bias is not None and not math.isnan(bias.get("contribution")) and not _silent(bias)
 
 
 def _lr(finding: Finding, row: Row, network: Network) -> Told | None:
@@ -189,7 +199,7 @@ def _heavy(finding: Finding, row: Row, network: Network) -> Told | None:
     factor = size / network.others("weight_natural", row)
     if not factor > HEAVY:
         return None
-    if row.get("drift_ratio") > MOVED:
+    if _grew(row, network):
         return _outgrown(finding, row, network)
     if row.info.role == "readout":
         return "readout_init", (
@@ -199,17 +209,23 @@ def _heavy(finding: Finding, row: Row, network: Network) -> Told | None:
     return "weights_too_large", f"initialised {short(factor)} times larger than the others; divide its weights by that"
 
 
+def _grew(row: Row, network: Network) -> bool:
+    """Whether its weights are as large as updates have made them."""
+    return row.get("drift_ratio") > MOVED or row.info.name in network.from_zero
+
+
 def _outgrown(finding: Finding, row: Row, network: Network) -> Told:
+    drift = row.get("drift_ratio")
+    far = "come all the way from zero" if math.isnan(drift) else f"moved {short(drift)} times the size they began with"
     return "exploding", (
-        f"its weights have moved {short(row.get('drift_ratio'))} times the size they began with, and stretch by "
-        f"{short(row.get('weight_natural'))}; lower its learning rate"
+        f"its weights have {far}, and stretch by {short(row.get('weight_natural'))}; lower its learning rate"
     )
 
 
 def _heavy_elsewhere(finding: Finding, row: Row, network: Network) -> Told | None:
     heavy = max(network.peers, key=lambda other: other.get("weight_natural") or 0.0, default=row)
     factor = heavy.get("weight_natural") / network.others("weight_natural", heavy)
-    if heavy is row or not factor > HEAVY or heavy.get("drift_ratio") > MOVED:
+    if heavy is row or not factor > HEAVY or _grew(heavy, network):
         return None
     return "weights_elsewhere", (
         f"the weights of {heavy.info.name} are {short(factor)} times the median of the others; see to it first"
@@ -250,7 +266,7 @@ def _fan_in(finding: Finding, row: Row, network: Network) -> Told | None:
     """Under Adam and one learning rate the share of a layer is that of its fan_in."""
     if network.family != "adam" or network.rule() != "one rate" or not row.dense:
         return None
-    middle = geometric_median(other.info.fan_in for other in network.peers)
+    middle = network.usual_fan_in(finding.quantity)
     factor = row.info.fan_in / middle
     if not _explains(factor, finding):
         return None
@@ -301,10 +317,10 @@ _BY_CHECK: dict[str, tuple[Explanation, ...]] = {
         _sgd_rule,
         _ntk,
         _lr,
+        _fan_in,
         _heavy,
         _lr_elsewhere,
         _heavy_elsewhere,
-        _fan_in,
         _vanishing,
         _readout_width,
     ),

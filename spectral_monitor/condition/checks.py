@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from spectral_monitor.condition.network import Network, Row
 from spectral_monitor.condition.settings import Band, SpectralCondition
-from spectral_monitor.functional.norms import geometric_median
 
 UPDATE_LIMIT = 0.5
 """A step that moves a matrix by half its norm, again and again, learns nothing that the next one keeps."""
@@ -134,7 +133,7 @@ def _reference(network: Network, row: Row, condition: SpectralCondition) -> Find
     if condition.reference == "theory":
         return Finding("reference", name, quantity, value, 1.0, (low, high), "what theory has")
     if row is network.peers[0]:
-        room = row.info.fan_in / geometric_median(other.info.fan_in for other in network.peers)
+        room = row.info.fan_in / network.usual_fan_in(quantity)
         low, high = low * min(1.0, max(room, 1 / FIRST_ROOM)), high * max(1.0, min(room, FIRST_ROOM))
     suspected = _suspect(network, row)
     if suspected:  # less of a deviation is proof of it

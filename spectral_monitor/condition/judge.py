@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from spectral_monitor.condition.causes import cause
@@ -14,7 +14,7 @@ from spectral_monitor.condition.startup import StartUp
 from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.measurement import Measurement
 
-VERSION = 2
+VERSION = 3
 """Of the saved state."""
 
 
@@ -97,6 +97,7 @@ class Judge:
         self._known |= columns(measurement)
         network = Network.read(measurement, self._known, self._optimizers, self._tied)
         self._startup.look(measurement, network)
+        network = replace(network, from_zero=frozenset(self._startup.from_zero))
         everything = tuple(findings(network, self.condition))
         self.findings = tuple(f for f in everything if f.quantity in measurement.values)
         found = {(f.layer, f.check): f for f in everything if not self._startup.waits(f)}

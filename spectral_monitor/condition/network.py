@@ -56,10 +56,18 @@ def family(optimizers: Iterable[str]) -> str:
 
 
 def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
-    """What a measurement has of :data:`READ`."""
+    """What a measurement has of :data:`READ`, and ``lost`` beside contributions: 1 where that is 0 although a gradient
+    arrives, else 0.
+    """
     names = [info.name for info in measurement.layers]
-    found = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
-    return {key: {n: x for n, x in zip(names, some, strict=True) if not math.isnan(x)} for key, some in found.items()}
+    given = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
+    found = {key: {n: x for n, x in zip(names, some, strict=True) if not math.isnan(x)} for key, some in given.items()}
+    if "contribution" in found:
+        why = {
+            name: measurement.why("contribution", name) if x == 0 else "" for name, x in found["contribution"].items()
+        }
+        found["lost"] = {name: float("gradient arrives" in reason) for name, reason in why.items()}
+    return found
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,7 @@ class Network:
         vectors: biases and gains by name.
         compared: names of the layers that may be compared with each other: not those whose weights are tied.
         family: of the optimizer, as :func:`family` has it.
+        from_zero: names of the layers that began at zero.
     """
 
     step: int
@@ -96,6 +105,7 @@ class Network:
     vectors: Mapping[str, Row] = field(default_factory=dict)
     compared: frozenset[str] = frozenset()
     family: str = ""
+    from_zero: frozenset[str] = frozenset()
     _middles: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
     _factors: dict[tuple[float, int, int], float] = field(default_factory=dict, repr=False, compare=False)
 
@@ -133,12 +143,22 @@ class Network:
     def middle(self, quantity: str) -> float:
         """Geometric median over the peers."""
         if quantity not in self._middles:
-            self._middles[quantity] = geometric_median(row.get(quantity) for row in self.peers)
+            self._middles[quantity] = geometric_median(row.get(quantity) for row in self._measures(quantity))
         return self._middles[quantity]
 
     def others(self, quantity: str, row: Row) -> float:
         """Geometric median over the peers but one."""
-        return geometric_median(other.get(quantity) for other in self.peers if other is not row)
+        return geometric_median(other.get(quantity) for other in self._measures(quantity) if other is not row)
+
+    def _measures(self, quantity: str) -> Sequence[Row]:
+        """Peers that others are held against: the size of what began at zero says nothing of that of weights."""
+        if quantity != "weight_natural":
+            return self.peers
+        return [row for row in self.peers if row.info.name not in self.from_zero]
+
+    def usual_fan_in(self, quantity: str) -> float:
+        """Geometric median of the number of inputs, over the peers that make up :meth:`middle`."""
+        return geometric_median(row.info.fan_in for row in self._measures(quantity) if row.get(quantity) > 0)
 
     @cached_property
     def top_lr(self) -> float:

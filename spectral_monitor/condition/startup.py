@@ -28,10 +28,12 @@ class StartUp:
 
     Attributes:
         why: the reason that layers are not compared at the latest measurement; empty if they are.
+        from_zero: names of the layers that began at zero.
     """
 
     def __init__(self) -> None:
         self.why = ""
+        self.from_zero: set[str] = set()
         self._rates = self._sizes = 0  # measurements that have learning rates, sizes of weights
         self._top_lr = math.nan
         self._rising = False
@@ -39,6 +41,11 @@ class StartUp:
 
     def look(self, measurement: Measurement, network: Network) -> None:
         """See the next measurement; what it does not have stays as it was seen last."""
+        sizes = {row.info.name: row.get("weight_natural") for row in network.rows}
+        new = {name for name, size in sizes.items() if size == 0 or _began_at_zero(measurement, name)} - self.from_zero
+        self.from_zero |= new
+        if self._sizes < GRACE:
+            self._growing |= dict.fromkeys(new, 0.0)
         if network.top_lr == 0:  # before a warm-up
             self.why = "all learning rates are 0"
             return
@@ -46,23 +53,25 @@ class StartUp:
             self._rates += 1
             self._rising = network.top_lr > RISEN * self._top_lr and self._rates <= GRACE
             self._top_lr = network.top_lr
-        sizes = {row.info.name: row.get("weight_natural") for row in network.rows}
-        if "weight_natural" in measurement.values or all(map(math.isnan, sizes.values())):
-            self._grow(measurement, sizes)
+        if "weight_natural" in measurement.values or (self._growing and all(map(math.isnan, sizes.values()))):
+            self._grow(sizes)
         self.why = ""
         if self._growing:
             self.why = f"{', '.join(self._growing)} began at zero and is still growing"
         elif self._rising:
             self.why = "the learning rate is warming up"
 
-    def _grow(self, measurement: Measurement, sizes: Mapping[str, float]) -> None:
+    def _grow(self, sizes: Mapping[str, float]) -> None:
         self._sizes += 1
-        if self._sizes == 1:
-            self._growing = {name: 0.0 for name in sizes if _began_at_zero(measurement, name)}
-        else:
-            now = {name: sizes.get(name, math.nan) for name in self._growing}
+        kept = {}
+        for name, before in self._growing.items():
+            size = sizes[name]
             # Still zero: what follows it began at zero too, and passed no gradient on.
-            self._growing = {name: size for name, size in now.items() if not size or size > GROWN * self._growing[name]}
+            if not size or size > GROWN * before:
+                kept[name] = size
+            elif math.isnan(size):  # not measured yet
+                kept[name] = before
+        self._growing = kept
         if self._sizes > GRACE:
             late = self._sizes > 2 * GRACE
             self._growing = {name: size for name, size in self._growing.items() if size > 0 and not late}
@@ -76,17 +85,18 @@ class StartUp:
     def state_dict(self) -> dict[str, Any]:
         """Plain types."""
         counts = {"rates": self._rates, "sizes": self._sizes}
-        return {**counts, "rising": self._rising, "top_lr": self._top_lr, "growing": dict(self._growing)}
+        growth = {"growing": dict(self._growing), "from_zero": sorted(self.from_zero)}
+        return {**counts, "rising": self._rising, "top_lr": self._top_lr, **growth}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self._rates, self._sizes = int(state["rates"]), int(state["sizes"])
         self._rising, self._top_lr = bool(state["rising"]), float(state["top_lr"])
-        self._growing = dict(state["growing"])
+        self._growing, self.from_zero = dict(state["growing"]), set(state["from_zero"])
 
 
 def _began_at_zero(measurement: Measurement, layer: str) -> bool:
-    """Whether the weights before the first measured step were zero: the update is all there is of them."""
+    """Whether the weights were zero before this step, which is the first one that says so, or at the start."""
     if "update_ratio" in measurement.values and "zero" in measurement.why("update_ratio", layer):
         return True
     return "drift_ratio" in measurement.values and "zero" in measurement.why("drift_ratio", layer)

@@ -13,7 +13,7 @@ from spectral_monitor.correction.units import units
 from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.snapshot.local import is_distributed
 
-NORMALIZING, PLAIN = 1.0, 2.0
+NORMALIZING, PLAIN = 1.25, 2.0
 """Natural norms to begin with, in networks that normalize their features and in others."""
 TORCH_OWN = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm)
 TOLERANCE = 1e-3
@@ -57,15 +57,16 @@ def spectral_init_(
 
 
 def starting_norm(module: nn.Module) -> float:
-    """The natural norm that operators should begin with: 2 keeps the size of features, which 1 about halves.
+    """The natural norm that operators should begin with: 2, which keeps the size of features.
 
-    Where features are normalized, 1: their size does not matter then, and small branches beside a residual stream train
-    better. Normalization is told by the classes of modules: torch's, and others whose name ends in "Norm".
+    Where features are normalized, 1.25: their size does not matter then, and weights that are smaller beside the same
+    updates trained better (docs/transfer.md). Normalization is told by the classes of modules: torch's, and others
+    whose name ends in "Norm".
 
     Example:
         >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
         >>> starting_norm(block), starting_norm(torch.nn.Sequential(torch.nn.LayerNorm(8), block))
-        (2.0, 1.0)
+        (2.0, 1.25)
     """
     return NORMALIZING if any(map(_normalizes, module.modules())) else PLAIN
 

@@ -149,7 +149,7 @@ class RowStage:
         rows: dict[tuple[int, str], Tensor | None] = {}
         sizes: dict[tuple[int, str], _Size | None] = {}
         for i in sorted(lasted):
-            sizes[(i, "h")] = _size([(call.norm, call.count * call.features) for call in calls.get(i, ())])
+            sizes[(i, "h")] = _size([(call.norm, call.outputs * call.features) for call in calls.get(i, ())])
         for i in sorted(graded):
             rows[(i, "b")] = gradient_rows(calls.get(i, ()))
         for i in sorted(fed):
@@ -240,7 +240,9 @@ class RowStage:
             self.out.put(i, f"{name}.norm", both[k])
             self.out.put(i, f"{name}.size", numbers[k])
             if name == "h":
-                self.out.put(i, "h.rows", torch.tensor(float(self.census.rows(i, "outputs").total)))
+                across = self.cols(i, name) is not None
+                width = self._width(i, name) if across else max(s[i].output_features for s in self.census.sights)
+                self.out.put(i, "h.rows", numbers[k] / width)
 
     def _spectra(self, rows: Mapping[tuple[int, str], Tensor | None]) -> list[Routine[None]]:
         """Spectral and Frobenius norms of matrices of rows, those of one shape together; a fixed choice of the rows."""

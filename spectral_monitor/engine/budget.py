@@ -79,6 +79,9 @@ def steps_apart(paid: Sequence[Paid], measured: int, plain: float, share: float)
 class Budget:
     """Decides which of the steps that are due are measured, by a clock.
 
+    Steps begin one after the other. Where they do not, another fit counts from its own start, and the steps since the
+    last measured one go on there.
+
     Several processes decide alike: what counts is what the first one had to say at the last measured step, which is of
     the measured step before that one.
 
@@ -102,6 +105,7 @@ class Budget:
         self._passed: frozenset[str] = frozenset()
         self._said = 0.0
         self._step: int | None = None
+        self._last: int | None = None
         self._began: float | None = None
         self._elapsed = 0.0
 
@@ -109,7 +113,10 @@ class Budget:
         """Now begins the batch that leads to a step, or another batch for the same one."""
         if step != self._step:
             self._close()
-            self._step, self._elapsed = step, 0.0
+            if self._last is not None and step not in (self._last, self._last + 1):
+                for one in self._paid:
+                    one.step += step - (self._last + 1)
+            self._step, self._last, self._elapsed = step, step, 0.0
         if self._began is None:
             self._began = perf_counter()
 
@@ -188,6 +195,7 @@ class Budget:
             "apart": self._apart,
             "passed": sorted(self._passed),
             "said": self._said,
+            "last": self._last,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], keys: Collection[str]) -> None:
@@ -197,3 +205,4 @@ class Budget:
         self._measured, self._agreed, self._said = int(state["measured"]), float(state["apart"]), float(state["said"])
         self._passed = frozenset(state["passed"]) & frozenset(keys)
         self._step = self._began = None
+        self._last = state.get("last")

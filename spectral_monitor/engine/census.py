@@ -19,6 +19,7 @@ class Sight:
         stepped: its optimizer made its step.
         unused: it had no gradient.
         called: it was called.
+        hidden: it was called where its features cannot be seen.
         fed: its inputs are at hand.
         lasted: its outputs are.
         graded: every output received its gradient once.
@@ -31,6 +32,7 @@ class Sight:
     stepped: float = 0.0
     unused: float = 0.0
     called: float = 0.0
+    hidden: float = 0.0
     fed: float = 0.0
     lasted: float = 0.0
     graded: float = 0.0

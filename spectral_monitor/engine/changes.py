@@ -28,6 +28,7 @@ class ChangeStage:
     Attributes:
         probe_lost: whether the first probe batch was taken in some processes only, and is of no use.
         off: whether some process has seen that forwards must be of all samples.
+        unchosen: layers that were called as before, but with none of the rows that are compared.
     """
 
     def __init__(self, rows: RowStage, processes: Processes | None, full: FullStage) -> None:
@@ -35,6 +36,7 @@ class ChangeStage:
         self._full = full
         self._processes = processes
         self.probe_lost = self.off = False
+        self.unchosen: set[int] = set()
 
     def measure(self, done: Done, facts: StepFacts, before: Tensor | None) -> Routine[None]:
         """Put everything, with the change of the loss, if it is known; tell ``facts`` what could be seen.
@@ -70,6 +72,7 @@ class ChangeStage:
         if lost[1]:
             facts.no_drift = facts.no_drift or ELSEWHERE
             self.probe_lost = done.first
+        facts.unchosen = self.unchosen
         if done.same is not None:
             facts.replayed = found[0]
         if change is not None:
@@ -88,7 +91,9 @@ class ChangeStage:
         changes = {i: None if replay is None else replay.change(i) for i in layers}
         found: dict[int, tuple[Change, Tensor | None]]
         if self._rows.exchange is None:
-            found = {i: (change, None) for i, change in changes.items() if change is not None and change.size}
+            seen = {i: change for i, change in changes.items() if change is not None}
+            found = {i: (change, None) for i, change in seen.items() if change.size}
+            self.unchosen |= seen.keys() - found.keys()
         else:
             found = yield from self._everywhere(changes)
         for i, (change, ratios) in found.items():
@@ -144,6 +149,8 @@ class ChangeStage:
         total, length = joined(table, 1), joined(lengths, 2)
         found: dict[int, tuple[Change, Tensor | None]] = {}
         for k, (i, (missing, _, _, size, _, seen, of)) in enumerate(zip(changes, total.tolist(), strict=True)):
+            if not missing and not size:
+                self.unchosen.add(i)
             if missing or not size:
                 continue
             mean = ratio(total[k, 1], total[k, 2])

@@ -205,7 +205,7 @@ class Engine(Memory):
         return pending
 
     def _measure(self, step: int, given: Given) -> Pending | None:
-        calls, stage, out = self.features.calls, self._stage, self._out
+        stage, out = self._stage, self._out
         outputs: Outputs = {}
         again, before, no_replay, part = None, None, "", NO
         seen_here, prints = [Sight() for _ in self.layers], torch.zeros(len(self.layers), 2)
@@ -217,7 +217,7 @@ class Engine(Memory):
                 outputs = self.features.outputs()
                 again, before, no_replay = self._replays.choose(given, self._moved, self._warn)
                 part = self._replays.look(again, self._warn)
-            seen_here = sights(len(self.layers), calls, stage, outputs, self._replays.slices.noise)
+            seen_here = sights(len(self.layers), self.features, stage, outputs, self._replays.slices.noise)
             if self.processes is not None:
                 prints = fingerprints(outputs, len(self.layers), self.processes.device)
         mine = Step(

@@ -234,6 +234,6 @@ def _with_loss(again: Again | None, given: Given) -> tuple[Again | None, Tensor 
         if loss is not None and not bool(loss.isnan()):
             return again, again.loss_gradients[0]
     step = given.training_step
-    if again is None or step is None or step.iterators or given.loss is None:
+    if again is None or step is None or step.iterators or step.uncopied or given.loss is None:
         return None, 0.0
     return step, given.loss_scale / given.accumulated

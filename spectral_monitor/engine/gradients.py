@@ -55,6 +55,8 @@ def contribution_here(p: Tensor, old: Tensor) -> Tensor:
     """What the step of what is here of a parameter with a gradient does to the loss, to first order."""
     gradient, new = gradient_here(p), local_part(p)
     assert gradient is not None
+    if new.is_complex():  # torch's gradient is that of the real and imaginary parts
+        gradient, new, old = (torch.view_as_real(x.resolve_conj()) for x in (gradient, new, old))
     if not new.ndim:
         gradient, new, old = gradient.reshape(1), new.reshape(1), old.reshape(1)
     # A few rows at a time: the difference of all would be another copy.

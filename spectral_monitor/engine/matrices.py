@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -133,7 +133,7 @@ class MatrixStage:
                 self._measure(part.here(), shares)
             stack.buffers = []
         if shares:
-            self._sum(self._contributions(shares))
+            self._sum(self._contributions(shares, self._arrivals(held, shares)))
         if "g" in self.settings.needs:
             changed = torch.zeros(1)
             if held.trained:
@@ -222,11 +222,22 @@ class MatrixStage:
         total: Tensor = torch.stack(parts).sum() if parts else nothing
         return total
 
-    def _contributions(self, shares: dict[int, Tensor]) -> Routine[None]:
-        (total,) = yield [torch.stack([share.to(next(iter(shares.values()))) for share in shares.values()])]
-        for i, value in zip(shares, total, strict=True):
+    def _arrivals(self, held: _Held, layers: Iterable[int]) -> Tensor:
+        """Of each layer, how many of its parameters have a gradient here that is not zero, whatever the update kept."""
+        norms = held.gradient_norms
+        arrives = ((norms != 0) & (norms != -1)).float()  # -1: it is gone
+        known = dict(zip(map(id, held.trained), arrives, strict=True))
+        none = arrives.new_zeros(())
+        counts = [[known[id(p)] for p in self.members[i].layer.sources if id(p) in known] or [none] for i in layers]
+        return torch.stack([count[0] if len(count) == 1 else torch.stack(count).sum() for count in counts])
+
+    def _contributions(self, shares: dict[int, Tensor], arrivals: Tensor) -> Routine[None]:
+        here = torch.stack([share.to(next(iter(shares.values()))) for share in shares.values()])
+        total, arrived = yield [here, arrivals]
+        for i, value, gradients in zip(shares, total, arrived, strict=True):
             if not self.members[i].layer.tied_to and i not in self.unused:
                 self._out.put(i, "contribution", value)
+                self._out.put(i, "g.arrives", gradients)
 
     def _network(self, held: _Held, changed: Tensor) -> Routine[None]:
         """What parameters that are not measured contribute, and whether gradients were overwritten."""

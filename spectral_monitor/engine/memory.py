@@ -100,6 +100,7 @@ class Memory:
             "lasting": self.features.lasting,
             "no_probe": "" if probe is None else probe.why_not,
             "budget": None if self.budget is None else self.budget.state_dict(),
+            "slices": self._replays.slices.state_dict(),
         }
 
     def tensors(self) -> dict[str, Any]:
@@ -168,6 +169,8 @@ class Memory:
         self.measured, self.drifts, self.skipped_updates = measured, drifts, skipped
         if self.budget is not None and state["budget"] is not None:
             self.budget.load_state_dict(state["budget"], self.settings.keys)
+        if state["layers"] == layer_list(self.layers):  # layers have the numbers they had
+            self._replays.slices.load_state_dict(state.get("slices"))
         self.features.lasting = lasting
         if start is None:
             self.start(step)

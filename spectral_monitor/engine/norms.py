@@ -14,6 +14,7 @@ from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.stacks import Stack
 from spectral_monitor.engine.streams import Streamed
 from spectral_monitor.functional.features import mean_alignment
+from spectral_monitor.functional.lengths import largest, lengths
 from spectral_monitor.linalg import (
     Routine,
     abreast,
@@ -104,17 +105,16 @@ class StackNorms:
     def _row_norms(self, stack: Stack, name: str, tables: list[int]) -> Routine[None]:
         """The largest RMS over the rows of embedding tables."""
         across = stack.split[1]
-        lengths = []
+        found = []
         for i in tables:
-            rows = stack.like.new_zeros(stack.members[i].count, stack.shape[1])
+            rows = stack.like.new_zeros(stack.members[i].count, stack.shape[1], dtype=torch.float64)
             for rectangle, part in stack.parts(i):
-                length = torch.linalg.vector_norm(part, dim=2)
                 first, last = rectangle.index, rectangle.index + rectangle.count
-                rows[first:last, slice(*rectangle.rows)] = length.square() if across else length
-            lengths.append(rows)
+                rows[first:last, slice(*rectangle.rows)] = lengths(part).square() if across else lengths(part)
+            found.append(rows)
         if stack.exchange is not None:
-            lengths = yield lengths
-        for i, rows in zip(tables, lengths, strict=True):
+            found = yield found
+        for i, rows in zip(tables, found, strict=True):
             largest = rows.amax()
             self._out.put(i, f"{name}.row", (largest.sqrt() if across else largest) / stack.shape[2] ** 0.5)
 
@@ -126,13 +126,13 @@ class StackNorms:
         if {key, length} & set(self._settings.keys):
             routines.append(self._stretch(stack, stretched))
         yield from (in_turn if stack.exchange is None else abreast)(routines)
-        for i, (lengths, x) in stretched.items():
+        for i, (products, x) in stretched.items():
             layout = stack.members[i].layer.layout
             if key in self._settings.keys and sigma[0] is not None:
                 norms = sigma[0][stack.spans[i]].view(layout.taps, layout.blocks)
-                self._out.put(i, key, mean_alignment(lengths, x, norms))
+                self._out.put(i, key, mean_alignment(products, x, norms))
             if length in self._settings.keys and layout.taps == 1:
-                self._out.put(i, f"{name}.h", (lengths.square().sum() / lengths.shape[2]).sqrt())
+                self._out.put(i, f"{name}.h", (products.square().sum() / products.shape[2]).sqrt())
 
     def _kept(self, routine: Routine[Tensor | None], result: list[Tensor | None]) -> Routine[None]:
         result.append((yield from routine))
@@ -141,29 +141,34 @@ class StackNorms:
         """Lengths (taps, blocks, R) of ``A x``, and (blocks or 1, R) of the layers' inputs ``x``."""
         if stack.exchange is not None:
             yield []  # the inputs are on their way
-        inputs: dict[int, Tensor] = {}
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        products: list[Tensor] = []
         for i, member in stack.members.items():
             rows = self._inputs(i) if member.layer.info.role in ("operator", "readout") else None
             if rows is not None and len(rows):
-                inputs[i] = member.layer.layout.inputs(rows.to(stack.like))
-        products = [_products(stack, i, x) for i, x in inputs.items()]
+                rows = rows.to(stack.like, copy=True)
+                size = largest(rows, 1)
+                x = member.layer.layout.inputs(rows.div_(size))  # products are then as large as the matrices are
+                found[i] = size.squeeze(1), lengths(x)
+                products.append(_products(stack, i, x))
         across = stack.split[1]
         if stack.exchange is not None and products:
             products = yield products if across else [product.square() for product in products]
-            products = [torch.linalg.vector_norm(y, dim=2) if across else y.sqrt() for y in products]
-        for (i, x), lengths in zip(inputs.items(), products, strict=True):
+            products = [lengths(y) if across else y.sqrt() for y in products]
+        for (i, (sizes, of_x)), of_Ax in zip(found.items(), products, strict=True):
             layout = stack.members[i].layer.layout
-            result[i] = lengths.view(layout.taps, layout.blocks, -1), torch.linalg.vector_norm(x, dim=2)
+            result[i] = of_Ax.view(layout.taps, layout.blocks, -1) * sizes, of_x * sizes
 
 
 def _products(stack: Stack, i: int, x: Tensor) -> Tensor:
     """What a layer's matrices make of rows (blocks or 1, R, n), as far as they are here.
 
-    The lengths (count, R) of the rows ``A x``; where columns are split the rows themselves (count, R, m), to be summed.
+    The lengths (count, R) of the rows ``A x``, float64; where columns are split the rows themselves (count, R, m), to
+    be summed.
     """
     layout, (_, m, _) = stack.members[i].layer.layout, stack.shape
     size = (stack.members[i].count, x.shape[1])
-    total = x.new_zeros((*size, m) if stack.split[1] else size)
+    total = x.new_zeros((*size, m)) if stack.split[1] else x.new_zeros(size, dtype=torch.float64)
     for rectangle, part in stack.parts(i):
         some = x[:, :, slice(*rectangle.cols)]
         first, last = rectangle.index, rectangle.index + rectangle.count
@@ -175,5 +180,5 @@ def _products(stack: Stack, i: int, x: Tensor) -> Tensor:
         if stack.split[1]:
             total[first:last, :, slice(*rectangle.rows)] = product
         else:  # of all rows that come one after the other
-            total[first:last] = torch.hypot(total[first:last], torch.linalg.vector_norm(product, dim=2))
+            total[first:last] = torch.hypot(total[first:last], lengths(product))
     return total

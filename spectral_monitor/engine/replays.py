@@ -29,6 +29,7 @@ class Again(Protocol):
 
     Attributes:
         iterators: types of iterators that it would use up; then it must not be.
+        uncopied: why what it is given could not be copied, if it could not; then it cannot be.
         module: what is called.
         given: what it is given: nested containers and their tensors.
         modes: whether each module inside was training.
@@ -36,6 +37,7 @@ class Again(Protocol):
     """
 
     iterators: list[str]
+    uncopied: Exception | None
     module: nn.Module
     given: Any
     modes: tuple[bool, ...]
@@ -127,7 +129,7 @@ class Replays:
         self._drift_every = settings.drift_every
         self._compiled = compiled
         self._host = settings.low_memory
-        self.slices = Slices(settings.replay_samples)
+        self.slices = Slices(settings.replay_samples, model)
         self.probe: Probe | None = None
         self.done = Done()
 
@@ -146,11 +148,15 @@ class Replays:
         else:
             parts = "was not called" if not roots else f"is called in {len(roots)} separate parts"
             return None, None, f"the forward cannot be run again: the model {parts}"
-        if again.iterators:
-            what = f"the forward of {self._name(again)}"
-            reason = f"{what} cannot be run again: that would use up an iterator ({again.iterators[0]})"
+        if again.iterators or again.uncopied is not None:
+            why = (
+                f"that would use up an iterator ({again.iterators[0]})"
+                if again.uncopied is None
+                else f"its arguments cannot be copied: {type(again.uncopied).__name__}: {again.uncopied}"
+            )
+            reason = f"the forward of {self._name(again)} cannot be run again: {why}"
             if self.needs & {"dh", "probe"}:
-                warn(f"{reason}; what needs the features after the step is left out")
+                warn(f"{reason}; what needs the features after the step is left out", again.uncopied)
             return None, None, reason
         return again, before, ""
 

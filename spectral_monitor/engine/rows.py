@@ -14,7 +14,10 @@ from spectral_monitor.engine.scalars import NETWORK, Raw
 from spectral_monitor.quantities import QUANTITIES
 
 ROUNDED = "its change is too close to the rounding of its outputs"
+UNCHOSEN = "none of its max_rows rows is of the samples that are run again: raise max_rows or replay_samples"
 IN_DOUBT = "a norm could not be told within the tolerance; more is spent on it from the next measured step on"
+UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
+LOST = "a gradient arrives, but nothing of it is left in the update"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 ONE_HOT = frozenset({"alignment", "update_alignment", "input_stable_rank", "feature_change_local"})
@@ -36,11 +39,13 @@ class StepFacts:
         unused: layers without a gradient.
         divided: layers whose parameters are stepped by several optimizers.
         called: layers that were called in the forward.
+        hidden: layers that were called inside a transform of ``torch.func``.
         fed: layers whose inputs are at hand.
         lasted: layers whose outputs are at hand.
         graded: layers whose every output received its gradient once.
         eps: layer index -> rounding of its outputs.
         replayed: layers whose outputs after the step are known.
+        unchosen: layers whose outputs were computed again, but none of the rows that are compared.
         no_replay: why none are; empty if they should be.
         no_drift: why ``feature_drift`` is missing; empty if it should not be.
         closures: how often the closure ran, if more than once.
@@ -57,11 +62,13 @@ class StepFacts:
     unused: set[int]
     divided: set[int] = field(default_factory=set)
     called: set[int] = field(default_factory=set)
+    hidden: set[int] = field(default_factory=set)
     fed: set[int] = field(default_factory=set)
     lasted: set[int] = field(default_factory=set)
     graded: set[int] = field(default_factory=set)
     eps: dict[int, float] = field(default_factory=dict)
     replayed: set[int] = field(default_factory=set)
+    unchosen: set[int] = field(default_factory=set)
     no_replay: str = ""
     no_drift: str = ""
     closures: int = 0
@@ -76,7 +83,9 @@ class StepFacts:
 def layer_row(
     i: int, layer: Layer, keys: Sequence[str], raw: Raw, facts: StepFacts
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Quantity -> value and, for every value that is NaN, quantity -> reason."""
+    """Quantity -> value and, for every value that is NaN, quantity -> reason; also for a contribution of exactly 0 that
+    is not for want of a gradient.
+    """
     scalars = LayerScalars(layer, raw.get(i, {}))
     row, reasons = {}, {}
     for key in keys:
@@ -84,6 +93,8 @@ def layer_row(
         value = math.nan if reason else _value(key, i, scalars, facts)
         if math.isnan(value):
             reasons[key] = reason or _undefined(scalars)
+        elif key == "contribution" and value == 0 and scalars.get("g.arrives") > 0:
+            reasons[key] = LOST
         row[key] = value
     return row, reasons
 
@@ -112,7 +123,7 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepF
     if (needs & {"dW", "g"} or key in ("lr", "lr_multiplier")) and i not in facts.lr:
         return "no optimizer updates it" if facts.lr else "no optimizer made a step"
     if needs & {"dW", "g"} and i in facts.unused:
-        return "no gradient: it was not used in this step"
+        return UNUSED
     if needs & {"dW", "g"} and i not in facts.stepped:
         return "its optimizer did not step"
     if i in facts.divided and (needs & {"dW", "g"} or key == "lr"):
@@ -144,6 +155,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return MOVED
     if layer.info.role == "embedding" and key in ONE_HOT:
         return "an embedding's inputs are one-hot"
+    if i in facts.hidden:
+        return "called inside a transform of torch.func, where its features cannot be seen"
     if i not in facts.called:
         return "not called in this step"
     known = facts.why_not.get((key, NETWORK), "") or facts.why_not.get((key, i), "")
@@ -153,9 +166,10 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return "its inputs are not a tensor of numbers, or were overwritten"
     small = facts.eps[i] >= torch.finfo(torch.float32).eps and scalars.underflows()
     tiny = "its outputs are so small that the squares of their change leave float32's range" if small else ""
+    missed = UNCHOSEN if i in facts.unchosen else ""
     if key == "feature_drift":
         rounded = 0 < scalars.get(key) < CHANGE_MARGIN * facts.eps[i]
-        return facts.no_drift or tiny or (ROUNDED if rounded else "")
+        return facts.no_drift or missed or tiny or (ROUNDED if rounded else "")
     if key == "feature_change_local" and layer.layout.taps > 1:
         return "the taps of a convolution overlap: what one adds, another may take away"
     if needs & {"h", "dh"} and key not in ONE_HOT - {"feature_change_local"} and i not in facts.lasted:
@@ -169,7 +183,7 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     if facts.no_replay:
         return facts.no_replay
     if i not in facts.replayed:
-        return "called differently when the forward was run again"
+        return missed or "called differently when the forward was run again"
     if tiny:
         return tiny
     if key == "feature_cancellation":

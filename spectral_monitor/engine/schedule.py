@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from spectral_monitor.quantities import QUANTITIES, TIERS
@@ -68,9 +69,14 @@ class Schedule:
                 first.append(max(step, first[-1] + 1))
         return cls(tuple(first), every)
 
+    @cached_property
+    def _first(self) -> frozenset[int]:
+        """As words may mean thousands of first steps, and every step asks."""
+        return frozenset(self.first)
+
     def due(self, step: int) -> bool:
         """Whether a step, counted from 1, is measured."""
-        return step in self.first or (self.every > 0 and step % self.every == 0)
+        return step in self._first or (self.every > 0 and step % self.every == 0)
 
 
 @dataclass(frozen=True)

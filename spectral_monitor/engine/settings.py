@@ -9,6 +9,10 @@ from spectral_monitor.engine.schedule import Interval, Timetable
 from spectral_monitor.quantities import needs, resolve
 
 
+def _are_texts(values: object) -> bool:
+    return isinstance(values, Sequence) and not isinstance(values, str) and all(isinstance(v, str) for v in values)
+
+
 @dataclass(frozen=True)
 class Settings:
     """Arguments shared by every way into the monitor.
@@ -58,8 +62,8 @@ class Settings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-        if not 0 < self.tol < 1:
-            raise ValueError(f"tol must be in (0, 1), got {self.tol!r}")
+        if isinstance(self.tol, bool) or not isinstance(self.tol, int | float) or not 0 < self.tol < 1:
+            raise ValueError(f"tol must be a number in (0, 1), got {self.tol!r}")
         share = self.max_overhead
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
             raise ValueError(
@@ -68,8 +72,13 @@ class Settings:
         if not isinstance(self.low_memory, bool):
             raise ValueError(f"low_memory must be True or False, got {self.low_memory!r}")
         for name in ("include", "exclude"):
-            if isinstance(getattr(self, name), str):
-                raise TypeError(f"{name} must be a list of patterns, got the string {getattr(self, name)!r}")
+            patterns = getattr(self, name)
+            if patterns is not None and not _are_texts(patterns):
+                raise TypeError(f"{name} must be a list of patterns, such as ['*.bias'], got {patterns!r}")
+        for name, example in (("roles", "{'head': 'readout'}"), ("blocks", "{'*.qkv': 3}")):
+            patterns = getattr(self, name)
+            if patterns is not None and not (isinstance(patterns, Mapping) and _are_texts(list(patterns))):
+                raise TypeError(f"{name} must map patterns, such as {example}, got {patterns!r}")
         object.__setattr__(self, "keys", resolve(self.quantities))
         object.__setattr__(self, "needs", needs(self.keys))
         object.__setattr__(self, "schedule", Timetable.of(self.every_n_steps, self.keys))

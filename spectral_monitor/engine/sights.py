@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from spectral_monitor.capture.calls import Call
 from spectral_monitor.capture.comparison import Outputs
+from spectral_monitor.capture.features import FeatureCapture
 from spectral_monitor.engine.activations import gradients, inputs
 from spectral_monitor.engine.census import Census, Sight
 from spectral_monitor.engine.matrices import MatrixStage
@@ -15,7 +15,7 @@ from spectral_monitor.engine.rows import StepFacts
 
 def sights(
     layers: int,
-    calls: Mapping[int, Sequence[Call]],
+    features: FeatureCapture,
     stage: MatrixStage,
     outputs: Outputs,
     noise: Mapping[int, float],
@@ -23,8 +23,9 @@ def sights(
     """What this process saw of each layer; ``noise``: how far its outputs are off where a few samples are run alone."""
     found = []
     for i in range(layers):
-        recorded = calls.get(i, ())
+        recorded = features.calls.get(i, ())
         sight = Sight(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))
+        sight.hidden = i in features.hidden
         if recorded:
             x, b = inputs(recorded), gradients(recorded)
             sight.fed = all(h is not None for h in x)
@@ -47,7 +48,7 @@ def step_facts(seen: Census, stage: MatrixStage, given: Given) -> StepFacts:
     facts.accumulated, facts.loss_scale = given.accumulated, given.loss_scale * seen.batch_count
     facts.moved = any(some.moved for some in seen.steps)
     facts.closures = int(max(some.closures for some in seen.steps))
-    facts.called = seen.anywhere("called")
+    facts.called, facts.hidden = seen.anywhere("called"), seen.anywhere("hidden")
     facts.fed, facts.lasted, facts.graded = (seen.wherever_called(name) for name in ("fed", "lasted", "graded"))
     facts.eps = {i: max(values) for i, values in enumerate(seen.layers("eps")) if i in facts.called}
     return facts

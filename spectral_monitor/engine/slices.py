@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spectral_monitor.anatomy.names import named_modules
 from spectral_monitor.capture.calls import Call
 from spectral_monitor.capture.rehearsal import Rehearsal
 from spectral_monitor.capture.samples import Portion, batch_size, signature
+from spectral_monitor.snapshot.portable import fingerprint
 
 NO, UNSEEN, YES = 0, 1, 2
 """Whether the first samples will do: no; that is to be seen, by running them and all; yes."""
 
+VALUES = 4
+"""Values of an argument that are told apart. One that has had more, with which the first samples did, is taken for one
+that counts or names things, such as the number of the step, and is not looked at any more."""
+KEPT = 64
+"""Ways of calling the model that are known; of more the oldest ones are forgotten, and looked at anew."""
+
 DRAWS = "the forward draws random numbers (dropout?), which are others where there are fewer samples"
 STATISTICS = "batch normalization in training mode takes its statistics from the whole batch"
+NO_BATCH = "the model is given no tensor with entries for samples, or one that is sparse, nested or distributed"
+BEFORE = "an earlier part of this run has seen that the first samples will not do"
 
 ELSEWHERE = "in another process samples depend on each other, or the forward of some of them fails"
 
@@ -42,12 +52,15 @@ class Slices:
         noise: layer index -> how far its outputs are off for the first samples alone, relative to them: by roundings.
     """
 
-    def __init__(self, samples: int | None) -> None:
-        """``samples``: how many are to be run; ``None`` for all."""
-        self._samples = samples
-        self._known: dict[Hashable, dict[Hashable, frozenset[tuple[int, int]]]] = {}
-        self._key: Hashable = None
-        self._calls: Hashable = None
+    def __init__(self, samples: int | None, model: nn.Module) -> None:
+        """``samples``: how many are to be run; ``None`` for all. ``model``: where what is called has its name."""
+        self._samples, self._model = samples, model
+        # Fingerprints, which are the same in another process: how a call is built -> of each leaf of its arguments the
+        # values it has had, None for too many; that with the values and the layers called -> which calls are common.
+        self._values: dict[str, list[list[str] | None]] = {}
+        self._known: dict[tuple[str, str], frozenset[tuple[int, int]]] = {}
+        self._form, self._now, self._calls = "", [""], ""
+        self._before = ""
         self.portion: Portion | None = None
         self.off = False
         self.noise: dict[int, float] = {}
@@ -55,19 +68,24 @@ class Slices:
     def foresee(self, again: Sliceable) -> Portion | None:
         """The samples that will be run, if layers are called as they were before; ``None`` if nothing is known."""
         portion = self._cut(again)
-        known = self._known.get(_key(again), {}) if portion is not None else {}
-        return replace(portion, common=next(reversed(known.values()))) if portion is not None and known else None
+        if portion is None:
+            return None
+        key = self._key(*self._built(again))
+        common = next((common for (known, _), common in reversed(self._known.items()) if known == key), None)
+        return None if common is None else replace(portion, common=common)
 
     def look(self, again: Sliceable | None, calls: Mapping[int, Sequence[Call]]) -> tuple[int, str]:
         """Whether the first samples will do for a forward and its calls, and why they never will if that is new."""
         self.portion = None if again is None else self._cut(again)
         if again is None or self.portion is None:
-            return NO, ""
+            nothing = again is not None and self._samples is not None and batch_size(again.given) is None
+            return NO, self._before if self.off else NO_BATCH if nothing else ""
         if any(on and isinstance(m, _BatchNorm) for m, on in zip(again.module.modules(), again.modes, strict=False)):
             self.give_up()
             return NO, STATISTICS
-        self._key, self._calls = _key(again), tuple(sorted((i, len(some)) for i, some in calls.items()))
-        common = self._known.get(self._key, {}).get(self._calls)
+        self._form, self._now = self._built(again)
+        self._calls = _short(sorted((i, len(some)) for i, some in calls.items()))
+        common = self._known.get((self._key(self._form, self._now), self._calls))
         if common is None:
             return UNSEEN, ""
         self.portion = portion = replace(self.portion, common=common)
@@ -82,7 +100,7 @@ class Slices:
         elif why is not None and self.portion is not None:
             common = frozenset(rehearsal.common)
             self.portion = replace(self.portion, common=common)
-            self._known.setdefault(self._key, {})[self._calls] = common
+            self._remember(common)
             for i, noise in rehearsal.noise.items():
                 self.noise[i] = max(self.noise.get(i, 0.0), noise)
             return ""
@@ -91,13 +109,60 @@ class Slices:
 
     def give_up(self) -> None:
         """From now on all samples are run."""
-        self._samples = self.portion = None
+        self.portion = None
         self.off = True
 
     def _cut(self, again: Sliceable) -> Portion | None:
-        size = None if self._samples is None else batch_size(again.given)
+        size = None if self._samples is None or self.off else batch_size(again.given)
         return None if self._samples is None or size is None or size <= self._samples else Portion(self._samples, size)
 
+    def _built(self, again: Sliceable) -> tuple[str, list[str]]:
+        """How a call is built, its values left out, and these."""
+        name = next((name for name, module in named_modules(self._model) if module is again.module), "")
+        where = sorted({f"{p.dtype} {p.device.type}" for p in again.module.parameters()})  # roundings are others there
+        leaves = signature(again.given)
+        kinds = [(place, kind) for place, kind, _ in leaves]
+        return _short([type(again).__name__, name, where, again.modes, kinds]), [_short(value) for *_, value in leaves]
 
-def _key(again: Sliceable) -> Hashable:
-    return type(again), id(again.module), signature(again.given), again.modes
+    def _key(self, form: str, now: Sequence[str]) -> str:
+        """The call with those values that are looked at."""
+        had = self._values.get(form) or [[]] * len(now)
+        return _short([form, [None if seen is None else value for seen, value in zip(had, now, strict=True)]])
+
+    def _remember(self, common: frozenset[tuple[int, int]]) -> None:
+        """The first samples did for the call that was looked at last."""
+        had = self._values.pop(self._form, [[] for _ in self._now])
+        for place, (seen, value) in enumerate(zip(had, self._now, strict=True)):
+            if seen is not None and value not in seen:
+                had[place] = [*seen, value] if len(seen) < VALUES else None
+        self._values[self._form] = had
+        self._known[self._key(self._form, self._now), self._calls] = common
+        for known in (self._values, self._known):
+            while len(known) > KEPT:
+                del known[next(iter(known))]  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What is known, in plain types; layers by index."""
+        if self._samples is None:
+            return None
+        return {
+            "samples": self._samples,
+            "off": self.off,
+            "values": [[form, had] for form, had in self._values.items()],
+            "known": [[*key, sorted(map(list, common))] for key, common in self._known.items()],
+            "noise": [[i, noise] for i, noise in self.noise.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what :meth:`state_dict` gave, of a model with the same layers, if it is of as many samples."""
+        if state is None or state["samples"] != self._samples:
+            return
+        self.off = bool(state["off"])
+        self._before = BEFORE if self.off else ""
+        self._values = {form: list(had) for form, had in state["values"]}
+        self._known = {(key, calls): frozenset((i, n) for i, n in common) for key, calls, common in state["known"]}
+        self.noise = {int(i): float(noise) for i, noise in state["noise"]}
+
+
+def _short(tree: Any) -> str:
+    return fingerprint(tree)[:16]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from spectral_monitor.functional.lengths import common_dtype, largest, whole_length
 from spectral_monitor.functional.norms import ratio
 from spectral_monitor.linalg import compute_dtype
 
@@ -32,7 +33,7 @@ def inner(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     if a.shape != b.shape:
         raise ValueError(f"shapes must agree, got {tuple(a.shape)} and {tuple(b.shape)}")
-    dtype = dtype or torch.promote_types(compute_dtype(a.dtype), compute_dtype(b.dtype))
+    dtype = dtype or common_dtype(a, b)
     if a.numel() <= _CHUNK:
         return torch.dot(a.reshape(-1).to(dtype), b.reshape(-1).to(dtype))
     parts = [torch.dot(x.to(dtype), y.to(dtype)) for x, y in _chunks(a, b)]
@@ -49,9 +50,11 @@ def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from _chunks(*((x, y) if len(x) > 1 else (x[0], y[0])))
 
 
-def _length(x: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x.to(compute_dtype(x.dtype)), dim=-1))
-    return length
+def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` in the dtype it is measured in and safe to square, and what it was divided by for that."""
+    x = x.to(compute_dtype(x.dtype))
+    size = largest(x)
+    return x / size, size
 
 
 @torch.no_grad()
@@ -76,7 +79,8 @@ def backward_feature_cosine(dh: Tensor, b: Tensor) -> Tensor:
         tensor(1.)
     """
     require_alike(dh=dh, b=b)
-    return ratio(-inner(b, dh), _length(b) * _length(dh)).clamp(-1, 1)
+    (u, _), (v, _) = _scaled(dh), _scaled(b)
+    return ratio(-inner(v, u).double(), whole_length(v) * whole_length(u)).clamp(-1, 1).to(common_dtype(dh, b))
 
 
 @torch.no_grad()
@@ -102,14 +106,14 @@ def backward_feature_angle(dh: Tensor, b: Tensor) -> Tensor:
         tensor(0.7854)
     """
     require_alike(dh=dh, b=b)
-    dtype = torch.promote_types(compute_dtype(dh.dtype), compute_dtype(b.dtype))
-    dh, b = dh.to(dtype), b.to(dtype)
-    lengths = torch.stack([_length(dh), _length(b)])
-    u, v = dh / lengths[0], -b / lengths[1]
+    dtype = common_dtype(dh, b)
+    (u, _), (v, _) = _scaled(dh.to(dtype)), _scaled(b.to(dtype))
+    sizes = torch.stack([whole_length(u), whole_length(v)])
+    u, v = u.div_(sizes[0]), v.div_(-sizes[1])
     # Kahan: arccos of a rounded cosine near 1 loses half the digits.
-    angle = 2 * torch.atan2(_length(u - v), _length(u + v))
-    # A length of 0 (of an empty tensor) or inf (squares overflow) leaves u = 0, which has no direction.
-    return torch.where(((lengths > 0) & lengths.isfinite()).all(), angle, math.nan)
+    angle = 2 * torch.atan2(whole_length(u - v), whole_length(u + v))
+    # Nothing and what is infinite have no direction.
+    return torch.where(((sizes > 0) & sizes.isfinite()).all(), angle, math.nan).to(dtype)
 
 
 @torch.no_grad()
@@ -124,12 +128,15 @@ def angle_sums(dh: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def angle_from_sums(inner_product: Tensor, dh_squared: Tensor, b_squared: Tensor) -> Tensor:
-    """The backward-feature angle, float64, from :func:`angle_sums` added up; NaN if ``dh`` or ``b`` is zero.
+    """The backward-feature angle, float64, from :func:`angle_sums` added up.
 
-    A rounded cosine leaves angles below 1e-7 rad undetermined, where :func:`backward_feature_angle` on all rows at
-    once would not.
+    NaN if ``dh`` or ``b`` is zero, or their squares leave the range of float64. A rounded cosine leaves angles below
+    1e-6 rad undetermined, where :func:`backward_feature_angle` on all rows at once would not.
     """
-    return torch.acos(ratio(-inner_product, dh_squared.sqrt() * b_squared.sqrt()).clamp(-1, 1))
+    squares, limits = torch.stack([dh_squared, b_squared]).double(), torch.finfo(torch.float64)
+    known = ((squares > limits.tiny / limits.eps) & squares.isfinite()).all()
+    cosine = ratio(-inner_product, dh_squared.sqrt() * b_squared.sqrt()).clamp(-1, 1)
+    return torch.where(known, torch.acos(cosine), math.nan)
 
 
 @torch.no_grad()
@@ -156,7 +163,9 @@ def sensitivity(dh: Tensor, b: Tensor) -> Tensor:
         tensor(1.0000)
     """
     require_alike(dh=dh, b=b)
-    return ratio(_length(dh) / math.sqrt(max(dh.numel(), 1)), -inner(b, dh))
+    (u, _), (v, size) = _scaled(dh), _scaled(b)
+    per_unit = ratio(whole_length(u) / math.sqrt(max(dh.numel(), 1)), -inner(v, u).double())
+    return (per_unit / size.double()).to(common_dtype(dh, b))  # whatever the size of dh, of which both are multiples
 
 
 @torch.no_grad()
@@ -183,4 +192,4 @@ def contribution(g: Tensor, dW: Tensor) -> Tensor:
         tensor(2.5000)
     """
     require_alike(g=g, dW=dW)
-    return -inner(g, dW)
+    return -inner(g, dW, torch.float64).to(common_dtype(g, dW))

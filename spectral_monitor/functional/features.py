@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from spectral_monitor.functional.norms import ratio, spectral_norm
+from spectral_monitor.functional.lengths import common_dtype, largest, lengths, whole_length
+from spectral_monitor.functional.norms import as_stack, ratio, spectral_norm
 from spectral_monitor.linalg import compute_dtype
 
 
@@ -21,10 +22,11 @@ def as_rows(x: Tensor, name: str) -> Tensor:
 def ratio_sum(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
     """Sum over rows (last) of ``numerator / denominator`` where the denominator is not 0, and how many those are.
 
-    Unlike means, sums and counts add up over batches and processes.
+    Unlike means, sums and counts add up over batches and processes. NaN and inf are not left out with a row.
     """
     counted = denominator != 0
-    ratios = torch.where(counted, numerator / torch.where(counted, denominator, 1.0), 0.0)
+    left_out = ~counted & numerator.isfinite()
+    ratios = torch.where(left_out, 0.0, numerator / torch.where(counted, denominator, 1.0))
     return ratios.sum(-1), counted.sum(-1)
 
 
@@ -55,20 +57,17 @@ def feature_rms(h: Tensor) -> Tensor:
     """
     if not h.is_floating_point():
         raise ValueError(f"h must be real floating-point, got {h.dtype} {tuple(h.shape)}")
-    h = h.to(compute_dtype(h.dtype))
-    if not h.numel():
-        return h.new_tensor(math.nan)
-    length: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(h, dim=-1))
-    return length / math.sqrt(h.numel())
+    root = math.sqrt(h.numel()) or math.nan
+    return (whole_length(h) / root).to(compute_dtype(h.dtype))
 
 
 @torch.no_grad()
 def change_sum(h_before: Tensor, h_after: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and number of the rows' relative changes, of which :func:`relative_change` is the mean."""
+    """Sum (float64) and number of the rows' relative changes, of which :func:`relative_change` is the mean."""
     before, after = as_rows(h_before, "h_before"), as_rows(h_after, "h_after")
     if before.shape != after.shape:
         raise ValueError(f"h_before {tuple(before.shape)} and h_after {tuple(after.shape)} must have one shape")
-    return ratio_sum(torch.linalg.vector_norm(after - before, dim=1), torch.linalg.vector_norm(before, dim=1))
+    return ratio_sum(lengths(after - before), lengths(before))
 
 
 @torch.no_grad()
@@ -93,7 +92,7 @@ def relative_change(h_before: Tensor, h_after: Tensor) -> Tensor:
         >>> relative_change(torch.ones(5, 3), 1.5 * torch.ones(5, 3))
         tensor(0.5000)
     """
-    return ratio(*change_sum(h_before, h_after))
+    return ratio(*change_sum(h_before, h_after)).to(common_dtype(h_before, h_after))
 
 
 def scaled_stretch_sum(products: Tensor, lengths: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,15 +123,18 @@ def mean_alignment(products: Tensor, lengths: Tensor, norm: Tensor) -> Tensor:
 
 @torch.no_grad()
 def alignment_sum(A: Tensor, x: Tensor, *, tol: float = 0.01, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """Sum and number of the rows' alignments, of which :func:`alignment` is the mean."""
+    """Sum (float64) and number of the rows' alignments, of which :func:`alignment` is the mean."""
     rows = as_rows(x, "x")
     if A.ndim != 2 or A.shape[1] != rows.shape[1]:
         raise ValueError(f"A must be (m, {rows.shape[1]}) to act on x {tuple(x.shape)}, got {tuple(A.shape)}")
-    dtype = torch.promote_types(compute_dtype(A.dtype), rows.dtype)
-    norm = spectral_norm(A, tol=tol, exact=exact).to(dtype)
-    rows = rows.to(dtype)
-    products = torch.linalg.vector_norm(rows @ A.to(dtype).T, dim=1)
-    return scaled_stretch_sum(products, torch.linalg.vector_norm(rows, dim=1), norm)
+    matrix = as_stack(A)[0].to(compute_dtype(A.dtype))
+    # It depends on the size of neither.
+    matrix, rows = matrix / largest(matrix), rows / largest(rows, -1)
+    norm = spectral_norm(matrix, tol=tol, exact=exact).double()
+    dtype = common_dtype(A, x)
+    with torch.autocast(x.device.type, enabled=False):
+        products = rows.to(dtype) @ matrix.to(dtype).T
+    return scaled_stretch_sum(lengths(products), lengths(rows), norm)
 
 
 @torch.no_grad()
@@ -157,4 +159,4 @@ def alignment(A: Tensor, x: Tensor, *, tol: float = 0.01, exact: bool = False) -
         >>> alignment(torch.diag(torch.tensor([2.0, 1.0])), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
         tensor(0.7500)
     """
-    return ratio(*alignment_sum(A, x, tol=tol, exact=exact))
+    return ratio(*alignment_sum(A, x, tol=tol, exact=exact)).to(common_dtype(A, x))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spectral_monitor.functional.feature_speed import require_alike
 from spectral_monitor.functional.features import as_rows, mean_ratio
+from spectral_monitor.functional.lengths import common_dtype, largest, lengths, whole_length
 from spectral_monitor.functional.norms import ratio, spectral_norm
 from spectral_monitor.linalg import compute_dtype
 
@@ -17,7 +18,11 @@ SAME = 0.01
 
 
 def length(x: Tensor) -> Tensor:
-    """Root of the sum of squares, in the dtype ``x`` is measured in."""
+    """Root of the sum of squares, in the dtype ``x`` is measured in.
+
+    Of all that a step's passes show, and so as fast as can be: squares of float32 entries below 1e-19 or above 1e19
+    are lost. :func:`spectral_monitor.functional.lengths.whole_length` loses none, and takes three times as long.
+    """
     x = x.to(compute_dtype(x.dtype))
     norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1) if x.ndim else x)
     return norm
@@ -78,7 +83,7 @@ def bfk_moments(
     if not all(out.requires_grad for out in outputs):
         raise ValueError(f"outputs {shapes} must have a graph that leads to them")
     first, second, gaps = [], [], []
-    nothing = length(outputs[0].new_zeros(1))
+    nothing = outputs[0].new_zeros((), dtype=compute_dtype(outputs[0].dtype))
     with torch.enable_grad():
         for probe in probes:
             z = [part.to(out).requires_grad_() for part, out in zip(probe, outputs, strict=True)]
@@ -88,7 +93,7 @@ def bfk_moments(
             moved = torch.autograd.grad([g for g, _ in pairs], z, scaled, allow_unused=True) if pairs else ()
             pushed = [(part.detach(), Kz) for part, Kz in zip(z, moved, strict=bool(pairs)) if Kz is not None]
             first.append(sum((_inner(g.detach(), u) for (g, _), u in zip(pairs, scaled, strict=True)), nothing))
-            second.append(sum((length(Kz).square() for _, Kz in pushed), nothing))
+            second.append(sum((_inner(Kz, Kz) for _, Kz in pushed), nothing))
             gaps.append(sum((_inner(*pair) for pair in pushed), nothing) - first[-1])
     trace, gap = torch.stack(first), torch.stack(gaps).abs().sum()
     # <z, K z> in two ways. Some operations, instead of failing, drop out of the second pass without a word.
@@ -150,9 +155,12 @@ def kernel_change(h_before: Tensor, h_after: Tensor) -> Tensor:
     before, after = as_rows(h_before, "h_before"), as_rows(h_after, "h_after")
     if before.shape != after.shape:
         raise ValueError(f"h_before {tuple(before.shape)} and h_after {tuple(after.shape)} must have one shape")
-    change = after - before
-    mixed = change @ before.T  # F after less F before cancels; its parts do not
-    return ratio(length(mixed + mixed.T + change @ change.T), length(before @ before.T))
+    dtype = common_dtype(before, after)
+    size = largest(before)
+    before, change = before.to(dtype) / size, (after.to(dtype) - before.to(dtype)) / size
+    with torch.autocast(before.device.type, enabled=False):
+        mixed = change @ before.T  # F after less F before cancels; its parts do not
+        return ratio(whole_length(mixed + mixed.T + change @ change.T), whole_length(before @ before.T)).to(dtype)
 
 
 @torch.no_grad()
@@ -178,8 +186,8 @@ def backward_speed(b_before: Tensor, b_after: Tensor) -> Tensor:
         tensor(0.5000)
     """
     require_alike(b_before=b_before, b_after=b_after)
-    dtype = torch.promote_types(compute_dtype(b_before.dtype), compute_dtype(b_after.dtype))
-    return ratio(length(b_after.to(dtype) - b_before.to(dtype)), length(b_before))
+    dtype = common_dtype(b_before, b_after)
+    return ratio(whole_length(b_after.to(dtype) - b_before.to(dtype)), whole_length(b_before)).to(dtype)
 
 
 @torch.no_grad()
@@ -232,8 +240,7 @@ def feature_cancellation(h: Tensor, dh: Tensor) -> Tensor:
     """
     require_alike(h=h, dh=dh)
     before, change = as_rows(h, "h"), as_rows(dh, "dh")
-    lengths = [torch.linalg.vector_norm(rows, dim=1) for rows in (before + change, before, change)]
-    return mean_ratio(lengths[0], lengths[1] + lengths[2]).clamp(max=1)
+    return mean_ratio(lengths(before + change), lengths(before) + lengths(change)).clamp(max=1).to(common_dtype(h, dh))
 
 
 @torch.no_grad()
@@ -259,7 +266,7 @@ def activation_ratio(h: Tensor, h_in: Tensor) -> Tensor:
         tensor(0.6000)
     """
     require_alike(h=h.flatten(), h_in=h_in.flatten())
-    return ratio(length(h_in), length(h))
+    return ratio(whole_length(h_in), whole_length(h)).to(common_dtype(h, h_in))
 
 
 @torch.no_grad()
@@ -290,6 +297,10 @@ def sample_share(h_in: Tensor, b: Tensor, rows: Tensor | None = None) -> Tensor:
     x, gradients = as_rows(h_in, "h_in"), as_rows(b, "b")
     if len(x) != len(gradients):
         raise ValueError(f"h_in {tuple(x.shape)} and b {tuple(gradients.shape)} must have as many rows")
+    dtype = common_dtype(x, gradients)
+    x, gradients, size = x.to(dtype), gradients.to(dtype), largest(x)
     some, own = (x, gradients) if rows is None else (x[rows], gradients[rows])
-    whole = torch.linalg.vector_norm((some @ x.T) @ gradients.to(x.dtype), dim=1)
-    return mean_ratio(torch.linalg.vector_norm(own, dim=1) * some.square().sum(1), whole)
+    some = some / size
+    with torch.autocast(x.device.type, enabled=False):
+        whole = lengths(((some @ x.T) / size) @ gradients)  # it does not depend on the size of x
+    return mean_ratio(lengths(own) * lengths(some).square(), whole).to(dtype)

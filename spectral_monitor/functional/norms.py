@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from spectral_monitor.functional.lengths import lengths
 from spectral_monitor.linalg import Pieces, SpectralEstimate, alone, compute_dtype, spectral_estimate, tame
 
 ROLES = ("operator", "embedding", "readout", "vector")
@@ -207,14 +208,8 @@ def natural_norm(A: Tensor, role: str = "operator", *, tol: float = 0.01, exact:
 
 
 def _row_rms(rows: Tensor) -> Tensor:
-    """As :func:`feature_root_mean_square`, with squares that leave the range of float32."""
-    return feature_root_mean_square(rows.double()).to(compute_dtype(rows.dtype))
-
-
-def feature_root_mean_square(rows: Tensor) -> Tensor:
     """RMS over the last dimension, float32 for half precisions."""
-    length: Tensor = torch.linalg.vector_norm(rows.to(compute_dtype(rows.dtype)), dim=-1)
-    return length / math.sqrt(max(rows.shape[-1], 1))
+    return (lengths(rows) / math.sqrt(max(rows.shape[-1], 1))).to(compute_dtype(rows.dtype))
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ def spectral_estimate(A: Tensor, *, tol: float = 0.01, exact: bool = False) -> S
     Raises:
         ValueError: ``A`` is not a real floating-point stack of matrices, or ``tol`` is out of range.
     """
-    if A.ndim != 3 or not A.is_floating_point():
+    if A.ndim != 3 or not A.is_floating_point() or A.element_size() < 2:  # eight bits have no arithmetic
         raise ValueError(f"expected a real floating-point stack (K, m, n), got {A.dtype} of shape {tuple(A.shape)}")
     if not 0 < tol < 1:
         raise ValueError(f"tol must be in (0, 1), got {tol}")

@@ -54,9 +54,9 @@ class AverageMetric(ScalarMetric):
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def _add(self, total: Tensor, count: Tensor | int) -> None:
-        # Not in place: a module's .to(torch.bfloat16) reaches the states, and this promotes them back.
-        self.total = self.total + total.double()
-        self.count = self.count + count
+        # Not in place: a module's .to(torch.bfloat16) and set_dtype reach the states, and this converts them back.
+        self.total = self.total.double() + total.double()
+        self.count = self.count.long() + count
 
     def compute(self) -> Tensor:
         """The mean, float32; NaN if nothing with a value was seen."""

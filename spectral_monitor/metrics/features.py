@@ -104,8 +104,8 @@ class BackwardFeatureAngle(ScalarMetric):
       as many everywhere or ``b`` is multiplied by their number.
 
     ``forward`` and ``compute`` give a float32 scalar in radians, in [0, pi/2) for small steps of gradient descent, in
-    [0, pi] at large; NaN if all of ``dh`` or all of ``b`` is zero, and NaN if either had NaN or inf entries. Angles
-    are right to 1e-7 rad.
+    [0, pi] at large; NaN if all of ``dh`` or all of ``b`` is zero, and NaN if either had NaN or inf entries or
+    squares that leave the range of float64. Angles are right to 1e-6 rad.
 
     Args:
         kwargs: as in :class:`torchmetrics.Metric`.

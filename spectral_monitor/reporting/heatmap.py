@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spectral_monitor.measurement import LayerInfo
 from spectral_monitor.reporting.history import History, Thinned
+from spectral_monitor.reporting.names import named, shortened
 from spectral_monitor.reporting.panels import MATRICES
 
 WIDTH = 640
@@ -22,8 +23,6 @@ ABOVE, BELOW, BAR = 35, 45, 95
 """Room for the title, for the steps and for the colour bar."""
 LINE, LETTER = 15, 7
 """Room for a name, and for a letter of one."""
-NAME = 22
-"""Characters of a layer's name at most."""
 TICKS = 8
 """Steps that are written below."""
 BLACK, RED = (0, 0, 0), (204, 34, 34)
@@ -93,7 +92,8 @@ def heatmap(history: History, quantity: str) -> Pixels | None:
     known = (~scale.shown.isnan()).any(1).tolist()
     layers = [history.layers[i] for i, some in zip(rows, known, strict=True) if some]
     outside = {verdict.layer for verdict in history.measurements[-1].verdicts}
-    return _draw(scale, scale.shown[known], layers, drawn.steps, outside)
+    short = shortened(tuple(history.layers[i].name for i in rows))
+    return _draw(scale, scale.shown[known], layers, short, drawn.steps, outside)
 
 
 def _scale(history: Thinned, quantity: str, rows: Sequence[int]) -> _Scale | None:
@@ -144,20 +144,28 @@ def _logarithmic(title: str, values: Tensor) -> _Scale:
     return _Scale(title, shown, low, high, "viridis", ticks, tuple(f"{10**tick:g}" for tick in ticks))
 
 
-def _draw(scale: _Scale, shown: Tensor, layers: Sequence[LayerInfo], steps: Sequence[int], outside: set[str]) -> Pixels:
+def _draw(
+    scale: _Scale,
+    shown: Tensor,
+    layers: Sequence[LayerInfo],
+    short: Mapping[str, str],
+    steps: Sequence[int],
+    outside: set[str],
+) -> Pixels:
     """With colours and fonts of matplotlib's, but without its figures, which take thirty times as long."""
     import matplotlib as mpl
 
     rows, columns = shown.shape
     high = min(max(ROW * rows, ROWS_LOW), ROWS_HIGH)
-    named = _named([info.name in outside for info in layers], high // LINE)
-    left = 25 + LETTER * max(len(_short(layers[i].name)) for i in named)
+    written = named([info.name in outside for info in layers], high // LINE)
+    left = 25 + LETTER * max(len(short[layers[i].name]) for i in written)
     right, bottom = WIDTH - BAR, ABOVE + high
     labels = [_Label(WIDTH / 2, ABOVE / 2, scale.title, size=13)]
     labels.append(_Label((left + right) / 2, bottom + 33, "optimizer step", size=12))
-    for i in named:
-        y, out = ABOVE + (i + 0.5) * high / rows, layers[i].name in outside
-        labels.append(_Label(left - 10, y, _short(layers[i].name), anchor="rm", bold=out, colour=RED if out else BLACK))
+    for i in written:
+        y, name = ABOVE + (i + 0.5) * high / rows, layers[i].name
+        out = name in outside
+        labels.append(_Label(left - 10, y, short[name], anchor="rm", bold=out, colour=RED if out else BLACK))
     for k in sorted({round(k) for k in np.linspace(0, columns - 1, min(TICKS, columns))}):
         labels.append(_Label(left + (k + 0.5) * (right - left) / columns, bottom + 11, str(steps[k])))
     for tick, text in zip(scale.ticks, scale.labels, strict=True):
@@ -209,34 +217,3 @@ def _fill(pixels: Pixels, left: int, right: int, high: int, colours: Pixels) -> 
     down, across = (np.arange(n) * k // n for n, k in zip((high, right - left), colours.shape, strict=False))
     pixels[ABOVE - 1 : ABOVE + high + 1, left - 1 : right + 1] = BLACK
     pixels[ABOVE : ABOVE + high, left:right] = colours[down][:, across]
-
-
-def _named(outside: Sequence[bool], room: int) -> list[int]:
-    """Rows whose names are written: thinned out to what there is room for, those that are outside before others.
-
-    Example:
-        >>> _named([False, False, True, False, False, False], 3)
-        [0, 2, 4]
-        >>> _named([False, True, True, False, False, False], 3)
-        [1, 4]
-    """
-    apart = math.ceil(len(outside) / max(room, 1))
-    chosen: list[int] = []
-    for i in [*(i for i, out in enumerate(outside) if out), *range(0, len(outside), apart)]:
-        if all(abs(i - k) >= apart for k in chosen):
-            chosen.append(i)
-    return sorted(chosen)
-
-
-def _short(name: str) -> str:
-    """Its last parts, as many as there is room for.
-
-    Example:
-        >>> _short("head"), _short("transformer.h.11.attn.c_attn")
-        ('head', '…h.11.attn.c_attn')
-    """
-    if len(name) <= NAME:
-        return name
-    _, dot, rest = name.partition(".")
-    cut = rest if dot else name[1 - NAME :]
-    return f"…{cut}" if len(cut) < NAME else _short(cut)

@@ -161,7 +161,11 @@ def _overview() -> str:
 def _key(now: Measurement) -> str:
     colours = ", ".join(depth_colours(5))
     count = sum(info.role in MATRICES for info in now.layers)
-    some = f" Of {count} layers {LINES} are drawn, evenly, those that are outside first." if count > LINES else ""
+    some = (
+        f" Of {count} layers {LINES} are drawn, evenly, with the readout and those that are outside."
+        if count > LINES
+        else ""
+    )
     return (
         '<p class="soft">Below, a curve for each layer: <span class="key" style="background: linear-gradient(to right, '
         f'{colours})"></span> from the first to the last, <span class="bad">red</span> what is outside now; '

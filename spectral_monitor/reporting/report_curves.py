@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from spectral_monitor.condition.verdict import short
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.kinds import kinds
+from spectral_monitor.reporting.names import shortened
 from spectral_monitor.reporting.panels import Panel, shown
-from spectral_monitor.reporting.report_figures import Figure, Series, digits, escaped, series, shortened, title_of
+from spectral_monitor.reporting.report_figures import Figure, Series, digits, escaped, labels, series, title_of, titled
 
 FEW = 14
 """Layers that each have a place in the legend; more of them have one by kind."""
@@ -28,6 +30,10 @@ DECADES = 9.0
 LINEAR = frozenset({"alignment", "update_alignment", "bfa_cos"})
 """Quantities with a range of their own; all others are drawn on a log scale if they are nowhere negative."""
 OUTSIDE = "outside now"
+LINE = 44
+"""Characters of a line below a chart's title."""
+GAP = 0.09
+"""Between two charts, for what is written beside the second one; of the width."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _DEPTH = ((59, 111, 216), (128, 90, 213), (200, 80, 150), (232, 112, 60), (205, 155, 20))
 """Colours from the first layer to the last, legible on white and on black."""
@@ -49,17 +55,18 @@ def depth_colours(count: int) -> list[str]:
     return found
 
 
-def drawn(rows: Sequence[int], outside: Sequence[bool]) -> list[int]:
-    """Of very many layers some, evenly: those that are outside first.
+def drawn(rows: Sequence[int], first: Sequence[bool]) -> list[int]:
+    """Of very many layers some, evenly and with both ends: those that come first before others.
 
     Example:
-        >>> drawn(range(4), [False] * 4), len(drawn(range(1000), [False] * 1000))
-        ([0, 1, 2, 3], 120)
+        >>> found = drawn(range(1000), [i == 77 for i in range(1000)])
+        >>> len(found), found[0], 77 in found, found[-1]
+        (120, 0, True, 999)
     """
     found: list[int] = []
-    for some in ([i for i in rows if outside[i]], [i for i in rows if not outside[i]]):
+    for some in ([i for i in rows if first[i]], [i for i in rows if not first[i]]):
         room = min(len(some), LINES - len(found))
-        found += [some[k * len(some) // room] for k in range(room)]
+        found += [some[k * (len(some) - 1) // max(1, room - 1)] for k in range(room)]
     return sorted(found)
 
 
@@ -73,7 +80,9 @@ def curves(
         measurements: the whole run.
         now: the one of them that says which layers are outside.
     """
-    rows = drawn(shown(panel, now.layers), [info.name in {v.layer for v in now.verdicts} for info in now.layers])
+    outside = {verdict.layer for verdict in now.verdicts}
+    first = [info.role == "readout" or info.name in outside for info in now.layers]
+    rows = drawn(shown(panel, now.layers), first)
     known = {key: found for key in panel.quantities if (found := series(measurements, key)) is not None}
     known = {key: found for key, found in known.items() if found.values[rows].isfinite().any()}
     if not known:
@@ -86,14 +95,18 @@ def curves(
         "legend": {"tracegroupgap": 0, "itemsizing": "constant"},
     }
     data: list[Figure] = []
+    meanings = {key: wrap(QUANTITIES[key].meaning, LINE) for key in known}
+    most = max(map(len, meanings.values()))
+    layout["margin"]["t"] += 15 * (most - 1)
+    layout["height"] += 15 * (most - 1)
     for place, (key, found) in enumerate(known.items()):
         suffix = "" if place == 0 else str(place + 1)
         chart = _Chart(key, found, rows, now)
-        left, right = place / len(known), (place + 1) / len(known) - (0.04 if place + 1 < len(known) else 0.0)
+        left, right = place / len(known), (place + 1) / len(known) - (GAP if place + 1 < len(known) else 0.0)
         axis = {"domain": [left, right], "anchor": f"y{suffix}", "title": {"text": "step", "standoff": 4}}
         layout |= {f"xaxis{suffix}": axis, f"yaxis{suffix}": {"anchor": f"x{suffix}", **chart.axis()}}
-        meaning = f"<b>{key}</b><br><span style='font-size:11px'>{escaped(QUANTITIES[key].meaning)}</span>"
-        layout["annotations"].append(title_of(meaning, suffix, f"y{suffix}"))
+        title = titled(key, *map(escaped, meanings[key]), *["&nbsp;"] * (most - len(meanings[key])))
+        layout["annotations"].append(title_of(title, suffix, f"y{suffix}"))
         traces = [*chart.bands(), *chart.lines(), *(chart.groups() if place == 0 else [])]
         for trace in traces:
             trace["showlegend"] = trace.get("showlegend", False) and place == 0
@@ -116,7 +129,7 @@ class _Chart:
         rows = [i for i, some in zip(rows, known, strict=True) if some]
         colours = depth_colours(len(now.layers))
         self.key, self.steps = key, found.steps
-        self.names = [now.layers[i].name for i in rows]
+        self.names, self.short = [now.layers[i].name for i in rows], labels(now)
         self.values, self.limits = found.values[rows], found.bands[rows][..., :2]
         verdicts = {verdict.layer for verdict in now.verdicts}
         self.outside = [name in verdicts for name in self.names]
@@ -167,7 +180,7 @@ class _Chart:
             yield {
                 "type": "scatter",
                 "mode": "lines+markers" if dots else "lines",
-                "name": shortened(self.names[k]),
+                "name": self.short[self.names[k]],
                 "meta": [name, self._should_be(k)],
                 "x": self.key,
                 "y": digits(drawn),
@@ -189,11 +202,14 @@ class _Chart:
     def groups(self) -> Iterator[Figure]:
         """What is in the legend where not every layer is: kinds of layers, on which one can click."""
         if self.crowd:
-            yield self._group(OUTSIDE, sum(self.outside), "@danger", "solid", 500)
-        for n, (of, some) in enumerate([] if self.few else kinds(self.names).items()):
-            yield self._group(of, sum(not self.outside[k] for k in some), "@soft", DASHES[n % len(DASHES)], 2000 + n)
+            yield self._group(OUTSIDE, OUTSIDE, sum(self.outside), "@danger", "solid", 500)
+        found = {} if self.few else kinds(self.names)
+        short = shortened(tuple(found))
+        for n, (of, some) in enumerate(found.items()):
+            count = sum(not self.outside[k] for k in some)
+            yield self._group(of, short[of], count, "@soft", DASHES[n % len(DASHES)], 2000 + n)
 
-    def _group(self, name: str, count: int, colour: str, dash: str, rank: int) -> Figure:
+    def _group(self, of: str, name: str, count: int, colour: str, dash: str, rank: int) -> Figure:
         return {
             "type": "scatter",
             "mode": "lines",
@@ -201,7 +217,7 @@ class _Chart:
             "y": [None],
             "name": f"{escaped(name)} ({count})",
             "line": {"color": colour, "width": 1.5, "dash": dash},
-            "legendgroup": escaped(name),
+            "legendgroup": escaped(of),
             "legendrank": rank,
             "showlegend": count > 0,
         }
@@ -214,19 +230,18 @@ class _Chart:
         return f"<br>should be {words if low > 0 else f'below {short(high)}'} at step {self.steps[-1]}"
 
     def bands(self) -> Iterator[Figure]:
-        """The band that most layers share as an area, limits on one side and the bands of single layers as lines."""
-        groups = self._alike()
-        for some in groups[:4]:
+        """The band that most layers share as an area; limits on one side, and the bands of others, as lines."""
+        for place, some in enumerate(self._alike()[:4]):
             low, high = self.limits[some[0]].T
-            own = len(groups) > 1 and len(some) < len(self.names) / 2
-            colour = self.colours[some[0]] if own and len(some) == 1 else "@limit"
-            of = escaped(self.names[some[0]]) if len(some) == 1 else f"{len(some)} layers"
-            if not own and bool(((low > 0) & high.isfinite()).any()):
-                yield from self._area(low, high)
+            single = len(some) == 1 < len(self.names)
+            name = escaped(self.names[some[0]])
+            if place == 0 and not single and bool(((low > 0) & high.isfinite()).any()):
+                yield from self._area(low, high, len(some))
                 continue
+            colour, of = (self.colours[some[0]], name) if single else ("@limit", f"{len(some)} layers")
             for limit in (low, high):
                 if bool((limit.isfinite() & (limit > 0)).any()):
-                    yield self._edge(limit, colour, f"limit of {of}", escaped(self.names[some[0]]) if own else "band")
+                    yield self._edge(limit, colour, f"limit of {of}", "band" if place == 0 and not single else name)
 
     def _alike(self) -> list[list[int]]:
         """Layers by band, the largest group first."""
@@ -242,8 +257,10 @@ class _Chart:
                 groups.append([k])
         return sorted(groups, key=lambda some: -len(some))
 
-    def _area(self, low: Tensor, high: Tensor) -> Iterator[Figure]:
+    def _area(self, low: Tensor, high: Tensor, count: int) -> Iterator[Figure]:
         known = (low.isfinite() & high.isfinite()).tolist()
+        limited = int(self.limits.isfinite().flatten(1).any(1).sum())
+        most = "band of most layers" if 2 * count > limited else f"band of {count} layers"
         steps = [step for step, some in zip(self.steps, known, strict=True) if some]
         for limit, fill in ((low, "none"), (high, "tonexty")):
             yield {
@@ -255,7 +272,7 @@ class _Chart:
                 "fill": fill,
                 "fillcolor": "@band",
                 "hoverinfo": "skip",
-                "name": "band" if len(self.names) == 1 else "band of most layers",
+                "name": "band" if len(self.names) == 1 else most,
                 "legendgroup": "band",
                 "legendrank": 3000,
                 "showlegend": fill != "none",

@@ -19,21 +19,22 @@ from spectral_monitor.condition.verdict import short
 from spectral_monitor.engine.assemble import balance_ratios
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.reporting.history import COLUMNS, Thinned
+from spectral_monitor.reporting.names import named, shortened
 from spectral_monitor.reporting.panels import HEATMAPS, MATRICES
 from spectral_monitor.reporting.table import number, printable
 
 CELLS = 40_000
 """Values of a quantity that are drawn, at most: of very deep networks fewer steps."""
-NAME = 30
-"""Characters of a layer's name on an axis; all of them are in what the mouse shows."""
 ROW, ROOM = 26, (170, 580)
 """Height of a layer while there is room, and of all of them at least and at most, in pixels."""
+LINE = 15
+"""Room for a name."""
 REACH = 12.0
 """Powers of two around 1 that are told apart."""
 TITLES = {
-    "update_natural": "Size of the update",
-    "feature_change": "Change of the outputs",
-    "bfa_cos": "Where the loss wants them?",
+    "update_natural": "Size of updates",
+    "feature_change": "Change of outputs",
+    "bfa_cos": "Right direction?",
 }
 Figure = dict[str, Any]
 
@@ -84,10 +85,10 @@ def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Fig
     room = max(ROOM[0], min(ROOM[1], ROW * len(rows)))
     outside = {verdict.layer for verdict in now.verdicts}
     names = [now.layers[i].name for i in rows]
-    ticks = _named([name in outside for name in names], room // 14)
+    ticks, short = named([name in outside for name in names], room // LINE), labels(now)
     layout: Figure = {
-        "height": room + 130,
-        "margin": {"l": 10, "r": 10, "t": 40, "b": 90},
+        "height": room + 145,
+        "margin": {"l": 10, "r": 10, "t": 55, "b": 90},
         "showlegend": False,
         "annotations": [],
         "shapes": [],
@@ -97,7 +98,7 @@ def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Fig
             "categoryarray": [_row(name) for name in names],
             "range": [len(rows) - 0.5, -0.5],
             "tickvals": [_row(names[k]) for k in ticks],
-            "ticktext": [_tick(names[k], names[k] in outside) for k in ticks],
+            "ticktext": [_tick(short[names[k]], names[k] in outside) for k in ticks],
             "automargin": True,
             "ticks": "",
             "showgrid": False,
@@ -166,8 +167,9 @@ def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
     powers = _powers(reach)
     end = reach * math.log10(2)
     axis = {"type": "log", "range": [-end, end], "tickvals": [2.0**k for k in powers], "zeroline": False}
+    axis |= {"tickfont": {"size": 10}, "tickangle": 0}
     axis |= {"ticktext": list(map(_power_of_two, powers)), "title": {"text": "times its share", "standoff": 4}}
-    return [(f"<b>At step {now.step}</b>, on the band", [band, dots], axis)]
+    return [(titled(f"At step {now.step}", "on the band"), [band, dots], axis)]
 
 
 def _heatmap(key: str, drawn: Series, rows: Sequence[int], now: Measurement) -> list[Part]:
@@ -176,15 +178,16 @@ def _heatmap(key: str, drawn: Series, rows: Sequence[int], now: Measurement) -> 
         shares, unit = _shares(drawn, rows, now.layers)
         picture, bar = _against_share(shares)
     elif key == "bfa_cos":
-        unit, picture, bar = ", cosine", values.clamp(-1, 1), {"tickvals": [-1, -0.5, 0, 0.5, 1]}
+        unit, picture, bar = "cosine, 1 is downhill", values.clamp(-1, 1), {"tickvals": [-1, -0.5, 0, 0.5, 1]}
         bar |= {"zmin": -1, "zmax": 1, "colorscale": "@diverging-reversed"}
     else:
-        unit = ", as a share"
+        unit = "as a share"
         picture, bar = _logarithmic(values)
     if not picture.isfinite().any():
         return []
     colorbar = {k: v for k, v in bar.items() if k.startswith("tick")}
     colorbar |= {"orientation": "h", "thickness": 10, "outlinewidth": 0, "yanchor": "top", "ypad": 0, "xpad": 0}
+    colorbar |= {"tickfont": {"size": 10}, "tickangle": 0}
     trace = {
         "type": "heatmap",
         "x": key,
@@ -198,19 +201,19 @@ def _heatmap(key: str, drawn: Series, rows: Sequence[int], now: Measurement) -> 
         "hovertemplate": f"<b>%{{customdata[0]}}</b><br>step %{{x}}<br>{key} %{{customdata[1]}}<extra></extra>",
         "colorbar": colorbar,
     }
-    return [(f"<b>{TITLES[key]}</b>{unit}", [trace], {"title": {"text": "step", "standoff": 4}, "showgrid": False})]
+    return [(titled(TITLES[key], unit), [trace], {"title": {"text": "step", "standoff": 4}, "showgrid": False})]
 
 
 def _shares(drawn: Series, rows: Sequence[int], layers: Sequence[LayerInfo]) -> tuple[Tensor, str]:
     """Values over their references; where none is known, over the operators' median."""
     values, references = drawn.values[rows], drawn.bands[rows][..., 2]
     if references.isfinite().any():
-        return values / references, ", times its share"
+        return values / references, "times its share"
     ratios = torch.full_like(values, math.nan)
     compared = [k for k, i in enumerate(rows) if layers[i].role in ("operator", "readout")]
     for step in range(values.shape[1]):
         ratios[compared, step] = balance_ratios(values[compared, step])
-    return ratios, ", times the median"
+    return ratios, "times the median"
 
 
 def _against_share(shares: Tensor) -> tuple[Tensor, Figure]:
@@ -263,6 +266,11 @@ def _power_of_two(k: int) -> str:
     return f"{2**k}" if k >= 0 else f"1/{2**-k}"
 
 
+def titled(title: str, *lines: str) -> str:
+    """A title, and smaller lines below it."""
+    return f"<b>{title}</b>" + "".join(f"<br><span style='font-size:11px'>{line}</span>" for line in lines)
+
+
 def title_of(text: str, suffix: str, yaxis: str) -> Figure:
     """Above a subplot, from its left edge."""
     place = {"xref": f"x{suffix} domain", "yref": f"{yaxis} domain", "x": 0, "y": 1, "yshift": 6}
@@ -276,14 +284,6 @@ def _nothing(suffix: str) -> Figure:
     return {"type": "rect", **box, "fillcolor": "@nothing", "line": {"width": 0}, "layer": "below"}
 
 
-def _named(outside: Sequence[bool], room: int) -> list[int]:
-    """Rows whose names are written: all that are outside, and of the others what there is room for."""
-    apart = math.ceil(len(outside) / max(room, 1))
-    marked = [i for i, out in enumerate(outside) if out]
-    others = [i for i in range(0, len(outside), apart) if all(abs(i - k) >= apart for k in marked)]
-    return sorted({*marked, *others})
-
-
 RED = "#e0443c"
 """On light and on dark; inside a text plotly knows no other colours than these."""
 
@@ -293,14 +293,14 @@ def _row(name: str) -> str:
     return f"\u200b{escaped(name)}"
 
 
-def _tick(name: str, outside: bool) -> str:
-    text = shortened(name)
-    return f"<b style='color:{RED}'>{text}</b>" if outside else text
+def _tick(label: str, outside: bool) -> str:
+    return f"<b style='color:{RED}'>{label}</b>" if outside else label
 
 
-def shortened(name: str) -> str:
-    """To what there is room for beside a picture, escaped; the end of a name tells most."""
-    return escaped(name if len(name) <= NAME else f"{name[:8]}…{name[9 - NAME :]}")
+def labels(now: Measurement) -> dict[str, str]:
+    """What every matrix is called beside pictures and in legends, escaped."""
+    names = tuple(info.name for info in now.layers if info.role in MATRICES)
+    return {name: escaped(short) for name, short in shortened(names).items()}
 
 
 def digits(values: Sequence[float]) -> list[float | None]:

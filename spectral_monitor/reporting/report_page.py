@@ -44,9 +44,10 @@ p { margin: 4px 0; }
 ul { margin: 8px 0; padding-left: 20px; }
 .wide { overflow-x: auto; }
 .long { max-height: 560px; overflow: auto; }
-.figure { min-width: 860px; }
+.figure { min-width: 1000px; }
 .name { font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; font-size: 13px; white-space: nowrap; }
-.name.folded { white-space: normal; overflow-wrap: anywhere; }
+.name.folded, p .name, li .name { white-space: normal; overflow-wrap: anywhere; }
+td .name.folded { display: inline-block; min-width: 240px; }
 .bad { color: var(--danger); font-weight: 600; }
 .key { display: inline-block; width: 90px; height: 9px; border-radius: 5px; margin: 0 4px; vertical-align: 1px; }
 table { border-collapse: collapse; font-size: 14px; width: 100%; }

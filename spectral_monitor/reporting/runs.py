@@ -68,13 +68,16 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 def settled(measurements: Iterable[Measurement]) -> Run:
     """The measurements that count.
 
-    A run that is resumed goes some steps back and measures them again: the later ones count. If the layers change, as
-    where another model was trained into the same folder, those before are left out.
+    A run that is resumed goes some steps back and measures them again, and a script that is run again begins anew: the
+    later ones count. If the layers change, as where another model was trained into the same folder, those before are
+    left out.
 
     Example:
         >>> run = settled(Measurement(step, (), {}, {}) for step in (10, 20, 30, 20, 30, 40))
-        >>> [measurement.step for measurement in run.measurements], run.notes
-        ([10, 20, 30, 40], ('2 measurements were taken again after a resumption; the later ones are shown.',))
+        >>> [measurement.step for measurement in run.measurements]
+        [10, 20, 30, 40]
+        >>> print(run.notes[0].partition(";")[0])
+        2 measurements were taken again, after a resumption or by another run into the same file
     """
     kept: list[Measurement] = []
     others = again = 0
@@ -89,5 +92,6 @@ def settled(measurements: Iterable[Measurement]) -> Run:
     if others:
         notes.append(f"{others} earlier measurements are of other layers and left out.")
     if again:
-        notes.append(f"{again} measurements were taken again after a resumption; the later ones are shown.")
+        why = "after a resumption or by another run into the same file"
+        notes.append(f"{again} measurements were taken again, {why}; the later ones are shown.")
     return Run(tuple(kept), tuple(notes))

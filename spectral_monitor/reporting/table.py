@@ -26,6 +26,8 @@ _COLUMNS = {
     "contribution": ("-<g,dW>", 9),
 }
 """Quantity -> title, and how soon its column is left out where there is no room for all."""
+_LEAST = 10
+"""From here on columns are left out before all of those."""
 ARROWS = (" ^", " v")
 """Behind a value that is outside: too large, too small."""
 _JUDGED = ("update_natural", "weight_natural", "update_ratio")
@@ -95,8 +97,7 @@ def measurement_rows(measurement: Measurement) -> Table:
         _text("role", [info.role for info in infos], spare=1),
         _text("in -> out", [_fans(info.fan_in, info.fan_out, info.blocks) for info in infos], spare=2),
     ]
-    for key in [key for key in _COLUMNS if key in measurement.values]:
-        title, spare = _COLUMNS[key]
+    for key, (title, spare) in _columns(measurement).items():
         values = measurement.values[key][rows]
         cells = [number(value) for value in (values.rad2deg() if key == "bfa" else values).tolist()]
         arrows = [ARROWS[not v.ratio > 1] if v is not None and v.quantity == key else "  " for v in judged]
@@ -110,6 +111,12 @@ def measurement_rows(measurement: Measurement) -> Table:
         columns.append(_text("what", [_what(v, measurement) for v in judged]))
     outside = None if "violations" not in measurement.summary or unjudged(measurement) else len(verdicts)
     return Table(_headline(measurement, len(rows)), tuple(columns), (_summary_line(measurement),), outside)
+
+
+def _columns(measurement: Measurement) -> dict[str, tuple[str, int]]:
+    """The usual ones that were measured; where none of them was, those that were, the first of which always stays."""
+    usual = {key: column for key, column in _COLUMNS.items() if key in measurement.values}
+    return usual or {key: (key, _LEAST + k if k else 0) for k, key in enumerate(measurement.values)}
 
 
 def is_judged(measurement: Measurement) -> bool:
@@ -157,7 +164,7 @@ def _headline(measurement: Measurement, rows: int) -> str:
 def _what(verdict: Verdict | None, measurement: Measurement) -> str:
     if verdict is None:
         return ""
-    elsewhere = verdict.quantity not in _COLUMNS or verdict.quantity not in measurement.values
+    elsewhere = verdict.quantity not in _columns(measurement)
     return (f"{verdict.quantity} {number(verdict.value)}: " if elsewhere else "") + verdict.sentence
 
 

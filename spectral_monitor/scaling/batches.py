@@ -20,7 +20,7 @@ _END = object()
 
 
 class SweepError(ValueError):
-    """What was given cannot be swept; the message says why and what can."""
+    """What was given cannot be swept; the message says why and what can, with arguments written ``name=``."""
 
 
 def loss_of(module: nn.Module, batch: Any, index: int) -> Any:

@@ -106,11 +106,11 @@ class Recipe:
         """Of the parametrization's optimizer; empty without a parametrization."""
         if self.parametrization is None:
             if self.lr is not None:
-                raise SweepError("lr goes with parametrization=; without one the optimizer you make has its own")
+                raise SweepError("lr= goes with parametrization=; without one the optimizer has its own")
             if self.optimizer is not None and not callable(self.optimizer):
                 raise SweepError(
-                    f"optimizer={self.optimizer!r} goes with parametrization=; without one give a function that makes "
-                    "an optimizer for a module, or nothing if the module has configure_optimizers"
+                    f"optimizer={self.optimizer!r} goes with parametrization=; without one the module's "
+                    "configure_optimizers is used or, from Python, a function that makes an optimizer for a module"
                 )
             return ""
         if not isinstance(self.parametrization, Parametrization):
@@ -120,9 +120,9 @@ class Recipe:
             )
         family = "sgd" if self.optimizer is None else self.optimizer
         if not isinstance(family, str) or family not in FAMILIES:
-            raise SweepError(f"with a parametrization optimizer must be one of {', '.join(FAMILIES)}, got {family!r}")
+            raise SweepError(f"with parametrization=, optimizer= must be one of {', '.join(FAMILIES)}, got {family!r}")
         if self.lr is None or not 0 < self.lr < math.inf:
-            raise SweepError(f"with a parametrization lr must be a positive number, got {self.lr!r}")
+            raise SweepError(f"parametrization= needs lr=, a positive number, got {self.lr!r}")
         return family
 
     @property
@@ -234,8 +234,8 @@ class Recipe:
             made = configure()
         else:
             raise SweepError(
-                "nothing says how to train: give parametrization= and lr=, or optimizer=, a function that makes one "
-                "for a module, or the module a configure_optimizers"
+                "nothing says how to train: give parametrization= and lr=, or the module a configure_optimizers or, "
+                "from Python, a function that makes an optimizer for a module"
             )
         if getattr(module, "automatic_optimization", True) is False:
             raise SweepError("the module optimizes by hand (automatic_optimization = False), which a sweep cannot")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -14,12 +15,16 @@ from types import ModuleType
 from typing import Any
 
 from spectral_monitor.quantities import TIERS
+from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.parametrizations import PARAMETRIZATIONS
 from spectral_monitor.scaling.points_file import part_path
 from spectral_monitor.scaling.sweeps import QUANTITIES, sweep
 
 DATA = "make_data"
 """What the function that makes data is called, if it is not said."""
+
+FLAGS = {name: f"--{name}" for name in ("parametrization", "optimizer", "lr", "part")} | {"path": "-o"}
+"""What arguments are called here that errors of a sweep are about."""
 
 _DESCRIPTION = f"""\
 Train the same network at several widths (or depths) for a few steps, and say in a table how the
@@ -57,9 +62,9 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--depths", type=_integers, metavar="N,N,...", help="passed to the function as well")
     parser.add_argument("--data", metavar="FILE.py:FUNCTION", help=f"default: {DATA} in the same file")
     parser.add_argument(
-        "--seeds", type=int, default=5, metavar="N", help="networks of each width; default: %(default)s"
+        "--seeds", type=_positive, default=5, metavar="N", help="networks of each width; default: %(default)s"
     )
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="of training; default: %(default)s")
+    parser.add_argument("--steps", type=_positive, default=10, metavar="N", help="of training; default: %(default)s")
     parser.add_argument(
         "--quantities",
         type=_names,
@@ -72,7 +77,9 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("--optimizer", choices=["sgd", "adam"], help="with --parametrization; default: sgd")
     parser.add_argument("--lr", type=float, metavar="X", help="with --parametrization, the rate that it scales")
-    parser.add_argument("-j", "--processes", type=int, default=1, metavar="N", help="networks trained at the same time")
+    parser.add_argument(
+        "-j", "--processes", type=_positive, default=1, metavar="N", help="networks trained at the same time"
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="keep the points in this file (JSON lines)")
     parser.add_argument("--part", type=_part, metavar="I/N", help="train the I-th of N shares only; needs -o")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="write a picture; needs matplotlib")
@@ -86,21 +93,24 @@ def _sweep(args: argparse.Namespace) -> None:
         function.check()
     if args.figure is not None:
         _check_figure(args.figure)
-    result = sweep(
-        make_module,
-        data,
-        widths=args.widths,
-        depths=args.depths,
-        seeds=args.seeds,
-        steps=args.steps,
-        quantities=args.quantities,
-        parametrization=None if args.parametrization is None else PARAMETRIZATIONS[args.parametrization],
-        optimizer=args.optimizer,
-        lr=args.lr,
-        processes=args.processes,
-        path=args.output,
-        part=args.part,
-    )
+    try:
+        result = sweep(
+            make_module,
+            data,
+            widths=args.widths,
+            depths=args.depths,
+            seeds=args.seeds,
+            steps=args.steps,
+            quantities=args.quantities,
+            parametrization=None if args.parametrization is None else PARAMETRIZATIONS[args.parametrization],
+            optimizer=args.optimizer,
+            lr=args.lr,
+            processes=args.processes,
+            path=args.output,
+            part=args.part,
+        )
+    except SweepError as error:
+        raise SweepError(_in_flags(str(error))) from error
     if args.part is not None:
         i, n = args.part
         print(
@@ -112,6 +122,16 @@ def _sweep(args: argparse.Namespace) -> None:
     if args.figure is not None:
         result.figure().savefig(args.figure, dpi=130)
         print(f"wrote {args.figure}")
+
+
+def _in_flags(text: str) -> str:
+    """Arguments as they are called here.
+
+    Example:
+        >>> _in_flags("optimizer='adam' goes with parametrization=; part= needs path=")
+        "--optimizer 'adam' goes with --parametrization; --part needs -o"
+    """
+    return re.sub(rf"\b({'|'.join(FLAGS)})=", lambda m: FLAGS[m[1]] + " " * text.startswith("'", m.end()), text)
 
 
 def _check_figure(path: Path) -> None:
@@ -126,11 +146,17 @@ def _check_figure(path: Path) -> None:
 
 def _integers(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
+        return [_positive(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"integers with commas between them, such as 64,128,256, not {text!r}"
+            f"integers >= 1 with commas between them, such as 64,128,256, not {text!r}"
         ) from None
+
+
+def _positive(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"an integer >= 1, not {text!r}")
+    return int(text)
 
 
 def _names(text: str) -> str | list[str]:
@@ -139,8 +165,8 @@ def _names(text: str) -> str | list[str]:
 
 def _part(text: str) -> tuple[int, int]:
     first, slash, second = text.partition("/")
-    if not slash or not first.isdecimal() or not second.isdecimal():
-        raise argparse.ArgumentTypeError(f"a share such as 2/4, not {text!r}")
+    if not slash or not first.isdecimal() or not second.isdecimal() or not 1 <= int(first) <= int(second):
+        raise argparse.ArgumentTypeError(f"a share such as 2/4, the first number from 1 to the second, not {text!r}")
     return int(first), int(second)
 
 
@@ -176,10 +202,14 @@ class FromFile:
         """Import the file.
 
         Raises:
+            ImportError: it cannot be imported; the file is named.
             ValueError: it has no such function; its functions are named.
         """
-        with self._beside():
-            module = self._module()
+        try:
+            with self._beside():
+                module = self._module()
+        except (ImportError, OSError, ValueError) as error:  # which the command says in one sentence
+            raise ImportError(f"{self.path.name} cannot be imported: {type(error).__name__}: {error}") from error
         if not callable(getattr(module, self.name, None)):
             there = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
             raise ValueError(f"{self.path.name} has no function {self.name!r}; it has {', '.join(there) or 'none'}")

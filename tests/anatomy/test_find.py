@@ -124,7 +124,9 @@ def gpt2():
 
 def mixed():
     weights = {"w": torch.randn(3, 4), "i": torch.zeros(3, 3, dtype=torch.long), "e": torch.zeros(0, 3)}
-    return Bare(**weights, c=torch.zeros(3, 3, dtype=torch.complex64))
+    model = Bare(**weights, c=torch.zeros(3, 3, dtype=torch.complex64))
+    model.f = nn.Parameter(torch.zeros(3, 3).to(torch.float8_e4m3fn), requires_grad=False)
+    return model
 
 
 # Model -> what is measured: (name, role, fan_in, fan_out, blocks); what is not: name -> reason.
@@ -380,13 +382,14 @@ MODELS = {
         [("1", "readout", 4, 2, 1), ("1.bias", "vector", 1, 2, 1)],
         {"0.weight": UNINITIALISED, "0.bias": UNINITIALISED},
     ),
-    "integer, complex, empty": (
+    "integer, complex, empty, eight bits": (
         mixed,
         [("w", "operator", 4, 3, 1)],
         {
             "i": "dtype torch.int64 is not real floating point",
             "c": "dtype torch.complex64 is not real floating point",
             "e": "empty",
+            "f": "dtype torch.float8_e4m3fn says nothing without its scales, which are elsewhere",
         },
     ),
     "tied": (tied, [("table", "embedding", 1, 4, 1), ("head", "readout", 4, 7, 1)], {}),

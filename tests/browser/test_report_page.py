@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting import report as report_module
 from spectral_monitor.reporting import report_curves, report_figures, report_page
+from spectral_monitor.reporting.names import shortened
 from spectral_monitor.reporting.panels import HEATMAPS, PANELS
 from spectral_monitor.reporting.report import write_report
 
@@ -213,6 +214,45 @@ def test_wide_tables_and_pictures_do_not_widen_the_page(plain):
         assert plain.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1920, 1300, 700, 400])
+def test_nothing_is_written_over_anything_else(width, page, tmp_path):
+    """Titles, names, numbers on axes, legends, the charts themselves; and every name is within its card."""
+    names = [f"bert.encoder.layer.{i}.attention.self.query" for i in range(12)]
+    run = list(run_of([*names, "bert.classifier"]))
+    small = [{"update_ratio": 0.005 + 0.003 * m.values["update_ratio"]} for m in run]  # numbers with many digits
+    run = [replace(m, values=m.values | some) for m, some in zip(run, small, strict=True)]
+    write_report(run, tmp_path / "report.html")
+    page.set_viewport_size({"width": width, "height": 900})
+    seen = opened(page, tmp_path / "report.html")
+    texts = ".annotation-text, .xtick text, .ytick text, .xtitle, .legendtext, .cbaxis text, .nsewdrag"
+    texts += ", ".join(["", *(f".{axis}{k}tick text, .{axis}{k}title" for axis in "xy" for k in (2, 3, 4))])
+    found = page.evaluate(
+        """texts => [...document.querySelectorAll(".figure")].map(figure => {
+            const edge = figure.getBoundingClientRect();
+            return [...figure.querySelectorAll(texts)].map(text => {
+                const {left, right, top, bottom} = text.getBoundingClientRect();
+                return {text: text.textContent, left, right, top, bottom, from: edge.left, to: edge.right};
+            });
+        })""",
+        texts,
+    )
+    assert len(found) == 1 + len(PANELS)
+    for boxes in found:
+        assert len(boxes) > 10
+        for box in boxes:
+            assert box["from"] - 1 <= box["left"] <= box["right"] <= box["to"] + 1, box
+        for one, two in combinations(boxes, 2):
+            across = min(one["right"], two["right"]) - max(one["left"], two["left"])
+            down = min(one["bottom"], two["bottom"]) - max(one["top"], two["top"])
+            assert across < 1 or down < 4, (one, two)  # of a line's 14, some are white
+    for name in page.locator("header .name").all():
+        inside = name.evaluate("name => name.closest('header').getBoundingClientRect().right")
+        box = name.bounding_box()
+        assert box["x"] + box["width"] <= inside
+    assert seen.nothing(), seen
+
+
 def harm(page, seen):
     """What names have done that should only be seen."""
     found = [] if seen.nothing() else [seen]
@@ -233,7 +273,7 @@ def harm(page, seen):
     ):
         texts = page.locator(place).evaluate_all("all => all.map(element => element.textContent)")
         for name in names:
-            cut = name if len(name) <= 30 or place.startswith("main") else f"{name[:8]}…{name[-21:]}"
+            cut = name if place.startswith("main") else shortened(EVIL)[name]
             if cut not in texts:
                 found.append((place, name, texts))
     return found

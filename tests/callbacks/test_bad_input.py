@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from functools import partial
 
@@ -29,9 +30,9 @@ def test_numbers_out_of_range(name, value):
         SpectralMonitor(**{name: value})
 
 
-@pytest.mark.parametrize("value", [0, 1, -0.1, math.nan])
+@pytest.mark.parametrize("value", [0, 1, -0.1, math.nan, None, "a", [0.1], True])
 def test_tolerance_out_of_range(value):
-    with pytest.raises(ValueError, match="tol must be in"):
+    with pytest.raises(ValueError, match="tol must be a number in"):
         SpectralMonitor(tol=value)
 
 
@@ -43,6 +44,7 @@ def test_tolerance_out_of_range(value):
         (["weight_norn"], ["unknown quantity 'weight_norn'", "did you mean 'weight_norm'", *QUANTITIES]),
         (["light"], ["unknown quantity 'light'", *QUANTITIES]),
         ([], ["no quantities given", "light, standard", *QUANTITIES]),
+        (5, ["a tier, light, standard, full, or a list of keys", "got 5"]),
     ],
     ids=str,
 )
@@ -53,9 +55,17 @@ def test_unknown_quantities(quantities, said):
 
 
 @pytest.mark.parametrize("name", ["include", "exclude"])
-def test_a_pattern_that_is_no_list(name):
-    with pytest.raises(TypeError, match=rf"{name} must be a list of patterns, got the string 'net\.\*'"):
-        SpectralMonitor(**{name: "net.*"})
+@pytest.mark.parametrize("value", ["net.*", 5, [5]])
+def test_patterns_that_are_no_list_of_texts(name, value):
+    with pytest.raises(TypeError, match=rf"{name} must be a list of patterns, .* got {re.escape(repr(value))}"):
+        SpectralMonitor(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["roles", "blocks"])
+@pytest.mark.parametrize("value", ["net.*", ["a"], {5: "readout"}])
+def test_patterns_that_map_to_nothing(name, value):
+    with pytest.raises(TypeError, match=rf"{name} must map patterns, .* got {re.escape(repr(value))}"):
+        SpectralMonitor(**{name: value})
 
 
 # Refused at the start of fit, before the first step.

@@ -263,7 +263,7 @@ OURS = {  # where it happens, and how many of six steps are measured all the sam
     "estimate, features": (activations, "shared_estimate", 0),
     "weights at the start": (memory, "start_norms", 6),
     "copy of the weights": (matrices, "stacks", 0),
-    "copy of the input": (replay, "clone_tree", 0),
+    "remembering a call": (replay, "iterators_in", 0),
     "rows": (features, "rows_of", 0),
     "random states": (randomness.RandomState, "now", 0),
     "loss of a call": (replay.RootCall, "keep_loss", 0),

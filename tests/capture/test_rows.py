@@ -65,3 +65,8 @@ def test_batches_of_every_size_do_not_fill_the_memory():
 )
 def test_alignments_of_large_layers_rest_on_fewer_rows(layout, rows):
     assert rows_worth(layout) == rows
+
+
+def test_fewer_rows_are_some_of_more_rows():
+    more, fewer = (RowPicker(4096).choose(1000, room, CPU) for room in (300, 70))
+    assert set(fewer.tolist()) < set(more.tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
+from enum import Enum
 
 import pytest
 import torch
@@ -64,6 +65,13 @@ def test_the_batch_is_as_large_as_the_first_tensor_that_has_dimensions():
     assert batch_size([torch.ones(5, 2), torch.eye(5).to_sparse()]) is None
 
 
+def test_what_all_samples_share_may_come_before_the_batch():
+    assert batch_size([torch.zeros(1, 7), torch.zeros(0), torch.ones(5, 7), torch.ones(6)]) == 5
+    assert batch_size([torch.zeros(1, 7), torch.tensor(2.0)]) == 1
+    positions, x = cut([torch.zeros(1, 7), torch.ones(5, 7)], slice(2))
+    assert (positions.shape, x.shape) == ((1, 7), (2, 7))
+
+
 def test_a_signature_tells_apart_what_is_cut_differently():
     same = signature(tree(size=6))
     assert hash(same) == hash(signature(tree(size=8)))
@@ -74,6 +82,21 @@ def test_a_signature_tells_apart_what_is_cut_differently():
         other = list(changed)
         other[index] = value
         assert signature(other) != same, index
+
+
+class Way(Enum):
+    PLAIN = "plain"
+    CENTRED = "centred"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("plain", "centred"), (b"plain", b"centred"), (Way.PLAIN, Way.CENTRED), (1, 2), (0.0, 1.0), (False, True)],
+)
+def test_a_signature_tells_values_apart(one, other):
+    x = torch.ones(6, 2)
+    assert signature([x, [one]]) == signature([x, [one]])
+    assert len({signature([x, [value]]) for value in (one, other, None)}) == 3
 
 
 def test_rows_of_a_call_are_those_of_the_first_samples():

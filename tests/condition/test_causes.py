@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from synthetic import LAYERS, judged, measured, nothing, only_verdict
 
+from spectral_monitor import LayerInfo
 from spectral_monitor.condition import CAUSES, causes
 from spectral_monitor.condition.network import family
 
@@ -230,6 +231,59 @@ def test_one_learning_rate_for_different_fan_ins_under_adam():
     assert (verdict.layer, verdict.cause) == ("x", "fan_in")
     assert "multiply its learning rate by about 64" in verdict.sentence
     assert only_verdict(layers=layers, update_natural={"x": 0.01}, optimizers=["Muon", "AdamW"]).cause == "unknown"
+
+
+def adapters(rank=4, width=1024):
+    """A frozen layer and low-rank adapters beside three more: the first halves have many inputs, the second few."""
+    first = {f"{n}.A": LayerInfo(f"{n}.A", "operator", rank, width, (rank, width)) for n in "xyz"}
+    second = {f"{n}.B": LayerInfo(f"{n}.B", "operator", width, rank, (width, rank)) for n in "wxyz"}
+    return {"frozen": replace(WIDE["b"], name="frozen")} | first | second
+
+
+def adapted(step, weight=9.0, update=5.0, drift=4.0):
+    """What began at zero is small for long, and its updates are."""
+    layers = adapters()
+    second = [name for name in layers if name.endswith(".B")]
+    frozen = {"lr": nothing("frozen"), "update_natural": nothing("frozen"), "update_ratio": nothing("frozen")}
+    changed = frozen | {
+        "weight_natural": dict.fromkeys(layers, weight) | dict.fromkeys(second, 0.0 if step == 1 else 0.05),
+        "update_natural": frozen["update_natural"] | {name: update for name in layers if name.endswith(".A")},
+        "drift_ratio": dict.fromkeys(layers, drift) | nothing(*second),
+        "contribution": nothing("frozen"),
+    }
+    zero = "undefined: it divides by a norm that is zero"
+    return measured(step, layers=layers, reasons={f"drift_ratio/{name}": zero for name in second}, **changed)
+
+
+def test_adapters_that_began_at_zero_say_nothing_of_how_large_weights_should_be():
+    """9 is 180 times the adapters that began at zero: neither initialised too large nor grown, but of many inputs."""
+    _, verdicts = judged([adapted(step) for step in range(1, 12)])
+    assert {verdict.layer: (verdict.quantity, verdict.cause) for verdict in verdicts} == dict.fromkeys(
+        ("x.A", "y.A", "z.A"), ("update_natural", "fan_in")
+    )
+    assert "it has 1024 inputs, the others about 4:" in verdicts[0].sentence
+    _, verdicts = judged([adapted(step, drift=0.1) for step in range(1, 12)], optimizers=["SGD"])
+    assert {verdict.cause for verdict in verdicts} == {"unknown"}
+    assert not judged([adapted(step, update=0.1) for step in range(1, 12)])[1]
+
+
+def test_many_inputs_under_adam_explain_an_update_better_than_weights_do():
+    layers = WIDE | {"x": replace(LAYERS["a"], name="x", fan_in=65536, shape=(64, 65536))}
+    verdict = only_verdict(layers=layers, update_natural={"x": 9.0}, weight_natural={"x": 6.0})
+    assert (verdict.layer, verdict.cause) == ("x", "fan_in")
+    verdict = only_verdict(layers=layers, update_natural={"x": 9.0}, weight_natural={"x": 6.0}, optimizers=["SGD"])
+    assert verdict.cause == "weights_too_large"
+
+
+def test_a_layer_that_began_at_zero_was_not_initialised_too_large():
+    zero = {"drift_ratio/head": "undefined: it divides by a norm that is zero"}
+    sizes = [0.0, *[30.0] * 8]
+    _, (verdict,) = judged(
+        measured(step, weight_natural={"head": size}, drift_ratio=nothing("head"), reasons=zero)
+        for step, size in enumerate(sizes, 1)
+    )
+    assert (verdict.layer, verdict.quantity, verdict.cause) == ("head", "weight_natural", "exploding")
+    assert "come all the way from zero, and stretch by 30" in verdict.sentence
 
 
 def test_the_first_matrix_has_room_on_the_side_its_inputs_explain():

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.anatomy import dissect
-from spectral_monitor.correction.init import spectral_init_
+from spectral_monitor.correction.init import spectral_init_, starting_norm
+from spectral_monitor.functional import natural_norm
 
 
 def natural(layer):
@@ -114,3 +116,43 @@ def test_half_precision():
 def test_patterns_that_fit_nothing_are_refused():
     with pytest.raises(ValueError, match="nope"):
         spectral_init_(nn.Linear(3, 3), roles={"nope": "readout"})
+
+
+class HouseRMSNorm(nn.Module):
+    """As in many models: a class of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("part", "norm"),
+    [
+        (nn.Identity(), 2.0),
+        (nn.Dropout(), 2.0),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), 2.0),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), 2.0),
+        (nn.LayerNorm(4), 1.25),
+        (nn.BatchNorm2d(4), 1.25),
+        (nn.SyncBatchNorm(4), 1.25),
+        (nn.InstanceNorm1d(4), 1.25),
+        (nn.GroupNorm(2, 4), 1.25),
+        (HouseRMSNorm(), 1.25),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_weights_begin_smaller_where_features_are_normalized(part, norm):
+    assert starting_norm(nn.Sequential(nn.Linear(4, 4), nn.Sequential(part))) == norm
+
+
+@pytest.mark.parametrize("size", [True, 1.0, 3.0, False])
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_what_a_correction_begins_with(size, normalizes):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96) if normalizes else nn.ReLU(), nn.Linear(96, 10))
+    before = float(natural_norm(net[0].weight, role="operator", exact=True))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.0)
+    rule = LRCorrection("target", spectral_init=size)
+    probe = SpectralProbe(net, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
+    with probe.step():
+        net(torch.randn(8, 96)).square().mean().backward()
+        optimizer.step()
+    wanted = {True: 1.25 if normalizes else 2.0, False: before}.get(size, size) if isinstance(size, bool) else size
+    assert float(natural_norm(net[0].weight, role="operator", exact=True)) == pytest.approx(wanted, rel=2e-3)

@@ -225,6 +225,30 @@ def test_it_goes_on_where_another_one_left_off(clock, cut, several):
     assert len(rest.steps) > 2
 
 
+@pytest.mark.parametrize("cut", [2, 5, 30, 160, 199])
+@pytest.mark.parametrize("start", [1, 1000])
+@pytest.mark.parametrize("carried", [True, False])
+def test_another_fit_counts_from_its_own_start(clock, cut, start, carried):
+    """Lightning's second Trainer begins at 1 again; what was measured is as many steps ago as it would have been."""
+    whole = Loop(clock).run(range(1, 400)).steps
+    loop = Loop(clock).run(range(1, cut + 1))
+    if carried:
+        state, loop.budget = loop.budget.state_dict(), Budget(0.01)
+        loop.budget.load_state_dict(state, KEYS)
+    count = len(loop.steps)
+    loop.run(range(start, start + 399 - cut))
+    assert [step - start + cut + 1 for step in loop.steps[count:]] == whole[count:]
+
+
+def test_a_batch_that_is_begun_again_for_the_same_step_changes_nothing(clock):
+    """As after an exception in the middle of it."""
+    loop = Loop(clock).run(range(1, 31))
+    state = loop.budget.state_dict()
+    other = Loop(clock, budget=Budget(0.01))
+    other.budget.load_state_dict(state, KEYS)
+    assert other.run(range(30, 210)).steps == [151, 201]
+
+
 def test_what_is_not_measured_any_more_is_not_made_up_for():
     first, second = Budget(0.1), Budget(0.1)
     first.measured(1, 1.0)

@@ -557,7 +557,7 @@ def test_a_probe_batch_is_kept_and_resumed_with_its_first_samples():
             net(*batch).square().mean().backward()
             one._engine.optimizers.optimizers[0].step()
     assert probe._engine.model.sizes.take() == [BATCH, FEW, FEW]
-    assert model.sizes.take() == [BATCH, FEW, FEW, BATCH, FEW]  # that they will do is to be seen anew
+    assert model.sizes.take() == [BATCH, FEW, FEW]  # that they will do is known
     drifts = [one.latest.value("feature_drift", "first") for one in (probe, resumed)]
     assert drifts[0] == drifts[1] > 0
 

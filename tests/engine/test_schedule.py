@@ -70,6 +70,23 @@ def test_steps_in_words(given, until, expected):
     assert [step for step in range(1, until + 1) if schedule.due(step)] == expected
 
 
+def test_a_step_is_not_looked_for_among_all_first_ones():
+    class Number(int):
+        """Counts what it is compared with."""
+
+        compared = 0
+        __hash__ = int.__hash__
+
+        def __eq__(self, other):
+            type(self).compared += 1
+            return int.__eq__(self, other)
+
+    schedule = Schedule.of("1000, 1001, ..., every 1000000")
+    assert len(schedule.first) > 5000
+    assert [schedule.due(Number(step)) for step in (7, 999, 1000, 1001)] == [False, False, True, True]
+    assert Number.compared < 10
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -14,7 +14,7 @@ from torch.nn import functional as nnf
 from spectral_monitor import SpectralProbe
 
 STEPS = 3
-UNUSED = "no gradient: it was not used in this step"
+UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
 UNOWNED = "no optimizer updates it"
 
 

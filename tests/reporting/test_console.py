@@ -111,6 +111,22 @@ def test_it_stays_within_the_window(width, outside, terminal):
         assert " ".join(filter(None, column)).startswith(f"{SENTENCE} {SENTENCE}")
 
 
+@pytest.mark.parametrize("width", [60, 90, 400])
+def test_where_nothing_usual_was_measured_the_others_are_shown(width, terminal):
+    """As many as there is room for, the first one always."""
+    keys = ("bfa_cos", "feature_drift", "update_alignment", "lr", "gradient_norm")
+    values = {key: torch.full((4,), 0.123) for key in keys}
+    table = measurement_rows(Measurement(500, LAYERS, values, {}))
+    assert [column.title for column in table.columns[3:]] == list(keys)
+    terminal(width)
+    shown, _, gone = CODES.sub("", rendered(table)).partition("no room for: ")
+    assert max(map(len, shown.splitlines())) <= width
+    assert "bfa_cos" in shown
+    assert [key for key in keys if key in shown] == list(keys[: sum(key in shown for key in keys)])
+    assert all((key in shown) != (key in gone) for key in keys)
+    assert shown.count("0.12") == 4 * sum(key in shown for key in keys)
+
+
 def test_a_column_with_an_arrow_stays(terminal):
     terminal(90)
     assert "BFA deg" not in rendered(measured("head")).partition("no room")[0]

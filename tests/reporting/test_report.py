@@ -222,7 +222,7 @@ def test_without_references_updates_are_held_against_the_median():
     for found, row in zip(page.heatmap("update_natural")["z"], wanted, strict=True):
         assert found == (row if None in row else pytest.approx(row, abs=1e-3))
     titles = [note["text"] for note in page.figures["overview-figure"]["layout"]["annotations"]]
-    assert titles[0] == "<b>Size of the update</b>, times the median"
+    assert titles[0] == "<b>Size of updates</b><br><span style='font-size:11px'>times the median</span>"
 
 
 def test_where_layers_are_now_over_where_they_should_be():
@@ -298,7 +298,8 @@ def test_the_foot():
     foot = page.text.split(f"spectral_monitor {__version__}")[1]
     assert "3 measurements, steps 10 to 30" in foot
     assert "of them, evenly" not in foot
-    assert "2 measurements were taken again after a resumption; the later ones are shown." in foot
+    again = "2 measurements were taken again, after a resumption or by another run into the same file"
+    assert f"{again}; the later ones are shown." in foot
     assert "It <rained>." in foot
 
 
@@ -397,11 +398,19 @@ def test_a_deep_network():
     assert sum("blocks.20.a" in tick and "color" in tick for tick in ticks) == 1
 
 
+def test_the_table_has_what_was_measured_where_nothing_usual_was():
+    run = [replace(m, values={"bfa_cos": torch.tensor([0.11, 0.22, 0.33, 0.44, 0.55])}, bands={}) for m in RUN]
+    below = page_of(*run).text.split("All layers at step 30")[1]
+    assert "layer role in -> out bfa_cos tokens embedding 64 -> 64 0.11" in below
+    assert "head readout 64 -> 64 0.44" in below
+
+
 def test_a_very_deep_network():
     page = Page(text := report(deep(1000, 60)))
     assert len(text.encode()) < 15e6
     assert len(page.lines("lr")) == 120
     assert "blocks.20.a" in page.lines("lr")
-    assert "Of 1000 layers 120 are drawn" in page.text
+    assert {"first", "head"} <= set(page.lines("lr")), "both ends of the network"
+    assert "Of 1000 layers 120 are drawn, evenly, with the readout and those that are outside." in page.text
     assert len(page.heatmap("feature_change")["z"]) == 1000
     assert len(page.steps["feature_change"]) <= 41

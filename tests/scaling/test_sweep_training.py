@@ -194,7 +194,7 @@ class ByHand(Known):
 
 
 def test_nothing_says_how_to_train():
-    with pytest.raises(ValueError, match=r"nothing says how to train: give parametrization= and lr=, or optimizer="):
+    with pytest.raises(ValueError, match=r"nothing says how to train: give parametrization= and lr=, or the module"):
         quiet(Bare, ones)
     with pytest.raises(ValueError, match="optimizes by hand"):
         quiet(ByHand, ones)
@@ -204,12 +204,12 @@ def test_nothing_says_how_to_train():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"lr": 0.1}, "lr goes with parametrization="),
+        ({"lr": 0.1}, "lr= goes with parametrization="),
         ({"optimizer": "adam"}, "optimizer='adam' goes with parametrization="),
-        ({"parametrization": MUP}, "lr must be a positive number, got None"),
-        ({"parametrization": MUP, "lr": -1.0}, "lr must be a positive number, got -1.0"),
-        ({"parametrization": MUP, "lr": math.nan}, "lr must be a positive number, got nan"),
-        ({"parametrization": MUP, "lr": 0.1, "optimizer": "lion"}, "optimizer must be one of adam, sgd, got 'lion'"),
+        ({"parametrization": MUP}, "parametrization= needs lr=, a positive number, got None"),
+        ({"parametrization": MUP, "lr": -1.0}, "lr=, a positive number, got -1.0"),
+        ({"parametrization": MUP, "lr": math.nan}, "lr=, a positive number, got nan"),
+        ({"parametrization": MUP, "lr": 0.1, "optimizer": "lion"}, "optimizer= must be one of adam, sgd, got 'lion'"),
         ({"parametrization": "mup", "lr": 0.1}, "parametrization is a str: give one of"),
         ({"steps": 0}, "steps must be an integer >= 1, got 0"),
         ({"measured": (3,)}, r"measured must name steps from 1 to 2, got \(3,\)"),

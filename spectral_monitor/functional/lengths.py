@@ -1,0 +1,55 @@
+"""Lengths of vectors whose squares leave the range of their dtype, and what to divide by so that they do not."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.linalg import compute_dtype
+
+CHUNK = 1 << 14
+"""Entries that are copied to float64 at a time: what fits a CPU's cache, and is little beside what is measured."""
+
+
+def common_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype that what is measured of several tensors is returned in."""
+    return reduce(torch.promote_types, (compute_dtype(x.dtype) for x in tensors))
+
+
+def largest(x: Tensor, dim: int | None = None) -> Tensor:
+    """Size of the largest entry of all, or along a dimension, which is kept; 1 where that is 0 or not finite.
+
+    What a tensor can be divided by to be safe to square.
+    """
+    if not x.numel():
+        return x.new_ones(())
+    low, high = torch.aminmax(x, dim=dim, keepdim=dim is not None)
+    size = torch.maximum(high, -low)
+    return torch.where((size > 0) & size.isfinite(), size, 1.0)
+
+
+def lengths(x: Tensor) -> Tensor:
+    """Lengths (...) of the rows of ``x`` (..., n), float64, right whatever the size of the entries.
+
+    Example:
+        >>> import torch
+        >>> lengths(torch.tensor([[3e-30, 4e-30], [3e30, 4e30]]))
+        tensor([5.0000e-30, 5.0000e+30], dtype=torch.float64)
+    """
+    if x.ndim > 1 and x.numel() > CHUNK:
+        if len(x) == 1:
+            return lengths(x[0])[None]
+        return torch.cat([lengths(some) for some in x.split(max(1, CHUNK * len(x) // x.numel()))])
+    if x.dtype != torch.float64:
+        found: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+        return found
+    size = largest(x, -1)
+    scaled: Tensor = torch.linalg.vector_norm(x / size, dim=-1)
+    return scaled * size.squeeze(-1)
+
+
+def whole_length(x: Tensor) -> Tensor:
+    """Length of all entries of ``x`` as one vector, float64, right whatever their size."""
+    return lengths(lengths(x if x.ndim else x[None]).flatten())

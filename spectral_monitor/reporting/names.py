@@ -1,0 +1,119 @@
+"""Names of layers beside pictures: short, and told apart by what they differ in."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+
+NAME = 30
+"""Characters of a layer's name beside a picture; all of them are in tables and in what the mouse shows."""
+LONG = 9
+"""Parts of a name beyond this are taken word by word."""
+GAP = "…"
+_PART = re.compile(r"\.?[^.]+|\.+")
+_WORD = re.compile(r"[\W_]*(?:\d+|[^\W\d_]+)|[\W_]+")
+
+
+@lru_cache(maxsize=8)  # the layers are the same in every picture
+def shortened(names: tuple[str, ...], room: int = NAME) -> dict[str, str]:
+    """Each name, or what tells it from the others: no two are alike, whatever order they come in.
+
+    Numbers that differ stay, and the ``*`` of a kind; then the parts that tell most among these names, then the end.
+    Names that differ only in numbers, or in their last part, are cut alike. They are longer than asked for only where
+    they would be the same.
+
+    Args:
+        names: of all layers that are shown.
+        room: characters.
+
+    Example:
+        >>> names = ("head", *(f"bert.encoder.layer.{i}.attention.self.query" for i in range(12)))
+        >>> list(shortened(names).values())[-2:]
+        ['bert…10.attention.self.query', 'bert…11.attention.self.query']
+    """
+    units = {name: _units(name) for name in names}
+    under = Counter(tuple(found[:k]) for found in units.values() for k in range(len(found) + 1))
+    families: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+    for name, found in units.items():
+        shape = tuple("#" if _word(unit).isdigit() else unit for unit in found[:-1])
+        families.setdefault((len(found), shape), []).append(name)
+    short: dict[str, str] = {}
+    alike = list(families.values())
+    while alike:
+        for family in alike:
+            short |= zip(family, _together([units[name] for name in family], under, room), strict=True)
+        count = Counter(short.values())
+        alike = [family for family in alike if any(count[short[name]] > 1 for name in family)]
+        room += 1
+    return {name: short[name] for name in names}
+
+
+def named(outside: Sequence[bool], room: int) -> list[int]:
+    """Rows whose names are written: as many as there is room for, those that are outside and the last one first.
+
+    Example:
+        >>> named([False, False, True, False, False, False], 3)
+        [0, 2, 5]
+        >>> named([False, True, True, False, False, False], 3)
+        [1, 5]
+    """
+    every = range(len(outside))
+    apart = math.ceil(len(every) / max(room, 1)) or 1
+    chosen: list[int] = []
+    for i in [*(i for i in every if outside[i]), *every[-1:], *every[::apart]]:
+        if all(abs(i - k) >= apart for k in chosen):
+            chosen.append(i)
+    return sorted(chosen)
+
+
+def _units(name: str) -> list[str]:
+    """Its parts, long ones word by word, each with the dot or the like before it."""
+    return [unit for part in _PART.findall(name) for unit in (_WORD.findall(part) if len(part) > LONG else [part])]
+
+
+def _word(unit: str) -> str:
+    """Without the dot before it."""
+    return unit.lstrip("._-/ ") or unit
+
+
+def _together(family: Sequence[list[str]], under: Counter[tuple[str, ...]], room: int) -> list[str]:
+    """Names of one shape, cut alike: what tells most comes in first, as long as there is room in the longest.
+
+    Args:
+        family: the units of each, equally many.
+        under: how many names begin with some units; what a unit tells is how many of them it leaves.
+        room: characters.
+    """
+    if all(len("".join(units)) <= room for units in family):
+        return ["".join(units) for units in family]
+    places = range(len(family[0]))
+    left = [[under[tuple(units[:k])] / under[tuple(units[: k + 1])] for units in family] for k in places]
+    words = [[_word(units[k]) for units in family] for k in places]
+    number = ["*" in words[k] or (max(left[k]) > 1 and any(map(str.isdigit, words[k]))) for k in places]
+    kept: set[int] = set()
+    for k in sorted(places, key=lambda k: (number[k], max(left[k]), k), reverse=True):
+        if not kept or all(len(_joined(units, kept | {k})) <= room for units in family):
+            kept.add(k)
+        elif max(left[k]) == 1:  # in all of them: the end as far as it goes, no scraps from before it
+            break
+    return [_cut(_joined(units, kept), room) for units in family]
+
+
+def _joined(units: Sequence[str], kept: set[int]) -> str:
+    """With a gap for each run of units that is left out."""
+    text = ""
+    for k, unit in enumerate(units):
+        if k in kept:
+            text += _word(unit) if text.endswith(GAP) else unit
+        elif not text.endswith(GAP):
+            text += GAP
+    return text
+
+
+def _cut(text: str, room: int) -> str:
+    """In the middle, where there is nothing else to leave out; of both ends the last tells more."""
+    start = room // 3
+    return text if len(text) <= room else f"{text[:start]}{GAP}{text[len(text) - max(0, room - start - 1) :]}"

@@ -1,0 +1,96 @@
+"""Updates that are lost to a precision that is too low: gradients arrive, so nothing is dead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from synthetic import judged, measured
+from torch import nn
+
+from spectral_monitor import SpectralProbe
+from spectral_monitor.engine.rows import LOST
+
+ARRIVES = "a gradient arrives, but nothing of it is left in the update"
+
+
+def trained(lr, *, dead=(), bias=0.1, scale=1.0, dtype=torch.bfloat16, quantities="light", steps=4):
+    """The probe after some steps.
+
+    Args:
+        dead: layers behind a ReLU that never opens.
+        bias: of the others.
+        scale: of the readout.
+    """
+    torch.manual_seed(0)
+    layers = [part for fans in ((16, 64), (64, 64), (64, 64), (64, 4)) for part in (nn.Linear(*fans), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1]).to(dtype)
+    with torch.no_grad():
+        for i in (0, 2, 4, 6):
+            model[i].bias.fill_(-100.0 if i in dead else bias)
+        model[6].weight.mul_(scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    probe = SpectralProbe(model, optimizer, quantities=quantities, mode="observe")
+    x, y = torch.randn(64, 16, dtype=dtype), torch.randn(64, 4)
+    for _ in range(steps):
+        with probe.step():
+            optimizer.zero_grad()
+            (model(x).float() - y).square().mean().backward()
+            optimizer.step()
+    return probe
+
+
+def causes(probe):
+    return {verdict.layer: verdict.cause for verdict in probe.latest.verdicts}
+
+
+def test_a_network_whose_updates_are_all_lost_is_not_dead():
+    probe = trained(1e-8)
+    assert all(probe.latest.value("contribution", name) == 0 for name in ("0", "2", "4", "6", "2.bias"))
+    assert causes(probe) == dict.fromkeys(("0", "2", "4", "6"), "unmoved")
+    assert all("keep them in float32" in verdict.sentence for verdict in probe.latest.verdicts)
+
+
+def test_a_bias_at_zero_moves_however_little_but_its_layer_has_inputs():
+    """The bias keeps every update, the weights keep none."""
+    probe = trained(1e-3, bias=0.0, scale=0.01)
+    assert probe.latest.value("contribution", "2.bias") > 0
+    assert probe.latest.value("contribution", "2") == 0
+    assert probe.latest.why("contribution", "2") == LOST == ARRIVES
+    assert causes(probe)["2"] == "unmoved"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_where_no_gradient_arrives_it_is_still_dead(dtype):
+    probe = trained(1e-2, dead=(2,), dtype=dtype)
+    assert causes(probe) == {"0": "dead_above", "2": "dead", "4": "dead_input"}
+    assert not any(probe.latest.why("contribution", name) for name in ("0", "2", "4", "6"))
+
+
+def test_below_a_dead_layer_the_bias_of_the_next_one_need_not_move_to_tell_its_inputs():
+    """Everything that has a gradient is lost; what has none is dead all the same."""
+    probe = trained(1e-30, dead=(2,), dtype=torch.float32)
+    assert causes(probe) == {"0": "dead_above", "2": "dead", "4": "dead_input", "6": "unmoved"}
+
+
+def test_where_gradients_are_not_looked_at_both_are_possible():
+    probe = trained(1e-8, quantities=["update_natural", "lr"])
+    assert set(causes(probe).values()) == {"unmoved"}
+    assert "no gradient arrives, or updates too small" in probe.latest.verdicts[0].sentence
+
+
+def test_what_moves_by_weight_decay_alone_while_its_gradient_is_lost_is_not_called_dead():
+    lost = {"contribution/b": ARRIVES}
+    _, (verdict,) = judged([measured(s, contribution={"b": 0.0}, reasons=lost) for s in (1, 2, 3)])
+    assert (verdict.quantity, verdict.cause) == ("contribution", "unmoved")
+    assert verdict.sentence.startswith("nothing of its gradient is in its update: gradients arrive")
+
+
+def test_it_is_known_at_measurements_without_contributions():
+    lost, still = {"contribution/b": ARRIVES}, {"contribution": {"b": 0.0}, "update_natural": {"b": 0.0}}
+    measurements = [measured(1, reasons=lost, **still)] + [
+        measured(s, only=["update_natural"], **still) for s in (2, 3)
+    ]
+    _, (verdict,) = judged(measurements)
+    assert verdict.cause == "unmoved"
+    _, (verdict,) = judged([*measurements, measured(4, **still)])  # now none arrives
+    assert verdict.cause == "dead_input"

@@ -1,0 +1,16 @@
+"""Whether a gradient arrives at a layer is known to all processes, though it may lie on one of them."""
+
+import pytest
+
+from distributed import lost
+from distributed.jobs import task
+from spectral_monitor.engine.rows import LOST
+
+
+@pytest.mark.parametrize("one", [task("lost.measure", 2, way=way) for way in ("ddp", "fsdp2")], ids=str)
+def test_a_gradient_on_one_process_is_one(outcomes, one):
+    expected = lost.measure("")
+    assert set(expected["contributions"].values()) == {0.0}
+    assert set(expected["why"].values()) == {LOST}
+    assert set(expected["causes"].values()) == {"unmoved"}
+    assert outcomes[one].get() == [expected] * 2

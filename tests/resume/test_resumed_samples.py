@@ -1,0 +1,190 @@
+"""What is known of the first samples of batches outlives a run: its next measured step is of these again."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+
+import pytest
+import torch
+import zoo
+from quickfit import fit
+from resuming import EPOCH, change, monitor, plain, resumed, said, saved, state_in
+from torch import nn
+
+from spectral_monitor import SpectralMonitorWarning, SpectralProbe
+
+FEW = 3
+
+
+def measured(watch, after=0):
+    """Everything but the cost, by step; NaN as None."""
+    return {
+        m.step: (
+            {key: [None if x != x else x for x in v.tolist()] for key, v in m.values.items()},
+            {key: None if v != v else v for key, v in m.summary.items() if key != "overhead_ms"},
+            m.reasons,
+        )
+        for m in watch.measurements
+        if m.step > after
+    }
+
+
+def watching(**settings):
+    return monitor(every_n_steps=1, replay_samples=FEW, mode="observe", **settings)
+
+
+def slices_in(path):
+    return state_in(path)["slices"]
+
+
+@pytest.mark.parametrize("quantities", ["standard", "full"])
+def test_every_number_is_that_of_the_uninterrupted_run(tmp_path, quantities):
+    whole = watching(quantities=quantities)
+    _, path = saved(tmp_path, whole, module=zoo.Classifier(), max_epochs=2)
+    rest = watching(quantities=quantities)
+    resumed(path, rest, module=zoo.Classifier())
+    assert measured(rest) == measured(whole, after=EPOCH)
+    assert len(rest.measurements) == EPOCH
+
+
+def test_it_is_in_the_checkpoint_in_plain_types(tmp_path):
+    _, path = saved(tmp_path, watching())
+    known = slices_in(path)
+    assert plain(known)
+    assert len(json.dumps(known)) < 1000
+    assert (known["samples"], known["off"], len(known["known"])) == (FEW, False, 1)
+    _, path = saved(tmp_path / "without")
+    assert slices_in(path) is None
+
+
+FORWARDS = []
+"""Samples of every forward; a module's own list would be put back."""
+
+
+class Told(nn.Module):
+    """Does what it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x, way="plain"):
+        FORWARDS.append(len(x))
+        h = torch.tanh(self.first(x))
+        return self.head(h - h.mean(0) if way == "centred" else h)
+
+
+class Run:
+    def __init__(self, samples=FEW, dtype=torch.float32):
+        torch.manual_seed(0)
+        FORWARDS.clear()
+        self.model = Told().to(dtype)
+        self.dtype = dtype
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.probe = SpectralProbe(
+            self.model, self.optimizer, every_n_steps=1, drift_every=5, replay_samples=samples, mode="observe"
+        )
+
+    def train(self, steps, *args):
+        """The samples of the forwards of each step."""
+        forwards = []
+        for step in steps:
+            torch.manual_seed(step)
+            with self.probe.step():
+                self.optimizer.zero_grad()
+                self.model(torch.randn(8, 4, dtype=self.dtype), *args).square().mean().backward()
+                self.optimizer.step()
+            forwards.append(list(FORWARDS))
+            FORWARDS.clear()
+        return forwards
+
+    def state(self):
+        buffer = io.BytesIO()
+        torch.save({key: getattr(self, key).state_dict() for key in ("model", "optimizer", "probe")}, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=True)
+
+    def load(self, state):
+        for key, value in state.items():
+            getattr(self, key).load_state_dict(value)
+        return self
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5])
+def test_a_probe_goes_on_with_the_first_samples(at):
+    whole = Run()
+    whole.train(range(8))
+    first = Run()
+    first.train(range(at))
+    rest = Run().load(first.state())
+    forwards = rest.train(range(at, 8))
+    assert [8, FEW, FEW, 8] not in forwards[at == 0 :]
+    assert measured(rest.probe) == measured(whole.probe, after=at)
+
+
+def test_a_word_that_was_not_met_is_looked_at_after_it_too():
+    first = Run()
+    first.train(range(2), "plain")
+    rest = Run().load(first.state())
+    assert [len(sizes) for sizes in rest.train(range(2, 4), "slanted")] == [4, 2]
+    assert rest.train([4], "plain") == [[8, FEW]]
+    with pytest.warns(SpectralMonitorWarning, match="replay_samples is of no use: the inputs of 'head'"):
+        rest.train([5], "centred")
+
+
+def test_where_the_first_samples_will_not_do_all_are_run_and_that_is_said_again():
+    first = Run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpectralMonitorWarning)
+        first.train(range(2), "centred")
+    rest = Run().load(first.state())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SpectralMonitorWarning)
+        assert rest.train(range(2, 5), "plain") == [[8, 8]] * 3, "as the run that was not interrupted"
+    (text,) = said(caught)
+    assert text.startswith("replay_samples is of no use: an earlier part of this run")
+    whole = Run(samples=None)
+    whole.train(range(2), "centred")
+    whole.train(range(2, 5), "plain")
+    assert measured(rest.probe) == measured(whole.probe, after=2)
+
+
+@pytest.mark.parametrize("other", [{"samples": 2}, {"dtype": torch.float64}])
+def test_of_other_samples_or_in_another_precision_it_is_seen_anew(other):
+    first = Run()
+    first.train(range(2))
+    state = first.state()
+    rest = Run(**other).load(state)
+    assert [len(sizes) for sizes in rest.train(range(2, 4))] == [4, 2]
+
+
+def test_where_layers_are_in_another_order_it_is_seen_anew():
+    """What is known of them is by their numbers."""
+    first = Run()
+    first.train(range(2))
+    state = first.state()
+    state["probe"]["state"]["layers"].reverse()
+    rest = Run().load(state)
+    assert [len(sizes) for sizes in rest.train(range(2, 4))] == [4, 2]
+
+
+def test_another_fit_of_the_module_goes_on_with_it():
+    watch, module, forwards = watching(quantities=["feature_change"]), zoo.Classifier(), []
+    module.net.register_forward_hook(lambda net, args, out: forwards.append(len(out)))
+    fit(watch, module)
+    batch = max(forwards)
+    assert forwards == [batch, FEW, FEW, batch, *[batch, FEW] * (EPOCH - 1)]
+    forwards.clear()
+    fit(watch, module)
+    assert forwards == [batch, FEW] * EPOCH
+
+
+def test_a_state_without_it_is_read(tmp_path):
+    """Of a monitor that had no ``replay_samples``."""
+    _, path = saved(tmp_path, monitor(every_n_steps=1, mode="observe"))
+    change(path, slices=None)
+    watch = watching()
+    resumed(path, watch)
+    assert watch.latest.step == 2 * EPOCH
