@@ -192,4 +192,4 @@ def contribution(g: Tensor, dW: Tensor) -> Tensor:
         tensor(2.5000)
     """
     require_alike(g=g, dW=dW)
-    return -inner(g, dW, torch.float64).to(common_dtype(g, dW))
+    return -inner(g, dW)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spectral_monitor.linalg import compute_dtype
 
-CHUNK = 1 << 14
+CHUNK = 1 << 16
 """Entries that are copied to float64 at a time: what fits a CPU's cache, and is little beside what is measured."""
 
 

@@ -87,8 +87,8 @@ def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Fig
     names = [now.layers[i].name for i in rows]
     ticks, short = named([name in outside for name in names], room // LINE), labels(now)
     layout: Figure = {
-        "height": room + 145,
-        "margin": {"l": 10, "r": 10, "t": 55, "b": 90},
+        "height": room + 133,
+        "margin": {"l": 10, "r": 10, "t": 55, "b": 78},
         "showlegend": False,
         "annotations": [],
         "shapes": [],
