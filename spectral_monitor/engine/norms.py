@@ -115,8 +115,8 @@ class StackNorms:
         if stack.exchange is not None:
             found = yield found
         for i, rows in zip(tables, found, strict=True):
-            largest = rows.amax()
-            self._out.put(i, f"{name}.row", (largest.sqrt() if across else largest) / stack.shape[2] ** 0.5)
+            longest = rows.amax()
+            self._out.put(i, f"{name}.row", (longest.sqrt() if across else longest) / stack.shape[2] ** 0.5)
 
     def _both(self, stack: Stack, name: str, key: str, length: str = "") -> Routine[None]:
         """Norms and, side by side if others take part, what the matrices make of the layers' inputs."""

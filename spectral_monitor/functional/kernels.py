@@ -21,7 +21,7 @@ def length(x: Tensor) -> Tensor:
     """Root of the sum of squares, in the dtype ``x`` is measured in.
 
     Of all that a step's passes show, and so as fast as can be: squares of float32 entries below 1e-19 or above 1e19
-    are lost. :func:`spectral_monitor.functional.lengths.whole_length` loses none, and takes three times as long.
+    are lost. :func:`spectral_monitor.functional.lengths.whole_length` loses none, and takes several times as long.
     """
     x = x.to(compute_dtype(x.dtype))
     norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1) if x.ndim else x)
@@ -84,7 +84,7 @@ def bfk_moments(
         raise ValueError(f"outputs {shapes} must have a graph that leads to them")
     first, second, gaps = [], [], []
     nothing = outputs[0].new_zeros((), dtype=compute_dtype(outputs[0].dtype))
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autocast(outputs[0].device.type, enabled=False):
         for probe in probes:
             z = [part.to(out).requires_grad_() for part, out in zip(probe, outputs, strict=True)]
             found = torch.autograd.grad(outputs, parameters, z, retain_graph=True, create_graph=True, allow_unused=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from spectral_monitor.linalg import compute_dtype
 
-CHUNK = 1 << 16
-"""Entries that are copied to float64 at a time: what fits a CPU's cache, and is little beside what is measured."""
+CHUNK, DEVICE_CHUNK = 1 << 15, 1 << 22
+"""Entries that are copied to float64 at a time: on a CPU what fits its cache, elsewhere enough to keep it busy."""
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
@@ -38,10 +38,11 @@ def lengths(x: Tensor) -> Tensor:
         >>> lengths(torch.tensor([[3e-30, 4e-30], [3e30, 4e30]]))
         tensor([5.0000e-30, 5.0000e+30], dtype=torch.float64)
     """
-    if x.ndim > 1 and x.numel() > CHUNK:
+    chunk = CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
+    if x.ndim > 1 and x.numel() > chunk:
         if len(x) == 1:
             return lengths(x[0])[None]
-        return torch.cat([lengths(some) for some in x.split(max(1, CHUNK * len(x) // x.numel()))])
+        return torch.cat([lengths(some) for some in x.split(max(1, chunk * len(x) // x.numel()))])
     if x.dtype != torch.float64:
         found: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
         return found

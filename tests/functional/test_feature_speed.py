@@ -145,11 +145,20 @@ def test_nan_makes_sensitivity_nan():
         assert F.sensitivity(*arguments).isnan()
 
 
-def test_features_too_large_to_square_have_no_angle():
+@pytest.mark.parametrize("scale", [1e24, 1e-30])
+def test_features_that_cannot_be_squared_have_an_angle(scale):
     """An angle of 0 would say: perfectly aligned."""
     dh, b = at_angle(1.0, 4, 4)
-    assert F.backward_feature_angle(dh * 1e24, b).isnan()
-    assert angle_from_sums(*angle_sums(dh * 1e24, b)).item() == pytest.approx(1, rel=1e-5)
+    assert F.backward_feature_angle(dh * scale, b).item() == pytest.approx(1, rel=1e-5)
+    assert angle_from_sums(*angle_sums(dh * scale, b)).item() == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e200, 1e-200, 1e-155])
+def test_sums_that_leave_float64_have_no_angle(scale):
+    """One of pi / 2 would say: no descent at all."""
+    dh, b = at_angle(1.0, 4, 4, dtype=torch.float64)
+    assert angle_from_sums(*angle_sums(dh * scale, b)).isnan()
+    assert F.backward_feature_angle(dh * scale, b).item() == pytest.approx(1, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", MEASURES)

@@ -80,6 +80,16 @@ def test_random_signs_are_within_their_standard_error(case):
         assert abs(value.item() - np.trace(matrix) / m) < 3 * math.sqrt(variance / count)
 
 
+def test_moments_are_the_same_in_autocast():
+    torch.manual_seed(0)
+    single = [torch.randn(30, 20, requires_grad=True), torch.randn(10, 30, requires_grad=True)]
+    out = (torch.randn(8, 20) @ single[0].T).tanh() @ single[1].T
+    probes = [[signs(out.shape, torch.Generator().manual_seed(0))]]
+    plain = F.bfk_moments([out], single, RATES[:2], probes)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.bfk_moments([out], single, RATES[:2], probes) == plain
+
+
 def test_estimates_by_signs_never_exceed_one(case):
     outputs, weights, _ = case
     for seed in range(20):

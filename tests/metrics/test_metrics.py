@@ -262,6 +262,47 @@ def test_sums_survive_a_module_cast_to_half_precision(case):
 
 
 @each_metric
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_survive_set_dtype(case, dtype):
+    """Which, unlike a module's cast, reaches the count too: in bfloat16 it would stay at 256."""
+    metric, batches = case.metric().set_dtype(dtype), case.batches(torch.float32)
+    for _ in range(200):
+        fed(metric, batches)
+    assert metric.compute().item() == pytest.approx(case.naive(batches), rel=5e-6)
+
+
+@pytest.mark.parametrize("turn", [0.0, 1e-6, 1e-3, 1.0, math.pi])
+def test_angles_of_many_entries_are_right_to_a_millionth(turn):
+    b, across = gaussian(1 << 21, dtype=torch.float64), gaussian(1 << 21, dtype=torch.float64, seed=1)
+    across -= (across * b).sum() / (b * b).sum() * b
+    dh = -math.cos(turn) * b + math.sin(turn) * across * b.norm() / across.norm()
+    assert BackwardFeatureAngle()(1e-3 * dh, b).item() == pytest.approx(turn, rel=0, abs=1e-6)
+
+
+def test_rows_that_become_nan_are_not_left_out():
+    before, after = ones.clone(), ones.clone()
+    before[0], after[0] = 0, math.nan
+    assert fed(FeatureChange(), [(before, after)]).compute().isnan()
+
+
+@pytest.mark.parametrize("scale", [1e-22, 1e-36, 1e30])
+def test_rows_that_cannot_be_squared_count_as_others(scale):
+    """Scaled by a power of two, so that nothing is rounded."""
+    scale = 2.0 ** round(math.log2(scale))
+    for case in CASES:
+        batches = case.batches(torch.float32)
+        if case.metric not in (SpectralNorm, StableRank):
+            scaled = [tuple(scale * argument for argument in batch) for batch in batches]
+            assert fed(case.metric(), scaled).compute().item() == pytest.approx(case.naive(batches), rel=5e-6)
+
+
+def test_alignment_does_not_multiply_in_the_precision_of_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        metric = fed(Alignment(), [(torch.eye(256), gaussian(8, 256))])
+    assert metric.compute().item() == pytest.approx(1, abs=1e-6)
+
+
+@each_metric
 def test_keeps_no_graph_and_no_random_numbers(case):
     arguments = tuple(argument.clone().requires_grad_() for argument in case.good)
     rng = torch.get_rng_state()
