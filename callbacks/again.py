@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
-from spectral_monitor.capture.replay import clone_tree, iterators_in, kept, loss_in, modes
+from spectral_monitor.capture.replay import clone_tree, copied, iterators_in, loss_in, modes
 from spectral_monitor.capture.samples import cut
 from spectral_monitor.snapshot.portable import pack, pack_state, put_state, unpack
 from spectral_monitor.snapshot.preserve import Snapshot, preserved
@@ -34,7 +34,7 @@ class TrainingStep:
 
     def __init__(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         self.module: nn.Module = module
-        self.given, self.uncopied = kept(batch, None)
+        self.given, self.uncopied = copied(batch, None)
         self.modes = modes(module)
         self.drew = False
         self._batch_idx = batch_idx

@@ -25,10 +25,6 @@ class Checkpointed(pl.Callback):
         self._engine: Engine | None = None
         self._continuation = Continuation()
 
-    def _collect(self) -> None:
-        """Take in what was measured last."""
-        raise NotImplementedError
-
     @property
     def state_key(self) -> str:
         """Tells the monitors of one trainer apart."""
@@ -45,7 +41,6 @@ class Checkpointed(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of the monitor: plain numbers, names, and which file has the tensors."""
         try:
-            self._collect()
             state: dict[str, Any] = self._continuation.state(self._engine)
             return state
         except Exception as error:

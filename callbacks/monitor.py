@@ -300,6 +300,12 @@ class SpectralMonitor(Checkpointed):
             self._measurements.append(measurement)
             self._reports.write(measurement)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of the monitor, with what was measured last."""
+        with self._said("a checkpoint is written without what was measured last"):
+            self._collect()
+        return super().state_dict()
+
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
 

@@ -11,6 +11,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from spectral_monitor.condition import Verdict
 
+LOST = "a gradient arrives, but nothing of it is left in the update"
+"""The reason that goes with a contribution of exactly 0 where no layer is dead."""
+
 
 @dataclass(frozen=True)
 class LayerInfo:

@@ -22,7 +22,7 @@ def clone_tree(value: Any) -> Any:
     return mapped(value, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
 
 
-def kept(value: Any, otherwise: Any) -> tuple[Any, Exception | None]:
+def copied(value: Any, otherwise: Any) -> tuple[Any, Exception | None]:
     """A copy of what a forward is given; or ``otherwise``, and why it cannot be copied."""
     try:
         return clone_tree(value), None
@@ -54,7 +54,7 @@ class RootCall:
         self.reached = 0
         self.loss: Tensor | None = None
         self.loss_gradients: list[Tensor] = []
-        self.given, self.uncopied = kept((args, kwargs), ((), {}))
+        self.given, self.uncopied = copied((args, kwargs), ((), {}))
         self.modes = modes(module)
         self.drew = False
         self._state = Snapshot(module, weights=False)

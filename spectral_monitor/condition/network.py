@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from spectral_monitor.functional.norms import geometric_median
-from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.measurement import LOST, LayerInfo, Measurement
 
 SAME = 1.05
 """Learning rates that differ by less follow one rule."""
@@ -66,7 +66,7 @@ def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
         why = {
             name: measurement.why("contribution", name) if x == 0 else "" for name, x in found["contribution"].items()
         }
-        found["lost"] = {name: float("gradient arrives" in reason) for name, reason in why.items()}
+        found["lost"] = {name: float(reason == LOST) for name, reason in why.items()}
     return found
 
 

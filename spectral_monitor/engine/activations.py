@@ -173,7 +173,7 @@ class RowStage:
         shares, cols = [], []
         for (i, name), found in rows.items():
             part = self.cols(i, name)
-            width = self._width(i, name) if part is not None else self._features(i, name, found)
+            width = self._features(i, name)
             share = torch.zeros(self.census.rows(i, "outputs").total, width, device=self.exchange.device)
             if found is not None and (part is not None or self.census.first_of_batch):
                 share = share.to(found.dtype)
@@ -208,11 +208,18 @@ class RowStage:
         part = holding.inputs if name == "h_in" else holding.outputs
         if part is None:
             return None
-        features = {getattr(some[i], f"{self._which(name)[:-1]}_features") for some in self.census.sights} - {0.0}
-        return None if features == {float(self._width(i, name))} else part
+        return None if self._seen(i, name) - {0.0} == {float(self._width(i, name))} else part
+
+    def _seen(self, i: int, name: str) -> set[float]:
+        """How many features the processes have seen; 0 where there was none."""
+        return {getattr(some[i], f"{self._which(name)[:-1]}_features") for some in self.census.sights}
+
+    def _features(self, i: int, name: str) -> int:
+        """Features of a layer's rows, those of all processes together."""
+        return int(max(self._seen(i, name))) if self.cols(i, name) is None else self._width(i, name)
 
     def _width(self, i: int, name: str) -> int:
-        """Features of all processes."""
+        """The same by the layer's shape."""
         layer = self._members[i].layer
         shape = layer.layout.shape[::-1] if layer.layout.kind == "transposed" else layer.layout.shape
         if layer.info.role == "embedding":
@@ -240,9 +247,7 @@ class RowStage:
             self.out.put(i, f"{name}.norm", both[k])
             self.out.put(i, f"{name}.size", numbers[k])
             if name == "h":
-                across = self.cols(i, name) is not None
-                width = self._width(i, name) if across else max(s[i].output_features for s in self.census.sights)
-                self.out.put(i, "h.rows", numbers[k] / width)
+                self.out.put(i, "h.rows", numbers[k] / self._features(i, name))
 
     def _spectra(self, rows: Mapping[tuple[int, str], Tensor | None]) -> list[Routine[None]]:
         """Spectral and Frobenius norms of matrices of rows, those of one shape together; a fixed choice of the rows."""
@@ -250,7 +255,7 @@ class RowStage:
         chosen: dict[tuple[int, str], _Chosen] = {}
         for (i, name), found in rows.items():
             part = self.cols(i, name)
-            width = self._width(i, name) if part is not None else self._features(i, name, found)
+            width = self._features(i, name)
             some = self._chosen(i, name, found, sample_size(width))
             split = (some.holders > 1, part is not None)
             like = None if found is None or self.exchange is not None else (found.dtype, found.device)
@@ -267,12 +272,6 @@ class RowStage:
                 stack = {key: chosen[key] for key in keys[start : start + together]}
                 routines.append(self._spectrum(stack, (total, width), split, buffer, together))
         return routines
-
-    def _features(self, i: int, name: str, found: Tensor | None) -> int:
-        if self.exchange is None:
-            return 0 if found is None else found.shape[1]
-        values = [getattr(some[i], f"{self._which(name)[:-1]}_features") for some in self.census.sights]
-        return int(max(values))
 
     def _spectrum(
         self,
@@ -329,7 +328,7 @@ class RowStage:
         asked: list[Tensor] = []
         for i in fed:
             found, part = input_rows(calls.get(i, ())), self.cols(i, "h_in")
-            width = self._width(i, "h_in") if part is not None else self._features(i, "h_in", found)
+            width = self._features(i, "h_in")
             some = self._chosen(i, "h_in", found, rows_worth(self._members[i].layer.layout))
             mine = some.get()
             rows = torch.zeros(some.total, width, device=self.exchange.device)

@@ -11,13 +11,13 @@ import torch
 from spectral_monitor.anatomy import Layer
 from spectral_monitor.engine.assemble import FORMULAS, VECTOR_KEYS, LayerScalars
 from spectral_monitor.engine.scalars import NETWORK, Raw
+from spectral_monitor.measurement import LOST
 from spectral_monitor.quantities import QUANTITIES
 
 ROUNDED = "its change is too close to the rounding of its outputs"
 UNCHOSEN = "none of its max_rows rows is of the samples that are run again: raise max_rows or replay_samples"
 IN_DOUBT = "a norm could not be told within the tolerance; more is spent on it from the next measured step on"
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
-LOST = "a gradient arrives, but nothing of it is left in the update"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 ONE_HOT = frozenset({"alignment", "update_alignment", "input_stable_rank", "feature_change_local"})

@@ -89,8 +89,10 @@ def test_one_for_both_corrects_as_a_corrector_does():
 
 def test_a_monitor_of_an_earlier_fit_is_none_beside():
     fit(earlier := correcting())
-    fit(watching(), callbacks=[])
+    fit(later := watching(), callbacks=[])
+    steps = [m.step for m in later.measurements]
     fit(earlier)
+    assert steps == [m.step for m in later.measurements] == [m.step for m in earlier.measurements][-len(steps) :]
 
 
 def test_an_argument_that_a_corrector_has_not():

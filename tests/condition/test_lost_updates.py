@@ -8,7 +8,7 @@ from synthetic import judged, measured
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.engine.rows import LOST
+from spectral_monitor.measurement import LOST
 
 ARRIVES = "a gradient arrives, but nothing of it is left in the update"
 

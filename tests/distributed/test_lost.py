@@ -4,7 +4,7 @@ import pytest
 
 from distributed import lost
 from distributed.jobs import task
-from spectral_monitor.engine.rows import LOST
+from spectral_monitor.measurement import LOST
 
 
 @pytest.mark.parametrize("one", [task("lost.measure", 2, way=way) for way in ("ddp", "fsdp2")], ids=str)

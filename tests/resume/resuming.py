@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 import zoo
@@ -65,6 +67,34 @@ def change(path, **values):
 
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+
+
+def measured(watch, after=0):
+    """Everything but the cost, by step; NaN as None."""
+    return {
+        m.step: (
+            {key: [None if x != x else x for x in v.tolist()] for key, v in m.values.items()},
+            {key: None if v != v else v for key, v in m.summary.items() if key != "overhead_ms"},
+            m.reasons,
+        )
+        for m in watch.measurements
+        if m.step > after
+    }
+
+
+class Loop:
+    """A plain loop that can stop and go on, of a ``model``, an ``optimizer`` and a ``probe``."""
+
+    def state(self):
+        buffer = io.BytesIO()
+        torch.save({key: getattr(self, key).state_dict() for key in ("model", "optimizer", "probe")}, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=True)
+
+    def load(self, state):
+        for key, value in state.items():
+            getattr(self, key).load_state_dict(value)
+        return self
 
 
 def drift_of(watch, step):

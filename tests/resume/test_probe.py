@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
+from resuming import Loop, measured
 from torch import nn
 
 from spectral_monitor import SpectralMonitorWarning, SpectralProbe
 
 
-class Run:
+class Run(Loop):
     """A model with dropout and batch normalization, its optimizer and its probe."""
 
     def __init__(self, width=6):
@@ -31,39 +30,17 @@ class Run:
                 self.optimizer.step()
         return self
 
-    def found(self):
-        """Everything but the cost, by step; NaN as None."""
-        return {
-            m.step: (
-                {key: [None if x != x else x for x in v.tolist()] for key, v in m.values.items()},
-                {key: None if v != v else v for key, v in m.summary.items() if key != "overhead_ms"},
-                m.reasons,
-            )
-            for m in self.probe.measurements
-        }
-
-    def state(self):
-        buffer = io.BytesIO()
-        torch.save({key: getattr(self, key).state_dict() for key in ("model", "optimizer", "probe")}, buffer)
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=True)
-
-    def load(self, state):
-        for key, value in state.items():
-            getattr(self, key).load_state_dict(value)
-        return self
-
 
 @pytest.mark.parametrize("at", [0, 1, 2, 5, 6])
 def test_it_measures_the_same(at):
     """Before the first measured step, right after it, and later."""
-    whole = Run().train(range(12)).found()
+    whole = measured(Run().train(range(12)).probe)
     state = Run().train(range(at)).state()
     other = Run()
     with torch.no_grad():
         for p in other.model.parameters():
             p.add_(1.0)  # the weights it was built on do not count
-    resumed = other.load(state).train(range(at, 12)).found()
+    resumed = measured(other.load(state).train(range(at, 12)).probe)
     assert resumed == {step: m for step, m in whole.items() if step > at}
     known = [step for step, m in whole.items() if m[0]["feature_drift"][0] is not None]
     assert known == [2, 6, 10]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import warnings
 
@@ -10,25 +9,12 @@ import pytest
 import torch
 import zoo
 from quickfit import fit
-from resuming import EPOCH, change, monitor, plain, resumed, said, saved, state_in
+from resuming import EPOCH, Loop, change, measured, monitor, plain, resumed, said, saved, state_in
 from torch import nn
 
 from spectral_monitor import SpectralMonitorWarning, SpectralProbe
 
 FEW = 3
-
-
-def measured(watch, after=0):
-    """Everything but the cost, by step; NaN as None."""
-    return {
-        m.step: (
-            {key: [None if x != x else x for x in v.tolist()] for key, v in m.values.items()},
-            {key: None if v != v else v for key, v in m.summary.items() if key != "overhead_ms"},
-            m.reasons,
-        )
-        for m in watch.measurements
-        if m.step > after
-    }
 
 
 def watching(**settings):
@@ -76,7 +62,7 @@ class Told(nn.Module):
         return self.head(h - h.mean(0) if way == "centred" else h)
 
 
-class Run:
+class Run(Loop):
     def __init__(self, samples=FEW, dtype=torch.float32):
         torch.manual_seed(0)
         FORWARDS.clear()
@@ -99,17 +85,6 @@ class Run:
             forwards.append(list(FORWARDS))
             FORWARDS.clear()
         return forwards
-
-    def state(self):
-        buffer = io.BytesIO()
-        torch.save({key: getattr(self, key).state_dict() for key in ("model", "optimizer", "probe")}, buffer)
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=True)
-
-    def load(self, state):
-        for key, value in state.items():
-            getattr(self, key).load_state_dict(value)
-        return self
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 5])
