@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.reporting.jsonlines import RUN_FILE, JSONLinesSink
+from spectral_monitor.reporting.jsonlines import JSONLinesSink, run_file_name
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks, is_remote, need_room
 from spectral_monitor.reporting.table import is_judged
 from spectral_monitor.reporting.tensorboard import TensorBoardSink, can_write_to
@@ -105,9 +105,7 @@ class Reports:
                 self._warn(f"{type(logger).__name__} will not be given measurements ({what})", error)
         folder = next(filter(None, map(_folder, trainer.loggers)), None)
         if folder is not None:
-            run_file = Path(RUN_FILE)
-            name = run_file.stem if place == 1 else f"{run_file.stem}_{place}"
-            found.append(JSONLinesSink(folder / f"{name}{run_file.suffix}"))
+            found.append(JSONLinesSink(folder / run_file_name(place)))
         self._all = Sinks([*found, *self.sinks], self._warn)
         self._status.begin(trainer)
 

@@ -129,8 +129,8 @@ def _report(args: argparse.Namespace) -> None:
 def _read(place: Path) -> Run:
     path, others = run_file(place)
     if others:
-        are = "is another run" if others == 1 else f"are {others} other runs"
-        _say(f"reading {path}, the newest; there {are} in {place}")
+        more = "is one more file" if others == 1 else f"are {others} more files"
+        _say(f"reading {path}, the newest; there {more} of measurements in {place}")
     size = path.stat().st_size
     if size > LARGE:
         _say(f"{path} has {size / 1e6:.0f} MB, that takes a moment")

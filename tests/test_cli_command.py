@@ -80,10 +80,21 @@ def test_of_several_runs_the_newest(run, capsys):
     assert main(["show", str(run.parent)]) == 0
     out, err = capsys.readouterr()
     assert out == measured(30, factor=30).table() + "\n"
-    assert f"{run / FILE}, the newest; there are 2 other runs in {run.parent}" in err
+    assert f"{run / FILE}, the newest; there are 2 more files of measurements in {run.parent}" in err
     os.utime(old)
     assert main(["show", str(run.parent)]) == 0
     assert "step 99" in capsys.readouterr().out
+
+
+def test_of_several_monitors_the_first(run, capsys):
+    second = logged(run / "spectral_monitor_2.jsonl", measured(44))
+    os.utime(run / FILE, (1_000_000, 1_000_000))
+    assert main(["show", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert out == measured(30, factor=30).table() + "\n"
+    assert f"{run / FILE}, the newest; there is one more file of measurements in {run}" in err
+    assert main(["show", str(second)]) == 0
+    assert "step 44" in capsys.readouterr().out
 
 
 def test_a_resumed_run(run, capsys):

@@ -30,7 +30,8 @@ def run_file(place: str | os.PathLike[str]) -> tuple[Path, int]:
     """The file of measurements that is meant, and how many others there are.
 
     Args:
-        place: the file itself, or a folder to be searched, the folders in it too; of several the newest is taken.
+        place: the file itself, or a folder to be searched, the folders in it too; of several the newest is taken, and
+            of those of one run that of its first monitor.
 
     Raises:
         FileNotFoundError: there is none.
@@ -40,10 +41,12 @@ def run_file(place: str | os.PathLike[str]) -> tuple[Path, int]:
         return place, 0
     if not place.is_dir():
         raise FileNotFoundError(f"there is no file or folder {str(place)!r}; {WHAT_TO_GIVE}")
-    found = sorted(place.rglob(RUN_FILE), key=lambda path: path.stat().st_mtime)
+    first = Path(RUN_FILE)
+    found = [*place.rglob(RUN_FILE), *place.rglob(f"{first.stem}_*{first.suffix}")]
     if not found:
         raise FileNotFoundError(f"no {RUN_FILE} in {str(place)!r} or its folders; {WHAT_TO_GIVE}")
-    return found[-1], len(found) - 1
+    newest = max(found, key=lambda path: path.stat().st_mtime).parent
+    return min(path for path in found if path.parent == newest), len(found) - 1
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

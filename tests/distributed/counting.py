@@ -153,10 +153,12 @@ class Gathers(pl.Callback):
         dist.all_reduce(torch.zeros(3))
 
 
-def count(way: str, network: str, watcher: str = "monitor", batch: int = 1) -> dict[str, Any]:
+def count(
+    way: str, network: str, watcher: str = "monitor", batch: int = 1, quantities: str | tuple[str, ...] = "standard"
+) -> dict[str, Any]:
     """All collectives of one batch, the second if not told, of a run that measures every batch."""
     counter, calls = Counter(), []
-    monitor = SpectralMonitor(every_n_steps=1, drift_every=1)
+    monitor = SpectralMonitor(every_n_steps=1, drift_every=1, quantities=quantities)
     watchers = {"monitor": [monitor], "gathers": [Gathers()], "": []}[watcher]
     watches = [Watch(counter, batch, True), *watchers, Watch(counter, batch, False)]
     with full_tensor_noted(calls), spaces_noted(counter) as spaces:

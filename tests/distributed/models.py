@@ -58,12 +58,15 @@ class Perceptron(nn.Module):
 
 
 class Deep(nn.Module):
-    """As many layers of one shape as one likes."""
+    """As many layers of one shape as one likes; ``alike`` begin with the same weights."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, alike: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(128, 128) for _ in range(depth - 1)])
         self.readout = nn.Linear(128, 3)
+        if alike:
+            for layer in self.layers:
+                layer.load_state_dict(self.layers[0].state_dict())
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -207,6 +210,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "normalized": Normalized,
     "deep 4": lambda: Deep(4),
     "deep 40": lambda: Deep(40),
+    "alike 4": lambda: Deep(4, alike=True),
+    "alike 40": lambda: Deep(40, alike=True),
 }
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.003, foreach=False),

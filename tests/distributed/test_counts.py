@@ -46,6 +46,21 @@ def test_the_number_does_not_depend_on_depth(outcomes, pair):
         assert abs(shallow["steps"] - deep["steps"]) <= 3  # ten times as many matrices, the hardest of which counts
 
 
+ALIKE = [
+    task("counting.count", 2, way="fsdp2", network=f"alike {depth}", batch=0, quantities=("weight_natural",))
+    for depth in (4, 40)
+]
+
+
+@pytest.mark.parametrize("pair", [ALIKE], ids=["fsdp2"])
+def test_where_no_layer_is_harder_than_the_others_it_is_the_very_same(outcomes, pair):
+    """Weights before the first step, which all layers have in common."""
+    few, many = (outcomes[one].get() for one in pair)
+    for shallow, deep in zip(few, many, strict=True):
+        assert shallow["steps"] == deep["steps"] > 4
+        assert [one["name"] for one in monitors(shallow)] == [one["name"] for one in monitors(deep)]
+
+
 @pytest.mark.parametrize("pair", pairs("monitor"))
 def test_no_weight_is_gathered(outcomes, pair):
     for one in pair:
