@@ -28,8 +28,8 @@ class SpectralLRCorrector(SpectralMonitor):
             :class:`~spectral_monitor.correction.LRCorrection`.
         every_n_steps: measure and correct every n-th optimizer step, and at the start the 1st, 2nd, 4th and so on.
         reference: the file of a profile, for ``"reference"``.
-        spectral_init: rescale the weights before the first step, a number to that natural norm, ``True`` to 1.25 in
-            networks with normalization layers and to 2 in others; recommended with ``"target"``.
+        spectral_init: rescale the weights before the first step, a number to that natural norm, ``True`` to the norm
+            that suits the network; recommended with ``"target"``.
         include, exclude, roles, blocks, history, condition, sinks: as for the monitor. Layers that are not measured
             keep the optimizer's learning rate.
         correction: the rest of the settings of :class:`~spectral_monitor.correction.LRCorrection`.

@@ -113,7 +113,8 @@ class Oversight:
         """Give the measured weights the size they are to begin with, if the correction asks for that."""
         size = False if self._corrector is None else self._corrector.correction.spectral_init
         if size:
-            rescale(self._engine.layers, starting_norm(self._engine.model) if size is True else float(size))
+            layers = self._engine.layers
+            rescale(layers, starting_norm(self._engine.model, layers) if size is True else float(size))
 
     def see(
         self, measurement: Measurement, warn: Callable[[str], None], tell: Callable[[str], None] = lambda text: None

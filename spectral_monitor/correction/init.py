@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -56,19 +56,26 @@ def spectral_init_(
     return rescale(dissect(module, roles=roles, blocks=blocks).layers, scale)
 
 
-def starting_norm(module: nn.Module) -> float:
-    """The natural norm that operators should begin with: 2, which keeps the size of features.
+def starting_norm(module: nn.Module, layers: Sequence[Layer]) -> float:
+    """The natural norm that operators and readouts should begin with: 2, which keeps the size of features.
 
     Where features are normalized, 1.25: their size does not matter then, and weights that are smaller beside the same
     updates trained better (docs/transfer.md). Normalization is told by the classes of modules: torch's, and others
-    whose name ends in "Norm".
+    whose name ends in "Norm". But 2 if a readout is an embedding too: the widest of such networks ended higher with
+    1.25 (docs/correction.md).
+
+    Args:
+        module: the network.
+        layers: its layers.
 
     Example:
         >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
-        >>> starting_norm(block), starting_norm(torch.nn.Sequential(torch.nn.LayerNorm(8), block))
-        (2.0, 1.25)
+        >>> normalized = torch.nn.Sequential(torch.nn.LayerNorm(8), block)
+        >>> [starting_norm(net, dissect(net).layers) for net in (block, normalized)]
+        [2.0, 1.25]
     """
-    return NORMALIZING if any(map(_normalizes, module.modules())) else PLAIN
+    tied = any(unit.is_tied(layers) for unit in units(layers))
+    return NORMALIZING if any(map(_normalizes, module.modules())) and not tied else PLAIN
 
 
 def _normalizes(module: nn.Module) -> bool:

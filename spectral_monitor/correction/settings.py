@@ -35,7 +35,8 @@ class LRCorrection:
         deadband: multipliers stay where they are while what they aim at is nearer than this factor.
         limits: the smallest and the largest multiplier.
         spectral_init: first rescale the measured weights as :func:`spectral_init_` does: a number to that natural norm,
-            ``True`` to 1.25 in a network with normalization layers, else to 2, which keeps the size of features.
+            ``True`` to 2, which keeps the size of features, or to 1.25 in a network with normalization layers whose
+            readout is not tied to an embedding.
 
     Raises:
         ValueError: an unknown policy, a number out of range, a reference without its policy or the other way round.

@@ -139,7 +139,16 @@ class HouseRMSNorm(nn.Module):
     ids=lambda part: type(part).__name__,
 )
 def test_weights_begin_smaller_where_features_are_normalized(part, norm):
-    assert starting_norm(nn.Sequential(nn.Linear(4, 4), nn.Sequential(part))) == norm
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(part))
+    assert starting_norm(net, dissect(net).layers) == norm
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_but_not_where_the_readout_is_an_embedding(tied):
+    net = nn.Sequential(nn.Embedding(50, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False))
+    if tied:
+        net[3].weight = net[0].weight
+    assert starting_norm(net, dissect(net).layers) == (2.0 if tied else 1.25)
 
 
 @pytest.mark.parametrize("size", [True, 1.0, 3.0, False])
