@@ -3,5 +3,6 @@
 from spectral_monitor.anatomy.compiled import compiled_modules, without_compiled
 from spectral_monitor.anatomy.find import Anatomy, Layer, Unmeasured, dissect
 from spectral_monitor.anatomy.layout import Layout
+from spectral_monitor.anatomy.whereabouts import Whereabouts
 
-__all__ = ["Anatomy", "Layer", "Layout", "Unmeasured", "compiled_modules", "dissect", "without_compiled"]
+__all__ = ["Anatomy", "Layer", "Layout", "Unmeasured", "Whereabouts", "compiled_modules", "dissect", "without_compiled"]

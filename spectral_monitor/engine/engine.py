@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spectral_monitor.anatomy import Anatomy, compiled_modules, dissect, without_compiled
+from spectral_monitor.anatomy import Anatomy, Whereabouts, compiled_modules, dissect, without_compiled
 from spectral_monitor.anatomy.names import label
 from spectral_monitor.capture.comparison import Outputs
 from spectral_monitor.capture.features import FeatureCapture, nothing
@@ -26,7 +26,7 @@ from spectral_monitor.engine.budget import Budget
 from spectral_monitor.engine.census import Sight, Step, census
 from spectral_monitor.engine.changes import ChangeStage
 from spectral_monitor.engine.full import ALONE, FullStage
-from spectral_monitor.engine.guards import check_readout, full_precision, refuse
+from spectral_monitor.engine.guards import check_readout, full_precision, refuse, replaced
 from spectral_monitor.engine.matrices import MatrixStage
 from spectral_monitor.engine.memory import Memory
 from spectral_monitor.engine.norms import rows_worth
@@ -84,6 +84,8 @@ class Engine(Memory):
         self.anatomy = replace(anatomy, layers=tuple(placed_layers))
         self.layers = self.anatomy.layers
         self.members = [Member(layer, holding) for layer, holding in zip(self.layers, holdings, strict=True)]
+        self._whereabouts = None if flat else Whereabouts(model, self.layers)
+        self._replaced: set[int] = set()
         self._copies = partial(copies, flat=flat, processes=processes)
         if settings.needs & FORWARD:
             refuse(optimizers)
@@ -147,6 +149,7 @@ class Engine(Memory):
         self._before_forward = before_forward
         self._replays.needs = self.asked.needs
         with self._harmless("setting up"):
+            self._replaced = replaced(self._whereabouts, self.layers, self._warn)
             if self.watches_features:
                 self.features.look_for(self.asked.keys if self._alone else ())
                 foresight = nothing if ALONE & set(self.asked.keys) else self._replays.slices.foresee
@@ -248,7 +251,7 @@ class Engine(Memory):
         if self.idle and given.only_if_stepped:
             return None
         facts = step_facts(seen, stage, given)
-        facts.multipliers = self.multipliers
+        facts.multipliers, facts.replaced = self.multipliers, self._replaced
         stage.unused = facts.unused
         rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out, self._patience)
         agreed(self._before_replay(rows, outputs), self.processes)

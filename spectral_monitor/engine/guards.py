@@ -8,8 +8,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from spectral_monitor.anatomy import Layer
+from spectral_monitor.anatomy import Layer, Whereabouts
+from spectral_monitor.engine.rows import REPLACED
 from spectral_monitor.quantities import TIERS
+
+NAMED = 5
+"""Layers that a warning names."""
 
 
 def refuse(optimizers: Sequence[Optimizer]) -> None:
@@ -31,6 +35,16 @@ def check_readout(layers: Sequence[Layer], called: Sequence[int], warn: Callable
     if guessed and order[-1] not in guessed:
         last, taken = layers[order[-1]].info.name, layers[guessed[-1]].info.name
         warn(f"{taken!r} is taken for the readout, but {last!r} ran last; say roles={{{last!r}: 'readout'}}")
+
+
+def replaced(whereabouts: Whereabouts | None, layers: Sequence[Layer], warn: Callable[[str], None]) -> set[int]:
+    """Layers that are not what they were when training began; says so."""
+    found = set() if whereabouts is None else whereabouts.moved()
+    if found:
+        names = [layers[i].info.name for i in sorted(found)]
+        some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        warn(f"not measured any more: {some}; {REPLACED}. Another fit, or another probe, measures it as it is then")
+    return found
 
 
 @contextmanager

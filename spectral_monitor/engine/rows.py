@@ -18,6 +18,7 @@ ROUNDED = "its change is too close to the rounding of its outputs"
 UNCHOSEN = "none of its max_rows rows is of the samples that are run again: raise max_rows or replay_samples"
 IN_DOUBT = "a norm could not be told within the tolerance; more is spent on it from the next measured step on"
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
+REPLACED = "since training began its weight was replaced, pruned or parametrized"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 ONE_HOT = frozenset({"alignment", "update_alignment", "input_stable_rank", "feature_change_local"})
@@ -49,6 +50,7 @@ class StepFacts:
         no_replay: why none are; empty if they should be.
         no_drift: why ``feature_drift`` is missing; empty if it should not be.
         closures: how often the closure ran, if more than once.
+        replaced: layers whose weight has become another one since training began.
         rewritten: whether an optimizer overwrote gradients.
         accumulated: what the loss was divided by before the backward pass.
         loss_scale: what it was multiplied by.
@@ -72,6 +74,7 @@ class StepFacts:
     no_replay: str = ""
     no_drift: str = ""
     closures: int = 0
+    replaced: set[int] = field(default_factory=set)
     rewritten: bool = False
     accumulated: int = 1
     loss_scale: float = 1.0
@@ -118,6 +121,8 @@ def _undefined(scalars: LayerScalars) -> str:
 def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepFacts) -> str:
     """Why a quantity cannot be had for a layer; empty if it can."""
     role, needs = layer.info.role, QUANTITIES[key].needs
+    if i in facts.replaced:
+        return REPLACED
     if role == "vector" and key not in VECTOR_KEYS:
         return "a bias or gain has its RMS, update, drift and contribution only"
     if (needs & {"dW", "g"} or key in ("lr", "lr_multiplier")) and i not in facts.lr:
