@@ -12,12 +12,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from recorder import AFTER, BEFORE, Recorder, RecordingLogger, Run, differences, leaves
 from torch import optim
 from torch.optim import lr_scheduler
 
 from spectral_monitor import SpectralMonitor
+from spectral_monitor.engine.rows import REPLACED
 from spectral_monitor.quantities import TIERS
 
 try:
@@ -35,6 +41,7 @@ cosine = partial(lr_scheduler.CosineAnnealingLR, T_max=12)
 LATER = "measured at every 5th measured step"
 TAPS = "the taps of a convolution overlap: what one adds, another may take away"
 NO_BACKWARD = "no gradient arrived at its output, or more than one, or it was overwritten"
+FROZEN = "no optimizer updates it"
 NETS = {"mlp": (partial(zoo.mlp, dropout=0.2), "rows"), "cnn": (zoo.cnn, "images")}
 
 
@@ -59,12 +66,28 @@ def averaged_each_epoch():
     return EachEpoch()
 
 
+class Unfreezing(BaseFinetuning):
+    """The first layer is trained from the second epoch on."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.01)
+
+
 def ema():
     return EMAWeightAveraging(decay=0.9, update_every_n_steps=2)
 
 
+def trainable_sgd(parameters):
+    return sgd([p for p in parameters if p.requires_grad])
+
+
 swa = partial(StochasticWeightAveraging, swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1)
 accumulation = partial(GradientAccumulationScheduler, scheduling={0: 1, 1: 4, 2: 2})
+pruning = partial(ModelPruning, "l1_unstructured", amount=0.3, make_pruning_permanent=False)
 between = {"val_check_interval": 2, "num_sanity_val_steps": 2}
 
 SHAPES = {
@@ -87,15 +110,27 @@ SHAPES = {
     "fit twice": Shape("cnn", trainer={"max_epochs": 1}, optimizer=adamw, scheduler=cosine, fits=2),
     "fit twice, validation": Shape(trainer={"max_epochs": 1, **between}, validate=True, fits=2),
     "fit twice, moving average": Shape(beside=ema, trainer={"max_epochs": 1}, validate=True, fits=2),
+    "pruning": Shape(beside=pruning, trainer={"max_epochs": 3}),
+    "unfreezing": Shape(beside=Unfreezing, trainer={"max_epochs": 3}, optimizer=trainable_sgd),
     "limited batches": Shape(trainer={"limit_train_batches": 0.5, "max_epochs": 3}),
     "at most so many steps": Shape(trainer={"max_steps": 8, "max_epochs": -1, "accumulate_grad_batches": 2}),
 }
+LEFT_OUT = {
+    WITHOUT_BACKWARD: lambda step: [NO_BACKWARD] if step == 25 else [],
+    "pruning": lambda step: [REPLACED] if step > 6 else [],
+    "unfreezing": lambda step: [FROZEN, NO_BACKWARD] if step <= 6 else [],
+}
+"""Shape -> step -> reasons for which a value may be missing besides; epochs have six steps."""
+WARNS = {"pruning": ("not measured any more", "the probe batch could not be run again")}
 NEEDS_2_6 = {name for name in SHAPES if "moving average" in name or name == "weight averaging"}
 CASES = [
     pytest.param(
         *(name, last),
         id=f"{name}{'' if last else ', monitor first'}",
-        marks=pytest.mark.skipif(name in NEEDS_2_6 and WeightAveraging is None, reason="lightning < 2.6"),
+        marks=[
+            pytest.mark.skipif(name in NEEDS_2_6 and WeightAveraging is None, reason="lightning < 2.6"),
+            *(pytest.mark.filterwarnings(f"ignore:{warning}") for warning in WARNS.get(name, ())),
+        ],
     )
     for name, shape in SHAPES.items()
     for last in ((True, False) if shape.beside else (True,))
@@ -158,8 +193,10 @@ def assert_measured(name, monitor, every, steps):
                 TIERS["standard"] if info.role != "vector" else ("weight_natural", "update_natural", "contribution")
             ):
                 there = math.isfinite(m.value(key, info.name))
-                allowed = {LATER, TAPS, *([NO_BACKWARD] if name == WITHOUT_BACKWARD and m.step == 25 else [])}
+                allowed = {LATER, TAPS, *LEFT_OUT.get(name, lambda step: ())(m.step)}
                 assert there or m.why(key, info.name) in allowed, (m.step, key, info.name, m.why(key, info.name))
+                if REPLACED in allowed:
+                    assert not there, (m.step, key, info.name)
 
 
 def test_shapes_are_what_they_are_called():
