@@ -107,6 +107,14 @@ FAULTS = {
         Fault("hidden lr x100, SGD", MLP_SGD, ("layers.2",), "lr_too_large", rule=faster("layers.2", 100)),
         Fault("readout lr x30", LM, ("head",), "lr_too_large", rule=faster("head", 30)),
         Fault("rule of SGD under Adam", MLP_ADAM, ("layers.3",), "sgd_rule_under_adam", rule=sgd_rule, width=1024),
+        Fault(
+            "rule of SGD under AdamW",
+            RES,
+            ("head", "into.0", "into.1", "into.2"),
+            "sgd_rule_under_adam",
+            rule=sgd_rule,
+            width=512,
+        ),
         Fault("rates of NTP under SGD", MLP_SGD, ("layers.3",), "ntk_scaling", rule=ntk_rule, width=1024),
         Fault(
             "NTK-scaled model", MLP_SGD, ("layers.3",), "ntk_scaling", plant=tangent, rule=everywhere(64), width=1024
