@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from datetime import timedelta
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo import on_processes
 
 from spectral_monitor.metrics import Alignment, BackwardFeatureAngle, FeatureChange, SpectralNorm, StableRank
 
@@ -40,14 +35,8 @@ def arguments(name, first, last):
     return (1e-3 * two - one)[rows], one[rows]
 
 
-def process(rank, folder):
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        # Without a network the host's own name may not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+def process():
+    rank = dist.get_rank()
     results = {}
     for name, metric_class in METRICS.items():
         for share, border in SHARES.items():
@@ -62,15 +51,12 @@ def process(rank, folder):
             local = {key: state.clone() for key, state in metric.metric_state.items()}
             results[name, share] = metric.compute()
             results[name, share, "kept"] = all(torch.equal(metric.metric_state[key], local[key]) for key in local)
-    torch.save(results, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gloo")
-    mp.spawn(process, args=(str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return on_processes(process, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 import traceback
-import warnings
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo import on_processes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -248,30 +243,21 @@ def work(count):
     return jobs
 
 
-def process(rank, folder, count):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # without a network the host's own name may not resolve
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count, timeout=timedelta(seconds=60)
-    )
+def process(count):
     results = {}
     for name, job in work(count).items():
         try:
             results[name] = job()
         except Exception:
             results[name] = traceback.format_exc()
-    torch.save(results, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def launch(request, tmp_path_factory):
     """What every process found, by job; the number of processes."""
-    folder, count = tmp_path_factory.mktemp("gloo"), request.param
-    mp.spawn(process, args=(str(folder), count), nprocs=count)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)], count
+    count = request.param
+    return on_processes(process, tmp_path_factory.mktemp("gloo"), count, count), count
 
 
 def results_of(launch, job):

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
-from datetime import timedelta
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo import on_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -217,28 +211,17 @@ def cast():
     return loss.dtype
 
 
-def process(rank, folder):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    if sys.platform == "linux":
-        # Without a network the host's own name may not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+def process():
     results = {way: check(way) for way in WAYS}
     results["refused"] = [refused(False), refused(True)]
     results["through"] = [through(False), through(True)]
     results["cast"] = cast()
-    torch.save(results, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gloo")
-    mp.spawn(process, args=(str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return on_processes(process, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("way", WAYS)
