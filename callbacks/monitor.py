@@ -189,8 +189,8 @@ class SpectralMonitor(Checkpointed):
         """Remember the weights drift is counted from, or go on from what was loaded or measured before."""
         if self._engine is None or self._oversight is None:
             return
-        if trainer.global_step == 0 and not self._continuation.knows(pl_module):  # neither loaded nor trained
-            self._oversight.rescale()
+        if trainer.global_step == 0 and trainer.ckpt_path is None and not self._continuation.knows(pl_module):
+            self._oversight.rescale()  # neither loaded nor trained
         self._continuation.begin(trainer, pl_module, self._engine, self._oversight, self._warn)
         self.multipliers = self._oversight.multipliers
         self._oversight.arm()
@@ -266,7 +266,7 @@ class SpectralMonitor(Checkpointed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measure what was watched; log it, or what was measured before if its numbers had to arrive first."""
-        self._collect()
+        self._heed()
         if self._engine is None or not self._engine.armed:
             return
         automatic = pl_module.automatic_optimization
@@ -288,22 +288,28 @@ class SpectralMonitor(Checkpointed):
         with self._said("a checkpoint will not hold the probe batch"):
             self._continuation.agree(self._engine)
         if self._pending is not None and not self._pending.late:
-            self._collect()
+            self._heed()
 
     def _collect(self) -> None:
         """Take in what was measured last, waiting for its numbers if they are still on their way."""
         pending, self._pending = self._pending, None
         measurement = None if pending is None else pending.get()
         if measurement is not None and self._oversight is not None:
-            measurement = self._oversight.see(measurement, warn_of_condition, tell)
-            self.multipliers = self._oversight.multipliers
+            measurement = self._oversight.see(measurement, warn_of_condition)
             self._measurements.append(measurement)
             self._reports.write(measurement)
+
+    def _heed(self) -> None:
+        """Act on what was measured last."""
+        self._collect()
+        if self._oversight is not None:
+            self._oversight.heed(tell)
+            self.multipliers = self._oversight.multipliers
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of the monitor, with what was measured last."""
         with self._said("a checkpoint is written without what was measured last"):
-            self._collect()
+            self._heed()
         return super().state_dict()
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
@@ -316,7 +322,7 @@ class SpectralMonitor(Checkpointed):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the last table."""
-        self._collect()
+        self._heed()
         if self._engine is not None and self.latest and self._engine.measured > self._continuation.measured_before:
             show(rendered(measurement_rows(self.latest)))
         elif self._engine is not None:

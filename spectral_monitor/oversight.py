@@ -39,6 +39,7 @@ class Oversight:
         condition.check(layer.info for layer in engine.layers)
         self._judge = Judge(condition, kinds, tied)
         self._flagged: set[str] = set()
+        self._unheeded: Measurement | None = None
         self._corrector = None
         self._expected: dict[str, float] = {}
         if correction is not None:
@@ -109,35 +110,49 @@ class Oversight:
         if self._corrector is not None:
             self._corrector.disarm()
 
-    def rescale(self) -> None:
-        """Give the measured weights the size they are to begin with, if the correction asks for that."""
+    def rescale(self) -> bool:
+        """Give the measured weights the size they are to begin with; whether the correction asks for that."""
         size = False if self._corrector is None else self._corrector.correction.spectral_init
         if size:
             layers = self._engine.layers
             rescale(layers, starting_norm(self._engine.model, layers) if size is True else float(size))
+        return bool(size)
 
-    def see(
-        self, measurement: Measurement, warn: Callable[[str], None], tell: Callable[[str], None] = lambda text: None
-    ) -> Measurement:
-        """The measurement with its verdicts; after it learning rates are corrected.
+    def see(self, measurement: Measurement, warn: Callable[[str], None]) -> Measurement:
+        """The measurement with its verdicts; what follows from it waits for :meth:`heed`.
 
-        Nothing that goes wrong here stops training.
+        Nothing that goes wrong here, or there, stops training.
 
         Args:
             measurement: the next one.
             warn: is told of a layer that begins to violate the condition.
-            tell: is told what was corrected, in one line.
         """
         try:
             measurement = self._judged(measurement, warn)
-            changes = [] if self._corrector is None else self._corrector.update(measurement)
-            if self._corrector is not None:
-                self._engine.multipliers = self._corrector.by_layer()
-            if changes:
-                tell(f"step {measurement.step}: {_most(changes)}")
+            self._unheeded = measurement
         except Exception as error:
             self._warn(f"a measurement was not judged ({type(error).__name__}: {error})", error)
         return measurement
+
+    def heed(self, tell: Callable[[str], None] = lambda text: None) -> None:
+        """Act on the measurement that was seen last, once: put learning rates right.
+
+        This is not done when it is seen, for that may be sooner in one process, or where somebody looks at the numbers.
+
+        Args:
+            tell: is told what was corrected, in one line.
+        """
+        self._engine.learn()
+        measurement, self._unheeded = self._unheeded, None
+        if self._corrector is None or measurement is None:
+            return
+        try:
+            changes = self._corrector.update(measurement)
+            self._engine.multipliers = self._corrector.by_layer()
+            if changes:
+                tell(f"step {measurement.step}: {_most(changes)}")
+        except Exception as error:
+            self._warn(f"learning rates were not corrected ({type(error).__name__}: {error})", error)
 
     def _judged(self, measurement: Measurement, warn: Callable[[str], None]) -> Measurement:
         verdicts = self._verdicts(measurement)

@@ -145,8 +145,8 @@ class SpectralProbe:
         self._pending: Pending | None = None
         self._engine = Engine(unwrap_model(model), optimizers, settings)
         self._oversight = Oversight(mode, condition, correction, self._engine)
-        self._oversight.rescale()
         self._engine.start()
+        self._begun = False
 
     @property
     def anatomy(self) -> Anatomy:
@@ -193,6 +193,10 @@ class SpectralProbe:
             accumulated: what the loss was divided by, when gradients are accumulated over that many micro-batches;
                 features are those of the last one.
         """
+        if not self._begun:
+            self._begun = True
+            if self._oversight.rescale():
+                self._engine.start()
         self.steps += 1
         keys = self._oversight.due(self.steps)
         self._oversight.arm()
@@ -205,11 +209,16 @@ class SpectralProbe:
             raise
         finally:
             self._oversight.disarm()
-        self._collect()
+        self._heed()
         if keys:
             self._pending = self._engine.finish(self.steps, accumulated=accumulated)
             if self._pending is not None and not self._pending.late:
-                self._collect()
+                self._heed()
+
+    def _heed(self) -> None:
+        """Act on what was measured last."""
+        self._collect()
+        self._oversight.heed()
 
     def _collect(self) -> None:
         """Take in what was measured last, waiting for its numbers if they are still on their way."""
@@ -231,7 +240,7 @@ class SpectralProbe:
         That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
         measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it.
         """
-        self._collect()
+        self._heed()
         state = {**self._engine.state(), "oversight": self._oversight.state_dict()}
         return {"steps": self.steps, "state": state, "tensors": self._engine.tensors()}
 
@@ -245,7 +254,7 @@ class SpectralProbe:
             ValueError: it is of other layers, which are named, or of another version; nothing has been changed then.
         """
         anew = self._engine.restore(state["state"], state["tensors"], int(state["steps"]))
-        self.steps = int(state["steps"])
+        self.steps, self._begun = int(state["steps"]), True
         if "oversight" in state["state"]:
             self._oversight.load_state_dict(state["state"]["oversight"])
         if anew:

@@ -101,8 +101,10 @@ class Engine(Memory):
         self.armed = False
         self.idle = False
         self.multipliers: Mapping[int, float] = {}
+        self._in_force: Mapping[int, float] = {}  # in the step that is watched
         self._reasons: dict[tuple[str, ...], dict[str, str]] = {}
         self._patience = Patience()
+        self._unheeded: Raw = {}
         self._warn = Warner(silent=processes is not None and processes.rank > 0)
         self._own_warn = Warner()  # of what happened in this process alone
         self._clear()
@@ -142,7 +144,7 @@ class Engine(Memory):
             keys: quantities that are measured of it, some or all of the settings'.
             before_forward: called before the forward, if that runs inside the optimizer's step.
         """
-        self.asked = self.settings.only(keys)
+        self.asked, self._in_force = self.settings.only(keys), self.multipliers
         self.disarm()
         self.armed = True
         self.idle = False
@@ -251,7 +253,7 @@ class Engine(Memory):
         if self.idle and given.only_if_stepped:
             return None
         facts = step_facts(seen, stage, given)
-        facts.multipliers, facts.replaced = self.multipliers, self._replaced
+        facts.multipliers, facts.replaced = self._in_force, self._replaced
         stage.unused = facts.unused
         rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out, self._patience)
         agreed(self._before_replay(rows, outputs), self.processes)
@@ -296,12 +298,20 @@ class Engine(Memory):
         yield from abreast([*routines, rows.forward(calls, outputs)] if features else routines)
 
     def _put_together(self, measured: Measured, raw: Raw) -> Measurement:
-        self._patience.learn(raw)
+        self._unheeded = raw
         for i, norms in self._start_norms.items():
             raw.setdefault(i, {}).update(norms)
         measurement = measured.table(raw, self._reasons, self.skipped_updates)
         self.skipped_updates = int(measurement.summary["skipped_updates"])
         return measurement
+
+    def learn(self) -> None:
+        """Let the next measured step know how long the norms of the last one took.
+
+        Not when its numbers are put together, which is sooner if somebody looks at them.
+        """
+        raw, self._unheeded = self._unheeded, {}
+        self._patience.learn(raw)
 
     def _inputs(self, i: int) -> Tensor | None:
         """Input rows that alignments are measured on."""

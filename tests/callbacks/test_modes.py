@@ -76,12 +76,11 @@ def fit(module, *callbacks, steps=40, ckpt=None, logger=None, **settings):
         accelerator="cpu",
         devices=1,
         max_steps=steps,
-        max_epochs=-1,
         callbacks=list(callbacks),
         logger=logger or Keeps(),
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"enable_checkpointing": False, **settings},
+        **{"enable_checkpointing": False, "max_epochs": -1, **settings},
     )
     trainer.fit(module, data(), ckpt_path=ckpt)
     return trainer
@@ -254,6 +253,35 @@ def test_a_second_fit_goes_on_and_rescales_nothing():
     used = corrector.measurements[seen]
     for info, value in zip(used.layers, used.values["lr_multiplier"], strict=True):
         assert float(value) == pytest.approx(multipliers[info.name], rel=1e-6)
+
+
+class ByHand(Net):
+    """With a raw optimizer, whose steps Lightning does not count; remembers the weights at the start."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def on_train_start(self):
+        self.first = weights(self)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_what_is_loaded_is_not_rescaled(tmp_path):
+    corrector = SpectralLRCorrector("target", every_n_steps=3, spectral_init=2.0)
+    module, again = ByHand(), ByHand()
+    trainer = fit(module, corrector, max_epochs=1)
+    assert trainer.global_step == 0
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    corrector = SpectralLRCorrector("target", every_n_steps=3, spectral_init=2.0)
+    fit(again, corrector, ckpt=tmp_path / "last.ckpt", max_epochs=2)
+    assert same(again.first, weights(module))
+    assert not same(module.first, weights(ByHand()))
 
 
 @pytest.mark.parametrize(

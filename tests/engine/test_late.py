@@ -12,7 +12,7 @@ from test_no_waiting import Watch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from spectral_monitor import SpectralMonitor, SpectralProbe
+from spectral_monitor import LRCorrection, SpectralMonitor, SpectralProbe
 from spectral_monitor.engine import patience, scalars
 from spectral_monitor.engine.rows import IN_DOUBT
 from spectral_monitor.quantities import QUANTITIES
@@ -164,3 +164,37 @@ def test_under_lightning_too_and_nothing_is_lost_at_the_end(monkeypatch):
     watched, _ = fitted(SpectralMonitor(every_n_steps=2, mode="observe"))
     for (name, p), q in zip(alone.state_dict().items(), watched.state_dict().values(), strict=True):
         assert torch.equal(p, q), name
+
+
+def corrected(look, every_n_steps):
+    """A network whose learning rates are put right, and its probe; ``look``: at every measurement as soon as it can."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    rule = LRCorrection("target")
+    settings = {"quantities": [*rule.quantities, "lr_multiplier"], "correction": rule, "mode": "correct"}
+    probe = SpectralProbe(model, optimizer, every_n_steps=every_n_steps, **settings)
+    for x in torch.randn(12, 32, 96, generator=torch.Generator().manual_seed(1)):
+        with probe.step():
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        if look:
+            probe.table()
+    return model, probe
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 3])
+def test_who_looks_at_the_numbers_changes_nothing(asynchronous, every_n_steps):
+    """Of several processes only one may; and a correction has to be the same in all."""
+    (alone, probe), (watched, looked) = (corrected(look, every_n_steps) for look in (False, True))
+    assert set(probe.multipliers.values()) != {1.0}
+    assert probe.multipliers == looked.multipliers
+    for p, q in zip(alone.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_multiplier_is_that_of_the_step_it_is_measured_at(asynchronous):
+    _, probe = corrected(look=False, every_n_steps=1)
+    assert len(probe.measurements) == 12
+    for m in probe.measurements:
+        torch.testing.assert_close(m.values["lr_multiplier"] * 0.05, m.values["lr"], rtol=1e-5, atol=0)

@@ -7,7 +7,7 @@ import torch
 from resuming import Loop, measured
 from torch import nn
 
-from spectral_monitor import SpectralMonitorWarning, SpectralProbe
+from spectral_monitor import LRCorrection, SpectralMonitorWarning, SpectralProbe
 
 
 class Run(Loop):
@@ -82,3 +82,34 @@ def test_what_starts_anew_is_said():
     drift = ((other.model[0].weight - start["0.weight"]).norm() / start["0.weight"].norm()).item()
     assert other.probe.latest.value("drift_fro_ratio", "0") == pytest.approx(drift, rel=1e-4)
     assert other.probe.measurements[1].value("feature_drift", "0") > 0
+
+
+class Corrected(Run):
+    """Its weights are given their size before the first step; ``saved``: loaded before the probe is made."""
+
+    def __init__(self, saved=None):
+        super().__init__()
+        for key in () if saved is None else ("model", "optimizer"):
+            getattr(self, key).load_state_dict(saved[key])
+        rule = LRCorrection("target", spectral_init=3.0)
+        settings = {"quantities": rule.quantities, "correction": rule, "mode": "correct"}
+        self.probe = SpectralProbe(self.model, self.optimizer, every_n_steps=2, **settings)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["probe first", "weights first"])
+def test_weights_that_are_loaded_keep_their_size(first):
+    state = (whole := Corrected().train(range(7))).state()
+    rest = Corrected(state if first else None).load(state)
+    loaded = {key: value.clone() for key, value in rest.model.state_dict().items()}
+    assert all(torch.equal(value, state["model"][key]) for key, value in loaded.items())
+    rest.train(range(7, 12))
+    whole.train(range(7, 12))
+    for p, q in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_those_of_a_new_run_are_given_it_at_the_first_step():
+    run = Corrected()
+    begin = run.model[0].weight.detach().clone()
+    run.train(range(1))
+    assert run.model[0].weight.norm() > 2 * begin.norm()
