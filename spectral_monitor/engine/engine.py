@@ -30,16 +30,14 @@ from spectral_monitor.engine.guards import check_readout, full_precision, refuse
 from spectral_monitor.engine.matrices import MatrixStage
 from spectral_monitor.engine.memory import Memory
 from spectral_monitor.engine.norms import rows_worth
-from spectral_monitor.engine.patience import Patience
 from spectral_monitor.engine.pending import Measured, Pending
 from spectral_monitor.engine.replays import Again, Context, Done, Given, Replays
-from spectral_monitor.engine.scalars import Raw, Scalars
+from spectral_monitor.engine.scalars import Scalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.sights import sights, step_facts
 from spectral_monitor.engine.slices import ELSEWHERE, NO, YES
 from spectral_monitor.engine.stacks import Member
 from spectral_monitor.linalg import Routine, abreast
-from spectral_monitor.measurement import Measurement
 from spectral_monitor.placement import Extent, Processes, copies, flat_extents, placed, plan, reshard
 from spectral_monitor.warnings import Warner
 
@@ -102,9 +100,6 @@ class Engine(Memory):
         self.idle = False
         self.multipliers: Mapping[int, float] = {}
         self._in_force: Mapping[int, float] = {}  # in the step that is watched
-        self._reasons: dict[tuple[str, ...], dict[str, str]] = {}
-        self._patience = Patience()
-        self._unheeded: Raw = {}
         self._warn = Warner(silent=processes is not None and processes.rank > 0)
         self._own_warn = Warner()  # of what happened in this process alone
         self._clear()
@@ -296,22 +291,6 @@ class Engine(Memory):
             return
         routines = [rows.sample(calls), self._stage.routine()]
         yield from abreast([*routines, rows.forward(calls, outputs)] if features else routines)
-
-    def _put_together(self, measured: Measured, raw: Raw) -> Measurement:
-        self._unheeded = raw
-        for i, norms in self._start_norms.items():
-            raw.setdefault(i, {}).update(norms)
-        measurement = measured.table(raw, self._reasons, self.skipped_updates)
-        self.skipped_updates = int(measurement.summary["skipped_updates"])
-        return measurement
-
-    def learn(self) -> None:
-        """Let the next measured step know how long the norms of the last one took.
-
-        Not when its numbers are put together, which is sooner if somebody looks at them.
-        """
-        raw, self._unheeded = self._unheeded, {}
-        self._patience.learn(raw)
 
     def _inputs(self, i: int) -> Tensor | None:
         """Input rows that alignments are measured on."""
