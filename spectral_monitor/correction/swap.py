@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from numbers import Real
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.capture.closures import Closure, with_closure
+from spectral_monitor.capture.optimizer import OptimizerCapture
 from spectral_monitor.correction.expand import Expansion, lists_of
 
 _UNFIT = {
@@ -55,8 +56,13 @@ class MultiplierSwap:
       ``ASGD`` (``lambd``) and their subclasses. Of other optimizers it is not known, and the decay is left as it is.
     * What the optimizer writes into its groups is taken over: counters as they are, a learning rate without the
       multiplier. Where the groups would have to hold different things, the step ends in an error.
-    * An exception inside a step leaves the groups as they are then; :meth:`disarm` puts them back, and so does the
-      next step.
+    * Hooks of others see the groups there have always been, whenever they were registered, unless torch calls them once
+      more for a step inside the step; those of the measurement, which are to know the learning rates of the update, see
+      those of the update.
+    * An exception inside a step puts the groups back on its way out, without what the optimizer wrote into them. Torch
+      calls no hook then, so while armed every optimizer has a ``step`` of its own around the one it had. A step that
+      goes round it, by a method that was taken from the optimizer before, leaves them to the next step or
+      :meth:`disarm`.
     * ``Adafactor`` bounds its learning rate by ``1 / sqrt(step)``, multiplier and all; ``ASGD`` uses a new one a step
       late. A step replayed as a CUDA graph keeps the multipliers it was recorded with.
 
@@ -98,7 +104,7 @@ class MultiplierSwap:
                 _refuse(owners)
                 self._owners.append(owners)
                 counted.update(map(id, owners))
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | _OwnStep] = []
         self._steps: dict[int, _Step] = {}
         self.multipliers = multipliers
 
@@ -130,9 +136,10 @@ class MultiplierSwap:
                 self._handles.append(handle)
                 # First of all, so that hooks that were there before see the groups they know.
                 owner._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+                self._handles.append(_OwnStep(owner, partial(_order, owner), partial(self._ended, owners)))
 
     def disarm(self) -> None:
-        """Remove the hooks, and put back the groups of steps that an exception ended; safe at any time."""
+        """Remove what :meth:`arm` added, and put back the groups of a step that is not over; safe at any time."""
         while self._handles:
             self._handles.pop().remove()
         for key in list(self._steps):
@@ -166,6 +173,12 @@ class MultiplierSwap:
         if key in self._steps and self._steps[key].frame is sys._getframe(1):
             self._close(key, keep=True)
 
+    def _ended(self, owners: tuple[Optimizer, ...]) -> None:
+        """Of a call of ``step`` that is over: torch's hooks have closed what it opened, unless by an exception."""
+        key = id(owners[0])
+        if key in self._steps and not _is_running(self._steps[key].frame, sys._getframe(1)):
+            self._close(key, keep=False)
+
     def _close(self, key: int, *, keep: bool) -> None:
         step = self._steps.pop(key, None)
         if step is not None:
@@ -173,6 +186,58 @@ class MultiplierSwap:
             step.expansion.close(keep=keep)
             if keep:
                 step.expansion.check()
+
+
+class _OwnStep:
+    """A ``step`` of one optimizer's own, with a call before and one after the step it had, exceptions or not.
+
+    Gone once it is removed. If it was wrapped meanwhile, by an LR scheduler say, what is around it stays, and it only
+    passes calls on.
+    """
+
+    def __init__(self, owner: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._holder: dict[str, Any] = vars(owner)
+        self._calls: tuple[Callable[[], None], ...] = (before, after)
+        self._had = had = self._holder.get("step")  # an LR scheduler's, say; most have that of their class alone
+
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            run = type(optimizer).step.__get__(optimizer) if had is None else had
+            if not self._calls:
+                return run(*args, **kwargs)
+            before, after = self._calls
+            before()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                after()
+
+        # Torch's schedulers look for their mark, gradient scalers at the arguments that the class declares.
+        vars(step).update(getattr(had, "__dict__", {}))
+        self._own = MethodType(wraps(type(owner).step)(step), owner)
+        self._holder["step"] = self._own
+
+    def remove(self) -> None:
+        """Put back what there was, and hold nothing any more."""
+        if self._holder.get("step") is self._own:
+            del self._holder["step"]
+            if self._had is not None:
+                self._holder["step"] = self._had
+        self._calls, self._holder = (), {}
+        del self._own
+
+
+def _order(optimizer: Optimizer) -> None:
+    """Have the hooks of others called before those of corrections and measurements."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    last = [key for key, hook in hooks.items() if _is_own(hook)]
+    if list(hooks)[len(hooks) - len(last) :] != last:  # else untouched: torch may be going through them
+        for key in last:
+            hooks.move_to_end(key)
+
+
+def _is_own(hook: Any) -> bool:
+    holder = getattr(getattr(hook, "func", None), "__self__", None)
+    return isinstance(holder, (MultiplierSwap, OptimizerCapture))
 
 
 def _is_running(frame: FrameType | None, now: FrameType | None) -> bool:

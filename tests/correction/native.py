@@ -98,6 +98,18 @@ def armed(optimizer, model, multipliers=UNEVEN):
     return swap
 
 
+def groups_of_updates(optimizer):
+    """The groups that the updates of an optimizer of torch find from now on, one after the other."""
+    found, start = [], optimizer._init_group
+
+    def look(group, *rest):
+        found.append(group)
+        return start(group, *rest)
+
+    optimizer._init_group = look
+    return found
+
+
 def hooks(optimizer):
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 

@@ -267,7 +267,7 @@ def test_only_measured_weights_are_rescaled():
     network = perceptron()
     before = [p.clone() for p in network.parameters()]
     rule = LRCorrection("target", spectral_init=2.0)
-    SpectralProbe(
+    probe = SpectralProbe(
         network,
         torch.optim.SGD(network.parameters(), lr=LR),
         quantities=rule.quantities,
@@ -275,6 +275,9 @@ def test_only_measured_weights_are_rescaled():
         correction=rule,
         mode="correct",
     )
+    assert all(torch.equal(p, q) for p, q in zip(network.parameters(), before, strict=True))
+    with probe.step():
+        pass
     changed = [not torch.equal(p, q) for p, q in zip(network.parameters(), before, strict=True)]
     assert changed == [True, False, False, False, True, False]
     for layer, fans in ((network[0], (70, 96)), (network[4], (80, 5))):

@@ -16,6 +16,7 @@ from native import (
     closure_for,
     everything,
     full_options,
+    groups_of_updates,
     make_model,
     native_groups,
     pair,
@@ -60,11 +61,10 @@ def test_multipliers_of_one_are_a_swap_of_nothing(kind):
     optimizer = kind(model.parameters(), lr=0.1)
     swap = MultiplierSwap([optimizer], dict.fromkeys(model.parameters(), 1.0))
     (group,) = optimizer.param_groups
-    seen = []
     swap.arm()
-    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(list(o.param_groups)))
+    seen = groups_of_updates(optimizer)
     take_step(model, optimizer, 0, with_closure=False)
-    assert seen[0][0] is group
+    assert seen[0] is group
 
 
 def test_every_optimizer_of_torch_is_tried_or_refused():
@@ -115,10 +115,10 @@ def test_several_groups_are_expanded_each_by_itself(kind):
     native = kind(natives)
     swap = MultiplierSwap([plain], by_parameter(models[0], sum(multipliers, ())))
     swap.arm()
-    first, seen = plain.param_groups[0], []
-    plain.register_step_pre_hook(lambda o, args, kwargs: seen.append(list(o.param_groups)))
+    first, seen = plain.param_groups[0], groups_of_updates(plain)
     assert_same_training(models, (plain, native), ways=(False,))
-    for groups in seen:
+    assert len(seen) == 12 * len(natives)
+    for groups in zip(seen[::3], seen[1::3], seen[2::3], strict=True):
         assert groups[0] is first
         assert [(g["lr"], g["weight_decay"]) for g in groups] == [(g["lr"], g["weight_decay"]) for g in natives]
 
@@ -239,8 +239,7 @@ def test_a_learning_rate_in_a_tensor_stays_one(options):
     native = torch.optim.AdamW(groups, lr=rates[1], **options)
     MultiplierSwap([plain], by_parameter(models[0], POWERS)).arm()
     schedulers = [schedules.ExponentialLR(optimizer, gamma=0.5) for optimizer in (plain, native)]
-    seen = []
-    plain.register_step_pre_hook(lambda o, args, kwargs: seen.append([group["lr"] for group in o.param_groups]))
+    seen = groups_of_updates(plain)
 
     def then(i):
         for scheduler in schedulers:
@@ -248,8 +247,9 @@ def test_a_learning_rate_in_a_tensor_stays_one(options):
         assert plain.param_groups[0]["lr"] is rates[0]
 
     assert_same_training(models, (plain, native), ways=(False,), then=then)
-    assert all(isinstance(lr, torch.Tensor) and lr.dtype == torch.float32 for lr in seen[0])
-    assert [float(lr) for lr in seen[1]] == [0.5 * float(torch.tensor(0.05)) * m for m in dict.fromkeys(POWERS)]
+    found = [group["lr"] for group in seen]
+    assert all(isinstance(lr, torch.Tensor) and lr.dtype == torch.float32 for lr in found[:3])
+    assert [float(lr) for lr in found[3:6]] == [0.5 * float(torch.tensor(0.05)) * m for m in dict.fromkeys(POWERS)]
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know", "ignore:.torch.jit.script_method")

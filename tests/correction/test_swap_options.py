@@ -10,6 +10,7 @@ from native import (
     Descends,
     assert_same_training,
     by_parameter,
+    groups_of_updates,
     make_model,
     pair,
     take_step,
@@ -203,8 +204,7 @@ def test_options_of_single_parameters_go_with_them():
     model = make_model()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
     MultiplierSwap([optimizer], by_parameter(model, UNEVEN)).arm()
-    seen = []
-    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.extend(o.param_groups))
+    seen = groups_of_updates(optimizer)
     take_step(model, optimizer, 0, with_closure=False)
     assert [group["param_names"] for group in seen] == [["0.weight", "2.bias"], ["0.bias"], ["2.weight"]]
     assert optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
