@@ -37,9 +37,9 @@ of each. To leave model and optimizer alone and have learning rates put right wh
 
 What the standard deviation of a weight is, and what the learning rate is multiplied by. L is the number of matrices
 (`depth=` where that is not what you mean). Biases, gains and embeddings read what has one entry, so they follow `input`
-with a fan_in of 1 (biases of the readout follow `readout`). Biases begin at zero, gains stay as they are. A convolution
-counts taps in its fan_in. A matrix that is embedding and readout at once follows `readout`, and the other embeddings of
-its width follow it.
+with a fan_in of 1 (biases of the readout follow `readout`). Biases and the padding rows of embeddings begin at zero,
+gains stay as they are. A convolution counts taps in its fan_in. A matrix that is embedding and readout at once follows
+`readout`, and the other embeddings of its width follow it.
 
 """
 
@@ -82,6 +82,9 @@ equivalent way to write the same training (`.shifted(theta)`) gives the same ans
 
 `NormalizedUpdates(optimizer, model)` keeps the direction of another optimizer's updates and gives each matrix an update
 of natural norm `lr` (Eq. 17 of the spectral paper; `norm="frobenius"` is the cheap variant, without a singular value).
+A matrix that is embedding and readout at once is sized as the readout, and the other embeddings of its width, which are
+added to the same stream, move by its largest row instead: else the positions would outrun the tokens.
+
 With `spectral_init_(model)` (Eq. 16) it needs no rule of shapes at all:
 
 ```python

@@ -104,7 +104,8 @@ def _some(names: Sequence[str]) -> str:
 def save_profile(measurements: Iterable[Measurement], path: str | os.PathLike[str]) -> None:
     """Write the natural norms and learning rates of a run as JSON.
 
-    What is not finite, an update of 0, and measurements of other quantities are left out. Biases and gains are not part
+    What is not finite, an update of 0, a learning rate that was multiplied by 0, and measurements of other quantities
+    are left out. Biases and gains are not part
     of it.
 
     Raises:
@@ -130,7 +131,8 @@ def save_profile(measurements: Iterable[Measurement], path: str | os.PathLike[st
             layer = layers.setdefault(info.name, {"role": info.role, "steps": [], **{key: [] for key in KEYS}})
             values = [float(m.values[key][i]) for key in KEYS]
             if "lr_multiplier" in m.values:  # what was scheduled, not what a correction made of it
-                values[2] /= float(m.values["lr_multiplier"][i])
+                multiplier = float(m.values["lr_multiplier"][i])
+                values[2] = values[2] / multiplier if multiplier else math.nan
             if all(map(math.isfinite, values)) and values[1] > 0 and m.step not in layer["steps"][-1:]:
                 layer["steps"].append(m.step)
                 for key, value in zip(KEYS, values, strict=True):

@@ -213,6 +213,8 @@ def weight_cancellation(W: Tensor, dW: Tensor, *, tol: float = 0.01, exact: bool
         tensor(0.3333)
     """
     require_alike(W=W, dW=dW)
+    dtype = common_dtype(W, dW)
+    W, dW = W.to(dtype) / 2, dW.to(dtype) / 2  # halves, whose sum stays in range
     before, update, after = (spectral_norm(part, tol=tol, exact=exact) for part in (W, dW, W + dW))
     return ratio(after, before + update).clamp(max=1)  # norms are estimates
 

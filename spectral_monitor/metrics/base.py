@@ -37,26 +37,32 @@ class ScalarMetric(Metric):
 
 
 class AverageMetric(ScalarMetric):
-    """A mean over everything seen, by every process, whatever the sizes of the batches.
-
-    Attributes:
-        total: float64, the sum of the values.
-        count: int64, the number of values.
-    """
-
-    total: Tensor
-    count: Tensor
+    """A mean over everything seen, by every process, whatever the sizes of the batches."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        # Names of each class's own: a MetricCollection updates only one of metrics whose states are alike at first.
+        self._total, self._count = f"{type(self).__name__}_total", f"{type(self).__name__}_count"
         # Fixed dtypes: processes must agree on them, one that has seen nothing included.
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state(self._total, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state(self._count, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of the values, float64."""
+        total: Tensor = getattr(self, self._total)
+        return total
+
+    @property
+    def count(self) -> Tensor:
+        """The number of values, int64."""
+        count: Tensor = getattr(self, self._count)
+        return count
 
     def _add(self, total: Tensor, count: Tensor | int) -> None:
         # Not in place: a module's .to(torch.bfloat16) and set_dtype reach the states, and this converts them back.
-        self.total = self.total.double() + total.double()
-        self.count = self.count.long() + count
+        setattr(self, self._total, self.total.double() + total.double())
+        setattr(self, self._count, self.count.long() + count)
 
     def compute(self) -> Tensor:
         """The mean, float32; NaN if nothing with a value was seen."""
@@ -74,3 +80,5 @@ class NormAverageMetric(AverageMetric):
     def __init__(self, *, tol: float = 0.01, exact: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.tol, self.exact = tol, exact
+        # A state only so that a MetricCollection tells apart what is estimated in two ways.
+        self.add_state("tolerance", torch.tensor(0.0 if exact else tol, dtype=torch.float64), dist_reduce_fx="max")

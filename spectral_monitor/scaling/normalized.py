@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.anatomy import Layer, dissect
 from spectral_monitor.correction.init import by_entry
+from spectral_monitor.correction.units import units
 from spectral_monitor.functional import natural_norm
 from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.snapshot.local import is_distributed
@@ -26,8 +27,11 @@ class NormalizedUpdates(Optimizer):
     from the first step on, at every width. The learning rate is the relative change of features per layer.
 
     Each block of a fused matrix is normalized by itself, a convolution by the sum over its taps, an embedding by its
-    largest row, biases and gains by their RMS. What :func:`~spectral_monitor.anatomy.dissect` cannot measure moves as
-    the other optimizer moves it. An update of zero stays zero. Weight decay is part of the update, so better left out.
+    largest row, biases and gains by their RMS. A matrix that is embedding and readout at once is normalized as the
+    readout, and the other embeddings of its width, which are added to the same stream, move by its largest row, as
+    :func:`~spectral_monitor.spectral_init_` scales them. What :func:`~spectral_monitor.anatomy.dissect` cannot measure
+    moves as the other optimizer moves it. An update of zero stays zero. Weight decay is part of the update, so better
+    left out.
 
     Args:
         optimizer: whose directions are taken, with any learning rates: they count as ``lr`` here, and schedulers may
@@ -71,10 +75,19 @@ class NormalizedUpdates(Optimizer):
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], dict(optimizer.defaults))
         self.optimizer, self.norm = optimizer, norm
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
-        self._layers: dict[Tensor, Layer] = {}
-        for layer in layers:
-            if layer.sources[0] in held:
-                self._layers.setdefault(layer.sources[0], layer)
+        self._layers: dict[Tensor, Layer] = {}  # what is followed comes before what follows it
+        self._tables: dict[Tensor, Layer] = {}  # readouts that are embeddings too, as such
+        self._follows: dict[Tensor, Tensor] = {}  # other embeddings -> the one of those that they follow
+        for unit in units(layers):
+            leader = layers[unit.leader].sources[0]
+            for layer in (layers[i] for i in unit.members):
+                weight = layer.sources[0]
+                if weight in held:
+                    self._layers.setdefault(weight, layer)
+                if unit.is_tied(layers) and weight is not leader:
+                    self._follows[weight] = leader
+                elif unit.is_tied(layers) and layer.info.role == "embedding":
+                    self._tables[weight] = layer
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -84,11 +97,17 @@ class NormalizedUpdates(Optimizer):
         """One step of the other optimizer, and its updates put to size."""
         before = {p: p.detach().clone() for group in self.param_groups for p in group["params"] if p in self._layers}
         loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        rates = {p: float(group["lr"]) for group in self.param_groups for p in group["params"]}
+        rows: dict[Tensor, float] = {}  # largest of an update of natural norm 1, for those that follow
         with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p in before:
-                        p.copy_(before[p] + self._sized(self._layers[p], p - before[p], float(group["lr"])))
+            for p in (p for p in self._layers if p in before):
+                lr = rates[p]
+                if p in self._follows:  # with no update to follow it moves as any embedding does
+                    lr *= rows.get(self._follows[p], 1.0)
+                update = self._sized(self._layers[p], p - before[p], lr)
+                p.copy_(before[p] + update)
+                if p in self._tables and 0 < (largest := _largest_row(self._tables[p], update)) < float("inf"):
+                    rows[p] = largest / lr
         return loss
 
     def _sized(self, layer: Layer, update: Tensor, lr: float) -> Tensor:
@@ -100,7 +119,7 @@ class NormalizedUpdates(Optimizer):
         if not layer.is_matrix:
             return [float(natural_norm(update.flatten(), "vector"))]
         if layer.info.role == "embedding":
-            return [float(natural_norm(update, "embedding"))]
+            return [_largest_row(layer, update)]
         layout, stack = layer.layout, layer.layout.stack(update)  # (taps, blocks, fan_out, fan_in)
         if self.norm == "spectral":
             norms = spectral_estimate(stack.flatten(0, 1)).sigma.view(layout.taps, layout.blocks)
@@ -129,8 +148,13 @@ class NormalizedUpdates(Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = {"optimizer": self.optimizer, "norm": self.norm, "_layers": self._layers}
+        mine = {name: getattr(self, name) for name in ("optimizer", "norm", "_layers", "_tables", "_follows")}
         return {**super().__getstate__(), **mine}  # the base class keeps only what it knows
 
     def __repr__(self) -> str:
         return f"NormalizedUpdates({type(self.optimizer).__name__}, norm={self.norm!r}, {len(self._layers)} parameters)"
+
+
+def _largest_row(layer: Layer, update: Tensor) -> float:
+    """RMS of the largest row of an embedding."""
+    return float(natural_norm(layer.layout.stack(update)[0, 0], "embedding"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.anatomy import dissect
+from spectral_monitor.anatomy import Layer, dissect
 from spectral_monitor.correction.init import by_entry
 from spectral_monitor.correction.param_groups import Family, check_family, grouped
 from spectral_monitor.correction.places import Kind, Place, by_parameter
 from spectral_monitor.snapshot.local import is_distributed
+
+BIAS = re.compile(r".*bias(_[ih]h(_l\d+)?(_reverse)?)?")
+"""Names of biases, those of recurrent cells included; attention's ``bias_k`` and ``bias_v`` are tokens."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +157,8 @@ class Parametrization:
     ) -> None:
         """Draw every matrix anew, in place, from ``N(0, (scale std)^2)``, and set biases to zero.
 
-        Gains, and weights that are computed from others (weight norm), stay as they are. The global random state is
-        used, as by ``torch.nn.init``.
+        An embedding's ``padding_idx`` row becomes zero, too. Gains, and weights that are computed from others (weight
+        norm), stay as they are. The global random state is used, as by ``torch.nn.init``.
 
         Args:
             module: any module, before it is sharded.
@@ -164,26 +168,36 @@ class Parametrization:
 
         Raises:
             ValueError: a weight that is spread over processes, by name; a pattern that does not fit; an operator that
-                there is no rule for.
+                there is no rule for; a scale or depth that is none. Nothing is drawn then.
         """
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
+        _check_depth(depth)
         layers = dissect(module, roles=roles, blocks=blocks).layers
         places = by_parameter(module, layers, depth)
         spread = next((layer.info.name for layer in layers if any(map(is_distributed, layer.sources))), None)
         if spread is not None:
             raise ValueError(f"{spread!r} is spread over processes: draw the weights before the module is sharded")
-        done: set[int] = set()
+        layers = tuple(layer for layer in layers if layer.compute is None)
+        stds: dict[nn.Parameter, tuple[Layer, list[float]]] = {}  # all before the first draw, for a rule may be missing
         for layer in layers:
             weight = layer.sources[0]
-            if layer.compute is not None or id(weight) in done:
-                continue
-            done.add(id(weight))
-            if layer.is_matrix:
-                place = places[id(weight)]
-                sizes = [place.fan_out if len(set(layer.layout.fan_outs)) == 1 else n for n in layer.layout.fan_outs]
-                stds = [self.scale(replace(place, fan_out=n)).std for n in sizes]
-                weight.normal_().mul_(by_entry(layer, weight, [scale * std for std in stds]))
-            elif layer.info.name.endswith("bias"):
+            if layer.is_matrix and weight not in stds:
+                stds[weight] = layer, [scale * std for std in self._stds(layer, places[id(weight)])]
+        for weight, (layer, by_block) in stds.items():
+            weight.normal_().mul_(by_entry(layer, weight, by_block))
+        for layer in layers:
+            weight = layer.sources[0]
+            if not layer.is_matrix and BIAS.fullmatch(layer.info.name.rpartition(".")[2]):
                 weight.zero_()
+            padding = layer.module.padding_idx if isinstance(layer.module, (nn.Embedding, nn.EmbeddingBag)) else None
+            if padding is not None:
+                weight[padding].zero_()
+
+    def _stds(self, layer: Layer, place: Place) -> list[float]:
+        """Standard deviation of each block of a matrix."""
+        sizes = [place.fan_out if len(set(layer.layout.fan_outs)) == 1 else n for n in layer.layout.fan_outs]
+        return [self.scale(replace(place, fan_out=n)).std for n in sizes]
 
     def param_groups(
         self,
@@ -209,10 +223,11 @@ class Parametrization:
             A group for every factor, as :func:`~spectral_monitor.spectral_param_groups` does.
 
         Raises:
-            ValueError: an unknown family, a learning rate that is not a positive number, and what that function
-                refuses.
+            ValueError: an unknown family, a learning rate that is not a positive number, a depth below 1, and what
+                that function refuses.
         """
         check_family(optimizer)
+        _check_depth(depth)
         return grouped(
             module,
             lr,
@@ -227,3 +242,8 @@ class Parametrization:
         hidden = (self.hidden,) if isinstance(self.hidden, Rule) else self.hidden
         lines: Sequence[tuple[str, Rule]] = [("input", self.input), *(("hidden", r) for r in hidden)]
         return "\n".join([self.name, *(f"  {k:<8} {r}" for k, r in [*lines, ("readout", self.readout)])])
+
+
+def _check_depth(depth: int | None) -> None:
+    if depth is not None and not 1 <= depth < math.inf:
+        raise ValueError(f"depth must be a number of matrices, >= 1, got {depth!r}")

@@ -50,6 +50,19 @@ def test_an_unknown_layer_is_a_key_error_that_lists_the_known(path):
         load_profile(path).at(1, "nope")
 
 
+def test_a_rate_multiplied_by_zero_is_left_out(tmp_path):
+    """What was scheduled is not known then."""
+    measurements = [measured(step) for step in (1, 2)]
+    for m, of_b in zip(measurements, (0.0, 2.0), strict=True):
+        multipliers = [of_b if info.name == "b" else 1.0 for info in m.layers]
+        m.values["lr_multiplier"] = torch.tensor(multipliers)
+    save_profile(measurements, tmp_path / "p.json")
+    profile = load_profile(tmp_path / "p.json")
+    assert profile.steps["b"] == (2,)
+    assert profile.at(2, "b").lr == pytest.approx(0.005)
+    assert profile.steps["c"] == (1, 2)
+
+
 def test_what_is_not_finite_is_left_out(tmp_path):
     measurements = [measured(1), measured(2, update_natural=nothing("b")), measured(3, update_natural={"b": 0.0})]
     save_profile(measurements, tmp_path / "p.json")

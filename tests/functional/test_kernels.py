@@ -209,6 +209,13 @@ def test_weight_cancellation_by_singular_values():
     np.testing.assert_allclose(F.weight_cancellation(W, 0.1 * W, exact=True), np.ones((2, 3)), rtol=1e-10)
 
 
+@pytest.mark.parametrize(("dtype", "entry"), [(torch.float16, 4e4), (torch.bfloat16, 2e38), (torch.float32, 2e38)])
+def test_weight_cancellation_of_what_adds_up_beyond_its_range(dtype, entry):
+    W = torch.zeros(3, 3, dtype=dtype)
+    W[0, 0] = entry
+    assert F.weight_cancellation(W, W).item() == pytest.approx(1)
+
+
 def test_feature_cancellation_row_by_row():
     torch.manual_seed(5)
     h, dh = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)

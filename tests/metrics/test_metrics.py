@@ -330,6 +330,36 @@ def test_collections_pass_arguments_by_name():
     assert {name: value.item() for name, value in collection.compute().items()} == pytest.approx(expected, abs=1e-6)
 
 
+def test_collections_hold_every_metric_apart():
+    """One state for all would do at first: a single direction of norm 1 is of rank 1, however it is measured."""
+    batches = [(torch.nn.functional.normalize(gaussian(1, 150)),), (gaussian(150, 150, seed=1),)]
+    rough, exact = SpectralNorm(tol=0.5), SpectralNorm(exact=True)
+    collection = MetricCollection({"rough": rough, "exact": exact, "ranks": StableRank(exact=True)})
+    for batch in batches:
+        collection.update(*batch)
+    naive = {case.metric: case.naive(batches) for case in CASES[:2]}
+    found = collection.compute()
+    assert found["exact"].item() == pytest.approx(naive[SpectralNorm], rel=1e-5)
+    assert found["ranks"].item() == pytest.approx(naive[StableRank], rel=1e-5)
+    assert found["rough"].item() == fed(SpectralNorm(tol=0.5), batches).compute().item()
+    assert found["rough"].item() != pytest.approx(naive[SpectralNorm], rel=1e-4)
+
+
+@each_metric
+def test_a_state_dict_brings_the_value_back(case):
+    *first, last = case.batches(torch.float32)
+    metric, other = fed(case.metric(), first), case.metric()
+    for one in (metric, other):
+        one.persistent(True)
+    other.load_state_dict(metric.state_dict())
+    assert fed(other, [last]).compute().item() == pytest.approx(case.naive([*first, last]), rel=5e-6)
+
+
+def test_sums_are_readable():
+    metric = fed(FeatureChange(), [(ones, 1.5 * ones)])
+    assert (metric.total.item(), metric.count.item()) == (1.5, 3)
+
+
 @each_metric
 def test_plots_one_value_or_a_curve(case):
     matplotlib = pytest.importorskip("matplotlib")
