@@ -18,7 +18,7 @@ from spectral_monitor.correction.policies import balanced, damped
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.swap import MultiplierSwap
 from spectral_monitor.correction.units import DENSE, units
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import LOST, Measurement
 
 SIGN_LIKE = frozenset({"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adafactor", "Lion", "Rprop"})
 """Optimizers whose first updates have entries of about the learning rate, whatever the gradient."""
@@ -36,10 +36,17 @@ so its weights, whose entries begin at one over that root, may change by the sam
 """
 TRIAL = 0.01
 """Multiplier of a layer's first step under optimizers whose updates are as large as the gradient happens to be."""
+FLOAT32 = 1e-6
+"""Measured multipliers that are closer to one of now are rounded ones."""
 OTHERS = frozenset({"ntk_scaling", "lr_elsewhere", "weights_elsewhere"})
 """Causes that lie with other layers: this one must not be brought to them."""
-ROUNDING = 4
-"""An update is large enough to say something if it is so many times what rounding does to the weights."""
+ROUNDING = 0.25
+"""An update can be read if its norm is so many times the dtype's eps times that of the weights.
+
+Rounding a sum moves a weight by half its last digit at most, 0.2 eps of it in the root mean square, and takes all that
+is less than that half: most of an update comes through or hardly anything. From a quarter of eps on, what is left has
+0.6 to 1.4 times the norm it had, mostly within 10 %; at a tenth of that it may have a tenth.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,18 +92,24 @@ class Corrector:
             self._profile = load_profile(correction.reference)
             self._profile.check(tuple(layer.info for layer in layers))
         self._learnt: set[str] = set()  # layers corrected before
+        each = [{kind.__name__ for kind in type(optimizer).__mro__} for optimizer in optimizers]
         kinds = {
-            id(p): {kind.__name__ for kind in type(optimizer).__mro__}
-            for optimizer in optimizers
+            id(p): names
+            for optimizer, names in zip(optimizers, each, strict=True)
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        self._multipliers = [self._first(layers[unit.leader], kinds) for unit in self._units]
+        # What is unfrozen later may go to any of them: so the rule of those whose first updates can be too large.
+        late = next((names for names in each if names & SIGN_LIKE), set[str]().union(*each))
+        self._multipliers = [
+            self._first(layer, kinds.get(id(layer.sources[0]), late))
+            for layer in (layers[unit.leader] for unit in self._units)
+        ]
         self._swap = MultiplierSwap(optimizers, self._by_parameter())
 
-    def _first(self, layer: Layer, kinds: Mapping[int, set[str]]) -> float:
+    def _first(self, layer: Layer, kind: set[str]) -> float:
         """The multiplier of the first step, before anything is known of the updates but the kind of optimizer."""
-        operator, kind = layer.info.role in DENSE, kinds.get(id(layer.sources[0]), set())
+        operator = layer.info.role in DENSE
         if self.correction.policy == "balance" or not (operator or self.correction.policy == "target"):
             return 1.0
         if self.correction.policy == "fsc" or not kind & (SIGN_LIKE | {"Muon"}):
@@ -156,8 +169,9 @@ class Corrector:
     def update(self, measurement: Measurement) -> list[Change]:
         """Move the multipliers by what a measured step showed, and say which.
 
-        Policy ``"balance"`` begins to correct a layer when there is a verdict on its update. A measurement that does
-        not have all that it takes changes nothing.
+        Policy ``"balance"`` begins to correct a layer when there is a verdict on its update. Where an update is too
+        small to be read, its multiplier grows step by step until it can be. A measurement that does not have all that
+        it takes changes nothing.
         """
         if not measurement.values.keys() >= set(self.correction.quantities):
             return []
@@ -167,43 +181,77 @@ class Corrector:
             for verdict in measurement.verdicts
             if verdict.quantity.startswith("update") and verdict.cause not in OTHERS
         }
-        seen = [self._observed(measurement, quantity, unit.leader) for unit in self._units]
-        wanted = self._wanted(measurement, seen)
+        used = self._used(measurement)
+        moved = [now / then for now, then in zip(self._multipliers, used, strict=True)]
+        found = [self._observed(measurement, quantity, unit.leader) for unit in self._units]
+        seen = [x * since for x, since in zip(found, moved, strict=True)]  # as they would be now
+        wanted = self._wanted(measurement, seen, used)
         changes = []
         for k, unit in enumerate(self._units):
-            if not (seen[k] > 0 and wanted[k] > 0):
+            is_read = seen[k] > 0
+            size = seen[k] if is_read else self._remnant(measurement, quantity, unit.leader, wanted[k])
+            if not (size >= 0 and wanted[k] > 0):
                 continue
             name, before = self._layers[unit.leader].info.name, self._multipliers[k]
-            factor = wanted[k] / seen[k]
+            factor = wanted[k] / size if size > 0 else math.inf
             balance, known = self.correction.policy == "balance", name in self._learnt
             if balance and not known and name not in flagged:
                 continue
-            if balance or known:
+            if balance or known or not is_read:
                 factor = damped(factor, self.correction.gain, self.correction.max_change, self.correction.deadband)
-            self._learnt.add(name)
+            if is_read:
+                self._learnt.add(name)
             low, high = self.correction.limits
             after = min(max(before * factor, low), high)
             if after != before:
                 self._multipliers[k] = after
-                changes.append(Change(name, before, after, seen[k], wanted[k], quantity))
+                changes.append(Change(name, before, after, size, wanted[k], quantity))
         if changes:
             self._swap.multipliers = self._by_parameter()
         return changes
 
     def _observed(self, measurement: Measurement, quantity: str, i: int) -> float:
-        """What a layer's update is; NaN if it says nothing: none, NaN, no gradient behind it, or only rounding."""
-        keys = (quantity, "update_fro", "weight_fro", "contribution", "lr")
-        value, update, weight, contribution, lr = (float(measurement.values[key][i]) for key in keys)
-        rounding = torch.finfo(self._layers[i].sources[0].dtype).eps * weight  # NaN, so no obstacle, for biases
-        if update < ROUNDING * rounding or contribution == 0 or not lr > 0:
+        """What a layer's update is; NaN if it says nothing: none, NaN, no gradient behind it, or mostly rounding."""
+        value, contribution, lr = (float(measurement.values[key][i]) for key in (quantity, "contribution", "lr"))
+        if self._is_rounded(measurement, i) or contribution == 0 or not lr > 0:
             return math.nan
         return value if math.isfinite(value) else math.nan
 
-    def _wanted(self, measurement: Measurement, seen: Sequence[float]) -> list[float]:
+    def _remnant(self, measurement: Measurement, quantity: str, i: int, wanted: float) -> float:
+        """What rounding left of an update, if the update was too small for the weights; NaN if that cannot be said.
+
+        It can where a gradient arrives and what is wanted is more than rounding itself, which is about eps, for so are
+        weights of natural norm 1: a schedule that ends at 0 must not drive up multipliers. Where no layer moved at all,
+        the optimizer may have skipped the step, after an overflow of scaled gradients or to gather them.
+        """
+        values, layer = measurement.values, self._layers[i]
+        value, lr = float(values[quantity][i]), float(values["lr"][i])
+        owner = layer.tied_to or layer.info.name  # whose contribution it is
+        contribution = measurement.value("contribution", owner)
+        arrives = 0 < abs(contribution) < math.inf or measurement.why("contribution", owner) == LOST
+        is_small = 0 <= value < wanted and (value == 0 or self._is_rounded(measurement, i))
+        if is_small and arrives and lr > 0 and wanted > _eps(layer) and bool((values[quantity].abs() > 0).any()):
+            return value
+        return math.nan
+
+    def _is_rounded(self, measurement: Measurement, i: int) -> bool:
+        """Whether so much of an update may be rounding that its size means little; never of biases and gains, whose
+        norms are NaN.
+        """
+        update, weight = (float(measurement.values[key][i]) for key in ("update_fro", "weight_fro"))
+        return update < ROUNDING * _eps(self._layers[i]) * weight
+
+    def _used(self, measurement: Measurement) -> list[float]:
+        """The units' multipliers in the measured step: those of now, unless its numbers have come too late for that."""
+        measured = [float(measurement.values["lr_multiplier"][unit.leader]) for unit in self._units]
+        pairs = zip(measured, self._multipliers, strict=True)
+        return [then if abs(then / now - 1) > FLOAT32 else now for then, now in pairs]
+
+    def _wanted(self, measurement: Measurement, seen: Sequence[float], used: Sequence[float]) -> list[float]:
         """Of the units' updates, in the policy's quantity; NaN where a unit is left alone."""
         roles = [self._layers[unit.leader].info.role for unit in self._units]
         rates = [float(measurement.values["lr"][unit.leader]) for unit in self._units]
-        scheduled = [rate / m for rate, m in zip(rates, self._multipliers, strict=True)]
+        scheduled = [rate / m for rate, m in zip(rates, used, strict=True)]
         operators = [role in DENSE for role in roles]
         policy = self.correction.policy
         if policy == "balance":
@@ -237,3 +285,7 @@ class Corrector:
 
     def __repr__(self) -> str:
         return f"Corrector({self.correction.policy!r}, {len(self._units)} multipliers)"
+
+
+def _eps(layer: Layer) -> float:
+    return torch.finfo(layer.sources[0].dtype).eps

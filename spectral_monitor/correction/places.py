@@ -93,14 +93,17 @@ def all_outputs(layer: Layer) -> int:
 
 
 def _outputs(module: nn.Module, layers: Sequence[Layer]) -> dict[int, int]:
-    """By ``id`` of a bias beside a matrix: outputs of one block of that, if the bias is as long as it has outputs."""
+    """By ``id`` of a bias beside a matrix: outputs of one block of that, if the bias is as long as it has outputs; else
+    of one of the matrices beside it, if it is as long as all of them together.
+    """
     by_id = {id(layer.sources[0]): layer for layer in layers}
     found: dict[int, int] = {}
     for _, part in named_modules(module):
         own = [by_id[id(p)] for p in part.parameters(recurse=False) if id(p) in by_id]
+        matrices = [layer for layer in own if layer.is_matrix]
         for bias in own:
             if not bias.is_matrix:
-                for matrix in own:
-                    if matrix.is_matrix and sum(matrix.layout.fan_outs) == bias.layout.fan_out:
-                        found.setdefault(id(bias.sources[0]), all_outputs(matrix))
+                for some in (*([matrix] for matrix in matrices), matrices):
+                    if some and sum(sum(matrix.layout.fan_outs) for matrix in some) == bias.layout.fan_out:
+                        found.setdefault(id(bias.sources[0]), max(map(all_outputs, some)))
     return found

@@ -336,3 +336,15 @@ def test_lbfgs_is_refused():
     network = perceptron()
     with pytest.raises(ValueError, match="LBFGS"):
         SpectralProbe(network, torch.optim.LBFGS(network.parameters()), quantities="light", mode="correct")
+
+
+@pytest.mark.parametrize("policy", ["target", "balance"])
+def test_a_measurement_is_of_the_multipliers_it_was_made_with(policy):
+    """On a GPU numbers arrive when the next step is over: another correction may have come in between."""
+    network, optimizer, probe = correcting(policy, condition=EVEN, gain=1.0, max_change=1e4)
+    train(network, optimizer, probe, 2)
+    corrector = probe._oversight._corrector
+    found, then = corrector.multipliers, last(probe, "lr_multiplier")
+    assert any(abs(then[name] / value - 1) > 0.2 for name, value in found.items())
+    assert corrector.update(probe.latest) == []
+    assert corrector.multipliers == found

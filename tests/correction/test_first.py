@@ -1,0 +1,58 @@
+"""The multipliers of first steps, before anything has been measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from spectral_monitor import LRCorrection, SpectralProbe
+from spectral_monitor.anatomy import dissect
+from spectral_monitor.correction.corrector import TRIAL, Corrector
+
+
+def first(network, *optimizers):
+    return Corrector(LRCorrection("target"), dissect(network).layers, optimizers).multipliers
+
+
+def perceptron():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "multiplier"),
+    [
+        ([torch.optim.Adam], 1 / 256),
+        ([torch.optim.SGD], TRIAL),
+        ([torch.optim.SGD, torch.optim.AdamW], 1 / 256),
+        ([torch.optim.Muon, torch.optim.AdamW], 1 / 256),
+        ([torch.optim.Muon], 1.0),
+        ([], TRIAL),
+    ],
+)
+def test_what_no_optimizer_has_yet_begins_as_under_those_there_are(kinds, multiplier):
+    network = perceptron()
+    optimizers = [kind([layer.weight], lr=0.1) for kind, layer in zip(kinds, (network[0], network[4]), strict=False)]
+    assert first(network, *optimizers)["2"] == pytest.approx(multiplier)
+
+
+def test_a_layer_unfrozen_under_adam_does_not_leap():
+    network = perceptron()
+    network[2].requires_grad_(False)
+    optimizer = torch.optim.Adam([p for p in network.parameters() if p.requires_grad], lr=0.1)
+    rule = LRCorrection("target")
+    probe = SpectralProbe(
+        network, optimizer, mode="correct", every_n_steps=50, quantities=rule.quantities, correction=rule
+    )
+    for step in range(8):
+        if step == 6:
+            optimizer.add_param_group({"params": list(network[2].requires_grad_(True).parameters())})
+        before = network[2].weight.detach().clone()
+        with probe.step():
+            optimizer.zero_grad()
+            (network(torch.randn(32, 64)) - 1).square().mean().backward()
+            optimizer.step()
+        moved = float(torch.linalg.matrix_norm(network[2].weight.detach() - before, 2))
+        assert moved <= 0.101
+        assert (moved > 0) == (step >= 6)
