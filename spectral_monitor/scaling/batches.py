@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from spectral_monitor.snapshot.randomness import RandomState
 
@@ -103,7 +104,7 @@ def batches(data: Any, seed: int) -> Iterator[Any]:
     if not hasattr(given, "__iter__"):
         raise SweepError(f"data(seed) returned a {type(given).__name__}: it must return batches, or a tuple of tensors")
     count = 0
-    with _own_generators(given, seed):
+    with _own_generators(given, seed), _own_workers(given):
         while True:
             iterator, before = drawn(lambda: iter(given)), count
             while (batch := drawn(lambda: next(iterator, _END))) is not _END:  # noqa: B023  called at once
@@ -133,6 +134,23 @@ def _own_generators(loader: Any, seed: int) -> Iterator[None]:
     finally:
         for generator, state in states:
             generator.set_state(state)
+
+
+@contextmanager
+def _own_workers(loader: Any) -> Iterator[None]:
+    """Workers that a DataLoader keeps are made anew inside: those that are there would go on with what they drew."""
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers:
+        yield
+        return
+    kept: Any = loader._iterator
+    loader._iterator = None
+    try:
+        yield
+    finally:
+        made: Any = loader._iterator
+        loader._iterator = kept
+        if made is not None:
+            made._shutdown_workers()
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -15,10 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spectral_monitor.anatomy import dissect
 from spectral_monitor.correction.param_groups import FAMILIES, Family
+from spectral_monitor.correction.places import Place, by_parameter
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.probe import SpectralProbe
 from spectral_monitor.quantities import resolve
+from spectral_monitor.scaling.arguments import data_name, integer, integers, name_of, number
 from spectral_monitor.scaling.batches import SweepError, batches, check_data, loss_of, moved, seeded
 from spectral_monitor.scaling.parametrization import Parametrization
 
@@ -48,12 +50,14 @@ class Point:
         measurements: of the steps that were measured, in order.
         losses: of every step, before it.
         failure: why nothing of it can be used, such as ``"the loss is nan at step 4"``; empty if all went well.
+        places: layer -> where the parametrization saw its parameter; empty without one.
     """
 
     key: Key
     measurements: tuple[Measurement, ...]
     losses: tuple[float, ...]
     failure: str = ""
+    places: Mapping[str, Place] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[LayerInfo, ...]:
@@ -77,7 +81,7 @@ class Recipe:
     data: Any
     steps: int
     quantities: Sequence[str]
-    measured: Sequence[int] | None = None
+    measured: int | Sequence[int] | None = None
     parametrization: Parametrization | None = None
     optimizer: str | MakeOptimizer | None = None
     lr: float | None = None
@@ -93,11 +97,13 @@ class Recipe:
                 f"make_module is a {kind}: give a function that makes a module of the width it is called with"
             )
         check_data(self.data)
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+        steps = integer(self.steps)
+        if steps is None or steps < 1:
             raise SweepError(f"steps must be an integer >= 1, got {self.steps!r}")
-        at = tuple(sorted({*((1, self.steps) if self.measured is None else self.measured)}))
-        if not at or not all(isinstance(step, int) and 1 <= step <= self.steps for step in at):
-            raise SweepError(f"measured must name steps from 1 to {self.steps}, got {self.measured!r}")
+        at = tuple(sorted({*integers((1, steps) if self.measured is None else self.measured)}))
+        if not at or not all(1 <= step <= steps for step in at):
+            raise SweepError(f"measured must name steps from 1 to {steps}, got {self.measured!r}")
+        object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "at", at)
         object.__setattr__(self, "quantities", resolve(self.quantities))
         object.__setattr__(self, "family", self._family())
@@ -121,8 +127,10 @@ class Recipe:
         family = "sgd" if self.optimizer is None else self.optimizer
         if not isinstance(family, str) or family not in FAMILIES:
             raise SweepError(f"with parametrization=, optimizer= must be one of {', '.join(FAMILIES)}, got {family!r}")
-        if self.lr is None or not 0 < self.lr < math.inf:
+        lr = number(self.lr)
+        if lr is None or not 0 < lr < math.inf:
             raise SweepError(f"parametrization= needs lr=, a positive number, got {self.lr!r}")
+        object.__setattr__(self, "lr", lr)
         return family
 
     @property
@@ -134,7 +142,7 @@ class Recipe:
             parametrization = f"{self.parametrization.name} ({rules})"
         return {
             "make_module": name_of(self.make_module),
-            "data": _data_name(self.data),
+            "data": data_name(self.data),
             "steps": self.steps,
             "measured": list(self.at),
             "quantities": list(self.quantities),
@@ -179,18 +187,20 @@ class Recipe:
 
     def _train(self, key: Key) -> Point:
         module = self.build(key)
+        places = self._places(module)
         optimizer, schedulers = self._optimizer(module)
         step_of = _TrainingStep(module)
-        probe = SpectralProbe(
-            step_of,
-            optimizer,
-            quantities=self.quantities,
-            roles=self.roles,
-            blocks=self.blocks,
-            drift_every=1,
-            history=len(self.at),
-            mode="observe",
-        )
+        with _refused_in_words():
+            probe = SpectralProbe(
+                step_of,
+                optimizer,
+                quantities=self.quantities,
+                roles=self.roles,
+                blocks=self.blocks,
+                drift_every=1,
+                history=len(self.at),
+                mode="observe",
+            )
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         losses: list[float] = []
         failure = ""
@@ -212,21 +222,34 @@ class Recipe:
                 except _DivergedError:
                     failure = f"the loss is {losses[-1]} at step {step}"
                     break
-                for scheduler in schedulers:
-                    scheduler.step()
+                for scheduler, every in schedulers:
+                    if step % every == 0:
+                        scheduler.step()
         measurements = tuple(_lasting(measurement) for measurement in probe.measurements)
         missing = [step for step in self.at if step not in {m.step for m in measurements}]
         if missing and not failure:
             failure = f"step {missing[0]} could not be measured, a warning said why"
-        return Point(key, measurements, tuple(losses), failure)
+        return Point(key, measurements, tuple(losses), failure, places)
 
-    def _optimizer(self, module: nn.Module) -> tuple[Optimizer, list[Any]]:
+    def _places(self, module: nn.Module) -> dict[str, Place]:
+        """Those that the parametrization's rules are for; none without one."""
+        if self.parametrization is None:
+            return {}
+        with _refused_in_words():
+            layers = [
+                layer for layer in dissect(module, roles=self.roles, blocks=self.blocks).layers if layer.compute is None
+            ]
+            places = by_parameter(module, layers)
+        return {layer.info.name: places[id(layer.sources[0])] for layer in layers}
+
+    def _optimizer(self, module: nn.Module) -> tuple[Optimizer, list[tuple[Any, int]]]:
         """With the schedulers that go with steps."""
         if self.parametrization is not None:
             assert self.lr is not None
             p, family = self.parametrization, self.family
-            p.init_(module, roles=self.roles, blocks=self.blocks)
-            groups = p.param_groups(module, self.lr, cast(Family, family), roles=self.roles, blocks=self.blocks)
+            with _refused_in_words():
+                p.init_(module, roles=self.roles, blocks=self.blocks)
+                groups = p.param_groups(module, self.lr, cast(Family, family), roles=self.roles, blocks=self.blocks)
             return OPTIMIZERS[family](groups, lr=self.lr), []
         if callable(self.optimizer):
             made: Any = self.optimizer(module)
@@ -244,6 +267,15 @@ class Recipe:
 
 class _DivergedError(Exception):
     pass
+
+
+@contextmanager
+def _refused_in_words() -> Iterator[None]:
+    """What is refused inside, where none of the user's code runs, is not an error of that."""
+    try:
+        yield
+    except ValueError as error:
+        raise SweepError(str(error)) from error
 
 
 class _TrainingStep(nn.Module):
@@ -266,11 +298,11 @@ class _TrainingStep(nn.Module):
         return loss
 
 
-def _configured(made: Any) -> tuple[Optimizer, list[Any]]:
-    """An optimizer in one of the forms Lightning allows, and the schedulers that go with steps."""
+def _configured(made: Any) -> tuple[Optimizer, list[tuple[Any, int]]]:
+    """An optimizer in one of the forms Lightning allows; schedulers that go with steps, and how many lie between."""
     schedulers: list[Any] = []
-    if isinstance(made, Sequence) and len(made) == 2 and all(isinstance(part, Sequence) for part in made):
-        made, schedulers = made[0], list(made[1])
+    if isinstance(made, Sequence) and len(made) == 2 and isinstance(made[0], Sequence):
+        made, schedulers = made[0], list(made[1]) if isinstance(made[1], Sequence) else [made[1]]
     if isinstance(made, Sequence):
         if len(made) != 1:
             raise SweepError(f"a sweep trains with one optimizer, got {len(made)}")
@@ -280,37 +312,11 @@ def _configured(made: Any) -> tuple[Optimizer, list[Any]]:
         made = made.get("optimizer")
     if not isinstance(made, Optimizer):
         raise SweepError(f"a sweep needs a torch.optim.Optimizer, got a {type(made).__name__}")
-    steps = [s["scheduler"] for s in schedulers if isinstance(s, Mapping) and s.get("interval") == "step"]
-    return made, steps
+    steps = [s for s in schedulers if isinstance(s, Mapping) and s.get("interval") == "step"]
+    return made, [(s["scheduler"], s.get("frequency", 1)) for s in steps]
 
 
 def _lasting(measurement: Measurement) -> Measurement:
     """What is kept of it: no verdicts, for a sweep has its own, and nothing of this machine."""
     summary = {key: value for key, value in measurement.summary.items() if key not in ("overhead_ms", "violations")}
     return Measurement(measurement.step, measurement.layers, measurement.values, summary, reasons=measurement.reasons)
-
-
-def name_of(function: Any) -> str:
-    """What a function is called, arguments that were fixed included, without where it is.
-
-    Example:
-        >>> name_of(functools.partial(math.log, 8))
-        'log(8)'
-    """
-    if isinstance(function, functools.partial):
-        fixed = [*map(repr, function.args), *(f"{k}={v!r}" for k, v in sorted(function.keywords.items()))]
-        return f"{name_of(function.func)}({', '.join(fixed)})"
-    known = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
-    return str(known or type(function).__qualname__)
-
-
-def _data_name(data: Any) -> str:
-    if callable(data):
-        return name_of(data)
-    if isinstance(data, tuple | Mapping):
-        items = data.values() if isinstance(data, Mapping) else data
-        return "tensors " + " ".join(str(tuple(getattr(item, "shape", ()))) for item in items)
-    try:
-        return f"{type(data).__name__} of {len(data)}"
-    except TypeError:
-        return type(data).__name__

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from spectral_monitor.correction.places import Place
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.plain import is_torn, layers_from, plain, value_of
 from spectral_monitor.scaling.batches import SweepError
@@ -98,6 +99,7 @@ def _row(point: Point, settings: Mapping[str, Any]) -> dict[str, Any]:
         "failure": point.failure,
         "losses": [plain(loss) for loss in point.losses],
         "layers": [asdict(info) for info in point.layers],
+        "places": {name: asdict(place) for name, place in point.places.items()},
         "measurements": measurements,
     }
 
@@ -115,4 +117,6 @@ def _point(row: Mapping[str, Any]) -> Point:
         for m in row["measurements"]
     )
     key = Key(row["width"], row["depth"], row["seed"])
-    return Point(key, measurements, tuple(value_of(loss) for loss in row["losses"]), row["failure"])
+    losses = tuple(value_of(loss) for loss in row["losses"])
+    places = {name: Place(**place) for name, place in row.get("places", {}).items()}  # older files have none
+    return Point(key, measurements, losses, row["failure"], places)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from spectral_monitor.correction.param_groups import Family, check_family
 from spectral_monitor.correction.places import Kind, Place, kinds
@@ -24,6 +24,7 @@ def predict(
     quantity: str,
     widths: Sequence[int],
     layers: Sequence[Sequence[LayerInfo]],
+    places: Sequence[Mapping[str, Place]] | None = None,
 ) -> dict[str, float]:
     r"""Layer -> the slope against width that theory predicts, on log-log axes, over these very widths.
 
@@ -53,12 +54,19 @@ def predict(
     they blow up within steps, each in its own way. What hangs on constants, such as which of two powers is ahead at
     small widths, or a batch of examples larger than a layer, theory does not know.
 
+    Embeddings that are tied to a readout follow its rule, and so begin smaller than 1. What gradients and features make
+    of that hangs on normalization: there nothing is predicted of updates by sgd, ``feature_rms`` and contributions, nor
+    of ratios of embeddings. Neither is anything of weights that are computed from others, which no rule is for, or of a
+    layer that has more blocks in wider networks, such as a depthwise convolution: the largest of more is larger.
+
     Args:
         parametrization: the rules that weights and learning rates follow.
         optimizer: ``"sgd"`` or ``"adam"``.
         quantity: a key of the registry.
         widths: W of them, growing.
         layers: for each width the measured layers; those of one name belong together.
+        places: for each width, layer -> where the parametrization sees its parameter, as a sweep keeps it; by default
+            as the layers alone tell, which do not say what is tied, and of grouped convolutions only one group.
 
     Returns:
         NaN where nothing is predicted.
@@ -82,25 +90,42 @@ def predict(
     check_family(optimizer)
     if len(widths) < 2 or len(widths) != len(layers):
         raise ValueError(f"a slope needs two widths, and the layers of each; got {len(widths)} and {len(layers)}")
-    network = _Network(parametrization, optimizer, widths, layers)
+    if places is None:
+        places = [_told(infos) for infos in layers]
+    network = _Network(parametrization, optimizer, widths, layers, places)
     return {name: network.slope(quantity, name) for name in network.names}
 
 
+def _told(infos: Sequence[LayerInfo]) -> dict[str, Place]:
+    """Places as far as layers tell them: none is tied, and each group of a convolution is alone."""
+    dense = [info.name for info in infos if info.role in DENSE]
+    index, depth, kind = {name: i for i, name in enumerate(dense)}, max(1, len(dense)), kinds(infos)
+    return {i.name: Place(kind[i.name], i.fan_in, i.fan_out, index.get(i.name, 0), depth) for i in infos}
+
+
 class _Network:
-    """A network at all widths; every number is a slope against width."""
+    """A network at all widths; every number is a slope against width, NaN where theory is silent."""
 
     def __init__(
-        self, p: Parametrization, optimizer: Family, widths: Sequence[int], layers: Sequence[Sequence[LayerInfo]]
+        self,
+        p: Parametrization,
+        optimizer: Family,
+        widths: Sequence[int],
+        layers: Sequence[Sequence[LayerInfo]],
+        places: Sequence[Mapping[str, Place]],
     ) -> None:
         self._p, self._sgd = p, optimizer == "sgd"
         self._logs = [math.log(width) for width in widths]
         by_name = [{info.name: info for info in infos} for infos in layers]
         self.names = [info.name for info in layers[0] if all(info.name in found for found in by_name)]
         self._infos = {name: [found[name] for found in by_name] for name in self.names}
-        self._kinds: dict[str, Kind] = kinds(layers[0])
-        dense = [info.name for info in layers[0] if info.role in DENSE]
-        self._index = {name: place for place, name in enumerate(dense)}
-        self._depth = max(1, len(dense))
+        self._kinds: dict[str, Kind] = kinds(layers[0])  # of gradients; whose rule holds, places say
+        self._places = {name: [some[name] for some in places if name in some] for name in self.names}
+        self._tied = any(
+            self._role(name) == "embedding" and place.kind == "readout"
+            for name, some in self._places.items()
+            for place in some
+        )
         readouts = [name for name in self.names if self._role(name) == "readout"]
         self._gradient = 0.0  # R
         if readouts:
@@ -112,7 +137,9 @@ class _Network:
     def slope(self, quantity: str, name: str) -> float:
         """Of one layer; NaN where nothing is predicted."""
         matrix, operator = self._role(name) != "vector", self._role(name) == "operator"
-        if quantity in UNSTABLE and max(self._updates.values()) > GROWS:
+        if len({info.blocks for info in self._infos[name]}) > 1:
+            return math.nan
+        if quantity in UNSTABLE and not all(update <= GROWS for update in self._updates.values()):
             return math.nan
         if quantity == "update_natural":
             return self._updates[name]
@@ -130,26 +157,34 @@ class _Network:
         if quantity == "weight_stable_rank" and self._role(name) in DENSE:
             return self._of(name, lambda s, n, m: n * m / (n**0.5 + m**0.5) ** 2)
         if quantity in ("update_ratio", "drift_ratio") and matrix:
+            if self._tied and self._role(name) == "embedding":
+                return math.nan
             return self._updates[name] - self._weight(name)
         if quantity == "drift_fro_ratio" and self._role(name) in DENSE:
             return self.slope("update_fro", name) - self.slope("weight_fro", name)
         if quantity == "feature_rms" and operator:
-            return self._features(name)
+            return math.nan if self._tied else self._features(name)
         if quantity == "feature_change_local" and operator:
             return self._updates[name] - self._features(name)
         if quantity in DRIFTS and operator:
             before = self.names[: self.names.index(name) + 1]
-            return max(self._updates[other] for other in before if self._kinds[other] != "readout") - self._features(
-                name
-            )
+            return max(self._moves(other) for other in before if self._kinds[other] != "readout") - self._features(name)
         return math.nan
 
     def _update(self, name: str) -> float:
         """Of the natural norm of an update."""
         size = self._of(name, lambda s, n, m: n * (s.sgd if self._sgd else s.adam))
+        if self._sgd and self._tied:
+            return math.nan
         return size + (self._gradient if self._sgd and self._kinds[name] != "readout" else 0.0)
 
+    def _moves(self, name: str) -> float:
+        """By how much an update changes what later layers read; tokens in relation to what they are."""
+        return self._updates[name] - (self._weight(name) if self._role(name) == "embedding" else 0.0)
+
     def _contribution(self, name: str) -> float:
+        if self._tied:
+            return math.nan
         gradient = self._gradient if self._kinds[name] != "readout" else 0.0
         size = self._of(name, lambda s, n, m: n * m * (s.sgd if self._sgd else s.adam))
         return size + gradient * (2 if self._sgd else 1)
@@ -168,11 +203,12 @@ class _Network:
         return self._infos[name][0].role
 
     def _of(self, name: str, value: Callable[[Scale, float, float], float]) -> float:
-        """The slope of what a function gives at each width, by least squares."""
-        logs = []
-        for info in self._infos[name]:
-            place = Place(self._kinds[name], info.fan_in, info.fan_out, self._index.get(name, 0), self._depth)
-            logs.append(math.log(value(self._p.scale(place), info.fan_in, info.fan_out)))
+        """The slope of what a function gives at each width, by least squares; NaN if there is no rule."""
+        infos, places = self._infos[name], self._places[name]
+        if len(places) < len(infos):
+            return math.nan
+        both = zip(infos, places, strict=True)
+        logs = [math.log(value(self._p.scale(place), info.fan_in, info.fan_out)) for info, place in both]
         x, y = sum(self._logs) / len(logs), sum(logs) / len(logs)
         pairs = zip(self._logs, logs, strict=True)
         return sum((a - x) * (b - y) for a, b in pairs) / sum((a - x) ** 2 for a in self._logs)

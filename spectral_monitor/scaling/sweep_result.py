@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from spectral_monitor.correction.param_groups import Family
+from spectral_monitor.correction.places import Place
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.reporting.kinds import OTHERS, kind
 from spectral_monitor.scaling.fit import Fit, fit_slope
@@ -117,6 +119,7 @@ class _Group:
         self.seeds = tuple(dict.fromkeys(key.seed for key in keys))
         self.excluded: list[str] = []
         self.used: dict[tuple[int, int], Measurement] = {}
+        self.places: dict[int, Mapping[str, Place]] = {}
         for key in keys:
             point, size = points.get(key), _split(key, axis)[0]
             measurement = None if point is None else point.at(step)
@@ -125,6 +128,7 @@ class _Group:
                 self.excluded.append(f"{key}: {why}")
             else:
                 self.used[size, key.seed] = measurement
+                self.places.setdefault(size, point.places)
         self.predictions: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
         self._drop_twins()
         infos = {size: measurement.layers for (size, _), measurement in self.used.items()}
@@ -234,8 +238,10 @@ class _Group:
         key = (quantity, tuple(sizes))  # one prediction is of all layers
         if key not in self.predictions:
             layers = [next(m.layers for (other, _), m in self.used.items() if other == size) for size in sizes]
-            family = recipe.family
-            self.predictions[key] = predict(recipe.parametrization, family, quantity, sizes, layers)  # type: ignore[arg-type]
+            places = [self.places[size] for size in sizes]
+            family = cast(Family, recipe.family)
+            given = places if all(places) else None  # points of older files have none
+            self.predictions[key] = predict(recipe.parametrization, family, quantity, sizes, layers, given)
         return self.predictions[key].get(layer, math.nan)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from spectral_monitor.scaling import points_file
+from spectral_monitor.scaling.arguments import integer, integers
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.fit import FEWEST
 from spectral_monitor.scaling.parametrization import Parametrization
@@ -38,7 +39,7 @@ def sweep(
     parametrization: Parametrization | None = None,
     optimizer: str | MakeOptimizer | None = None,
     lr: float | None = None,
-    measured: Sequence[int] | None = None,
+    measured: int | Sequence[int] | None = None,
     roles: Mapping[str, str] | None = None,
     blocks: Mapping[str, int] | None = None,
     processes: int = 1,
@@ -81,7 +82,7 @@ def sweep(
         parametrization: redraws the weights and sets the learning rates, such as ``spectral_monitor.scaling.MUP``.
         optimizer: with a parametrization ``"sgd"`` (the default) or ``"adam"``; without, a function that makes the
             optimizer of a module, by default the module's ``configure_optimizers``, of whose schedulers those with
-            ``interval="step"`` are used.
+            ``interval="step"`` are used, at their ``frequency``.
         lr: with a parametrization, the learning rate that it scales.
         measured: the steps that are measured, for :meth:`SweepResult.at`; by default the first and the last. The last
             of them is fitted. ``feature_drift`` is counted from the first.
@@ -121,11 +122,12 @@ def sweep(
     """
     recipe = Recipe(make_module, data, steps, quantities, measured, parametrization, optimizer, lr, roles, blocks)
     keys, axis = _keys(widths, depths, seeds)
-    _check_processes(processes, recipe)
+    processes = _checked_processes(processes, recipe)
     target = None if path is None else Path(path)
     if part is not None and target is None:
         raise SweepError("part= needs path=, where the parts meet")
-    share = [key for i, key in enumerate(keys) if part is None or i % part[1] == _checked(part)[0] - 1]
+    part = None if part is None else _checked(part)
+    share = [key for i, key in enumerate(keys) if part is None or i % part[1] == part[0] - 1]
     points = {} if target is None else points_file.read(target, recipe.settings)
     missing = [key for key in share if key not in points]
     if missing:
@@ -145,36 +147,37 @@ def _keys(
 ) -> tuple[list[Key], str]:
     """All points, the small ones first, and what slopes are against."""
     w, d = _sizes("widths", widths), [None] if depths is None else _sizes("depths", depths)
-    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds >= 1:
-        seeds = range(seeds)
-    if isinstance(seeds, int) or not seeds or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
+    count = integer(seeds)
+    s = integers(seeds) if count is None else list(range(count))
+    if not s or min(s) < 0:
         raise SweepError(f"seeds must be how many (>= 1) or a list of integers >= 0, got {seeds!r}")
     axis = "depth" if len(w) < FEWEST <= len(d) else "width"
     if len(w) < FEWEST and axis == "width":
         given = f"widths {', '.join(map(str, w))}" + ("" if depths is None else f" and depths {', '.join(map(str, d))}")
         raise SweepError(f"a slope needs {FEWEST} widths, or {FEWEST} depths, that differ; got {given}")
-    return [Key(width, depth, seed) for width in w for depth in d for seed in dict.fromkeys(seeds)], axis
+    return [Key(width, depth, seed) for width in w for depth in d for seed in dict.fromkeys(s)], axis
 
 
 def _sizes(name: str, given: int | Sequence[int]) -> list[Any]:
-    sizes = [given] if isinstance(given, int) else list(given)
-    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+    sizes = integers(given)
+    if not sizes or min(sizes) < 1:
         raise SweepError(f"{name} must be integers >= 1, got {given!r}")
     return sorted(set(sizes))
 
 
 def _checked(part: tuple[int, int]) -> tuple[int, int]:
-    i, n = part
-    if not 1 <= i <= n:
+    found = integers(part)
+    if len(found) != 2 or not 1 <= found[0] <= found[1]:
         raise SweepError(f"part must be (i, n) with i from 1 to n, got {part!r}")
-    return part
+    return found[0], found[1]
 
 
-def _check_processes(processes: int, recipe: Recipe) -> None:
-    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+def _checked_processes(processes: int, recipe: Recipe) -> int:
+    count = integer(processes)
+    if count is None or count < 1:
         raise SweepError(f"processes must be an integer >= 1, got {processes!r}")
-    if processes == 1:
-        return
+    if count == 1:
+        return count
     for name in ("make_module", "data", "optimizer"):
         try:
             pickle.dumps(getattr(recipe, name))
@@ -183,6 +186,7 @@ def _check_processes(processes: int, recipe: Recipe) -> None:
                 f"{name} cannot be sent to another process ({error}): with processes > 1 give functions from the top "
                 "of a module, not lambdas or functions inside others"
             ) from error
+    return count
 
 
 def _check_sizes(recipe: Recipe, keys: Sequence[Key], axis: str) -> None:

@@ -150,6 +150,12 @@ FORMS = {
     "a dict, by epochs": (lambda o, s: {"optimizer": o, "lr_scheduler": s}, 0.5),
     "a dict, by steps": (lambda o, s: {"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step"}}, 0.005),
     "a dict, every epoch": (lambda o, s: {"optimizer": o, "lr_scheduler": {"scheduler": s}}, 0.5),
+    "a list and a scheduler": (lambda o, s: ([o], s), 0.5),
+    "a list and a dict": (lambda o, s: ([o], {"scheduler": s, "interval": "step"}), 0.005),
+    "a dict, every second step": (
+        lambda o, s: {"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step", "frequency": 2}},
+        0.05,
+    ),
     "a list of a dict": (lambda o, s: [{"optimizer": o}], 0.5),
 }
 
