@@ -236,11 +236,12 @@ class FeatureCapture:
                 asked = given.numel() if layer.info.role == "embedding" else count_rows(given, False, 0)
                 call.split_in = x.numel() < given.numel() and x.shape[-1] == given.shape[-1]
                 call.split_out = count < asked
-            if x is not None and x.is_floating_point() and layer.info.role != "embedding":
+            if given is not None and x is not None and x.is_floating_point() and layer.info.role != "embedding":
                 rows = count_rows(x, layer.channels_first, spatial)
                 call.inputs = rows
                 first = self.calls[i][0].inputs if i in self.calls else rows
-                call.h_in = Kept(pick(x, index=self._chosen_inputs(first, rows, x.numel() // max(rows, 1), x.device)))
+                sample = self._chosen_inputs(first, rows, x.numel() // max(rows, 1), x.device)
+                call.h_in = Kept.of(given, pick(x, index=sample))
             self.calls.setdefault(i, []).append(call)
             self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:

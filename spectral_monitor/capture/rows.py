@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spectral_monitor.snapshot.local import local_part
+from spectral_monitor.snapshot.preserve import has_memory
+
 SAMPLE_ENTRIES = 1 << 18
 """Entries that spectra and alignments of a layer's rows are worth, if that is more than 512 rows."""
 
@@ -67,16 +70,27 @@ def rows_of(x: Tensor, channels_first: bool, spatial: int, index: Tensor | None 
 
 
 class Kept:
-    """Rows that are held without a copy, and given back only if nobody has written to them since."""
+    """Rows that are held without a copy, and given back only if nobody has written to them or freed them since."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows.clone() if rows.is_inference() else rows  # whose writes leave no mark
         self._version = 0 if rows.is_inference() else rows._version
 
+    @classmethod
+    def of(cls, x: Tensor, rows: Tensor) -> Kept:
+        """Rows of ``x``, after all copied if no operation of the graph made what it holds: a parameter, say.
+
+        Its owner may use that memory for something else and leave no mark: FSDP frees the weights it has gathered, and
+        gathers others there.
+        """
+        made = x._base if x._is_view() else x
+        lent = made is None or made.grad_fn is None
+        return cls(rows.clone() if lent and rows.data_ptr() == local_part(x).data_ptr() else rows)
+
     def get(self) -> Tensor | None:
         """The rows, ``None`` if they were overwritten."""
         rows = self._rows
-        return rows if rows.is_inference() or rows._version == self._version else None
+        return rows if rows.is_inference() or (rows._version == self._version and has_memory(rows)) else None
 
     def part(self, index: Tensor) -> Kept:
         """Some of the rows, copied; of rows that were overwritten nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from spectral_monitor.anatomy import Layer, dissect
 from spectral_monitor.correction.units import units
 from spectral_monitor.linalg import spectral_estimate
+from spectral_monitor.placement import Extent, flat_extents
 from spectral_monitor.snapshot.local import is_distributed
 
 NORMALIZING, PLAIN = 1.25, 2.0
@@ -53,7 +55,10 @@ def spectral_init_(
         >>> round(float(natural_norm(net[0].weight, role="operator")), 3)
         1.0
     """
-    return rescale(dissect(module, roles=roles, blocks=blocks).layers, scale)
+    flat = flat_extents(module)
+    shapes = {key: extent.shape for key, extent in flat.items()}
+    layers = dissect(module, roles=roles, blocks=blocks, shapes=shapes).layers
+    return rescale([_placed(layer, flat) for layer in layers], scale)
 
 
 def starting_norm(module: nn.Module, layers: Sequence[Layer]) -> float:
@@ -90,7 +95,7 @@ def _normalizes(module: nn.Module) -> bool:
 def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
     """The same of these layers; those of another kind than matrices are left alone."""
     layers = [layer for layer in layers if layer.is_matrix]
-    spread = next((layer.info.name for layer in layers if any(map(is_distributed, layer.sources))), None)
+    spread = next((layer.info.name for layer in layers if _is_spread(layer)), None)
     if spread is not None:
         raise ValueError(f"{spread!r} is spread over processes: rescale the weights before the module is sharded")
     factors: dict[str, float] = {}
@@ -106,6 +111,17 @@ def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
             if unit.is_tied(layers) and len(done) == 1 and 0 < (largest := _largest_row(weight)) < math.inf:
                 rows = largest
     return {layer.info.name: factors[layer.info.name] for layer in layers if layer.info.name in factors}
+
+
+def _placed(layer: Layer, flat: Mapping[int, Extent]) -> Layer:
+    """The layer, saying how FSDP1 has laid out its parameter, if it has."""
+    extent = flat.get(id(layer.sources[0]))
+    return layer if extent is None else replace(layer, info=replace(layer.info, placement=extent.placement))
+
+
+def _is_spread(layer: Layer) -> bool:
+    """Whether a matrix lies in several processes: what all of them say, also one that has all of it or nothing."""
+    return layer.info.placement.startswith("flat on") or any(map(is_distributed, layer.sources))
 
 
 def _largest_row(weight: Tensor) -> float:

@@ -13,6 +13,7 @@ from spectral_monitor.capture.calls import Call, joined
 from spectral_monitor.capture.comparison import Outputs
 from spectral_monitor.capture.rows import RowPicker, sample_size
 from spectral_monitor.engine.census import Census
+from spectral_monitor.engine.fingerprints import fingerprints as row_fingerprints
 from spectral_monitor.engine.norms import rows_worth
 from spectral_monitor.engine.patience import Patience
 from spectral_monitor.engine.scalars import Scalars
@@ -49,15 +50,10 @@ def input_rows(calls: Sequence[Call]) -> Tensor | None:
     return joined(inputs(calls))
 
 
-@torch.no_grad()
 def fingerprints(outputs: Outputs, layers: int, device: torch.device) -> Tensor:
-    """(layers, 2) numbers that are equal where outputs are."""
-    prints = torch.zeros(layers, 2, device=device)
-    for i, calls in outputs.items():
-        found = [call.h.double() for call in calls]
-        prints[i, 0] = torch.stack([torch.linalg.vector_norm(h) for h in found]).sum()
-        prints[i, 1] = torch.stack([h.sum() for h in found]).sum()
-    return prints
+    """(layers, 2) numbers that are equal where outputs are; the second ones are NaN where rows repeat themselves."""
+    found = row_fingerprints(outputs)
+    return torch.tensor([found.get(i, (0.0, 0.0)) for i in range(layers)], dtype=torch.float64, device=device)
 
 
 class _Kind(NamedTuple):

@@ -27,6 +27,7 @@ class Sight:
         inputs, outputs: rows of each.
         split_inputs, split_outputs: whether those are not the rows of the others that get the same batch.
         input_features, output_features: entries in each row.
+        input_print: a number that is equal where inputs are, NaN where they repeat themselves.
     """
 
     stepped: float = 0.0
@@ -43,6 +44,7 @@ class Sight:
     split_outputs: float = 0.0
     input_features: float = 0.0
     output_features: float = 0.0
+    input_print: float = 0.0
 
 
 @dataclass
@@ -117,13 +119,20 @@ class Census:
         self.common = {i for i in range(len(prints[0])) if self._is_common(i, prints)} if prints else set()
 
     def _is_common(self, i: int, prints: list[list[tuple[float, ...]]]) -> bool:
-        """Whether processes with different batches, but the same part of a layer, all have the same outputs."""
+        """Whether processes with different batches, but the same part of a layer, all have the same outputs, and had
+        the same inputs: those of different samples may all be zero, or a bias, while weights are.
+
+        Rows that repeat themselves are taken for those of samples that are alike: the zeros behind a dead ReLU. Where
+        inputs are not at hand (those of an embedding are no features), outputs have to do.
+        """
         seen: dict[int, set[tuple[float, ...]]] = {}
         called = set()
         for rank, some in enumerate(self.sights):
-            if some[i].called:
+            sight = some[i]
+            if sight.called:
                 called.add(self.batches[rank])
-                seen.setdefault(self._place(rank), set()).add((some[i].outputs, some[i].lasted, *prints[rank][i]))
+                told = (prints[rank][i][0], sight.input_print) if sight.fed else prints[rank][i]
+                seen.setdefault(self._place(rank), set()).add((sight.outputs, sight.lasted, sight.fed, *told))
         return len(called) > 1 and all(len(found) == 1 and all(x == x for x in min(found)) for found in seen.values())
 
     def _place(self, rank: int) -> int:
@@ -195,13 +204,15 @@ _STEP, _SIGHT = len(fields(Step)), len(fields(Sight))
 def census(step: Step, sights: Sequence[Sight], prints: torch.Tensor, processes: Processes | None) -> Routine[Census]:
     """What all processes saw, known to each after one sum.
 
-    ``prints`` (layers, k): numbers that are equal where outputs are.
+    ``prints`` (layers, k): numbers that are equal where outputs are; those after the first are NaN where rows repeat
+    themselves.
     """
     if processes is None:
         return Census([step], [list(sights)], [], None)
     numbers = [*vars(step).values(), *(value for sight in sights for value in vars(sight).values())]
-    mine = torch.tensor([float(number) for number in numbers], device=processes.device)
-    table = torch.zeros(processes.size, len(numbers) + prints.numel(), device=processes.device)
+    # A fingerprint that is cut to float32 is that of other rows too.
+    mine = torch.tensor([float(number) for number in numbers], dtype=torch.float64, device=processes.device)
+    table = mine.new_zeros(processes.size, len(numbers) + prints.numel())
     table[processes.rank] = torch.cat([mine, prints.to(mine).flatten()])
     (table,) = yield [table]
     steps, all_sights, all_prints = [], [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,7 @@ def gradient_here(p: Tensor) -> Tensor | None:
     """What is here of a gradient, of the same entries as what is here of its parameter; ``None`` if there is none.
 
     Raises:
-        ValueError: entries of the gradient lie elsewhere.
+        ValueError: entries of the gradient lie elsewhere, or have yet to be summed.
     """
     if p.grad is None:
         return None
@@ -40,6 +41,18 @@ def gradient_here(p: Tensor) -> Tensor | None:
     return gradient[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(mine.box, there.box, strict=True))]
 
 
+def summed_over(p: Tensor) -> list[int]:
+    """Dimensions of its mesh whose processes all hold the same of a parameter, but a summand each of its gradient.
+
+    Sequence parallelism leaves such gradients to norms. None where the gradient is not placed as the parameter else.
+    """
+    if p.grad is None or not is_distributed(p.grad):
+        return []
+    pairs = list(enumerate(zip(p.placements, p.grad.placements, strict=True)))  # type: ignore[attr-defined]
+    found = [k for k, (held, placed) in pairs if held.is_replicate() and placed.is_partial("sum")]
+    return found if all(k in found or held == placed for k, (held, placed) in pairs) else []
+
+
 def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     """Norms of what is here of the gradients, -1 for those that are gone."""
     if not parameters:
@@ -52,8 +65,11 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def contribution_here(p: Tensor, old: Tensor) -> Tensor:
-    """What the step of what is here of a parameter with a gradient does to the loss, to first order."""
-    gradient, new = gradient_here(p), local_part(p)
+    """What the step of what is here of a parameter with a gradient does to the loss, to first order; the mean of all
+    processes that hold the same of it.
+    """
+    new, summed = local_part(p), summed_over(p)
+    gradient = _dense(local_part(p.grad)) if summed else gradient_here(p)  # type: ignore[arg-type]
     assert gradient is not None
     if new.is_complex():  # torch's gradient is that of the real and imaginary parts
         gradient, new, old = (torch.view_as_real(x.resolve_conj()) for x in (gradient, new, old))
@@ -63,4 +79,6 @@ def contribution_here(p: Tensor, old: Tensor) -> Tensor:
     rows = max(1, CHUNK * len(new) // max(new.numel(), 1))
     parts = zip(gradient.split(rows), new.split(rows), old.split(rows), strict=True)
     dtype = compute_dtype(new.dtype)
-    return torch.stack([contribution(g, a.to(dtype) - b.to(a.device, dtype)) for g, a, b in parts]).sum()
+    total: Tensor = torch.stack([contribution(g, a.to(dtype) - b.to(a.device, dtype)) for g, a, b in parts]).sum()
+    summands: int = math.prod([p.grad.device_mesh.size(k) for k in summed])  # type: ignore[union-attr]
+    return total * summands

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spectral_monitor.engine.gradients import contribution_here, gradient_here, gradient_norms
+from spectral_monitor.engine.gradients import contribution_here, gradient_here, gradient_norms, summed_over
 from spectral_monitor.engine.norms import StackNorms
 from spectral_monitor.engine.patience import Patience
 from spectral_monitor.engine.scalars import NETWORK, Scalars
@@ -75,6 +75,7 @@ class MatrixStage:
         self._room: dict[torch.device, int] = {}  # bytes that the largest of what waits in host memory takes
         self._slots: dict[torch.device, Tensor] = {}
         self._total = sum(math.prod(member.layer.info.shape) for member in members)
+        self._summed: dict[int, tuple[nn.Parameter, Tensor]] = {}  # whose gradients have yet to be
         self._waiting: list[Routine[None]] = []
         self._steps = 0
         self.lr: dict[int, float] = {}
@@ -121,6 +122,10 @@ class MatrixStage:
         if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
             held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             held.gradient_norms = gradient_norms(held.trained)
+            for i, member in held.members.items():
+                p = member.layer.sources[0]
+                if member.layer.compute is None and i not in self.divided and summed_over(p):
+                    self._summed[i] = (p, kept(local_part(p), self._host))
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
@@ -213,6 +218,9 @@ class MatrixStage:
             return nothing
         if layer.compute is not None:  # the weight itself has no gradient; to first order this is the same
             parts = [contribution_here(p, old) for p, old in self._originals.pop(i, ()) if p.grad is not None]
+        elif i in self._summed:
+            p, old = self._summed.pop(i)
+            parts = [contribution_here(p, old) / self._copies(p)]
         else:
             gradient = gradient_here(layer.sources[0])
             if gradient is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from spectral_monitor.capture.comparison import Outputs
 from spectral_monitor.capture.features import FeatureCapture
 from spectral_monitor.engine.activations import gradients, inputs
 from spectral_monitor.engine.census import Census, Sight
+from spectral_monitor.engine.fingerprints import fingerprints
 from spectral_monitor.engine.matrices import MatrixStage
 from spectral_monitor.engine.replays import Given
 from spectral_monitor.engine.rows import StepFacts
@@ -22,6 +24,8 @@ def sights(
 ) -> list[Sight]:
     """What this process saw of each layer; ``noise``: how far its outputs are off where a few samples are run alone."""
     found = []
+    others = [i for i, member in stage.members.items() if member.layer.info.placement != "local"]  # look at it too
+    prints = fingerprints({i: calls for some in others for i, calls in features.inputs(some).items()})
     for i in range(layers):
         recorded = features.calls.get(i, ())
         sight = Sight(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))
@@ -34,6 +38,7 @@ def sights(
             sight.eps = max(noise.get(i, 0.0), *(call.eps for call in recorded))
             there = [h for h in x if h is not None]
             sight.inputs, sight.outputs = sum(map(len, there)), sum(call.count for call in recorded)
+            sight.input_print = prints[i][1] if i in prints else math.nan
             sight.split_inputs = any(call.split_in for call in recorded)
             sight.split_outputs = any(call.split_out for call in recorded)
             sight.input_features = there[0].shape[1] if there else 0

@@ -23,6 +23,7 @@ from spectral_monitor.snapshot.preserve import (
     _is_data,
     _refill,
     _set_generator_state,
+    is_state,
 )
 
 Packed = list[Any]
@@ -131,9 +132,7 @@ class _StatePacker:
         if isinstance(value, nn.Module):
             return self.module(value, where)
         if isinstance(value, Tensor):
-            trained = isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad)
-            left = trained or value.is_inference() or value.is_meta or is_lazy(value)
-            return _LEFT if left or not self._first(value) else pack(value, where)
+            return pack(value, where) if is_state(value, weights=False) and self._first(value) else _LEFT
         if isinstance(value, _CONTAINERS):
             return self._container(value, where) if self._first(value) else _LEFT
         if kind in self._generators:
@@ -255,7 +254,9 @@ def _digest(tree: Any, digest: Any) -> None:
     if isinstance(tree, Tensor):
         digest.update(f"tensor {tree.dtype} {tuple(tree.shape)} {tree.requires_grad}".encode())
         if tree.numel():
-            digest.update(tree.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            # A contiguous tensor of one entry may have any strides, and reshape() keeps them.
+            flat = tree.detach().contiguous().as_strided((tree.numel(),), (1,))
+            digest.update(flat.view(torch.uint8).numpy())
     elif isinstance(tree, dict):
         digest.update(f"dict {len(tree)}".encode())
         for key, value in tree.items():

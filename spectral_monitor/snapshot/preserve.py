@@ -68,6 +68,29 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and type(value) is numpy.ndarray
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether there is memory behind all of a tensor: FSDP frees that of the weights it gathered, and who kept views
+    of them, as recurrent layers do, must not read them.
+    """
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return True
+    here = local_part(tensor)
+    last = here.storage_offset() + sum((size - 1) * step for size, step in zip(here.shape, here.stride(), strict=True))
+    try:
+        return (last + 1) * here.element_size() <= here.untyped_storage().nbytes()
+    except NotImplementedError:  # it stands for other tensors, as in a transform of torch.func
+        return True
+
+
+def is_state(tensor: Tensor, weights: bool) -> bool:
+    """Whether a forward may start from what a tensor holds, or change it; ``weights``: also of what is trained."""
+    owner = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+    trained = isinstance(owner, nn.Parameter) or (owner.is_leaf and owner.requires_grad)
+    # An inference tensor (a metric's state after validation) cannot be changed by a training forward.
+    without = tensor.is_inference() or tensor.is_meta or is_lazy(tensor) or not has_memory(tensor)
+    return not without and (weights or not trained)
+
+
 class Snapshot:
     """What some modules and other objects hold.
 
@@ -101,9 +124,7 @@ class Snapshot:
     def _take(self, value: Any) -> Any:
         """Remember one object; what it refers to."""
         if isinstance(value, Tensor):
-            # An inference tensor (a metric's state after validation) cannot be changed by a training forward.
-            trained = isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad)
-            if not (value.is_inference() or value.is_meta or is_lazy(value) or (trained and not self._weights)):
+            if is_state(value, self._weights):
                 self._tensors.append(_TensorState(value, self._host))
         elif isinstance(value, nn.Module):
             return self._module(value)
@@ -167,7 +188,8 @@ class Snapshot:
             undo()
         for state in self._tensors:
             state.reattach()
-        for state, changed in zip(self._tensors, _changed(self._tensors), strict=True):
+        states = [state for state in self._tensors if has_memory(state.tensor)]
+        for state, changed in zip(states, _changed(states), strict=True):
             if changed:
                 target = local_part(state.tensor) if is_distributed(state.tensor) else state.tensor
                 target.copy_(state.copied, non_blocking=True)

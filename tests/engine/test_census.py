@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spectral_monitor.capture.comparison import CallRows
+from spectral_monitor.capture.rows import RowPicker
 from spectral_monitor.engine.census import Census, RowPlace, Sight, Step, census
+from spectral_monitor.engine.fingerprints import fingerprints
 from spectral_monitor.linalg import totals
 
 
@@ -176,6 +179,102 @@ def test_common_rows_may_be_split():
     assert [(p.offset, p.count) for p in found] == [(0, 4), (4, 3)] * 2
 
 
+def fed(*inputs, outputs=(1.0, 1.0)):
+    """Common outputs, and numbers that are equal where inputs are."""
+    sights = [[Sight(called=1, lasted=1, fed=1, input_print=number, outputs=8.0)] for number in inputs]
+    steps, prints = [Step() for _ in inputs], [[outputs] for _ in inputs]
+    batches = list(range(len(inputs)))
+    return [Census(steps, sights, prints, SimpleNamespace(rank=r, batches=batches)) for r in batches]
+
+
+def test_equal_outputs_of_other_inputs_are_not_common():
+    """Those of zeros as weights."""
+    assert common(fed(2.0, 2.0))
+    assert not common(fed(2.0, 2.0, 2.5))
+    assert not common(fed(math.nan, math.nan))
+
+
+def test_whether_outputs_repeat_counts_only_without_inputs():
+    """Places may begin alike, with zeros as weights."""
+    assert common(fed(2.0, 2.0, outputs=(1.0, math.nan)))
+    assert not common(seen([8, 8], prints=[(1.0, math.nan)] * 2))
+    half = [[Sight(called=1, lasted=1, fed=float(rank), input_print=1.0)] for rank in range(2)]
+    both = SimpleNamespace(rank=0, batches=[0, 1])
+    assert Census([Step()] * 2, half, [[(1.0, 1.0)]] * 2, both).common == set()
+
+
+# --- fingerprints
+
+
+def rows(h, index=None, count=None):
+    return CallRows(index, h, None, len(h) if count is None else count, len(h), len(h))
+
+
+def numbers(*calls):
+    return fingerprints({0: [call if isinstance(call, CallRows) else rows(call) for call in calls]})[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 7, 64])
+def test_a_fingerprint_is_that_of_the_very_rows(dtype, width):
+    h = torch.randn(9, width).to(dtype)
+    number, again = numbers(h)
+    assert number == again == int(number)
+    strided = torch.cat([h, h], dim=1)[:, :width]
+    assert numbers(h.clone()) == numbers(strided) == numbers(h[:4], h[4:]) == (number, number)
+    others = [h[torch.tensor([1, 0, *range(2, 9)])], h[:8], h.mT.reshape(h.shape) if width > 1 else h.flip(0)]
+    for k in (0, h.numel() // 2, h.numel() - 1):
+        bits = h.clone().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[h.element_size()])
+        bits.view(-1)[k] ^= 1
+        others.append(bits.view(dtype))
+    assert len({number, *(numbers(other)[0] for other in others)}) == 1 + len(others)
+
+
+def test_zeros_are_alike():
+    h = torch.tensor([[0.0, 1.0], [2.0, -0.0]])
+    assert numbers(h) == numbers(h + 0)
+
+
+def test_there_may_be_no_entries():
+    assert numbers(torch.zeros(0, 3)) == (0.0, 0.0)
+    assert numbers(torch.zeros(1, 0)) == (0.0, 0.0)
+
+
+def test_rows_that_are_large_are_read_in_pieces():
+    h = torch.randn(2100, 2048)
+    assert numbers(h) != numbers(torch.cat([h[:2099], h[:1]]))
+    assert numbers(h) == numbers(h[:37], h[37:])
+
+
+def repeat(h, index=None, count=None):
+    return math.isnan(numbers(rows(h, index, count))[1])
+
+
+def test_rows_of_samples_that_are_alike_repeat():
+    h = torch.randn(6, 5)
+    for times in (2, 3, 7):
+        assert repeat(h.repeat(times, 1))
+    assert repeat(torch.zeros(5, 3))
+    assert repeat(torch.ones(2, 3))
+    for once in (h, torch.zeros(1, 3), torch.zeros(0, 3), h.repeat(2, 1)[:11], torch.cat([h.repeat(3, 1), -h])):
+        assert not repeat(once)
+    distance = torch.arange(6)[:, None] - torch.arange(6)
+    assert not repeat(torch.randn(11, 5)[distance.flatten() + 5])  # a table of distances between places
+    assert math.isnan(numbers(h, h.repeat(2, 1))[1])
+    assert not math.isnan(numbers(h, h)[1])  # two calls
+
+
+def test_chosen_rows_repeat_as_all_do():
+    h = torch.randn(64, 5)
+    every = h.repeat(32, 1)
+    index = RowPicker(100).choose(len(every), 100, torch.device("cpu"))
+    assert repeat(every[index], index, len(every))
+    other = torch.randn(len(every), 5)
+    assert not repeat(other[index], index, len(other))
+    other[: len(other) // 2] = 1.0
+    assert not repeat(other[index], index, len(other))
+
+
 # --- the sum
 
 
@@ -216,6 +315,15 @@ def test_all_are_told_what_each_has_seen():
     assert [found.common for found in both] == [{0}] * 4
     assert [found.first_of_batch for found in both] == [True, False, True, False]
     assert not any(f.common for f in told([[Sight(called=1)]] * 2, [torch.full((1, 2), math.nan)] * 2, [0, 1]))
+
+
+def test_a_fingerprint_is_sent_whole():
+    numbers = [2.0**52 + 1, 2.0**52]
+    for a, b, equal in ((0, 0, True), (0, 1, False)):
+        prints = [torch.tensor([[numbers[k]] * 2], dtype=torch.float64) for k in (a, b)]
+        assert told([[Sight(called=1)]] * 2, prints, [0, 1])[0].common == ({0} if equal else set())
+        sights = [[Sight(called=1, fed=1, input_print=numbers[k])] for k in (a, b)]
+        assert told(sights, [torch.zeros(1, 2)] * 2, [0, 1])[0].common == ({0} if equal else set())
 
 
 def test_of_layers_not_called_everywhere_those_that_were_have_a_say():

@@ -1,0 +1,20 @@
+"""What looks alike in different batches counts once only if it is the same rows."""
+
+import pytest
+
+from distributed import alike
+from distributed.jobs import task
+from distributed.numbers import differences
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return alike.measure("")
+
+
+@pytest.mark.parametrize("one", [task("alike.measure", 2, way=way) for way in ("ddp", "fsdp2")], ids=str)
+def test_numbers_are_those_of_one_process(outcomes, alone, one):
+    first, second = outcomes[one].get()
+    found = differences(alone, first)
+    assert not found, "\n".join(found)
+    assert repr(second) == repr(first)
