@@ -108,7 +108,7 @@ def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
                 continue
             done.add(id(weight))
             factors[layer.info.name] = _rescale(layer, weight, rows if layer.info.role == "embedding" else scale)
-            if unit.is_tied(layers) and len(done) == 1 and 0 < (largest := _largest_row(weight)) < math.inf:
+            if unit.is_tied(layers) and len(done) == 1 and 0 < (largest := largest_row(layer, weight)) < math.inf:
                 rows = largest
     return {layer.info.name: factors[layer.info.name] for layer in layers if layer.info.name in factors}
 
@@ -124,15 +124,15 @@ def _is_spread(layer: Layer) -> bool:
     return layer.info.placement.startswith("flat on") or any(map(is_distributed, layer.sources))
 
 
-def _largest_row(weight: Tensor) -> float:
-    """RMS of the largest row."""
-    return float(weight.detach().double().square().mean(1).sqrt().max())
+def largest_row(layer: Layer, weight: Tensor) -> float:
+    """RMS of the largest row of an embedding, or of an update of it; of a readout's outputs if it is one."""
+    return float(layer.layout.stack(weight.detach())[0, 0].double().square().mean(1).sqrt().max())
 
 
 def _rescale(layer: Layer, weight: nn.Parameter, scale: float) -> float:
     layout = layer.layout
     if layer.info.role == "embedding":
-        sizes = [_largest_row(weight)]
+        sizes = [largest_row(layer, weight)]
     else:
         stack = layout.stack(weight.detach())  # (taps, blocks, fan_out, fan_in)
         sigma = spectral_estimate(stack.flatten(0, 1), tol=TOLERANCE).sigma.view(layout.taps, layout.blocks)

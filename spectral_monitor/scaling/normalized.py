@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.anatomy import Layer, dissect
-from spectral_monitor.correction.init import by_entry
+from spectral_monitor.correction.init import by_entry, largest_row
 from spectral_monitor.correction.units import units
 from spectral_monitor.functional import natural_norm
 from spectral_monitor.linalg import spectral_estimate
@@ -106,7 +106,7 @@ class NormalizedUpdates(Optimizer):
                     lr *= rows.get(self._follows[p], 1.0)
                 update = self._sized(self._layers[p], p - before[p], lr)
                 p.copy_(before[p] + update)
-                if p in self._tables and 0 < (largest := _largest_row(self._tables[p], update)) < float("inf"):
+                if p in self._tables and 0 < (largest := largest_row(self._tables[p], update)) < float("inf"):
                     rows[p] = largest / lr
         return loss
 
@@ -119,7 +119,7 @@ class NormalizedUpdates(Optimizer):
         if not layer.is_matrix:
             return [float(natural_norm(update.flatten(), "vector"))]
         if layer.info.role == "embedding":
-            return [_largest_row(layer, update)]
+            return [largest_row(layer, update)]
         layout, stack = layer.layout, layer.layout.stack(update)  # (taps, blocks, fan_out, fan_in)
         if self.norm == "spectral":
             norms = spectral_estimate(stack.flatten(0, 1)).sigma.view(layout.taps, layout.blocks)
@@ -153,8 +153,3 @@ class NormalizedUpdates(Optimizer):
 
     def __repr__(self) -> str:
         return f"NormalizedUpdates({type(self.optimizer).__name__}, norm={self.norm!r}, {len(self._layers)} parameters)"
-
-
-def _largest_row(layer: Layer, update: Tensor) -> float:
-    """RMS of the largest row of an embedding."""
-    return float(natural_norm(layer.layout.stack(update)[0, 0], "embedding"))

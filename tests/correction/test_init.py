@@ -165,3 +165,21 @@ def test_what_a_correction_begins_with(size, normalizes):
         optimizer.step()
     wanted = {True: 1.25 if normalizes else 2.0, False: before}.get(size, size) if isinstance(size, bool) else size
     assert float(natural_norm(net[0].weight, role="operator", exact=True)) == pytest.approx(wanted, rel=2e-3)
+
+
+class Patches(nn.Module):
+    """Places as a ViT has them, in a parameter with a leading dimension of 1, and a table that lies on its side."""
+
+    def __init__(self):
+        super().__init__()
+        self.pos_embed = nn.Parameter(torch.randn(1, 7, 24))
+        self.words, self.head = nn.Linear(30, 24, bias=False), nn.Linear(24, 5)
+
+
+def test_the_rows_of_embeddings_are_those_of_tokens_however_they_lie():
+    torch.manual_seed(0)
+    module = Patches()
+    roles = {"pos_embed": "embedding", "words": "embedding"}
+    spectral_init_(module, roles=roles)
+    for table in (module.pos_embed[0], module.words.weight.T):
+        assert float(table.square().mean(1).sqrt().max()) == pytest.approx(1.0, rel=1e-5)
