@@ -254,7 +254,8 @@ class SpectralProbe:
             ValueError: it is of other layers, which are named, or of another version; nothing has been changed then.
         """
         anew = self._engine.restore(state["state"], state["tensors"], int(state["steps"]))
-        self.steps, self._begun = int(state["steps"]), True
+        self.steps = int(state["steps"])
+        self._begun = self.steps > 0
         if "oversight" in state["state"]:
             self._oversight.load_state_dict(state["state"]["oversight"])
         if anew:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -45,6 +45,16 @@ def places(root: nn.Module) -> dict[int, tuple[nn.Module, str]]:
 def label(name: str, module: nn.Module) -> str:
     """How a sentence names a module: in quotes, or the root by its class."""
     return repr(name) if name else type(module).__name__
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """The first of many names in a sentence.
+
+    Example:
+        >>> some(["a", "b", "c"], 2), some(["a", "b"], 2)
+        ('a, b and 1 more', 'a, b')
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def join(*parts: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spectral_monitor.anatomy.names import some
 from spectral_monitor.measurement import LayerInfo, Measurement
 
 FORMAT, VERSION = "spectral_monitor profile", 1
@@ -86,7 +87,7 @@ class Profile:
                 if self.roles.get(name, role) != role
             ],
         }
-        differing = [f"{what}: {_some(names)}" for what, names in found.items() if names]
+        differing = [f"{what}: {some(names, NAMED)}" for what, names in found.items() if names]
         if differing:
             raise ValueError(f"the profile is of another model: {'; '.join(differing)}")
 
@@ -97,16 +98,11 @@ def _between(first: float, second: float, share: float) -> float:
     return math.exp((1 - share) * math.log(first) + share * math.log(second))
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-
-
 def save_profile(measurements: Iterable[Measurement], path: str | os.PathLike[str]) -> None:
     """Write the natural norms and learning rates of a run as JSON.
 
     What is not finite, an update of 0, a learning rate that was multiplied by 0, and measurements of other quantities
-    are left out. Biases and gains are not part
-    of it.
+    are left out. Biases and gains are not part of it.
 
     Raises:
         ValueError: nothing measured, or never ``weight_natural``, ``update_natural`` and ``lr`` at one step; a matrix
@@ -139,7 +135,7 @@ def save_profile(measurements: Iterable[Measurement], path: str | os.PathLike[st
                     layer[key].append(value)
     idle = [name for name, layer in layers.items() if not layer["steps"]]
     if idle:
-        raise ValueError(f"no update was measured of {_some(idle)}: freeze no layer in a profile, or exclude it")
+        raise ValueError(f"no update was measured of {some(idle, NAMED)}: freeze no layer in a profile, or exclude it")
     text = json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}, indent=1)
     target = Path(path)
     part = target.with_name(target.name + ".part")

@@ -13,7 +13,6 @@ from spectral_monitor.capture.calls import Call, joined
 from spectral_monitor.capture.comparison import Outputs
 from spectral_monitor.capture.rows import RowPicker, sample_size
 from spectral_monitor.engine.census import Census
-from spectral_monitor.engine.fingerprints import fingerprints as row_fingerprints
 from spectral_monitor.engine.norms import rows_worth
 from spectral_monitor.engine.patience import Patience
 from spectral_monitor.engine.scalars import Scalars
@@ -48,12 +47,6 @@ def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
 def input_rows(calls: Sequence[Call]) -> Tensor | None:
     """A layer's inputs over all its calls, in the dtype they are measured in."""
     return joined(inputs(calls))
-
-
-def fingerprints(outputs: Outputs, layers: int, device: torch.device) -> Tensor:
-    """(layers, 2) numbers that are equal where outputs are; the second ones are NaN where rows repeat themselves."""
-    found = row_fingerprints(outputs)
-    return torch.tensor([found.get(i, (0.0, 0.0)) for i in range(layers)], dtype=torch.float64, device=device)
 
 
 class _Kind(NamedTuple):

@@ -20,11 +20,12 @@ from spectral_monitor.capture.marks import Marks, marks
 from spectral_monitor.capture.optimizer import OptimizerCapture
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.capture.rows import RowPicker
-from spectral_monitor.engine.activations import RowStage, fingerprints, input_rows
+from spectral_monitor.engine.activations import RowStage, input_rows
 from spectral_monitor.engine.agreement import agreed
 from spectral_monitor.engine.budget import Budget
 from spectral_monitor.engine.census import Sight, Step, census
 from spectral_monitor.engine.changes import ChangeStage
+from spectral_monitor.engine.fingerprints import as_table, fingerprints
 from spectral_monitor.engine.full import ALONE, FullStage
 from spectral_monitor.engine.guards import check_readout, full_precision, refuse, replaced
 from spectral_monitor.engine.matrices import MatrixStage
@@ -217,9 +218,10 @@ class Engine(Memory):
                 outputs = self.features.outputs()
                 again, before, no_replay = self._replays.choose(given, self._moved, self._warn)
                 part = self._replays.look(again, self._warn)
-            seen_here = sights(len(self.layers), self.features, stage, outputs, self._replays.slices.noise)
+            noise, apart = self._replays.slices.noise, self.processes is not None
+            seen_here = sights(len(self.layers), self.features, stage, outputs, noise, apart)
             if self.processes is not None:
-                prints = fingerprints(outputs, len(self.layers), self.processes.device)
+                prints = as_table(fingerprints(outputs), len(self.layers), self.processes.device)
         mine = Step(
             failed=self._failed,
             stepped=bool(stage.stepped),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -33,6 +34,11 @@ def fingerprints(rows: Outputs) -> dict[int, tuple[float, float]]:
         repeated = any(repeats(code, call) for code, call in zip(here, calls, strict=True))
         found[i] = (number, float("nan") if repeated else number)
     return found
+
+
+def as_table(found: Mapping[int, tuple[float, float]], layers: int, device: torch.device) -> Tensor:
+    """(layers, 2) what :func:`fingerprints` found, float64; 0 for other layers."""
+    return torch.tensor([found.get(i, (0.0, 0.0)) for i in range(layers)], dtype=torch.float64, device=device)
 
 
 def repeats(codes: Tensor, call: CallRows) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from spectral_monitor.anatomy import Layer, Whereabouts
+from spectral_monitor.anatomy.names import some
 from spectral_monitor.engine.rows import REPLACED
 from spectral_monitor.quantities import TIERS
 
@@ -42,8 +43,8 @@ def replaced(whereabouts: Whereabouts | None, layers: Sequence[Layer], warn: Cal
     found = set() if whereabouts is None else whereabouts.moved()
     if found:
         names = [layers[i].info.name for i in sorted(found)]
-        some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        warn(f"not measured any more: {some}; {REPLACED}. Another fit, or another probe, measures it as it is then")
+        hint = "Another fit, or another probe, measures it as it is then"
+        warn(f"not measured any more: {some(names, NAMED)}; {REPLACED}. {hint}")
     return found
 
 

@@ -75,7 +75,6 @@ class MatrixStage:
         self._room: dict[torch.device, int] = {}  # bytes that the largest of what waits in host memory takes
         self._slots: dict[torch.device, Tensor] = {}
         self._total = sum(math.prod(member.layer.info.shape) for member in members)
-        self._summed: dict[int, tuple[nn.Parameter, Tensor]] = {}  # whose gradients have yet to be
         self._waiting: list[Routine[None]] = []
         self._steps = 0
         self.lr: dict[int, float] = {}
@@ -104,7 +103,7 @@ class MatrixStage:
                 layer = member.layer
                 if layer.compute is not None and not layer.tied_to and i not in self.divided:
                     sources = [p for p in layer.sources if id(p) in owned and member.holding.rectangles]
-                    self._originals[i] = [(p, kept(p.detach(), self._host)) for p in sources]
+                    self._originals[i] = [(p, kept(p.detach(), self._host), 1) for p in sources]
         self._held[id(optimizer)] = held
 
     @torch.no_grad()
@@ -125,7 +124,7 @@ class MatrixStage:
             for i, member in held.members.items():
                 p = member.layer.sources[0]
                 if member.layer.compute is None and i not in self.divided and summed_over(p):
-                    self._summed[i] = (p, kept(local_part(p), self._host))
+                    self._originals[i] = [(p, kept(local_part(p), self._host), self._copies(p))]
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
@@ -216,11 +215,8 @@ class MatrixStage:
         nothing: Tensor = stack.like.new_zeros(())
         if layer.tied_to or i in self.unused:
             return nothing
-        if layer.compute is not None:  # the weight itself has no gradient; to first order this is the same
-            parts = [contribution_here(p, old) for p, old in self._originals.pop(i, ()) if p.grad is not None]
-        elif i in self._summed:
-            p, old = self._summed.pop(i)
-            parts = [contribution_here(p, old) / self._copies(p)]
+        if layer.compute is not None or i in self._originals:  # to first order this is the same
+            parts = [contribution_here(p, old) / n for p, old, n in self._originals.pop(i, ()) if p.grad is not None]
         else:
             gradient = gradient_here(layer.sources[0])
             if gradient is None:

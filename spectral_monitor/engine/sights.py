@@ -21,11 +21,17 @@ def sights(
     stage: MatrixStage,
     outputs: Outputs,
     noise: Mapping[int, float],
+    apart: bool,
 ) -> list[Sight]:
-    """What this process saw of each layer; ``noise``: how far its outputs are off where a few samples are run alone."""
+    """What this process saw of each layer.
+
+    Args:
+        noise: how far a layer's outputs are off where a few samples are run alone.
+        apart: whether other processes see it too, so that inputs are to be compared.
+    """
     found = []
-    others = [i for i, member in stage.members.items() if member.layer.info.placement != "local"]  # look at it too
-    prints = fingerprints({i: calls for some in others for i, calls in features.inputs(some).items()})
+    fed = {i: calls for some in range(layers if apart else 0) for i, calls in features.inputs(some).items()}
+    prints = fingerprints(fed)
     for i in range(layers):
         recorded = features.calls.get(i, ())
         sight = Sight(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))

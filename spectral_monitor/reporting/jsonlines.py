@@ -21,7 +21,8 @@ from spectral_monitor.reporting.sinks import need_room
 FORMAT, VERSION = "spectral_monitor.measurements", 1
 RUN_FILE = "spectral_monitor.jsonl"
 """What the callback names its file in the folder of a run."""
-
+FURTHER_FILE = "spectral_monitor_{}.jsonl"
+"""That of a second monitor, and so on."""
 DIGITS = 6
 """Of every value; estimates are good to 1 %."""
 
@@ -33,8 +34,7 @@ def run_file_name(place: int) -> str:
         >>> run_file_name(1), run_file_name(2)
         ('spectral_monitor.jsonl', 'spectral_monitor_2.jsonl')
     """
-    stem, dot, suffix = RUN_FILE.partition(".")
-    return RUN_FILE if place == 1 else f"{stem}_{place}{dot}{suffix}"
+    return RUN_FILE if place == 1 else FURTHER_FILE.format(place)
 
 
 class JSONLinesSink:

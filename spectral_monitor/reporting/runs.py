@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.reporting.jsonlines import RUN_FILE, read_measurements
+from spectral_monitor.reporting.jsonlines import FURTHER_FILE, RUN_FILE, read_measurements
 
 WHAT_TO_GIVE = "give the folder of a run that SpectralMonitor has logged, or a file that a JSONLinesSink wrote"
 
@@ -41,8 +41,7 @@ def run_file(place: str | os.PathLike[str]) -> tuple[Path, int]:
         return place, 0
     if not place.is_dir():
         raise FileNotFoundError(f"there is no file or folder {str(place)!r}; {WHAT_TO_GIVE}")
-    first = Path(RUN_FILE)
-    found = [*place.rglob(RUN_FILE), *place.rglob(f"{first.stem}_*{first.suffix}")]
+    found = [*place.rglob(RUN_FILE), *place.rglob(FURTHER_FILE.format("*"))]
     if not found:
         raise FileNotFoundError(f"no {RUN_FILE} in {str(place)!r} or its folders; {WHAT_TO_GIVE}")
     newest = max(found, key=lambda path: path.stat().st_mtime).parent

@@ -113,3 +113,10 @@ def test_those_of_a_new_run_are_given_it_at_the_first_step():
     begin = run.model[0].weight.detach().clone()
     run.train(range(1))
     assert run.model[0].weight.norm() > 2 * begin.norm()
+
+
+def test_those_of_a_run_that_was_saved_before_its_first_step_too():
+    whole, state = Corrected().train(range(3)), Corrected().state()
+    rest = Corrected().load(state).train(range(3))
+    for p, q in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(p, q)
