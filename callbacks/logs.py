@@ -10,17 +10,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.headline import brief
 from spectral_monitor.reporting.jsonlines import JSONLinesSink, run_file_name
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks, is_remote, need_room
-from spectral_monitor.reporting.table import is_judged
+from spectral_monitor.reporting.tally import is_judged
 from spectral_monitor.reporting.tensorboard import TensorBoardSink, can_write_to
 from spectral_monitor.reporting.wandb import WandbSink
-from spectral_monitor.warnings import SpectralConditionWarning, Warner
+from spectral_monitor.warnings import Warner, announce
 
-from .status import StatusLine, status
+from .status import StatusLine
 
 log = logging.getLogger("lightning.pytorch.spectral_monitor")
 
@@ -37,9 +38,10 @@ def tell(text: str) -> None:
     log.info(text)
 
 
+@rank_zero_only
 def warn_of_condition(text: str) -> None:
-    """That a layer has begun to violate the condition, on the first process."""
-    rank_zero_warn(text, category=SpectralConditionWarning, stacklevel=4)
+    """Warn of a verdict that begins, on the first process."""
+    announce(text)
 
 
 class LoggerSink:
@@ -114,7 +116,7 @@ class Reports:
         if self._all is not None:
             self._all.write(measurement)
             if is_judged(measurement) or not self._status.text:  # else what was said last still holds
-                self._status.text = status(measurement)
+                self._status.text = brief(measurement)
 
     def end(self) -> None:
         """Training is over; safe to call at any time."""

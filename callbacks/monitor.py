@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.replay import loss_in
 from spectral_monitor.condition import SpectralCondition, save_profile
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.engine.pending import Pending
+from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, described, with_needed
 from spectral_monitor.reporting.console import rendered
@@ -104,7 +106,7 @@ class SpectralMonitor(Checkpointed):
 
     def __init__(
         self,
-        every_n_steps: int | str | Mapping[str, int | str] = 50,
+        every_n_steps: int | str | Mapping[str, int | str] = DEFAULT_SCHEDULE,
         quantities: str | Sequence[str] = "standard",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
@@ -145,6 +147,7 @@ class SpectralMonitor(Checkpointed):
         self._pending: Pending | None = None
         self.multipliers: dict[str, float] = {}
         self._oversight: Oversight | None = None
+        self._hyperparameters: dict[str, Hyperparameters] = {}
         settings = described(mode, condition, self.correction)
         self._reports = Reports(sinks, heatmap_every, histograms, settings, self._warn)
         self._training_step: TrainingStep | None = None
@@ -182,6 +185,8 @@ class SpectralMonitor(Checkpointed):
         check_together(trainer, self)
         self._oversight = Oversight(self.mode, self.condition, self.correction, self._engine)
         show(rendered(role_rows(self._engine.anatomy)))
+        if self.mode != "observe" and (recipe := self._oversight.recipe):
+            tell(f"spectral monitor: {recipe}")
         if not trainer.loggers and trainer.is_global_zero:
             self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
 
@@ -296,6 +301,7 @@ class SpectralMonitor(Checkpointed):
         measurement = None if pending is None else pending.get()
         if measurement is not None and self._oversight is not None:
             measurement = self._oversight.see(measurement, warn_of_condition)
+            self._hyperparameters = self._oversight.settings
             self._measurements.append(measurement)
             self._reports.write(measurement)
 
@@ -318,7 +324,7 @@ class SpectralMonitor(Checkpointed):
         Raises:
             ValueError: nothing, or not enough, was measured.
         """
-        save_profile(self.measurements, path)
+        save_profile(self.measurements, path, self._hyperparameters)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the last table."""

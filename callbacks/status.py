@@ -1,4 +1,4 @@
-"""One item in Lightning's progress bar: whether all layers are in order, as of the latest measurement."""
+"""One item in Lightning's progress bar: whether all layers are healthy, as of the latest measurement."""
 
 from __future__ import annotations
 
@@ -7,32 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from spectral_monitor.condition.verdict import short
-from spectral_monitor.measurement import Measurement
-from spectral_monitor.reporting.panels import MATRICES
-from spectral_monitor.reporting.table import unjudged
-
 KEY = "spectral"
-
-
-def status(measurement: Measurement) -> str:
-    """The answer in a few words, with the worst layer.
-
-    Example:
-        >>> import torch
-        >>> from spectral_monitor import LayerInfo
-        >>> layers = (LayerInfo("head", "readout", 10, 64, (10, 64)),)
-        >>> status(Measurement(50, layers, {"update_natural": torch.tensor([0.1])}, {"violations": 0.0}))
-        'all 1 inside'
-    """
-    count = sum(info.role in MATRICES for info in measurement.layers)
-    if unjudged(measurement):
-        return "could not be judged"
-    if not measurement.verdicts:
-        return f"all {count} inside"
-    worst = measurement.verdicts[0]
-    arrow = "^" if worst.ratio > 1 else "v"
-    return f"{len(measurement.verdicts)} of {count} outside: {worst.layer} {arrow}{short(worst.ratio)}"
 
 
 class _Metrics:

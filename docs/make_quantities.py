@@ -65,7 +65,7 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 | `loss_change_predicted` | minus the sum of all contributions, every parameter with a gradient counted once: what the step should do to the loss to first order. Under gradient clipping it is the clipped gradient's, smaller by the clipping factor. |
 | `loss_change` | what the step did to the loss, on the same batch with the same randomness. Known where the replayed forward returns the loss (as nanoGPT's and Hugging Face's models do) or the training step itself is replayed. |
 | `contribution_spread` | largest over smallest contribution of the operators; 1 is perfect balance, NaN if one goes uphill. |
-| `final_layer_alignment` | `alignment` of the readout. |
+| `final_layer_alignment` | `alignment` of the readout, the smallest of several. |
 | `worst_layer_ratio` | the operator whose `update_natural` is furthest from the operators' median: by what factor, up or down. |
 | `violations` | layers that violate the spectral condition now: see [verdicts](verdicts.md). |
 | `skipped_updates` | measured steps so far in which the update was missing or something was NaN or inf. |
@@ -91,8 +91,13 @@ rather than by themselves:
 * **Operators** (Linear, convolutions, attention projections) map features to features. `*_natural` is
   `sqrt(fan_in / fan_out)` times the spectral norm: the largest RMS of an output over inputs of RMS 1. That this is of
   order 1 at every width, for the weight and for its update alike, is the spectral condition.
-* **The readout** is the operator whose output is the network's: what the model says it is
-  (`get_output_embeddings`), else the last operator registered. `roles={{"name": "readout"}}` overrides.
+* **A readout** is an operator whose output is the output of a trained network. Before the first measured step it is
+  guessed: what the model says it is (`get_output_embeddings`), a head registered before the layers it reads, else the
+  last operator registered, one for each network. The first measured step with features corrects the guess: a readout
+  is an operator whose output gets a gradient and is read by no other operator of its network. So each head of a trunk
+  is one, and so are the ends of a generator and of its discriminator, of an actor and of its critic. What nobody trains
+  (a frozen target, a running average) has none. Tier `"light"`, and `include` or `exclude`, keep the guess.
+  `roles={{"name": "readout"}}` overrides. Of several readouts `final_layer_alignment` is the smallest alignment.
 * **Embeddings** look rows up, so their `*_natural` is the largest RMS of a row; `*_norm` is the table's spectral norm.
 * **Fused matrices** (attention's `in_proj`, the gates of an LSTM, the query, key and value projections and gated layers
   of Hugging Face models, or what `blocks={{"*qkv": 3}}` names), grouped convolutions and experts held in one parameter
@@ -102,7 +107,11 @@ rather than by themselves:
   as the layer uses them; their contribution is that of the parameters they are computed from.
 * **Convolutions** are measured tap by tap, as matrices out x in: spectral norms of the taps are added up, an upper
   bound for the whole; the stable rank is the largest of a tap, alignments are means over taps. Rows of their features
-  are the channel vectors of every position.
+  are the channel vectors of every position. A convolution that reads each input once (stride = kernel, no padding,
+  dilation or groups: a patch embedding) is one matrix out x (in * taps), and its input rows are the patches.
+* **Modules that look like `nn.Linear`** (a 2-D weight, at most a bias, and numbers such as `in_channels` and
+  `out_channels` that are its sides) are operators. The first call must show that their outputs are their inputs times
+  the weight; otherwise their features are NaN and say so.
 * **Tied weights** are listed under each of their names; their contribution is counted once, at the first.
 
 ## Angles in residual networks

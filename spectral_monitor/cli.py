@@ -52,9 +52,11 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "show",
         "print the table of the last measurement",
-        "Print one row for each layer: first those that violate the spectral condition, with what to do.",
-        "examples:\n  spectral-monitor show lightning_logs\n  spectral-monitor show lightning_logs --step 500",
+        "Print what is off and what to do, then how all other layers compare. In a deep network layers that\n"
+        "say little by themselves share a row.",
+        "examples:\n  spectral-monitor show lightning_logs\n  spectral-monitor show lightning_logs --step 500 --all",
     )
+    show.add_argument("--all", action="store_true", help="a row for every layer")
     show.add_argument("--step", type=int, metavar="N", help="the measurement of this optimizer step, not the last")
     show.set_defaults(run=_show)
 
@@ -63,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         "write a page of pictures and tables",
         "Write one HTML file about the whole run that opens in any browser, without a network:\n"
-        "which layers violate the spectral condition, pictures of layer by step, curves. Needs plotly.",
+        "what is off and what to do, pictures of layer by step, curves. Needs plotly.",
         "example:\n  spectral-monitor report lightning_logs/version_0 -o report.html",
     )
     report.add_argument(
@@ -109,7 +111,7 @@ def _show(args: argparse.Namespace) -> None:
             f"step {args.step} was not measured; {len(steps)} steps were, from {steps[0]} to {steps[-1]}, "
             f"nearest {nearest}"
         )
-    print(rendered(measurement_rows(found[-1])))
+    print(rendered(measurement_rows(found[-1], folded=not args.all)))
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +13,24 @@ if TYPE_CHECKING:
 
 LOST = "a gradient arrives, but nothing of it is left in the update"
 """The reason that goes with a contribution of exactly 0 where no layer is dead."""
+
+
+HEALTHY, OFF, NOT_JUDGED = "healthy", "off", "not judged"
+
+
+class LayerState(NamedTuple):
+    """The state of one layer at one measurement.
+
+    Attributes:
+        state: ``"healthy"``, ``"off"`` or ``"not judged"``.
+        reason: why it is off or not judged, in a few words; empty for healthy layers.
+    """
+
+    state: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.reason}" if self.reason else self.state
 
 
 @dataclass(frozen=True)
@@ -47,7 +65,8 @@ class Measurement:
         layers: L rows.
         values: quantity -> (L,) float32 CPU tensor, NaN where it does not apply or could not be had.
         summary: values of the whole network.
-        verdicts: layers that violate the spectral condition, the worst first; empty until something judges.
+        verdicts: what is off, roots first, the worst first; empty until something judges.
+        states: every matrix -> its :class:`LayerState`; empty until something judges.
         flags: every layer that ever did -> 1 if it does now, 0 if not.
         bands: quantity -> (L, 3): the lowest and the highest value that are in order, and the reference between them,
             NaN where a layer is held against nothing; only of what was judged.
@@ -64,6 +83,12 @@ class Measurement:
     reasons: dict[str, str] = field(default_factory=dict)
     flags: dict[str, float] = field(default_factory=dict)
     bands: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, LayerState] = field(default_factory=dict)
+
+    @property
+    def roots(self) -> tuple[Verdict, ...]:
+        """Verdicts that name a cause; the others follow from them."""
+        return tuple(verdict for verdict in self.verdicts if verdict.is_root)
 
     def value(self, quantity: str, layer: str) -> float:
         """One number, NaN where it does not apply.
@@ -114,11 +139,15 @@ class Measurement:
         flat |= {f"{prefix}/summary/{key}": value for key, value in self.summary.items() if math.isfinite(value)}
         return flat | {f"{prefix}/violation/{layer}": value for layer, value in self.flags.items()}
 
-    def table(self) -> str:
-        """The measurement as text, one row per matrix."""
+    def table(self, *, folded: bool = True) -> str:
+        """Return the measurement as text: what is off first, healthy layers of deep networks in one line.
+
+        Args:
+            folded: ``False`` for a row for every matrix.
+        """
         from spectral_monitor.reporting.table import measurement_table
 
-        return measurement_table(self)
+        return measurement_table(self, folded)
 
     def __repr__(self) -> str:
         return f"Measurement(step={self.step}, layers={len(self.layers)}, quantities={len(self.values)})"

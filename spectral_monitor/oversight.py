@@ -12,10 +12,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from spectral_monitor.condition import Judge, SpectralCondition, Verdict, bands
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
+from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Change, Corrector, LRCorrection, rescale, starting_norm
 from spectral_monitor.engine import Engine
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import resolve
+from spectral_monitor.reporting.headline import announcement
 from spectral_monitor.warnings import Warner
 
 Mode = Literal["observe", "warn", "correct"]
@@ -25,7 +28,11 @@ BEGINNING = frozenset({"weight_natural", "drift_ratio"})
 
 
 class Oversight:
-    """Judges every measurement of an engine and corrects its optimizers' learning rates, if it is told how."""
+    """Judges every measurement of an engine and corrects its optimizers' learning rates, if it is told how.
+
+    Attributes:
+        settings: layer -> its optimizer's settings at the latest measurement.
+    """
 
     def __init__(
         self, mode: Mode, condition: SpectralCondition, correction: LRCorrection | None, engine: Engine
@@ -34,10 +41,11 @@ class Oversight:
         self._engine = engine
         self._warn = Warner()
         optimizers = engine.optimizers.optimizers
-        kinds = sorted({kind.__name__ for optimizer in optimizers for kind in type(optimizer).__mro__})
         tied = {layer.info.name: layer.tied_to for layer in engine.layers if layer.tied_to}
-        condition.check(layer.info for layer in engine.layers)
-        self._judge = Judge(condition, kinds, tied)
+        self._profile_lacks = "" if condition.profile is None else condition.profile.lacks
+        condition.check((layer.info for layer in engine.layers), hyperparameters(engine.layers, optimizers))
+        self._judge = Judge(condition, tied)
+        self.settings: dict[str, Hyperparameters] = {}
         self._flagged: set[str] = set()
         self._unheeded: Measurement | None = None
         self._corrector = None
@@ -47,6 +55,13 @@ class Oversight:
             engine.multipliers = self._corrector.by_layer()
             if condition.reference == "balance":  # a profile, or the theory, has a reference for every layer
                 self._expected = self._corrector.expected
+
+    @property
+    def recipe(self) -> str:
+        """The kind of recipe that the optimizers' settings follow, in a sentence; empty where they do not tell."""
+        layers = self._engine.layers
+        settings = hyperparameters(layers, self._engine.optimizers.optimizers)
+        return describe((layer.info for layer in layers), settings)
 
     @property
     def multipliers(self) -> dict[str, float]:
@@ -128,10 +143,17 @@ class Oversight:
             warn: is told of a layer that begins to violate the condition.
         """
         try:
-            measurement = self._judged(measurement, warn)
+            measurement = self._judged(measurement)
             self._unheeded = measurement
         except Exception as error:
             self._warn(f"a measurement was not judged ({type(error).__name__}: {error})", error)
+            return measurement
+        if not self._silent:  # out here, for whoever makes errors of warnings means it
+            if self._profile_lacks:
+                warn(self._profile_lacks)
+                self._profile_lacks = ""
+            for verdict in self._judge.began:
+                warn(announcement(verdict, measurement))
         return measurement
 
     def heed(self, tell: Callable[[str], None] = lambda text: None) -> None:
@@ -154,20 +176,23 @@ class Oversight:
         except Exception as error:
             self._warn(f"learning rates were not corrected ({type(error).__name__}: {error})", error)
 
-    def _judged(self, measurement: Measurement, warn: Callable[[str], None]) -> Measurement:
+    def _judged(self, measurement: Measurement) -> Measurement:
         verdicts = self._verdicts(measurement)
-        now = {verdict.layer for verdict in verdicts}
+        now = {name for verdict in verdicts for name in verdict.layers}
         self._flagged |= now
-        if not self._silent:
-            for verdict in self._judge.began:
-                warn(f"spectral condition, step {measurement.step}: {verdict}")
-        summary = {**measurement.summary, "violations": float(len(verdicts))}
-        flags = {layer: float(layer in now) for layer in sorted(self._flagged)}
-        return replace(measurement, summary=summary, verdicts=verdicts, flags=flags, bands=self._bands(measurement))
+        return replace(
+            measurement,
+            summary={**measurement.summary, "violations": float(sum(verdict.is_root for verdict in verdicts))},
+            verdicts=verdicts,
+            flags={layer: float(layer in now) for layer in sorted(self._flagged)},
+            bands=self._bands(measurement),
+            states=self._judge.states,
+        )
 
     def _verdicts(self, measurement: Measurement) -> tuple[Verdict, ...]:
         """What a correction makes larger on purpose is held against others by what it would be without."""
         expected, key = self._expected, "update_natural"
+        self.settings = settings = hyperparameters(self._engine.layers, self._engine.optimizers.optimizers)
         values = dict(measurement.values)
         if key in values:
             values[key] = values[key] / torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers])
@@ -175,7 +200,7 @@ class Oversight:
             replace(v, value=v.value * share, band=(v.band[0] * share, v.band[1] * share))
             if (share := expected.get(v.layer, 1.0)) != 1.0 and v.quantity == key
             else v
-            for v in self._judge.judge(replace(measurement, values=values))
+            for v in self._judge.judge(replace(measurement, values=values), settings)
         )
 
     def _bands(self, measurement: Measurement) -> dict[str, torch.Tensor]:
@@ -253,6 +278,8 @@ def described(mode: str, condition: SpectralCondition, correction: LRCorrection 
         "condition/band_high": high,
         "condition/persistence": condition.persistence,
         "condition/hysteresis": condition.hysteresis,
+        "condition/expected": ", ".join(f"{pattern} x{factor:g}" for pattern, factor in condition.expected.items()),
+        "condition/ignore": ", ".join(condition.ignore),
     }
     if correction is not None:
         settings |= {f"correction/{f.name}": getattr(correction, f.name) for f in fields(correction) if f.init}

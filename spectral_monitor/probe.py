@@ -22,7 +22,7 @@ from spectral_monitor.engine.pending import Pending
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, with_needed
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
-from spectral_monitor.warnings import SpectralConditionWarning, SpectralMonitorWarning
+from spectral_monitor.warnings import SpectralMonitorWarning, announce
 
 
 class SpectralProbe:
@@ -175,7 +175,7 @@ class SpectralProbe:
         Raises:
             ValueError: nothing, or not enough, was measured.
         """
-        save_profile(self.measurements, path)
+        save_profile(self.measurements, path, self._oversight.settings)
 
     def role_table(self) -> str:
         """Which layers are measured and how, and which are not and why, as text."""
@@ -225,7 +225,7 @@ class SpectralProbe:
         pending, self._pending = self._pending, None
         measurement = None if pending is None else pending.get()
         if measurement is not None:
-            measurement = self._oversight.see(measurement, _warn_of_condition)
+            measurement = self._oversight.see(measurement, announce)
             self._measurements.append(measurement)
             self._sinks.write(measurement)
 
@@ -263,7 +263,3 @@ class SpectralProbe:
 
     def __repr__(self) -> str:
         return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"
-
-
-def _warn_of_condition(text: str) -> None:
-    warnings.warn(text, SpectralConditionWarning, stacklevel=6)

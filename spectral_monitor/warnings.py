@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from textwrap import fill
+from threading import Lock
+
+LINE = 79
+"""Characters of a line of a verdict on the console."""
+_formatting = Lock()
 
 
 class SpectralMonitorWarning(UserWarning):
@@ -10,7 +16,41 @@ class SpectralMonitorWarning(UserWarning):
 
 
 class SpectralConditionWarning(UserWarning):
-    """A layer has begun to violate the spectral condition."""
+    """A layer, or the whole network, has begun to be off."""
+
+
+def announce(text: str) -> None:
+    """Warn of a verdict that begins, in lines that fit a console.
+
+    It is a warning like any other: it can be an error, be caught, or be silenced. Only where it is printed, its text
+    stands alone: the file and the line of source that Python adds to a warning are ours and say nothing to users.
+    """
+    with _formatting:
+        before = warnings.formatwarning
+
+        def formatted(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+        ) -> str:
+            if issubclass(category, SpectralConditionWarning):
+                return f"\n{wrapped(str(message))}\n"
+            return before(message, category, filename, lineno, line)
+
+        warnings.formatwarning = formatted
+        try:
+            warnings.warn(text, SpectralConditionWarning, stacklevel=2)
+        finally:
+            warnings.formatwarning = before
+
+
+def wrapped(text: str) -> str:
+    """Return a verdict in lines of a console, marked at its beginning.
+
+    Example:
+        >>> print(wrapped("step 15: head: its learning rate is 0.1, that of the other layers is 0.001: use 0.001"))
+        ! step 15: head: its learning rate is 0.1, that of the other layers is 0.001:
+          use 0.001
+    """
+    return fill(text, LINE, initial_indent="! ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 class Warner:

@@ -67,6 +67,20 @@ def test_show_a_step(run, capsys):
     assert capsys.readouterr().out == measured(20, factor=20).table() + "\n"
 
 
+def test_show_all_folds_nothing(tmp_path, capsys):
+    names = [f"blocks.{k}.mlp" for k in range(40)]
+    layers = tuple(LayerInfo(name, "operator", 64, 64, (64, 64)) for name in names)
+    logged(tmp_path / FILE, measured(10, layers=layers))
+    assert main(["show", str(tmp_path)]) == 0
+    folded = capsys.readouterr().out
+    assert "+34 healthy" in folded
+    assert names[20] not in folded
+    assert main(["show", str(tmp_path), "--all"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name} " in out for name in names)
+    assert "healthy" not in out.split("\n", 1)[1]
+
+
 def test_a_step_that_was_not_measured(run, capsys):
     err = fails(["show", run, "--step", "22"], capsys)
     assert "step 22 was not measured; 3 steps were, from 10 to 30, nearest 20 and 30" in err
@@ -139,7 +153,7 @@ BROKEN = {
     "layers only": header,
     "cut short in the layers": lambda run: header(run)[:-20],
     "cut short in the first measurement": lambda run: (run / FILE).read_bytes()[: len(header(run)) + 50],
-    "another version": lambda run: header(run).replace(b'"version":1', b'"version":99') + b"{}\n",
+    "another version": lambda run: header(run).replace(b'"version":2', b'"version":99') + b"{}\n",
     "a line torn in the middle": lambda run: (run / FILE).read_bytes().replace(b"\n", b'\n{"step":1,\n', 1),
     "too few values": lambda run: (run / FILE).read_bytes().replace(b'"values":{"', b'"values":{"x":[1],"'),
 }
@@ -171,7 +185,7 @@ def test_report_writes_a_page(run, tmp_path, capsys):
     assert out == f"wrote {target} ({size:.1f} MB); open it in a browser\n"
     assert err == ""
     page = target.read_text(encoding="utf-8")
-    assert "1 of 3 layers is outside the spectral condition" in page
+    assert "1 of 3 layers off: first; 2 healthy" in page
     assert str(tmp_path) not in page
 
 

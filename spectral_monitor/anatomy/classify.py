@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from spectral_monitor.anatomy.experts import experts_layout, is_experts_bias
 from spectral_monitor.anatomy.fused import ATTENTION, is_a, split_of
 from spectral_monitor.anatomy.layout import Kind, Layout
+from spectral_monitor.anatomy.lookalike import linear_layout
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONV_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -31,6 +32,7 @@ class Guess:
         module: whose calls give features.
         bare: a parameter whose use is not known; a role the user gives it does not turn it around.
         unfit: no role makes it measurable.
+        doubted: whether the first call has to show that the module works as its weight says.
     """
 
     suffix: str
@@ -43,6 +45,7 @@ class Guess:
     reason: str = ""
     bare: bool = False
     unfit: bool = False
+    doubted: bool = False
 
 
 Place = tuple[nn.Module, str]
@@ -121,6 +124,9 @@ def _known_module(module: nn.Module, shape: tuple[int, ...]) -> Guess | None:
         kind: Kind = "conv" if isinstance(module, _CONV) else "conv_transposed"
         layout = Layout(kind, shape, blocks=module.groups, groups=module.groups)
         note = f"{layout.taps} taps, norms added up" if layout.taps > 1 else ""
+        if layout.taps > 1 and _reads_patches(module):
+            note = f"patches of {layout.taps} taps, one matrix"
+            layout = Layout("patches", shape)
         return Guess("", "operator", layout, module, channels_first=True, no_features="", note=note)
     if isinstance(module, nn.Linear) and len(shape) == 2:
         if is_a(module, "NonDynamicallyQuantizableLinear"):
@@ -130,7 +136,19 @@ def _known_module(module: nn.Module, shape: tuple[int, ...]) -> Guess | None:
     # Hugging Face's Conv1D, a Linear with a transposed weight; known by name so that transformers is not imported.
     if is_a(module, "Conv1D") and hasattr(module, "nf") and len(shape) == 2:
         return Guess("", "operator", Layout("transposed", shape), module, no_features="")
-    return None
+    alike = linear_layout(module, shape)
+    return None if alike is None else Guess("", "operator", alike, module, no_features="", doubted=True)
+
+
+def _reads_patches(module: nn.Module) -> bool:
+    """Return whether a convolution reads each input once, so that it is one matrix that maps patches to outputs."""
+    return (
+        isinstance(module, _CONV)
+        and module.stride == module.kernel_size
+        and set(module.dilation) == {1}
+        and (module.padding == "valid" or set(module.padding) == {0})
+        and module.groups == 1
+    )
 
 
 def _known_key(module: nn.Module, key: str, shape: tuple[int, ...]) -> Guess | None:

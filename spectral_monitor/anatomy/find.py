@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from spectral_monitor.anatomy.classify import Guess, Place, classify
 from spectral_monitor.anatomy.computed import computed_weights
 from spectral_monitor.anatomy.layout import Layout
 from spectral_monitor.anatomy.names import check_patterns, join, matches, named_modules, places
+from spectral_monitor.anatomy.readout import Operator, guess_readouts
 from spectral_monitor.functional.norms import ROLES
 from spectral_monitor.measurement import LayerInfo
 from spectral_monitor.snapshot.local import is_distributed
@@ -35,6 +36,8 @@ class Layer:
         tied_to: the layer that already counts these very parameters, empty if none.
         note: what a reader of the role table should know.
         compute: makes the weight of the sources; ``None`` where it is the one there is.
+        given: whether the user gave the role.
+        doubted: whether the first call has to show that the module works as its weight says.
     """
 
     info: LayerInfo
@@ -46,6 +49,8 @@ class Layer:
     tied_to: str
     note: str
     compute: Callable[[], Tensor] | None = None
+    given: bool = False
+    doubted: bool = False
 
     @torch.no_grad()
     def weight(self) -> Tensor:
@@ -56,6 +61,11 @@ class Layer:
     def is_matrix(self) -> bool:
         """Whether spectral quantities mean something here."""
         return self.info.role != "vector"
+
+    def placed(self, role: str, why: str = "") -> Layer:
+        """Return the layer as an operator or a readout, with a note that says why."""
+        notes = [note for note in self.note.split("; ") if not note.startswith("readout")]
+        return replace(self, info=replace(self.info, role=role), note=join_notes(why, *notes))
 
 
 @dataclass(frozen=True)
@@ -74,10 +84,12 @@ class Anatomy:
     Attributes:
         layers: in registration order.
         unmeasured: every other parameter, with the reason.
+        whole: whether every operator whose module is called is measured.
     """
 
     layers: tuple[Layer, ...]
     unmeasured: tuple[Unmeasured, ...]
+    whole: bool = True
 
     @property
     def infos(self) -> tuple[LayerInfo, ...]:
@@ -99,6 +111,7 @@ def dissect(
     roles: Mapping[str, str] | None = None,
     blocks: Mapping[str, int] | None = None,
     shapes: Mapping[int, tuple[int, ...]] | None = None,
+    optimized: Sequence[Collection[int]] = (),
 ) -> Anatomy:
     """Find every parameter of ``root`` and say how it is measured.
 
@@ -110,6 +123,7 @@ def dissect(
             pattern that matches overrides the guess.
         blocks: pattern -> number of matrices stacked along the output, such as 3 for fused query, key and value.
         shapes: id of a parameter -> shape of the whole of it, where this process has only a stretch of its entries.
+        optimized: ids of the parameters of each optimizer, which tell networks apart and say what nobody trains.
 
     Raises:
         ValueError: a pattern that matches nothing, an unknown role, a role or a number of blocks that does not
@@ -141,7 +155,7 @@ def dissect(
     check_patterns("exclude", exclude or (), owners)
 
     chosen = {name: next((role for pattern, role in roles.items() if matches([pattern], name)), "") for name in names}
-    readout = ("", "") if "readout" in chosen.values() else _guess_readout(root, found)
+    readouts = {} if "readout" in chosen.values() else guess_readouts(root, _operators(found), optimized)
     layers: list[Layer] = []
     unmeasured: list[Unmeasured] = []
     counted: dict[int, str] = {}
@@ -164,8 +178,8 @@ def dissect(
             raise ValueError(f"roles: {name!r} cannot be {role!r}: {guess.reason}; choose ignore")
         if count is not None and guess.layout is not None and not (guess.bare or guess.layout.taps > 1):
             guess = replace(guess, note="")  # which says how it was to be split
-        if name == readout[0] and not role:
-            guess = replace(guess, role="readout", note=join_notes(readout[1], guess.note))
+        if name in readouts and not role:
+            guess = replace(guess, role="readout", note=join_notes(readouts[name], guess.note))
         ties = [counted.get(id(source), "") for source in item.sources]
         layers.append(_layer(replace(item, guess=guess), role, count, ties[0] if all(ties) else ""))
         for source in item.sources:
@@ -174,7 +188,8 @@ def dissect(
         reasons = Counter(item.reason for item in unmeasured) or {"no parameters": 0}
         listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
         raise ValueError(f"nothing to measure in {type(root).__name__}: {listed}")
-    return Anatomy(tuple(layers), tuple(unmeasured))
+    measured = {layer.info.name for layer in layers}
+    return Anatomy(tuple(layers), tuple(unmeasured), all(o.name in measured for o in _operators(found)))
 
 
 @dataclass(frozen=True)
@@ -244,20 +259,19 @@ def _weight(
     return _Found(owner, join(owner, guess.suffix) or key, known, sources, guess, compute)
 
 
-def _guess_readout(root: nn.Module, found: list[_Found]) -> tuple[str, str]:
-    """Name of the layer whose output is the network's, and a note.
-
-    It is what the model says it is, else the last operator that was registered.
-    """
-    for _, module in named_modules(root):
-        says = getattr(module, "get_output_embeddings", None)
-        head = says() if callable(says) else None
-        if isinstance(head, nn.Module):
-            for item in found:
-                if item.guess.module is head:
-                    return item.name, ""
-    operators = [item.name for item in found if item.guess.role == "operator" and item.guess.module is not None]
-    return (operators[-1], "readout by its place: the last operator registered") if operators else ("", "")
+def _operators(found: Sequence[_Found]) -> list[Operator]:
+    """Return the operators whose modules are called."""
+    return [
+        Operator(
+            item.name,
+            item.guess.module,
+            item.guess.layout,
+            frozenset(map(id, item.sources)),
+            any(source.requires_grad for source in item.sources),
+        )
+        for item in found
+        if item.guess.role == "operator" and item.guess.module is not None and item.guess.layout is not None
+    ]
 
 
 def join_notes(*notes: str) -> str:
@@ -266,7 +280,7 @@ def join_notes(*notes: str) -> str:
 
 
 def _layer(item: _Found, role: str, count: int | None, tied_to: str) -> Layer:
-    name, shape, guess = item.name, item.shape, item.guess
+    name, shape, guess, given = item.name, item.shape, item.guess, bool(role)
     layout = _cast(name, shape, guess, role)
     if role and guess.bare:  # the guess does not hold, nor what its note says
         guess = replace(guess, note="bare parameter")
@@ -295,6 +309,8 @@ def _layer(item: _Found, role: str, count: int | None, tied_to: str) -> Layer:
         tied_to=tied_to,
         note=note,
         compute=item.compute,
+        given=given,
+        doubted=guess.doubted,
     )
 
 
@@ -308,7 +324,7 @@ def _cast(name: str, shape: tuple[int, ...], guess: Guess, role: str) -> Layout:
     if guess.bare:
         return layout
     if role == "embedding" and guess.role != "embedding":
-        if layout.kind.startswith("conv") or layout.blocks > 1:
+        if guess.channels_first or layout.blocks > 1:
             raise ValueError(f"roles: {name!r} of shape {shape} cannot be 'embedding': it is not a table (tokens, d)")
         return Layout("linear" if layout.kind == "transposed" else "transposed", shape)
     if role in ("operator", "readout") and guess.role == "embedding":

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-Kind = Literal["linear", "transposed", "experts", "experts_transposed", "conv", "conv_transposed", "vector"]
+Kind = Literal["linear", "transposed", "experts", "experts_transposed", "conv", "patches", "conv_transposed", "vector"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Layout:
     Attributes:
         kind: ``"linear"`` (out, in); ``"transposed"`` (in, out); ``"experts"`` (groups, out, in);
             ``"experts_transposed"`` (groups, in, out); ``"conv"`` (out, in / groups, *taps);
+            ``"patches"`` (out, in, *taps), a convolution whose inputs do not overlap: one matrix (out, in * taps);
             ``"conv_transposed"`` (in, out / groups, *taps); ``"vector"``: any shape, one column.
         shape: the parameter's shape, leading dimensions of 1 left out.
         blocks: matrices stacked along the output (a grouped convolution's groups and experts are blocks too).
@@ -70,6 +71,8 @@ class Layout:
         """Inputs of one block."""
         if self.kind == "vector":
             return 1
+        if self.kind == "patches":
+            return _product(self.shape[1:])
         if self.kind == "conv_transposed":
             return self.shape[0] // self.groups
         if self.kind.startswith("experts"):
@@ -78,7 +81,7 @@ class Layout:
 
     @property
     def taps(self) -> int:
-        """Spatial positions of a convolution kernel, each a matrix of its own."""
+        """Spatial positions of a convolution kernel that are a matrix each."""
         return _product(self.shape[2:]) if self.kind.startswith("conv") else 1
 
     def stack(self, parameter: Tensor) -> Tensor:
@@ -98,6 +101,8 @@ class Layout:
         if self.kind == "conv":
             return _split(parameter.flatten(2).permute(2, 0, 1), 1, self.blocks)
         outputs = parameter.mT if self.kind.endswith("transposed") else parameter
+        if self.kind == "patches":
+            outputs = parameter.flatten(1)
         turns = _split(outputs.reshape(self.groups, -1, self.fan_in), 1, self.repeats)  # (groups, repeats, out, in)
         if not self.sizes:
             by_block = _split(turns, 2, self.blocks // self.groups).transpose(1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class Call:
         split_in: whether the input's rows are shared out among processes with the same batch.
         split_out: whether the output's are.
         checked: what is only read off it where assumptions are checked.
+        node: where the output is in the graph, if that is asked for.
+        place: how many calls of other layers and of this one came before.
     """
 
     h_in: Kept | None
@@ -55,6 +58,8 @@ class Call:
     split_in: bool = False
     split_out: bool = False
     checked: Checked | None = None
+    node: Any = None
+    place: int = 0
 
     def gradient(self) -> Tensor | None:
         """Of the output, if it arrived exactly once and nobody has overwritten it."""

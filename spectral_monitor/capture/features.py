@@ -17,9 +17,10 @@ from spectral_monitor.capture.calls import Call
 from spectral_monitor.capture.checks import Checks
 from spectral_monitor.capture.comparison import CallRows, Outputs, first_outputs
 from spectral_monitor.capture.hooks import Hook, ancestors, in_backward, in_transform
+from spectral_monitor.capture.linear import is_linear
 from spectral_monitor.capture.marks import Marks, marks
 from spectral_monitor.capture.replay import RootCall
-from spectral_monitor.capture.rows import Kept, RowPicker, count_rows, first_tensor, rows_of, sample_size
+from spectral_monitor.capture.rows import Kept, RowPicker, count_rows, first_tensor, patches_of, rows_of, sample_size
 from spectral_monitor.capture.samples import Portion
 from spectral_monitor.functional.kernels import length
 from spectral_monitor.snapshot.local import local_part
@@ -47,11 +48,14 @@ class FeatureCapture:
         backward_open: whether gradients that arrive now are those of the step's backward pass.
         settled: layers whose step is done; later calls are none of theirs.
         hidden: layers that were called inside a transform of ``torch.func``, where features cannot be seen.
+        unfit: layers whose outputs are not their inputs times their weight, seen at a first call.
         redirected: whether the first outermost call of the model is none of its own, but the way in which the training
             step is run inside a wrapper's forward.
         weights: marks of the watched parameters at the end of the last forward, see :func:`marks`.
         checks: what else looks at calls and gradients, if anything does.
         watch_losses: whether gradients of the losses that outermost calls return are waited for.
+        traced: whether it is recorded where outputs are in the graph.
+        backward_pass: id of the last backward pass in which a gradient arrived.
     """
 
     def __init__(
@@ -73,11 +77,14 @@ class FeatureCapture:
         self._handles: list[RemovableHandle] = []
         self.checks: Checks | None = None
         self.watch_losses = False
+        self.traced = False
         self._replayed: tuple[Watcher, ...] = ()
         self._foresight: Foresight = nothing
         self._ranked = self._apart = False
         self._lasting: set[int] = set()
         self._overwritten: set[int] = set()
+        self._doubted = {i for i, layer in self.layers.items() if layer.doubted}
+        self.unfit: set[int] = set()
         self._model = model
         self.redirected = False
         self._reset()
@@ -91,12 +98,13 @@ class FeatureCapture:
         self.settled: set[int] = set()
         self.hidden: set[int] = set()
         self.weights: Marks = {}
+        self.backward_pass = -1
         self._backward_seen = False
         self._waiting: set[int] = set()
         if self.checks is not None:
             self.checks.forget()
         self._shares: dict[int, float] = {}
-        self._depth = 0
+        self._depth = self._count = 0
         self._way_in = self.redirected
         self._way_out = False
         self._root: RootCall | None = None
@@ -214,6 +222,11 @@ class FeatureCapture:
                 return
             layer = self.layers[i]
             given = first_tensor(args) if args else first_tensor(kwargs)
+            if i in self._doubted and not self._replayed:
+                self._doubted.discard(i)
+                self.unfit |= set() if is_linear(layer, module, given, whole) else {i}
+            if i in self.unfit:
+                return
             if self._replayed:
                 for watcher in self._replayed:
                     watcher.add(i, given, whole, layer)
@@ -222,8 +235,7 @@ class FeatureCapture:
             spatial = len(layer.info.shape) - 2
             count = count_rows(out, layer.channels_first, spatial)
             index = self._chosen(i, count, out.device)
-            pick = partial(rows_of, channels_first=layer.channels_first, spatial=spatial)
-            h_out = pick(out, index=index)
+            h_out = rows_of(out, layer.channels_first, spatial, index)
             compared = self._compared((i, len(self.calls.get(i, ()))), count, len(h_out), out.device)
             copy = i not in self._lasting and h_out.data_ptr() == out.data_ptr() and compared is None
             kept = Kept(h_out[:compared].clone() if copy or compared is not None else h_out)
@@ -231,17 +243,23 @@ class FeatureCapture:
             eps, norm = torch.finfo(out.dtype).eps, length(h_out) * math.sqrt(count / max(len(h_out), 1))
             call = Call(None, kept, len(h_out), eps, index, self._root, h_out.shape[1], count, norm, original)
             call.compared = compared
+            if self.traced:
+                call.node, call.place = whole.grad_fn, self._count
+                self._count += 1
             x = None if given is None else local_part(given)
             if given is not None and x is not None and not layer.channels_first:
                 asked = given.numel() if layer.info.role == "embedding" else count_rows(given, False, 0)
                 call.split_in = x.numel() < given.numel() and x.shape[-1] == given.shape[-1]
                 call.split_out = count < asked
             if given is not None and x is not None and x.is_floating_point() and layer.info.role != "embedding":
-                rows = count_rows(x, layer.channels_first, spatial)
+                channels = layer.channels_first
+                if layer.layout.kind == "patches":
+                    x, channels = patches_of(x, layer.layout.shape[2:]), False
+                rows = count_rows(x, channels, spatial)
                 call.inputs = rows
                 first = self.calls[i][0].inputs if i in self.calls else rows
                 sample = self._chosen_inputs(first, rows, x.numel() // max(rows, 1), x.device)
-                call.h_in = Kept.of(given, pick(x, index=sample))
+                call.h_in = Kept.of(given, rows_of(x, channels, spatial, sample))
             self.calls.setdefault(i, []).append(call)
             self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:
@@ -294,6 +312,7 @@ class FeatureCapture:
         if not self.backward_open:
             return
         self._backward_seen = True
+        self.backward_pass = torch._C._current_graph_task_id()
         layer = self.layers[i]
         with self._harmless(f"the backward pass of {layer.info.name}"):
             call.b_count += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,22 @@ def rows_of(x: Tensor, channels_first: bool, spatial: int, index: Tensor | None 
         rows = x.reshape(-1, x.shape[-1])
         return rows if index is None else rows.index_select(0, index)
     return x[torch.unravel_index(index, x.shape[:-1])]
+
+
+def patches_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
+    """Return the patches (..., *positions, in * taps) that a convolution with stride = kernel reads.
+
+    Args:
+        x: (batch, in, *sizes), or without batch dimension; what does not fill a patch at the end is not read.
+        kernel: sides of a patch.
+    """
+    spatial = len(kernel)
+    for k, side in enumerate(kernel):  # (..., in, n_1, k_1, n_2, k_2, ...)
+        dim = x.ndim - (spatial - k)
+        x = x.narrow(dim, 0, x.shape[dim] // side * side).unflatten(dim, (-1, side))
+    first = x.ndim - 2 * spatial
+    positions, taps = range(first, x.ndim, 2), range(first + 1, x.ndim, 2)
+    return x.permute(*range(first - 1), *positions, first - 1, *taps).flatten(-spatial - 1)
 
 
 class Kept:

@@ -9,6 +9,17 @@ from spectral_monitor.condition.causes import CAUSES
 from spectral_monitor.condition.judge import Judge
 from spectral_monitor.condition.profile import Profile, load_profile, save_profile
 from spectral_monitor.condition.settings import SpectralCondition
-from spectral_monitor.condition.verdict import Verdict
+from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 
-__all__ = ["CAUSES", "Judge", "Profile", "SpectralCondition", "Verdict", "bands", "load_profile", "save_profile"]
+__all__ = [
+    "CAUSES",
+    "NETWORK",
+    "Judge",
+    "Profile",
+    "Remedy",
+    "SpectralCondition",
+    "Verdict",
+    "bands",
+    "load_profile",
+    "save_profile",
+]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from spectral_monitor.condition.checks import Finding
+from spectral_monitor.condition.findings import Finding
 
 _SHOWN = ("exploding", "embedding", "weights", "reference")
 """Checks of which the limits are shown; where two look at the same value, those of the later one."""

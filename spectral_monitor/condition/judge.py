@@ -1,21 +1,39 @@
-"""Who is outside the condition, since when: findings that last become verdicts, and lift when they are over."""
+"""Who is off, since when: evidence adds up over measurements, becomes verdicts, and lifts when it is over."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from spectral_monitor.condition.causes import cause
-from spectral_monitor.condition.checks import Finding, findings
-from spectral_monitor.condition.network import Network, columns
+from spectral_monitor.condition.causes import Told, cause
+from spectral_monitor.condition.findings import Finding, findings
+from spectral_monitor.condition.network import Network, Row, columns
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
+from spectral_monitor.condition.roots import Case, verdicts
 from spectral_monitor.condition.settings import SpectralCondition
 from spectral_monitor.condition.startup import StartUp
-from spectral_monitor.condition.verdict import Verdict
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
+from spectral_monitor.condition.whole import Whole, why_still
+from spectral_monitor.condition.width import THRESHOLD, WINDOW, WidthComparison, compare_widths, find_width
+from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
 
-VERSION = 3
+VERSION = 4
 """Of the saved state."""
+MOST = 3.0
+"""Evidence is not kept beyond this, so that what is healthy again is soon said to be."""
+NAMED_BY = {
+    "rate": "rates",
+    "reference": "updates",
+    "embedding": "embeddings",
+    "grown": "exploding",
+    "sgd_rule": "rates",
+    "ntk": "rates",
+    "features_vanish": "features",
+    "features_grow": "rates_too_large",
+}
+"""Check -> its name in ``SpectralCondition(ignore=[...])``, where that is another one."""
 
 
 @dataclass
@@ -25,6 +43,7 @@ class _Record:
     Attributes:
         quantity: what it is read off; a measurement without that says nothing of it.
         since: step at which it was first seen outside.
+        evidence: for a verdict, added up.
         outside: measurements it was seen outside since then.
         flagged: whether that makes a verdict.
         missing: measurements in a row without a value.
@@ -32,6 +51,7 @@ class _Record:
 
     quantity: str
     since: int
+    evidence: float = 0.0
     outside: int = 0
     flagged: bool = False
     missing: int = 0
@@ -45,73 +65,86 @@ class Judge:
 
     Args:
         condition: what layers are held against.
-        optimizers: class names of the optimizers, base classes included or not; they tell causes apart.
-        tied: layer -> the layer that already counts the same parameters. Neither is compared with others.
+        tied: layer -> the layer that already counts the same parameters.
 
     Attributes:
-        began: verdicts on layers that were in order at the measurement before; warn of these.
-        ended: names of layers that are in order again.
+        began: roots that were none at the measurement before; warn of these.
+        ended: names of layers that are healthy again.
         findings: what was looked at in the latest measurement.
+        states: every matrix -> its state at the latest measurement.
 
     Example:
         >>> import torch
         >>> from spectral_monitor import LayerInfo, Measurement
         >>> layers = tuple(LayerInfo(str(i), "operator", 64, 64, (64, 64)) for i in range(4))
-        >>> judge = Judge(SpectralCondition(), ["Adam"])
-        >>> for step in (1, 2, 3):
+        >>> judge = Judge(SpectralCondition())
+        >>> for step in (1, 2, 4):
         ...     values = {"update_natural": torch.tensor([0.1, 0.1, 10.0, 0.1]), "lr": torch.tensor([1.0, 1, 100, 1])}
-        ...     verdicts = judge.judge(Measurement(step, layers, values, {}))
-        >>> [(verdict.layer, verdict.cause) for verdict in verdicts]
+        ...     found = judge.judge(Measurement(step, layers, values, {}))
+        >>> [(verdict.layer, verdict.cause) for verdict in found]
         [('2', 'lr_too_large')]
     """
 
-    def __init__(
-        self, condition: SpectralCondition, optimizers: Sequence[str] = (), tied: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, condition: SpectralCondition, tied: Mapping[str, str] | None = None) -> None:
         self.condition = condition
         self.began: tuple[Verdict, ...] = ()
         self.ended: tuple[str, ...] = ()
         self.findings: tuple[Finding, ...] = ()
-        self._optimizers = tuple(optimizers)
+        self.states: dict[str, LayerState] = {}
         self._tied = dict(tied or {})
         self._startup = StartUp()
+        self._whole = Whole()
         self._records: dict[tuple[str, str], _Record] = {}
         self._known: dict[str, dict[str, float]] = {}
-        self._checked = False
+        self._told: set[tuple[str, str]] = set()
+        self._expected: dict[str, float] | None = None
+        self._fresh: bool | None = None
+        self._comparisons: list[WidthComparison] = []  # with a profile of a narrower network
 
     @property
     def waits(self) -> str:
         """Why layers were not compared at the latest measurement; empty if they were."""
         return self._startup.why
 
-    def judge(self, measurement: Measurement) -> tuple[Verdict, ...]:
-        """Verdicts on the layers that violate the condition now, the worst first.
+    def judge(
+        self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None = None
+    ) -> tuple[Verdict, ...]:
+        """Return what is off now, roots first, the worst first.
+
+        Args:
+            measurement: the next one.
+            settings: layer -> its optimizer's settings at that step.
 
         Raises:
-            ValueError: the reference is a profile of another model.
+            ValueError: the reference is a profile of another model, or a pattern of ``expected`` matches no layer.
         """
-        if not self._checked:
-            self.condition.check(measurement.layers)
-            self._checked = True
-        before = {layer for (layer, _), record in self._records.items() if record.flagged}
+        if self._expected is None:
+            self.condition.check(measurement.layers, settings)
+            self._expected = self.condition.factors(measurement.layers)
         self._known |= columns(measurement)
-        network = Network.read(measurement, self._known, self._optimizers, self._tied)
+        network = Network.read(measurement, self._known, settings, self._tied, self._expected)
         self._startup.look(measurement, network)
-        network = replace(network, from_zero=frozenset(self._startup.from_zero))
-        everything = tuple(findings(network, self.condition))
+        if self._fresh is None:
+            self._fresh = network.looks_fresh
+        network = replace(network, from_zero=frozenset(self._startup.from_zero), fresh=self._fresh)
+        everything = tuple(self._all(measurement, network))
         self.findings = tuple(f for f in everything if f.quantity in measurement.values)
         found = {(f.layer, f.check): f for f in everything if not self._startup.waits(f)}
-        if not self.waits:
-            self._forget(found, measurement)
+        self._forget(found, measurement)
         for key, finding in found.items():
             if finding.quantity in measurement.values:
                 self._count(key, finding, measurement.step)
-        flagged = [found[key] for key, record in self._records.items() if record.flagged and key in found]
-        verdicts = self._verdicts(flagged, network)
-        now = {layer for (layer, _), record in self._records.items() if record.flagged}
-        self.began = tuple(verdict for verdict in verdicts if verdict.layer not in before)
-        self.ended = tuple(sorted(before - now))
-        return verdicts
+        self._compare_widths(measurement, settings)
+        result = self._verdicts(found, network)
+        self._tell(result)
+        self.states = dict(self._states(measurement, network, found, result))
+        return result
+
+    def _all(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
+        """Yield every finding on a layer and on the network that is asked for."""
+        for finding in (*findings(network, self.condition), *self._whole.findings(measurement, network)):
+            if NAMED_BY.get(finding.check, finding.check) not in self.condition.ignore:
+                yield finding
 
     def _count(self, key: tuple[str, str], finding: Finding, step: int) -> None:
         record = self._records.get(key)
@@ -121,13 +154,19 @@ class Judge:
             record = self._records[key] = _Record(finding.quantity, since=step)
         record.quantity, record.missing = finding.quantity, 0
         if finding.inside(self.condition.hysteresis if record.flagged else 1.0):
-            del self._records[key]
+            record.evidence = 0.0 if record.flagged else record.evidence + finding.evidence
+            if record.evidence <= 0:
+                del self._records[key]
             return
-        record.outside += not finding.inside()
-        record.flagged |= record.outside >= self.condition.persistence
+        if not finding.inside():
+            record.outside += 1
+            record.evidence = min(record.evidence + finding.evidence, MOST)
+        record.flagged |= record.evidence >= self.condition.evidence
 
     def _forget(self, found: Mapping[tuple[str, str], Finding], measurement: Measurement) -> None:
         """Drop what has no values any more, such as a layer that was frozen on purpose; NaN steps do not count."""
+        if self.waits:
+            return
         for key in [key for key in self._records if key not in found]:
             record = self._records[key]
             if record.quantity in measurement.values:
@@ -135,36 +174,114 @@ class Judge:
             if record.missing >= self.condition.persistence:
                 del self._records[key]
 
-    def _verdicts(self, flagged: Sequence[Finding], network: Network) -> tuple[Verdict, ...]:
-        """One of each layer: what is furthest outside."""
-        worst: dict[str, Finding] = {}
-        for finding in sorted(flagged, key=lambda finding: -finding.excess):
-            worst.setdefault(finding.layer, finding)
-        verdicts = []
-        for finding in worst.values():
-            record = self._records[finding.layer, finding.check]
-            low, high = finding.limits
-            code, sentence = cause(finding, network)
-            verdicts.append(
-                Verdict(
-                    layer=finding.layer,
-                    quantity=finding.quantity,
-                    value=finding.value,
-                    band=(low, high),
-                    ratio=finding.ratio,
-                    steps=network.step - record.since,
-                    measurements=record.outside,
-                    cause=code,
-                    sentence=sentence,
-                )
-            )
-        return tuple(verdicts)
+    def _verdicts(self, found: Mapping[tuple[str, str], Finding], network: Network) -> tuple[Verdict, ...]:
+        cases = []
+        for key, record in self._records.items():
+            if record.flagged and key in found:
+                told = cause(found[key], network, self._whole.pace, self._whole.large_outputs)
+                cases.append(Case(found[key], told, record.since, record.outside))
+        return verdicts([*self._width(), *cases], network)
+
+    def _compare_widths(self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None) -> None:
+        """Hold updates against those of a narrower network, if the profile is of one."""
+        profile = self.condition.profile
+        if profile is not None and "width" not in self.condition.ignore:
+            compared = compare_widths(profile, measurement, settings)
+            if compared is not None:
+                self._comparisons = [*self._comparisons, compared][-WINDOW:]
+
+    def _width(self) -> Iterator[Case]:
+        """Yield what the comparisons with a narrower network say together.
+
+        Under optimizers like Adam the advice is theory's and lowers the loss; under SGD a wide network often trains
+        well at the same rate, so that dividing it is left to the user.
+        """
+        found = find_width(self._comparisons)
+        if found is not None:
+            seen = Finding("width", NETWORK, "update_natural", found.ratio, 1.0, (0.0, THRESHOLD))
+            remedy = Remedy("scale_lr", (), 1 / found.divisor) if found.family == "adam" else None
+            first = self._comparisons[-found.measurements].step
+            yield Case(seen, Told("width", found.sentence, remedy), first, found.measurements)
+
+    def _tell(self, result: tuple[Verdict, ...]) -> None:
+        """Note which roots are new: a layer, or a cause of the network, that was none before.
+
+        A layer that only follows now, or has no value this time, is not over.
+        """
+        roots = [verdict for verdict in result if verdict.is_root]
+        now = {(name, verdict.cause) for verdict in roots for name in (verdict.layer, *verdict.layers)}
+        off = {name for verdict in result for name in (verdict.layer, *verdict.layers)}
+        unseen = {layer for (layer, _), record in self._records.items() if record.flagged} - off
+        lasting = unseen | off - {NETWORK}
+        layers = {layer for layer, _ in self._told if layer != NETWORK}
+        self.began = tuple(
+            verdict
+            for verdict in roots
+            if (verdict.layer, verdict.cause) not in self._told and not layers & set(verdict.layers)
+        )
+        self.ended = tuple(sorted(layers - lasting))
+        self._told = now | {(layer, code) for layer, code in self._told if layer in lasting}
+
+    def _states(
+        self,
+        measurement: Measurement,
+        network: Network,
+        found: Mapping[tuple[str, str], Finding],
+        result: tuple[Verdict, ...],
+    ) -> Iterator[tuple[str, LayerState]]:
+        """Yield every matrix with its state."""
+        off: dict[str, str] = {}
+        for verdict in result:
+            for name in verdict.layers:
+                off.setdefault(name, f"follows from {verdict.root}" if verdict.root else verdict.cause)
+        looked = {layer for layer, check in found if check not in ("rate", "dead")}  # which say little of a size
+        still = why_still(network)
+        for info in measurement.layers:
+            if info.role == "vector":
+                continue
+            row = network.row(info.name) or self._tied_row(network, info.name)
+            name = info.name if row is None else row.info.name
+            if name in off:
+                yield info.name, LayerState(OFF, off[name])
+            elif why := still or self._why_not(measurement, row, name in looked):
+                yield info.name, LayerState(NOT_JUDGED, why)
+            else:
+                yield info.name, LayerState(HEALTHY)
+
+    def _tied_row(self, network: Network, name: str) -> Row | None:
+        """Return the layer that a tied one is judged as."""
+        owner = self._tied.get(name, name)
+        names = [owner, *(tied for tied, other in self._tied.items() if other == owner)]
+        return next(filter(None, map(network.row, names)), None)
+
+    def _why_not(self, measurement: Measurement, row: Row | None, looked: bool) -> str:
+        """Return why a layer is not judged at this measurement; empty if it is."""
+        if row is None:
+            return "tied to another layer"
+        if row.settings.frozen:
+            return "frozen"
+        if self.waits and row.dense:
+            return f"waits until {self.waits.partition(' began')[0]} has grown from zero"
+        moves = [row.get(key) for key in ("update_natural", "update_ratio", "update_fro")]
+        if self.condition.reference == "theory":
+            moves = [row.get("weight_natural")]
+        if all(math.isnan(x) for x in moves):
+            key = next((key for key in ("update_natural", "update_ratio") if key in measurement.values), "")
+            return measurement.why(key, row.info.name) or "its update was not measured"
+        return "" if looked else "no other layer to compare it with"
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain types; with it another judge goes on where this one is."""
-        records = [[layer, check, asdict(record)] for (layer, check), record in self._records.items()]
-        known = {key: dict(column) for key, column in self._known.items()}
-        return {"version": VERSION, "records": records, "known": known, "startup": self._startup.state_dict()}
+        """Return plain types; with them another judge goes on where this one is."""
+        return {
+            "version": VERSION,
+            "records": [[layer, check, asdict(record)] for (layer, check), record in self._records.items()],
+            "known": {key: dict(column) for key, column in self._known.items()},
+            "fresh": self._fresh,
+            "widths": [asdict(compared) for compared in self._comparisons],
+            "told": sorted(map(list, self._told)),
+            "startup": self._startup.state_dict(),
+            "whole": self._whole.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave.
@@ -176,4 +293,8 @@ class Judge:
             raise ValueError(f"the judge's state has version {state.get('version')!r}, this one reads {VERSION}")
         self._records = {(layer, check): _Record(**record) for layer, check, record in state["records"]}
         self._known = {key: dict(column) for key, column in state["known"].items()}
+        self._fresh = state["fresh"]
+        self._comparisons = [WidthComparison(**row) for row in state["widths"]]
+        self._told = {(layer, code) for layer, code in state["told"]}
         self._startup.load_state_dict(state["startup"])
+        self._whole.load_state_dict(state["whole"])

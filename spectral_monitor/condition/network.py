@@ -1,63 +1,39 @@
-"""A measurement as the judge reads it: matrices with their values, and what the layers have in common."""
+"""A measurement as the judge reads it: every layer with its values and settings, and what is typical of its kind."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
+from spectral_monitor.condition.optimizers.rates import LEVEL, Rate, Rated, follows, rates, rule_of
 from spectral_monitor.functional.norms import geometric_median
 from spectral_monitor.measurement import LOST, LayerInfo, Measurement
 
-SAME = 1.05
-"""Learning rates that differ by less follow one rule."""
-LEVEL = 2.0
-"""A rule must tell layers apart by more than this to be recognised."""
-
 WIDE = 32
 """Fewer inputs than this tell entries of size 1 from entries of size 1/sqrt(fan_in) badly."""
-
-RULES: dict[str, Callable[[LayerInfo], float]] = {
-    "one rate": lambda info: 1.0,
-    "1/fan_in": lambda info: 1.0 / info.fan_in,
-    "fan_out/fan_in": lambda info: info.fan_out / info.fan_in,
-}
-"""How learning rates are commonly spread over matrices, the plainest first."""
-
+FRESH = 0.6
+"""Stable rank of the median weight over that of a Gaussian one; 1.02 and more for weights that were just drawn."""
+GAINS = (0.1, 1.6)
+"""Median gain of the weights of healthy networks at the start."""
 READ = frozenset(
     {"weight_natural", "weight_fro", "update_natural", "update_norm", "update_fro", "update_ratio"}
-    | {"drift_ratio", "contribution", "lr"}
+    | {"drift_ratio", "contribution", "lr", "lr_multiplier", "feature_rms", "feature_change"}
 )
 """Quantities that verdicts and their causes are read off."""
 
 Columns = Mapping[str, Mapping[str, float]]
 """Quantity -> layer -> value, of layers that have one."""
 
-_ADAM = ("adam", "lion", "adafactor", "adopt", "signsgd", "sign_sgd", "radam", "nadam", "lamb")
-
-
-def family(optimizers: Iterable[str]) -> str:
-    """``"adam"`` where every entry moves by about the learning rate, ``"sgd"``, or ``""`` if neither or mixed.
-
-    Args:
-        optimizers: class names of the optimizers; names of their base classes may be among them.
-
-    Example:
-        >>> family(["FusedAdamW", "Optimizer"]), family(["SGD"]), family(["Muon", "AdamW"])
-        ('adam', 'sgd', '')
-    """
-    names = [name.lower() for name in optimizers if name.lower() not in ("optimizer", "object")]
-    adam = [name for name in names if any(known in name for known in _ADAM)]
-    sgd = [name for name in names if name not in adam and name.endswith("sgd")]
-    if "muon" in " ".join(names):
-        return ""
-    return "adam" if adam and not sgd else "sgd" if sgd and not adam else ""
-
 
 def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
-    """What a measurement has of :data:`READ`, and ``lost`` beside contributions: 1 where that is 0 although a gradient
-    arrives, else 0.
+    """Return what a measurement has of :data:`READ`; NaN is left out.
+
+    ``lost`` stands beside contributions: 1 where that is 0 although a gradient arrives, else 0.
     """
     names = [info.name for info in measurement.layers]
     given = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
@@ -72,19 +48,67 @@ def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One layer and its values."""
+    """One layer, its values and its optimizer's settings."""
 
     info: LayerInfo
     values: Mapping[str, float]
+    settings: Hyperparameters = UNKNOWN
 
     def get(self, quantity: str) -> float:
-        """A value, NaN if it was not measured."""
+        """Return a value, NaN if it was not measured."""
         return self.values.get(quantity, math.nan)
 
     @property
     def dense(self) -> bool:
-        """Whether it maps dense features, and so takes part in the balance."""
+        """Whether it maps dense features, and so is compared with others."""
         return self.info.role in ("operator", "readout")
+
+    @property
+    def lr(self) -> float:
+        """The learning rate as the user's schedule has it, without a correction's multiplier; NaN if unknown."""
+        multiplier = self.values.get("lr_multiplier", 1.0)
+        measured = self.get("lr") / multiplier if multiplier > 0 else math.nan
+        return self.settings.lr if math.isnan(measured) else measured
+
+    @property
+    def to_peak(self) -> float:
+        """The factor from the learning rate of now to the highest that the schedule is known to reach."""
+        factor = self.settings.peak / self.lr if self.lr > 0 else math.nan
+        return max(1.0, factor) if factor < math.inf else 1.0
+
+    @property
+    def taps(self) -> int:
+        """Spatial positions of a convolution's kernel; 1 for other layers."""
+        shape = self.info.shape
+        folded = self.info.fan_in * self.info.fan_out * self.info.blocks >= math.prod(shape)
+        return 1 if len(shape) < 3 or folded else math.prod(shape[2:])
+
+    @property
+    def weight(self) -> float:
+        """The natural norm of the weight; of a convolution about that of the operator, by random signs of its taps.
+
+        The sum over taps is an upper bound, larger than the operator's norm by up to their number, for kernels with
+        independent entries by its root.
+        """
+        return self.get("weight_natural") / math.sqrt(self.taps)
+
+    @property
+    def gain(self) -> float:
+        """RMS of the outputs for independent inputs of RMS 1, which is alike in layers as they are usually drawn."""
+        gain = self.get("weight_fro") / math.sqrt(self.info.fan_out)
+        return self.weight if math.isnan(gain) else gain
+
+    @property
+    def size(self) -> float:
+        """The size of the update in units that are alike in healthy layers of one optimizer.
+
+        Under an optimizer like Adam every entry moves by about the learning rate: the RMS entry. Otherwise the natural
+        norm over the root of the number of inputs, taps counted: relative to weights as they are usually drawn.
+        """
+        entries = self.get("update_fro") / math.sqrt(self.info.fan_out * self.info.fan_in * self.taps)
+        if self.settings.family == "adam" and not math.isnan(entries):
+            return entries
+        return self.get("update_natural") / math.sqrt(self.info.fan_in * self.taps)
 
 
 @dataclass(frozen=True)
@@ -95,99 +119,198 @@ class Network:
         step: of the measurement.
         rows: matrices that are judged.
         vectors: biases and gains by name.
-        compared: names of the layers that may be compared with each other: not those whose weights are tied.
-        family: of the optimizer, as :func:`family` has it.
+        compared: names of the layers that may be compared with others.
         from_zero: names of the layers that began at zero.
+        expected: layer -> factor on its learning rate that the user has declared.
+        fresh: whether weights began as they are drawn, not as an earlier training left them.
     """
 
     step: int
     rows: tuple[Row, ...]
     vectors: Mapping[str, Row] = field(default_factory=dict)
     compared: frozenset[str] = frozenset()
-    family: str = ""
     from_zero: frozenset[str] = frozenset()
-    _middles: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
-    _factors: dict[tuple[float, int, int], float] = field(default_factory=dict, repr=False, compare=False)
+    expected: Mapping[str, float] = field(default_factory=dict)
+    fresh: bool = True
 
     @classmethod
     def read(
         cls,
         measurement: Measurement,
         known: Columns,
-        optimizers: Sequence[str] = (),
+        settings: Mapping[str, Hyperparameters] | None = None,
         tied: Mapping[str, str] | None = None,
+        expected: Mapping[str, float] | None = None,
     ) -> Network:
-        """A measurement.
+        """Return the rows of a measurement.
+
+        Of a matrix that is embedding and readout at once the readout counts.
 
         Args:
             measurement: of which the step and the layers count.
             known: its :func:`columns`, and those that were measured before but not this time.
-            optimizers: their class names.
+            settings: layer -> its optimizer's settings.
             tied: layer -> layer that counts its parameters.
+            expected: as the attribute.
         """
-        tied = tied or {}
+        tied, settings = tied or {}, settings or {}
+        roles = {info.name: info.role for info in measurement.layers}
+        read_by = {owner: name for name, owner in tied.items() if roles.get(name) in ("operator", "readout")}
+        hidden = (set(tied) - set(read_by.values())) | {
+            owner for owner, name in read_by.items() if roles.get(owner) == "embedding"
+        }
+        hidden |= {name for owner, name in read_by.items() if owner not in hidden}  # counted there already
         all_rows = [
-            Row(info, {key: column[info.name] for key, column in known.items() if info.name in column})
+            Row(
+                info,
+                {key: column[info.name] for key, column in known.items() if info.name in column},
+                settings.get(info.name, UNKNOWN),
+            )
             for info in measurement.layers
         ]
-        rows = tuple(row for row in all_rows if row.info.role != "vector" and row.info.name not in tied)
+        rows = tuple(row for row in all_rows if row.info.role != "vector" and row.info.name not in hidden)
         vectors = {row.info.name: row for row in all_rows if row.info.role == "vector"}
-        apart = frozenset(row.info.name for row in rows) - set(tied.values())
-        return cls(measurement.step, rows, vectors, apart, family(optimizers))
+        compared = frozenset(row.info.name for row in rows)
+        return cls(measurement.step, rows, vectors, compared, expected=expected or {})
+
+    def row(self, name: str) -> Row | None:
+        """Return a layer by its name; ``None`` if it is not judged."""
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Row]:
+        return {row.info.name: row for row in self.rows}
 
     @cached_property
     def peers(self) -> tuple[Row, ...]:
         """Operators and readouts, compared with each other."""
         return tuple(row for row in self.rows if row.dense and row.info.name in self.compared)
 
-    def middle(self, quantity: str) -> float:
-        """Geometric median over the peers."""
-        if quantity not in self._middles:
-            self._middles[quantity] = geometric_median(row.get(quantity) for row in self._measures(quantity))
-        return self._middles[quantity]
+    def peers_of(self, row: Row) -> tuple[Row, ...]:
+        """Return the layers that a layer is compared with, itself included: those of the same optimizer."""
+        return self._by_owner.get((row.settings.owner, row.settings.family), ())
+
+    @cached_property
+    def _by_owner(self) -> dict[tuple[int, str], tuple[Row, ...]]:
+        found: dict[tuple[int, str], list[Row]] = defaultdict(list)
+        for row in self.peers:
+            found[row.settings.owner, row.settings.family].append(row)
+        return {key: tuple(some) for key, some in found.items()}
+
+    @cached_property
+    def rates(self) -> dict[str, Rate]:
+        """Every matrix's learning rate beside the usual one of its optimizer."""
+        found: dict[str, Rate] = {}
+        groups: dict[tuple[int, str], list[Rated]] = defaultdict(list)
+        for row in self.rows:
+            if row.lr > 0 and not row.settings.frozen:
+                groups[row.settings.owner, row.settings.family].append((row.info, row.lr))
+        steps = {row.info.name: row.get("update_ratio") * row.to_peak for row in self.rows}
+        for some in groups.values():
+            found |= rates(some, self.expected, steps)
+        return found
+
+    def relative_size(self, row: Row) -> float:
+        """Return the size of a layer's update over the typical one, 1 for the median layer; NaN if it has no peers.
+
+        Learning rates that differ by a rule, on purpose or as declared are taken out; others are not.
+        """
+        sizes, middle = self._sizes(row)
+        return sizes.get(row.info.name, math.nan) / middle
+
+    def _sizes(self, row: Row) -> tuple[dict[str, float], float]:
+        """Return the sizes of the updates of a layer's peers, by name, and their median."""
+        key = (row.settings.owner, row.settings.family)
+        if key not in self._sized:
+            some = {other.info.name: self._size(other) / self._meant(other) for other in self.peers_of(row)}
+            sizes = {name: size for name, size in some.items() if 0 < size < math.inf}
+            self._sized[key] = sizes, geometric_median(sizes.values()) if len(sizes) > 1 else math.nan
+        return self._sized[key]
+
+    @cached_property
+    def _sized(self) -> dict[tuple[int, str], tuple[dict[str, float], float]]:
+        return {}
+
+    @cached_property
+    def corrected(self) -> bool:
+        """Whether a correction multiplies learning rates; updates are then meant to have equal natural norms."""
+        return any(row.values.get("lr_multiplier", 1.0) != 1.0 for row in self.rows)
+
+    def _size(self, row: Row) -> float:
+        return row.get("update_natural") if self.corrected else row.size
+
+    def _meant(self, row: Row) -> float:
+        """Return the learning rate that a layer is meant to have, up to a factor common to its peers."""
+        if self.corrected:
+            return 1.0
+        rate = self.rates.get(row.info.name)
+        if rate is None:
+            return 1.0
+        return rate.lr if rate.purpose else rate.usual
 
     def others(self, quantity: str, row: Row) -> float:
-        """Geometric median over the peers but one."""
-        return geometric_median(other.get(quantity) for other in self._measures(quantity) if other is not row)
+        """Return the geometric median over the peers but one."""
+        if quantity not in self._logs:
+            known = {peer.info.name: self._read(peer, quantity) for peer in self._measures(quantity)}
+            self._logs[quantity] = {name: math.log(value) for name, value in known.items() if 0 < value < math.inf}
+        logs = [log for name, log in self._logs[quantity].items() if name != row.info.name]
+        return math.exp(statistics.median(logs)) if logs else math.nan
+
+    @cached_property
+    def _logs(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    @staticmethod
+    def _read(row: Row, quantity: str) -> float:
+        return row.gain if quantity == "weight_natural" else row.get(quantity)
 
     def _measures(self, quantity: str) -> Sequence[Row]:
-        """Peers that others are held against: the size of what began at zero says nothing of that of weights."""
+        """Return the peers that others are held against: what began at zero says nothing of the size of weights."""
         if quantity != "weight_natural":
             return self.peers
         return [row for row in self.peers if row.info.name not in self.from_zero]
 
-    def usual_fan_in(self, quantity: str) -> float:
-        """Geometric median of the number of inputs, over the peers that make up :meth:`middle`."""
-        return geometric_median(row.info.fan_in for row in self._measures(quantity) if row.get(quantity) > 0)
+    @property
+    def looks_fresh(self) -> bool:
+        """Whether the median weight is as random as a Gaussian one; what training has made has less stable rank."""
+        return not geometric_median(_randomness(row) for row in self.peers) < FRESH
+
+    def usual_gain(self, row: Row) -> float:
+        """Return the median gain of the other layers' weights, no further off than healthy ones ever are."""
+        middle = self.others("weight_natural", row)
+        low, high = GAINS
+        return min(max(middle, low), high) if middle > 0 else math.nan
 
     @cached_property
     def top_lr(self) -> float:
         """Largest learning rate, NaN if none is known."""
-        return max((lr for row in self.rows if not math.isnan(lr := row.get("lr"))), default=math.nan)
+        return max((row.lr for row in self.rows if not math.isnan(row.lr)), default=math.nan)
 
-    def rule(self, rows: Sequence[Row] | None = None) -> str:
-        """Which of :data:`RULES` the peers' learning rates follow, the plainest that fits; empty if none."""
-        given = self.peers if rows is None else rows
-        return next((name for name in RULES if self._follows(name, given)), "")
+    @cached_property
+    def family(self) -> str:
+        """The family of the optimizers, empty if there are several."""
+        found = {row.settings.family for row in self.peers}
+        return found.pop() if len(found) == 1 else ""
 
-    def _follows(self, name: str, rows: Sequence[Row]) -> bool:
-        moving = [row for row in rows if row.get("lr") > 0]
-        sizes = [RULES[name](row.info) for row in moving]
-        units = [row.get("lr") / size for row, size in zip(moving, sizes, strict=True)]
-        if not units or max(units) > SAME * min(units):
-            return False
-        return name == "one rate" or max(sizes) > LEVEL * min(sizes)
+    @cached_property
+    def _rated(self) -> list[Rated]:
+        return [(row.info, row.lr) for row in self.peers if row.lr > 0]
+
+    @cached_property
+    def rule(self) -> str:
+        """The rule by which learning rates are spread over layers; empty if none fits."""
+        return rule_of(self._rated)
 
     @cached_property
     def sgd_rule_under_adam(self) -> bool:
         """Whether learning rates are spread by the rule of another family of optimizers."""
-        return self.family == "adam" and self.rule() == "fan_out/fan_in"
+        return self.family == "adam" and self.rule == "fan_out/fan_in" and not self.corrected
 
     @cached_property
     def ntk_rates(self) -> bool:
         """Whether learning rates are those of the neural tangent parametrization."""
-        ambiguous = self._follows("fan_out/fan_in", self.peers)
-        return self.family == "sgd" and self.rule() == "1/fan_in" and not ambiguous
+        ambiguous = follows("fan_out/fan_in", self._rated)
+        return self.family == "sgd" and self.rule == "1/fan_in" and not ambiguous and not self.corrected
 
     @cached_property
     def ntk_weights(self) -> bool:
@@ -197,19 +320,10 @@ class Network:
         drifts = [row.get("drift_ratio") for row in self.peers]  # no init is this large, but what exploded is
         return wide and all(1 / LEVEL < size < LEVEL for size in sizes) and not any(drift > 1 for drift in drifts)
 
-    def lr_factor(self, row: Row) -> float:
-        """Learning rate of a layer over what it would be by the rule the others follow; NaN if unknown."""
-        alike = (row.get("lr"), row.info.fan_out, row.info.fan_in if row.dense else 0)
-        if alike not in self._factors:  # there are hundreds of layers, but few kinds
-            self._factors[alike] = self._lr_factor(row)
-        return self._factors[alike]
 
-    def _lr_factor(self, row: Row) -> float:
-        lr = row.get("lr")
-        others = [other for other in self.peers if other is not row and other.get("lr") > 0]
-        if not others or math.isnan(lr):
-            return math.nan
-        if row in self.peers and lr > 0 and self.rule():
-            return 1.0
-        rule = RULES[(row.dense and self.rule(others)) or "one rate"]
-        return lr / (geometric_median(other.get("lr") / rule(other.info) for other in others) * rule(row.info))
+def _randomness(row: Row) -> float:
+    """Return the stable rank of a weight over that of a Gaussian matrix of its shape."""
+    m, n = row.info.fan_out, row.info.fan_in
+    norm = row.get("weight_natural") / row.taps / math.sqrt(n / m)
+    usual = m * n / (math.sqrt(m) + math.sqrt(n)) ** 2
+    return row.get("weight_fro") ** 2 / row.taps / norm**2 / usual if norm > 0 else math.nan

@@ -1,6 +1,7 @@
 """A profile: how large the natural norms of a tuned run were, layer by layer and step by step, in a JSON file.
 
-Natural norms do not depend on width, so a narrow run that was tuned can serve as the reference of a wide one.
+Natural norms do not depend on width, so a narrow run that was tuned can serve as the reference of a wide one. The fans
+and the optimizer's settings say where it cannot: at another width, and with another kind of optimizer.
 """
 
 from __future__ import annotations
@@ -10,18 +11,27 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from spectral_monitor.anatomy.names import some
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.measurement import LayerInfo, Measurement
 
-FORMAT, VERSION = "spectral_monitor profile", 1
+FORMAT, VERSION = "spectral_monitor profile", 2
+READABLE = (1, 2)
+"""Versions that are read; 1 holds neither fans nor settings."""
 KEYS = ("weight_natural", "update_natural", "lr")
+EXACT, NUMBERS = ("optimizer", "family", "group"), ("peak", "eps", "momentum", "weight_decay")
+"""Settings that a profile holds of each layer; numbers may be unknown."""
+DENSE = frozenset({"operator", "readout"})
+"""Roles that are one here: which layer is the readout may be known only once the model has run."""
 NAMED = 6
 """Layers that a refusal names of each kind."""
-EXPECTED = f"expected a file written by save_profile (JSON, format {FORMAT!r}, version {VERSION})"
+EXPECTED = (
+    f"expected a file written by save_profile (JSON, format {FORMAT!r}, version {' or '.join(map(str, READABLE))})"
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,39 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Fans:
+    """The sizes of one layer's matrices.
+
+    Attributes:
+        fan_in: inputs of one block; 1 for embeddings.
+        fan_out: outputs of one block.
+        taps: matrices whose norms are added up, of a convolution; 1 for others.
+    """
+
+    fan_in: int
+    fan_out: int
+    taps: int = 1
+
+    @classmethod
+    def of(cls, info: LayerInfo) -> Fans:
+        """Return the fans of a layer.
+
+        Example:
+            >>> Fans.of(LayerInfo("conv", "operator", 16, 8, (32, 8, 3, 3), blocks=2))
+            Fans(fan_in=8, fan_out=16, taps=9)
+        """
+        if info.role not in ("operator", "readout"):
+            return cls(info.fan_in, info.fan_out)
+        entries = info.blocks * info.fan_in * info.fan_out  # more than there are, where blocks are not alike
+        return cls(info.fan_in, info.fan_out, max(1, round(math.prod(info.shape) / max(1, entries))))
+
+    @property
+    def inputs(self) -> int:
+        """Entries that one output reads."""
+        return self.fan_in * self.taps
+
+
+@dataclass(frozen=True)
 class Profile:
     """Natural norms and learning rates of a tuned run.
 
@@ -41,6 +84,9 @@ class Profile:
         roles: layer -> role.
         steps: layer -> steps it was measured at, rising.
         points: layer -> what was measured there.
+        fans: layer -> sizes of its matrices; empty if the file is of version 1.
+        settings: layer -> settings of its optimizer, as far as :data:`EXACT` and :data:`NUMBERS` go; without the layers
+            that none was known of.
 
     Example:
         >>> points = (Point(1.0, 0.1, 0.1), Point(1.0, 0.001, 0.001))
@@ -54,9 +100,13 @@ class Profile:
     roles: Mapping[str, str]
     steps: Mapping[str, Sequence[int]]
     points: Mapping[str, Sequence[Point]]
+    fans: Mapping[str, Fans] = field(default_factory=dict)
+    settings: Mapping[str, Hyperparameters] = field(default_factory=dict)
 
     def at(self, step: int, layer: str) -> Point:
-        """Between two steps their logarithms are interpolated; before the first and beyond the last those hold.
+        """Return the point of a layer at a step.
+
+        Between two steps logarithms are interpolated; before the first and beyond the last those hold.
 
         Raises:
             KeyError: unknown layer, with the valid ones.
@@ -71,11 +121,36 @@ class Profile:
         pairs = [(getattr(points[i - 1], key), getattr(points[i], key)) for key in KEYS]
         return Point(*(_between(*pair, share) for pair in pairs))
 
-    def check(self, layers: Iterable[LayerInfo]) -> None:
-        """Refuse to be the reference of another model; widths may differ.
+    def covers(self, step: int, layer: str) -> bool:
+        """Return whether the tuned run was measured before and after a step, or at it."""
+        steps = self.steps.get(layer, ())
+        return bool(steps) and steps[0] <= step <= steps[-1]
+
+    @property
+    def lacks(self) -> str:
+        """What cannot be judged with this profile and why, as a sentence; empty if nothing is missing.
+
+        Example:
+            >>> Profile({}, {}, {}, fans={"head": Fans(8, 2)}).lacks
+            'the profile holds no optimizer family: the optimizer cannot be compared; save it again to add that'
+        """
+        missing = {
+            "no fan_in and fan_out": "" if self.fans else "widths",
+            "no optimizer family": "" if self.settings else "the optimizer",
+        }
+        parts = [f"{what}: {lost} cannot be compared" for what, lost in missing.items() if lost]
+        return f"the profile holds {', and '.join(parts)}; save it again to add that" if parts else ""
+
+    def check(self, layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters] | None = None) -> None:
+        """Refuse to be the reference of another model or of another kind of optimizer; widths may differ.
+
+        Args:
+            layers: of the run that is to be judged.
+            settings: layer -> settings of its optimizer in that run; families that are not known are not compared.
 
         Raises:
-            ValueError: layers that are missing, or have other roles, by name.
+            ValueError: layers that are missing, have other roles, or are trained by an optimizer of another family,
+                by name.
         """
         here = {info.name: info.role for info in layers if info.role != "vector"}
         found = {
@@ -84,12 +159,27 @@ class Profile:
             "of another role": [
                 f"{name} ({role}, in the profile {self.roles[name]})"
                 for name, role in here.items()
-                if self.roles.get(name, role) != role
+                if not {role, self.roles.get(name, role)} <= DENSE and self.roles.get(name, role) != role
             ],
         }
         differing = [f"{what}: {some(names, NAMED)}" for what, names in found.items() if names]
         if differing:
             raise ValueError(f"the profile is of another model: {'; '.join(differing)}")
+        self._check_families(here, settings or {})
+
+    def _check_families(self, names: Iterable[str], settings: Mapping[str, Hyperparameters]) -> None:
+        named, valid = [], set()
+        for name in names:
+            ours, theirs = settings.get(name), self.settings.get(name)
+            if ours and theirs and ours.family and theirs.family and ours.family != theirs.family:
+                named.append(f"{name} ({ours.optimizer}, family {ours.family!r})")
+                valid.add(f"{theirs.family!r} (the profile's {theirs.optimizer})")
+        if not named:
+            return
+        raise ValueError(
+            f"the profile is of another optimizer family: {some(named, NAMED)}; valid: {', '.join(sorted(valid))}, "
+            "or a profile of a run with this optimizer"
+        )
 
 
 def _between(first: float, second: float, share: float) -> float:
@@ -98,11 +188,20 @@ def _between(first: float, second: float, share: float) -> float:
     return math.exp((1 - share) * math.log(first) + share * math.log(second))
 
 
-def save_profile(measurements: Iterable[Measurement], path: str | os.PathLike[str]) -> None:
-    """Write the natural norms and learning rates of a run as JSON.
+def save_profile(
+    measurements: Iterable[Measurement],
+    path: str | os.PathLike[str],
+    settings: Mapping[str, Hyperparameters] | None = None,
+) -> None:
+    """Write the natural norms, learning rates, fans and optimizer settings of a run as JSON.
 
-    What is not finite, an update of 0, a learning rate that was multiplied by 0, and measurements of other quantities
-    are left out. Biases and gains are not part of it.
+    Values that are not finite, an update of 0, a learning rate that was multiplied by 0, and measurements of other
+    quantities are left out. Biases and gains are not part of it.
+
+    Args:
+        measurements: of one run, in any order.
+        path: is replaced if it exists.
+        settings: layer -> settings of its optimizer, for the family and what governs the size of its updates.
 
     Raises:
         ValueError: nothing measured, or never ``weight_natural``, ``update_natural`` and ``lr`` at one step; a matrix
@@ -124,7 +223,7 @@ def save_profile(measurements: Iterable[Measurement], path: str | os.PathLike[st
         for i, info in enumerate(m.layers):
             if info.role == "vector":
                 continue
-            layer = layers.setdefault(info.name, {"role": info.role, "steps": [], **{key: [] for key in KEYS}})
+            layer = layers.setdefault(info.name, _described(info, (settings or {}).get(info.name)))
             values = [float(m.values[key][i]) for key in KEYS]
             if "lr_multiplier" in m.values:  # what was scheduled, not what a correction made of it
                 multiplier = float(m.values["lr_multiplier"][i])
@@ -143,8 +242,19 @@ def save_profile(measurements: Iterable[Measurement], path: str | os.PathLike[st
     part.replace(target)  # never half a profile
 
 
+def _described(info: LayerInfo, setting: Hyperparameters | None) -> dict[str, Any]:
+    """Return a layer's entry in the file, before anything measured is added."""
+    fans = Fans.of(info)
+    entry: dict[str, Any] = {"role": info.role, "fan_in": fans.fan_in, "fan_out": fans.fan_out, "taps": fans.taps}
+    if setting is not None and setting.optimizer:
+        numbers = {key: getattr(setting, key) for key in NUMBERS}
+        finite = {key: number if math.isfinite(number) else None for key, number in numbers.items()}  # JSON has no NaN
+        entry["settings"] = {key: getattr(setting, key) for key in EXACT} | finite
+    return entry | {"steps": []} | {key: [] for key in KEYS}
+
+
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile back.
+    """Read a profile back; files of version 1 too, which :attr:`Profile.lacks` says what is missing from.
 
     Raises:
         ValueError: no such file, not a whole profile, or one of another version.
@@ -157,15 +267,15 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         raise ValueError(f"profile {str(path)!r} is not JSON or was cut off ({error}); {EXPECTED}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f"{str(path)!r} is not a profile; {EXPECTED}")
-    if data.get("version") != VERSION:
+    if data.get("version") not in READABLE:
         raise ValueError(f"profile {str(path)!r} has version {data.get('version')!r}; {EXPECTED}")
     try:
-        return _parsed(data["layers"])
+        return _parsed(data["layers"], data["version"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"profile {str(path)!r} is damaged ({type(error).__name__}: {error}); {EXPECTED}") from None
 
 
-def _parsed(layers: Mapping[str, Mapping[str, Any]]) -> Profile:
+def _parsed(layers: Mapping[str, Mapping[str, Any]], version: int) -> Profile:
     steps = {name: tuple(map(int, layer["steps"])) for name, layer in layers.items()}
     points = {
         name: tuple(Point(*map(float, values)) for values in zip(*(layer[key] for key in KEYS), strict=True))
@@ -178,4 +288,29 @@ def _parsed(layers: Mapping[str, Mapping[str, Any]]) -> Profile:
             raise ValueError(f"values of {name} are not finite")
     if not steps:
         raise ValueError("it has no layers")
-    return Profile({name: str(layer["role"]) for name, layer in layers.items()}, steps, points)
+    roles = {name: str(layer["role"]) for name, layer in layers.items()}
+    if version == 1:
+        return Profile(roles, steps, points)
+    fans = {name: _fans(name, layer) for name, layer in layers.items()}
+    settings = {name: _setting(layer["settings"]) for name, layer in layers.items() if "settings" in layer}
+    return Profile(roles, steps, points, fans, settings)
+
+
+def _fans(name: str, layer: Mapping[str, Any]) -> Fans:
+    fans = Fans(int(layer["fan_in"]), int(layer["fan_out"]), int(layer["taps"]))
+    if min(fans.fan_in, fans.fan_out, fans.taps) < 1:
+        raise ValueError(f"the fans of {name} are not positive")
+    return fans
+
+
+def _setting(entry: Mapping[str, Any]) -> Hyperparameters:
+    peak, eps, momentum, weight_decay = (math.nan if entry[key] is None else float(entry[key]) for key in NUMBERS)
+    return Hyperparameters(
+        optimizer=str(entry["optimizer"]),
+        family=str(entry["family"]),
+        group=int(entry["group"]),
+        peak=peak,
+        eps=eps,
+        momentum=momentum,
+        weight_decay=weight_decay,
+    )

@@ -1,4 +1,4 @@
-"""A verdict: one layer, how far it is from where it should be, and what it likely is."""
+"""A verdict: what is wrong with a layer or with the whole network, since when, and what to do."""
 
 from __future__ import annotations
 
@@ -6,13 +6,36 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+NETWORK = "network"
+"""In the place of a layer's name where a verdict is on the network as a whole."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to change, in numbers that a program could follow.
+
+    Attributes:
+        action: ``"set_lr"``: set the layers' learning rate to ``value``; ``"scale_lr"``: multiply it by ``value``;
+            ``"scale_weights"``: multiply the layers' initial weights by ``value``; ``"set_eps"``: set the optimizer's
+            ``eps`` to ``value``; ``"set_momentum"``: the same of its momentum; ``"check"``: look at what the sentence
+            names, which no setting of the optimizer mends.
+        layers: whose; empty for all.
+        value: as the action has it; NaN for ``"check"``.
+    """
+
+    action: str
+    layers: tuple[str, ...] = ()
+    value: float = math.nan
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """A layer that violates the spectral condition; plain data.
+    """A layer, or a network, that is off; plain data.
+
+    Verdicts form a tree of depth one: a root names the cause; verdicts that follow from it carry its name.
 
     Attributes:
-        layer: its name.
+        layer: its name, the worst where one cause has several layers; :data:`NETWORK` for the network as a whole.
         quantity: what gave it away, a key of the measurement.
         value: of that quantity.
         band: where the value should be, in its own units; 0 and inf where there is no limit, and 0 itself is outside.
@@ -21,6 +44,10 @@ class Verdict:
         measurements: how many it was seen outside since.
         cause: short code, one of :data:`~spectral_monitor.condition.causes.CAUSES`.
         sentence: what it likely is and what to do.
+        layers: every layer that this cause has, ``layer`` first; empty for the network as a whole.
+        root: ``layer`` of the verdict that this one follows from; empty if it is a root itself.
+        consequences: layers that are disturbed by this one; only of a root.
+        remedy: what the sentence advises, as data; ``None`` where it gives no advice.
 
     Example:
         >>> verdict = Verdict("head", "update_natural", 0.1, (2.5e-4, 0.016), 50.0, 120, 7, "unknown", "who knows")
@@ -37,11 +64,22 @@ class Verdict:
     measurements: int
     cause: str
     sentence: str
+    layers: tuple[str, ...] = ()
+    root: str = ""
+    consequences: tuple[str, ...] = ()
+    remedy: Remedy | None = None
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it names a cause instead of following from another verdict."""
+        return not self.root
 
     def to_row(self) -> dict[str, Any]:
-        """As a plain dict: ``band`` becomes ``low`` and ``high``, ``None`` where there is no limit."""
+        """Return a plain dict: ``band`` becomes ``low`` and ``high``, ``None`` where there is no limit."""
         row = asdict(self)
         low, high = row.pop("band")
+        if self.remedy is not None and math.isnan(self.remedy.value):
+            row["remedy"]["value"] = None
         return row | {"low": low or None, "high": None if math.isinf(high) else high}
 
     @property

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spectral_monitor.anatomy import Layer
-from spectral_monitor.condition import Profile, load_profile
+from spectral_monitor.condition import NETWORK, Profile, load_profile
 from spectral_monitor.correction.places import data_reader
 from spectral_monitor.correction.policies import balanced, damped
 from spectral_monitor.correction.settings import LRCorrection
@@ -38,8 +38,8 @@ TRIAL = 0.01
 """Multiplier of a layer's first step under optimizers whose updates are as large as the gradient happens to be."""
 FLOAT32 = 1e-6
 """Measured multipliers that are closer to one of now are rounded ones."""
-OTHERS = frozenset({"ntk_scaling", "lr_elsewhere", "weights_elsewhere"})
-"""Causes that lie with other layers: this one must not be brought to them."""
+MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam", "exploding", "readout_width", "unknown"})
+"""Causes that policy ``"balance"`` acts on; others are not for a learning rate of one layer to mend."""
 ROUNDING = 0.25
 """An update can be read if its norm is so many times the dtype's eps times that of the weights.
 
@@ -176,11 +176,7 @@ class Corrector:
         if not measurement.values.keys() >= set(self.correction.quantities):
             return []
         quantity = "contribution" if self.correction.policy == "fsc" else "update_natural"
-        flagged = {
-            verdict.layer
-            for verdict in measurement.verdicts
-            if verdict.quantity.startswith("update") and verdict.cause not in OTHERS
-        }
+        flagged = self._flagged(measurement)
         used = self._used(measurement)
         moved = [now / then for now, then in zip(self._multipliers, used, strict=True)]
         found = [self._observed(measurement, quantity, unit.leader) for unit in self._units]
@@ -209,6 +205,15 @@ class Corrector:
         if changes:
             self._swap.multipliers = self._by_parameter()
         return changes
+
+    def _flagged(self, measurement: Measurement) -> set[str]:
+        """Return the layers whose learning rates policy ``"balance"`` begins to correct."""
+        found: set[str] = set()
+        for verdict in measurement.roots:
+            if verdict.cause in MENDED:
+                everyone = [layer.info.name for layer in self._layers if layer.info.role in DENSE]
+                found.update(verdict.layers if verdict.layer != NETWORK else everyone)
+        return found
 
     def _observed(self, measurement: Measurement, quantity: str, i: int) -> float:
         """What a layer's update is; NaN if it says nothing: none, NaN, no gradient behind it, or mostly rounding."""

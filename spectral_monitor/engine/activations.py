@@ -213,7 +213,9 @@ class RowStage:
         shape = layer.layout.shape[::-1] if layer.layout.kind == "transposed" else layer.layout.shape
         if layer.info.role == "embedding":
             return shape[1]
-        return shape[1] if name == "h_in" else shape[0]
+        if name == "h_in":
+            return layer.layout.fan_in if layer.layout.kind == "patches" else shape[1]
+        return shape[0]
 
     def _sizes(self, sizes: Mapping[tuple[int, str], _Size | None]) -> Routine[None]:
         """Norm and number of the entries, and how many rows."""

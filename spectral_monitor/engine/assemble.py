@@ -196,7 +196,8 @@ FORMULAS: dict[str, Callable[[LayerScalars], float]] = {
 def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -> dict[str, float]:
     """Values of the whole network that follow from what was measured, NaN where they are not defined.
 
-    ``loss_change_predicted`` counts every parameter with a gradient, measured or not, each once.
+    ``loss_change_predicted`` counts every parameter with a gradient, measured or not, each once. Of several readouts
+    ``final_layer_alignment`` is the smallest, of those that were called.
     """
     summary: dict[str, float] = {}
     operators = [i for i, layer in enumerate(layers) if layer.info.role in ("operator", "readout")]
@@ -210,7 +211,7 @@ def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -
         summary["contribution_spread"] = float(shares.amax() / shares.amin()) if downhill else math.nan
     if "alignment" in values:
         heads = [float(values["alignment"][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
-        summary["final_layer_alignment"] = heads[0] if len(heads) == 1 else math.nan
+        summary["final_layer_alignment"] = min((head for head in heads if not math.isnan(head)), default=math.nan)
     if "update_natural" in values:
         off = balance_ratios(values["update_natural"][operators])
         off = torch.maximum(off, 1 / off)

@@ -19,7 +19,7 @@ class Sight:
         stepped: its optimizer made its step.
         unused: it had no gradient.
         called: it was called.
-        hidden: it was called where its features cannot be seen.
+        hidden: it was called where its features cannot be seen; 2 if they are not what its weight says.
         fed: its inputs are at hand.
         lasted: its outputs are.
         graded: every output received its gradient once.
@@ -28,6 +28,7 @@ class Sight:
         split_inputs, split_outputs: whether those are not the rows of the others that get the same batch.
         input_features, output_features: entries in each row.
         input_print: a number that is equal where inputs are, NaN where they repeat themselves.
+        place: whether it is a readout, see :mod:`~spectral_monitor.engine.readouts`; 0 if that was not seen.
     """
 
     stepped: float = 0.0
@@ -45,6 +46,7 @@ class Sight:
     input_features: float = 0.0
     output_features: float = 0.0
     input_print: float = 0.0
+    place: float = 0.0
 
 
 @dataclass

@@ -27,11 +27,12 @@ from spectral_monitor.engine.census import Sight, Step, census
 from spectral_monitor.engine.changes import ChangeStage
 from spectral_monitor.engine.fingerprints import as_table, fingerprints
 from spectral_monitor.engine.full import ALONE, FullStage
-from spectral_monitor.engine.guards import check_readout, full_precision, refuse, replaced
+from spectral_monitor.engine.guards import full_precision, refuse, replaced
 from spectral_monitor.engine.matrices import MatrixStage
 from spectral_monitor.engine.memory import Memory
 from spectral_monitor.engine.norms import rows_worth
 from spectral_monitor.engine.pending import Measured, Pending
+from spectral_monitor.engine.readouts import Readouts
 from spectral_monitor.engine.replays import Again, Context, Done, Given, Replays
 from spectral_monitor.engine.scalars import Scalars
 from spectral_monitor.engine.settings import Settings
@@ -77,12 +78,14 @@ class Engine(Memory):
         self.processes = processes
         self.budget = None if settings.max_overhead is None else Budget(settings.max_overhead, processes is not None)
         reshard(self._wrapper)
-        anatomy, compiled, flat = self._dissect() if processes is None else processes.all_or_none(self._dissect)
+        dissected = partial(self._dissect, optimizers)
+        anatomy, compiled, flat = dissected() if processes is None else processes.all_or_none(dissected)
         holdings = plan(anatomy.layers, flat, processes)
         placed_layers = (placed(*pair, processes) for pair in zip(anatomy.layers, holdings, strict=True))
         self.anatomy = replace(anatomy, layers=tuple(placed_layers))
         self.layers = self.anatomy.layers
         self.members = [Member(layer, holding) for layer, holding in zip(self.layers, holdings, strict=True)]
+        self._readouts = Readouts(self.anatomy)
         self._whereabouts = None if flat else Whereabouts(model, self.layers)
         self._replaced: set[int] = set()
         self._copies = partial(copies, flat=flat, processes=processes)
@@ -105,11 +108,13 @@ class Engine(Memory):
         self._own_warn = Warner()  # of what happened in this process alone
         self._clear()
 
-    def _dissect(self) -> tuple[Anatomy, str, dict[int, Extent]]:
+    def _dissect(self, optimizers: Sequence[Optimizer]) -> tuple[Anatomy, str, dict[int, Extent]]:
         """What the model is made of, which of it is compiled, and where FSDP1 has put its parameters."""
         patterns = {key: getattr(self.settings, key) for key in ("include", "exclude", "roles", "blocks")}
         flat = flat_extents(self._wrapper)
-        anatomy = dissect(self.model, **patterns, shapes={key: extent.shape for key, extent in flat.items()})
+        held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+        shapes = {key: extent.shape for key, extent in flat.items()}
+        anatomy = dissect(self.model, **patterns, shapes=shapes, optimized=held)
         if not self.settings.needs & FORWARD:
             return anatomy, "", flat
         modules = compiled_modules(self.model)
@@ -153,6 +158,8 @@ class Engine(Memory):
                 foresight = nothing if ALONE & set(self.asked.keys) else self._replays.slices.foresee
                 ranked = "backward_stable_rank" in self.asked.keys
                 self.features.foresee(foresight, ranked, apart=self.processes is not None)
+                self.features.traced = not self._readouts.complete
+                self._readouts.begin()
                 self.features.arm()
             self.optimizers.arm()
 
@@ -213,13 +220,14 @@ class Engine(Memory):
         with self._harmless("looking at what was seen"):
             stage.rest()
             if self.watches_features:
-                if len(self.optimizers.optimizers) == 1:  # several networks have no last operator in common
-                    check_readout(self.layers, self.features.order, self._warn)
                 outputs = self.features.outputs()
                 again, before, no_replay = self._replays.choose(given, self._moved, self._warn)
                 part = self._replays.look(again, self._warn)
             noise, apart = self._replays.slices.noise, self.processes is not None
             seen_here = sights(len(self.layers), self.features, stage, outputs, noise, apart)
+            if self.features.traced:
+                for i, said in self._readouts.see(self.features, stage.unused).items():
+                    seen_here[i].place = said
             if self.processes is not None:
                 prints = as_table(fingerprints(outputs), len(self.layers), self.processes.device)
         mine = Step(
@@ -249,6 +257,7 @@ class Engine(Memory):
             self._replays.probe = None  # what one has lost is no use to the others
         if self.idle and given.only_if_stepped:
             return None
+        self.correct_roles(self._readouts.settle(seen))
         facts = step_facts(seen, stage, given)
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         stage.unused = facts.unused
@@ -318,6 +327,8 @@ class Engine(Memory):
     def _ready(self, optimizer: Optimizer) -> None:
         with self._harmless("looking at the gradients"):
             self._stage.ready(optimizer)
+            if self.features.traced:
+                self._readouts.stepped(optimizer, self.features.backward_pass)
             self.features.drop_unfinished()
             if self.features.weights:
                 then, now = self._held_at[id(optimizer)], self.features.weights

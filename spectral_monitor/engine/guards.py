@@ -1,4 +1,4 @@
-"""What is refused at the start, what is doubted later, and what every measurement runs under."""
+"""What is refused at the start, what is not measured any more, and what every measurement runs under."""
 
 from __future__ import annotations
 
@@ -27,15 +27,6 @@ def refuse(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ValueError(f"{type(optimizer).__name__} runs the forward several times in a step. {light}")
-
-
-def check_readout(layers: Sequence[Layer], called: Sequence[int], warn: Callable[[str], None]) -> None:
-    """Say so if the readout, a guess by place, was not the last operator that was ``called``."""
-    order = [i for i in called if layers[i].info.role in ("operator", "readout")]
-    guessed = [i for i in order if "by its place" in layers[i].note]
-    if guessed and order[-1] not in guessed:
-        last, taken = layers[order[-1]].info.name, layers[guessed[-1]].info.name
-        warn(f"{taken!r} is taken for the readout, but {last!r} ran last; say roles={{{last!r}: 'readout'}}")
 
 
 def replaced(whereabouts: Whereabouts | None, layers: Sequence[Layer], warn: Callable[[str], None]) -> set[int]:

@@ -70,7 +70,7 @@ class MatrixStage:
         self._exchange = exchange
         self._out = out
         self._held: dict[int, _Held] = {}
-        self._originals: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+        self._originals: dict[int, list[tuple[nn.Parameter, Tensor, int]]] = {}  # with how many copies it is counted in
         self._host = settings.low_memory
         self._room: dict[torch.device, int] = {}  # bytes that the largest of what waits in host memory takes
         self._slots: dict[torch.device, Tensor] = {}

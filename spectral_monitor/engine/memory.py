@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.anatomy import Layer
+from spectral_monitor.anatomy import Anatomy, Layer
 from spectral_monitor.capture.features import FeatureCapture
 from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.engine.budget import Budget
@@ -17,6 +18,7 @@ from spectral_monitor.engine.guards import full_precision
 from spectral_monitor.engine.matrices import start_norms
 from spectral_monitor.engine.patience import Patience
 from spectral_monitor.engine.pending import Measured
+from spectral_monitor.engine.readouts import Readouts
 from spectral_monitor.engine.replays import Replays
 from spectral_monitor.engine.scalars import Raw
 from spectral_monitor.engine.settings import Settings
@@ -51,10 +53,12 @@ class Memory:
     model: nn.Module
     settings: Settings
     processes: Processes | None
+    anatomy: Anatomy
     layers: tuple[Layer, ...]
     members: list[Member]
     features: FeatureCapture
     budget: Budget | None
+    _readouts: Readouts
     _replays: Replays
     _harmless: Callable[[str], AbstractContextManager[None]]
 
@@ -109,6 +113,16 @@ class Memory:
         raw, self._unheeded = self._unheeded, {}
         self._patience.learn(raw)
 
+    def correct_roles(self, changed: Mapping[int, Layer]) -> None:
+        """Put layers whose role has changed in the place of what they were."""
+        if changed:
+            self.layers = tuple(changed.get(i, layer) for i, layer in enumerate(self.layers))
+            self.anatomy = replace(self.anatomy, layers=self.layers)
+        for i, layer in changed.items():
+            self.members[i] = replace(self.members[i], layer=layer)
+            if i in self.features.layers:
+                self.features.layers[i] = layer
+
     def state(self) -> dict[str, Any]:
         """What it takes to go on from here, but for :meth:`tensors`: numbers, strings, lists."""
         probe = self._replays.probe
@@ -123,6 +137,7 @@ class Memory:
             "no_probe": "" if probe is None else probe.why_not,
             "budget": None if self.budget is None else self.budget.state_dict(),
             "slices": self._replays.slices.state_dict(),
+            "roles": self._readouts.state_dict(),
         }
 
     def tensors(self) -> dict[str, Any]:
@@ -194,6 +209,8 @@ class Memory:
         if state["layers"] == layer_list(self.layers):  # layers have the numbers they had
             self._replays.slices.load_state_dict(state.get("slices"))
         self.features.lasting = lasting
+        if "roles" in state:
+            self.correct_roles(self._readouts.load_state_dict(state["roles"]))
         if start is None:
             self.start(step)
         else:

@@ -19,6 +19,7 @@ UNCHOSEN = "none of its max_rows rows is of the samples that are run again: rais
 IN_DOUBT = "a norm could not be told within the tolerance; more is spent on it from the next measured step on"
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
 REPLACED = "since training began its weight was replaced, pruned or parametrized"
+UNFIT = "its outputs are not its inputs times its weight"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 ONE_HOT = frozenset({"alignment", "update_alignment", "input_stable_rank", "feature_change_local"})
@@ -41,6 +42,7 @@ class StepFacts:
         divided: layers whose parameters are stepped by several optimizers.
         called: layers that were called in the forward.
         hidden: layers that were called inside a transform of ``torch.func``.
+        unfit: layers whose outputs are not their inputs times their weight.
         fed: layers whose inputs are at hand.
         lasted: layers whose outputs are at hand.
         graded: layers whose every output received its gradient once.
@@ -65,6 +67,7 @@ class StepFacts:
     divided: set[int] = field(default_factory=set)
     called: set[int] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)
+    unfit: set[int] = field(default_factory=set)
     fed: set[int] = field(default_factory=set)
     lasted: set[int] = field(default_factory=set)
     graded: set[int] = field(default_factory=set)
@@ -160,6 +163,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return MOVED
     if layer.info.role == "embedding" and key in ONE_HOT:
         return "an embedding's inputs are one-hot"
+    if i in facts.unfit:
+        return UNFIT
     if i in facts.hidden:
         return "called inside a transform of torch.func, where its features cannot be seen"
     if i not in facts.called:

@@ -14,6 +14,9 @@ from spectral_monitor.quantities import QUANTITIES, TIERS
 Interval = int | str
 """Every so many steps, or steps in words."""
 
+DEFAULT_SCHEDULE = "1, 2, 4, ..., every 100"
+"""Most happens in the first steps, and a fault is best known at once."""
+
 VALID = 'an integer >= 1, or steps in words such as "1, 2, 4, 8, ..., every 100" or "1, 10, every 1000"'
 
 

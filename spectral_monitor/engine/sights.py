@@ -35,7 +35,7 @@ def sights(
     for i in range(layers):
         recorded = features.calls.get(i, ())
         sight = Sight(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))
-        sight.hidden = i in features.hidden
+        sight.hidden = 2.0 if i in features.unfit else i in features.hidden
         if recorded:
             x, b = inputs(recorded), gradients(recorded)
             sight.fed = all(h is not None for h in x)
@@ -60,6 +60,7 @@ def step_facts(seen: Census, stage: MatrixStage, given: Given) -> StepFacts:
     facts.moved = any(some.moved for some in seen.steps)
     facts.closures = int(max(some.closures for some in seen.steps))
     facts.called, facts.hidden = seen.anywhere("called"), seen.anywhere("hidden")
+    facts.unfit = {i for i, values in enumerate(seen.layers("hidden")) if max(values) > 1}
     facts.fed, facts.lasted, facts.graded = (seen.wherever_called(name) for name in ("fed", "lasted", "graded"))
     facts.eps = {i: max(values) for i, values in enumerate(seen.layers("eps")) if i in facts.called}
     return facts

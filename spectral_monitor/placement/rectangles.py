@@ -36,7 +36,8 @@ def unfit(layout: Layout, extent: Extent) -> str:
     if layout.kind == "conv_transposed" and layout.groups > 1:
         return "a grouped transposed convolution that is spread over processes"
     box = _aligned(layout, _filled_box(extent))
-    inner = box[2:] if layout.kind.startswith("conv") else box[1:] if layout.kind == "vector" else ()
+    has_kernel = layout.kind.startswith("conv") or layout.kind == "patches"
+    inner = box[2:] if has_kernel else box[1:] if layout.kind == "vector" else ()
     sizes = layout.shape[len(layout.shape) - len(inner) :]
     if any(part != (0, size) for part, size in zip(inner, sizes, strict=True)):
         return "spread over processes along a dimension of the kernel" if layout.kind != "vector" else "spread twice"
@@ -102,6 +103,8 @@ def _canonical(layout: Layout, local: Tensor, box: tuple[Range, ...]) -> Tensor:
         return local.flatten(2).permute(2, 0, 1).unsqueeze(1)
     if kind == "conv_transposed":  # of one group
         return local.flatten(2).permute(2, 1, 0).unsqueeze(1)
+    if kind == "patches":
+        local = local.flatten(1)
     outputs = local.mT if kind.endswith("transposed") else local
     return outputs.unsqueeze(0) if kind.startswith("experts") else outputs[None, None]
 
@@ -119,6 +122,9 @@ def _cuts(layout: Layout, box: tuple[Range, ...]) -> Iterator[tuple[Rectangle, i
         )
     elif kind == "conv":
         outputs, inputs, total = box[0], box[1], shape[0]
+    elif kind == "patches":
+        taps = math.prod(shape[2:])
+        outputs, inputs, total = box[0], (box[1][0] * taps, box[1][1] * taps), shape[0]
     elif kind == "conv_transposed":
         outputs, inputs, total = box[1], box[0], shape[1]
     elif kind.startswith("experts"):

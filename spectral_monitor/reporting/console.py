@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from spectral_monitor.measurement import HEALTHY, OFF
 from spectral_monitor.reporting.table import ARROWS, Column, Table, printable
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ TEXT = 32
 def rendered(table: Table) -> str:
     """The table for standard output.
 
-    Where that is a terminal and rich is installed: layers that violate the condition in colour (not if ``NO_COLOR`` is
-    set), as wide as the window, with the columns that matter least left out if it is narrow. Else its plain text.
+    Where that is a terminal and rich is installed: layers that are off in colour (not if ``NO_COLOR`` is set), as wide
+    as the window, with the columns that matter least left out if it is narrow. Else its plain text.
 
     Example:
         >>> print(rendered(Table("two layers", (Column("layer", ("a", "head"), text=True), Column("x", ("1", "20"))))))
@@ -51,11 +52,12 @@ def _drawn(table: Table, console: Console) -> str:
         side: JustifyMethod = "left" if column.text else "right"
         grid.add_column(Text(column.title), justify=side, no_wrap=not wraps, overflow="fold")
     for row, cells in enumerate(zip(*(column.cells for column in columns), strict=True)):
-        outside = row < (table.outside or 0)
-        grid.add_row(*(Text(cell, "bold red" if outside and _marked(cell, i) else "") for i, cell in enumerate(cells)))
-    judgement = {None: "bold", 0: "bold green"}.get(table.outside, "bold red")
+        off = bool(table.states) and table.states[row] == OFF
+        grid.add_row(*(Text(cell, "bold red" if off and _marked(cell, i) else "") for i, cell in enumerate(cells)))
+    judgement = {HEALTHY: "bold green", OFF: "bold red"}.get(table.state, "bold")
     with console.capture() as captured:
-        console.print(Text(printable(table.title), judgement))
+        for line in (table.title, *table.notes):
+            console.print(Text(printable(line), judgement))
         if columns:
             console.print(grid)
         for line in table.foot:

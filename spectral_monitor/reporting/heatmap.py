@@ -13,8 +13,10 @@ from torch import Tensor
 
 from spectral_monitor.measurement import LayerInfo
 from spectral_monitor.reporting.history import History, Thinned
-from spectral_monitor.reporting.names import named, shortened
+from spectral_monitor.reporting.names import labelled, named
 from spectral_monitor.reporting.panels import MATRICES
+from spectral_monitor.reporting.tally import off
+from spectral_monitor.reporting.typical import VS_TYPICAL
 
 WIDTH = 640
 ROW, ROWS_LOW, ROWS_HIGH = 20, 140, 600
@@ -26,7 +28,7 @@ LINE, LETTER = 15, 7
 TICKS = 8
 """Steps that are written below."""
 BLACK, RED = (0, 0, 0), (204, 34, 34)
-"""Red are layers that violate the condition."""
+"""Red are layers that a root verdict names."""
 LEVELS = 65
 """Colours of values."""
 NOTHING = "0.8"
@@ -74,8 +76,8 @@ def heatmap(history: History, quantity: str) -> Pixels | None:
     """A picture of a quantity, a row for each matrix and a column for each measurement that has it.
 
     ``update_natural``, and all that is held against a reference, is shown as its ratio to that, with the limits of
-    the band as lines on the colour bar. What was not measured is grey, the names of layers that violate the condition
-    now are red. Settings of matplotlib are neither used nor changed.
+    the band as lines on the colour bar. What was not measured is grey, the names of layers that are off now are red.
+    Settings of matplotlib are neither used nor changed.
 
     Args:
         history: what to draw.
@@ -91,8 +93,8 @@ def heatmap(history: History, quantity: str) -> Pixels | None:
         return None
     known = (~scale.shown.isnan()).any(1).tolist()
     layers = [history.layers[i] for i, some in zip(rows, known, strict=True) if some]
-    outside = {verdict.layer for verdict in history.measurements[-1].verdicts}
-    short = shortened(tuple(history.layers[i].name for i in rows))
+    outside = set(off(history.measurements[-1]))
+    short = labelled(tuple(history.layers[i].name for i in rows))
     return _draw(scale, scale.shown[known], layers, short, drawn.steps, outside)
 
 
@@ -130,7 +132,7 @@ def _against_reference(title: str, ratios: Tensor, limits: tuple[float, ...]) ->
     apart = max(1, round(reach / 3))
     ticks = tuple(float(k * apart) for k in range(-math.floor(reach / apart), math.floor(reach / apart) + 1))
     labels = tuple(f"{2**tick:g}" if tick >= 0 else f"1/{2**-tick:g}" for tick in ticks)
-    title = f"{title} over what it should be" + (" (black: the limits)" if lines else "")
+    title = f"{title} {VS_TYPICAL}" + (" (black: the limits)" if lines else "")
     return _Scale(title, shown, -reach, reach, "RdBu_r", ticks, labels, lines)
 
 

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectral_monitor.condition import Verdict
-from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.condition import Remedy, Verdict
+from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
 from spectral_monitor.reporting.plain import is_torn, layers_from, plain, value_of
 from spectral_monitor.reporting.sinks import need_room
 
-FORMAT, VERSION = "spectral_monitor.measurements", 1
+FORMAT, VERSION = "spectral_monitor.measurements", 2
+READ = (1, 2)
+"""Versions that are read; the first has neither states nor roots."""
 RUN_FILE = "spectral_monitor.jsonl"
 """What the callback names its file in the folder of a run."""
 FURTHER_FILE = "spectral_monitor_{}.jsonl"
@@ -122,6 +124,7 @@ def _line(measurement: Measurement, reasons: dict[str, str | None]) -> str:
             "values": {key: _column(values) for key, values in measurement.values.items()},
             "bands": {key: [_column(row) for row in rows] for key, rows in measurement.bands.items()},
             "verdicts": [_verdict(verdict) for verdict in measurement.verdicts],
+            "states": _states(measurement),
             "flags": measurement.flags,
             "reasons": reasons,
         }
@@ -129,8 +132,22 @@ def _line(measurement: Measurement, reasons: dict[str, str | None]) -> str:
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
-    row = {key: plain(value) if isinstance(value, float) else value for key, value in asdict(verdict).items()}
-    return {**row, "band": [plain(limit) for limit in verdict.band]}
+    row = {**_plain(asdict(verdict)), "band": [plain(limit) for limit in verdict.band]}
+    return row if verdict.remedy is None else {**row, "remedy": _plain(asdict(verdict.remedy))}
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: plain(value) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def _states(measurement: Measurement) -> list[list[Any]]:
+    """Return ``[state, reason, places of the layers]`` for each state and reason; layers are many, states few."""
+    place = {info.name: i for i, info in enumerate(measurement.layers)}
+    found: dict[LayerState, list[int]] = {}
+    for name, state in measurement.states.items():
+        if name in place:
+            found.setdefault(state, []).append(place[name])
+    return [[state.state, state.reason, places] for state, places in found.items()]
 
 
 def _dump(value: Any) -> str:
@@ -186,8 +203,9 @@ def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
 
 
 def _layers(row: dict[str, Any]) -> tuple[LayerInfo, ...]:
-    if row["format"] != FORMAT or row["version"] != VERSION:
-        raise ValueError(f"format {row['format']!r} version {row['version']!r}, expected {FORMAT!r} version {VERSION}")
+    if row["format"] != FORMAT or row["version"] not in READ:
+        versions = " or ".join(map(str, READ))
+        raise ValueError(f"format {row['format']!r} version {row['version']!r}, expected {FORMAT!r} version {versions}")
     return layers_from(row["layers"])
 
 
@@ -203,11 +221,22 @@ def _measurement(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: di
         verdicts=tuple(_read_verdict(v) for v in row["verdicts"]),
         reasons=reasons,
         flags=row["flags"],
+        states=_read_states(row.get("states", []), layers),
         bands={key: torch.tensor([[value_of(x) for x in r] for r in rows]) for key, rows in row["bands"].items()},
     )
 
 
+def _read_states(rows: list[list[Any]], layers: tuple[LayerInfo, ...]) -> dict[str, LayerState]:
+    """Return the state of each layer that has one, in the order of the layers."""
+    known = {place: LayerState(state, reason) for state, reason, places in rows for place in places}
+    return {layers[place].name: known[place] for place in sorted(known)}
+
+
 def _read_verdict(row: dict[str, Any]) -> Verdict:
-    low, high = row["band"]
-    numbers = {key: value_of(row[key]) for key in ("value", "ratio")}
-    return Verdict(**{**row, **numbers, "band": (value_of(low), value_of(high))})
+    read = dict(row)
+    read |= {key: value_of(row[key]) for key in ("value", "ratio")}
+    read |= {key: tuple(row[key]) for key in ("layers", "consequences") if key in row}
+    read["band"] = tuple(map(value_of, row["band"]))
+    if (remedy := row.get("remedy")) is not None:
+        read["remedy"] = Remedy(remedy["action"], tuple(remedy["layers"]), value_of(remedy["value"]))
+    return Verdict(**read)

@@ -35,3 +35,16 @@ def kinds(names: Sequence[str]) -> dict[str, list[int]]:
     single = [i for of, some in found.items() if len(some) == 1 or of == OTHERS for i in some]
     several = {of: some for of, some in found.items() if len(some) > 1 and of != OTHERS}
     return several | ({OTHERS: sorted(single)} if single else {})
+
+
+def folded(names: Sequence[str]) -> list[str]:
+    """Return the names with equal places of the blocks as one, and how many they are, in the order of the first.
+
+    Example:
+        >>> folded(["tokens", *(f"h.{i}.mlp" for i in range(12)), "head"])
+        ['tokens', 'h.*.mlp x12', 'head']
+    """
+    found = kinds(names)
+    single = found.pop(OTHERS, [])
+    texts = {places[0]: f"{of} x{len(places)}" for of, places in found.items()} | {i: names[i] for i in single}
+    return [text for _, text in sorted(texts.items())]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.reporting.kinds import kinds
 from spectral_monitor.reporting.panels import PANELS, Panel, shown
+from spectral_monitor.reporting.typical import VS_TYPICAL
 
 if TYPE_CHECKING:
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -43,8 +44,8 @@ TITLES = {
     "lr": "learning rate",
 }
 OUT_OF_LINE = {
-    "update_natural": "size of the update over what it should be",
-    "weight_natural": "size of the weights over what it should be",
+    "update_natural": f"size of the update {VS_TYPICAL}",
+    "weight_natural": f"size of the weights {VS_TYPICAL}",
 }
 
 

@@ -1,4 +1,4 @@
-"""Verdicts as Markdown: the answer first, then a row for each layer that is out of line, and what was done about it."""
+"""Verdicts as Markdown: the answer first, then a row for each root verdict, and what was done about it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
-import torch
-
 from spectral_monitor.condition.verdict import Verdict, short
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.reporting.panels import MATRICES
+from spectral_monitor.reporting.headline import headlines, names_in, some
+from spectral_monitor.reporting.tally import disturbed, named_by
 
 LINE = 40
 """Characters of a sentence in a line; TensorBoard makes columns beside a longer one too narrow for words."""
@@ -20,24 +19,30 @@ LISTED = 20
 
 
 def verdict_markdown(measurement: Measurement) -> str:
-    r"""The verdicts of a measurement, and the learning rates a correction has multiplied, as Markdown.
+    r"""Return the answer, the root verdicts and the learning rates a correction has multiplied, as Markdown.
+
+    Layers that follow from a root are counted in its row.
 
     Example:
         >>> from spectral_monitor import LayerInfo
+        >>> from spectral_monitor.measurement import LayerState
         >>> layers = (LayerInfo("a", "operator", 8, 8, (8, 8)), LayerInfo("b_", "operator", 8, 8, (8, 8)))
         >>> told = Verdict("b_", "update_natural", 0.4, (0.01, 0.16), 10.0, 40, 5, "lr_too_large", "divide it by 10")
-        >>> answer, table = verdict_markdown(Measurement(50, layers, {}, {"violations": 1.0}, (told,))).split("\n\n")
+        >>> states = {"a": LayerState("healthy"), "b_": LayerState("off")}
+        >>> measurement = Measurement(50, layers, {}, {"violations": 1.0}, (told,), states=states)
+        >>> answer, table = verdict_markdown(measurement).split("\n\n")
         >>> print(answer)
-        **1 of 2 layers outside** the spectral condition at step 50, for 40 steps.
+        **Step 50: 1 of 2 layers off: b\_; 1 healthy**
         >>> print(table)
         | layer | quantity | value | should be | for | likely cause, and what to do |
         |---|---|---|---|---|---|
         | b\_ | update\_natural | 0.4 | 0.01 .. 0.16 | 40 steps | divide it by 10 |
     """
-    parts = [_headline(measurement)]
-    if measurement.verdicts:
+    first, *more = headlines(measurement)
+    parts = [f"**Step {measurement.step}: {escaped(first)}**", *map(escaped, more)]
+    if measurement.roots:
         header = ("layer", "quantity", "value", "should be", "for", "likely cause, and what to do")
-        parts.append(_table(header, (_row(verdict) for verdict in measurement.verdicts)))
+        parts.append(_table(header, (_row(root, measurement) for root in measurement.roots)))
     changed = _multiplied(measurement)
     if changed:
         many = f"{len(changed)} learning rates, the most changed first" if len(changed) > 1 else "one learning rate"
@@ -61,35 +66,15 @@ def escaped(text: str) -> str:
     return text
 
 
-def _headline(measurement: Measurement) -> str:
-    names = {verdict.layer for verdict in measurement.verdicts}
-    total = sum(info.role in MATRICES or info.name in names for info in measurement.layers)
-    if "violations" not in measurement.summary:
-        return f"{total} layers measured at step {measurement.step}; nobody has judged them."
-    if not measurement.verdicts:
-        passing = _outside(measurement)
-        if passing:
-            where = f"{passing} of {total} layers outside the band just now"
-            return f"**No verdict** at step {measurement.step}: {where}, which counts once it lasts."
-        return f"**All {total} layers inside** the spectral condition at step {measurement.step}."
-    longest = max(verdict.steps for verdict in measurement.verdicts)
-    where = f"the spectral condition at step {measurement.step}, for {longest} steps"
-    return f"**{len(names)} of {total} layers outside** {where}."
-
-
-def _outside(measurement: Measurement) -> int:
-    """Layers outside a band at this one measurement."""
-    outside = torch.zeros(len(measurement.layers), dtype=torch.bool)
-    for quantity, bands in measurement.bands.items():
-        values = measurement.values.get(quantity, torch.full((len(bands),), math.nan))
-        outside |= (values < bands[:, 0]) | (values > bands[:, 1])
-    return int(outside.sum())
-
-
-def _row(verdict: Verdict) -> tuple[str, ...]:
-    value, steps = short(verdict.value), f"{verdict.steps} steps"
-    what = "<br>".join(map(escaped, wrap(verdict.sentence, LINE)))
-    return *map(escaped, (verdict.layer, verdict.quantity, value, verdict.should_be, steps)), what
+def _row(root: Verdict, measurement: Measurement) -> tuple[str, ...]:
+    """Return the cells of a root verdict; a verdict without a quantity has no value."""
+    seen = (root.quantity, short(root.value), root.should_be) if root.quantity else ("", "", "")
+    cells = (some(named_by(root)) or "the whole network", *seen, f"{root.steps} steps")
+    lines = wrap(root.sentence, LINE)
+    follow = [layer for layer, of in disturbed(measurement).items() if of == root.layer]
+    if follow:
+        lines += wrap(f"+{len(follow)} that follow from it: {names_in(measurement, follow)}", LINE)
+    return *map(escaped, cells), "<br>".join(map(escaped, lines))
 
 
 def _multiplied(measurement: Measurement) -> list[tuple[str, float]]:

@@ -51,6 +51,43 @@ def shortened(names: tuple[str, ...], room: int = NAME) -> dict[str, str]:
     return {name: short[name] for name in names}
 
 
+def labelled(names: tuple[str, ...]) -> dict[str, str]:
+    """Return what each layer is called beside pictures: first without what all share, then shortened.
+
+    Example:
+        >>> list(labelled(("model.decoder.h.0.mlp.c_fc", "model.decoder.h.1.mlp.c_fc", "model.head")).values())
+        ['h.0.mlp.c_fc', 'h.1.mlp.c_fc', 'head']
+    """
+    bare = unprefixed(names)
+    short = shortened(tuple(bare.values()))
+    return {name: short[bare[name]] for name in names}
+
+
+@lru_cache(maxsize=8)
+def unprefixed(names: tuple[str, ...]) -> dict[str, str]:
+    """Return each name without the parts in front that say nothing, because every name of several parts has them.
+
+    Names of one part, such as ``lm_head``, do not count. A name neither begins with a number nor becomes that of
+    another layer.
+
+    Example:
+        >>> list(unprefixed(("model.decoder.h.0.mlp", "model.decoder.wte", "model.lm_head")).values())
+        ['h.0.mlp', 'wte', 'lm_head']
+        >>> list(unprefixed(("net.0", "net.2")))
+        ['net.0', 'net.2']
+    """
+    short = {name: name.split(".") for name in names}
+    while True:
+        several = [parts for parts in short.values() if len(parts) > 1]
+        if 2 * len(several) <= len(names) or len({parts[0] for parts in several}) > 1:
+            break
+        shorter = {name: parts[1:] if len(parts) > 1 else parts for name, parts in short.items()}
+        if any(parts[0].isdigit() for parts in shorter.values()) or len(set(map(tuple, shorter.values()))) < len(names):
+            break
+        short = shorter
+    return {name: ".".join(parts) for name, parts in short.items()}
+
+
 def named(outside: Sequence[bool], room: int) -> list[int]:
     """Rows whose names are written: as many as there is room for, those that are outside and the last one first.
 

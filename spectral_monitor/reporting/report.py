@@ -7,15 +7,18 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from spectral_monitor.condition import Verdict
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.condition import NETWORK, Verdict
+from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.reporting.headline import headline, headlines, names_in
 from spectral_monitor.reporting.panels import MATRICES, PANELS, Panel
 from spectral_monitor.reporting.report_curves import LINES, curves, depth_colours
 from spectral_monitor.reporting.report_figures import Figure, escaped, overview
 from spectral_monitor.reporting.report_page import page
 from spectral_monitor.reporting.runs import settled
-from spectral_monitor.reporting.table import ARROWS, is_judged, measurement_rows, number, unjudged
+from spectral_monitor.reporting.table import ARROWS, Column, measurement_rows, number, summary_line
+from spectral_monitor.reporting.tally import disturbed, is_judged, named_by, tally
+from spectral_monitor.reporting.typical import legend
 
 FOLDED = 44
 """Characters of a layer's name beyond which it is folded."""
@@ -54,10 +57,10 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> st
     if not run.measurements:
         raise ValueError("there is nothing to report on: no measurements")
     now = _judged(run.measurements)
-    answer, status = _answer(next(filter(is_judged, reversed(run.measurements)), run.measurements[-1]))
+    told = next(filter(is_judged, reversed(run.measurements)), run.measurements[-1])
     figures: dict[str, Figure] = {}
     steps: dict[str, Sequence[int]] = {}
-    sections = [_header(answer, status, run.measurements, now), _verdicts(now)]
+    sections = [_header(told, run.measurements, now), _verdicts(told if told.roots else now)]
     picture, known = overview(run.measurements, now)
     if picture is not None:
         figures["overview-figure"], steps = picture, {**steps, **known}
@@ -78,73 +81,70 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> st
     thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run.measurements) else []
     sections += [_layers(now), _footer(run.measurements, [*thinned, *run.notes, *notes])]
     body = "\n".join(filter(None, sections))
-    return page(f"{escaped(answer)} &middot; step {run.measurements[-1].step}", body, figures, steps)
+    return page(f"{escaped(headlines(told)[0])} &middot; step {run.measurements[-1].step}", body, figures, steps)
 
 
 def _judged(measurements: Sequence[Measurement]) -> Measurement:
-    """The latest of which layers could be judged, for what is NaN says nothing; the latest if none could."""
-    judged = (m for m in reversed(measurements) if is_judged(m) and measurement_rows(m).outside is not None)
+    """Return the latest of which layers could be judged, for what is NaN says nothing; the latest if none could."""
+    judged = (m for m in reversed(measurements) if is_judged(m) and tally(m).judged)
     return next(judged, measurements[-1])
 
 
-def _answer(last: Measurement) -> tuple[str, str]:
-    """One sentence, and what it means: ``outside``, ``inside`` or nothing of either."""
-    table = measurement_rows(last)
-    count = len(table.columns[0].cells)
-    if table.outside is None and "violations" in last.summary:
-        return f"At step {last.step} no layer could be judged: {unjudged(last)}", "unjudged"
-    if table.outside is None:
-        return f"{count} layers were measured and none was judged", "unjudged"
-    if table.outside:
-        are = "is" if table.outside == 1 else "are"
-        return f"{table.outside} of {count} layers {are} outside the spectral condition", "outside"
-    return f"All {count} layers are inside the spectral condition", "inside"
+def _header(told: Measurement, measurements: Sequence[Measurement], now: Measurement) -> str:
+    """Return the answer, the worst roots and the numbers of the whole network.
 
-
-def _header(answer: str, status: str, measurements: Sequence[Measurement], now: Measurement) -> str:
-    last = measurements[-1]
-    said = []
+    Args:
+        told: the measurement that gives the answer.
+        measurements: the whole run.
+        now: the one that pictures and tables are of.
+    """
+    last, (answer, *more) = measurements[-1], headlines(told)
+    said = [f"<p>{escaped(line)}</p>" for line in more]
     if now is not last:
-        title = measurement_rows(now).title
-        said.append(f"<p>What follows is of step {now.step}, the last that could be judged: {escaped(title)}.</p>")
-    lines = [f"<li>{_name(verdict.layer)}: {escaped(verdict.sentence)}</li>" for verdict in now.verdicts[:NAMED]]
-    if len(now.verdicts) > NAMED:
-        lines.append(f"<li>and {len(now.verdicts) - NAMED} more, see below</li>")
+        what = f"step {now.step}, the last that could be judged: {headline(now)}"
+        said.append(f"<p>What follows is of {escaped(what)}.</p>")
+    roots = [root for root in (told.roots or now.roots) if root.layer != NETWORK]
+    lines = [f"<li>{_names(named_by(root))}: {escaped(root.sentence)}</li>" for root in roots[:NAMED]]
+    if len(roots) > NAMED:
+        lines.append(f"<li>and {len(roots) - NAMED} more, see below</li>")
     said += [f"<ul>{''.join(lines)}</ul>"] if lines else []
     over = [layer for layer, flag in now.flags.items() if flag == 0]
     if over:
-        more = f" and {len(over) - NAMED} more" if len(over) > NAMED else ""
-        said.append(f"<p>Outside earlier, not any more: {', '.join(map(_name, over[:NAMED]))}{more}.</p>")
-    foot = " ".join(
-        f"<span>{escaped(part)}</span>" for line in measurement_rows(last).foot for part in line.split("   ") if part
-    )
+        said.append(f"<p>Off earlier, not any more: {_names(over)}.</p>")
+    foot = " ".join(f"<span>{escaped(part)}</span>" for part in summary_line(last).split("   ") if part)
     of = f"Step {last.step}, the last of {len(measurements)} measurements"
+    status = {HEALTHY: "healthy", OFF: "off", NOT_JUDGED: "unjudged"}[tally(told).state]
     return (
-        f'<header class="{status}"><h1>{escaped(answer)}</h1>\n{"".join(said)}\n'
+        f'<header class="{status}"><h1>{escaped(answer[:1].upper() + answer[1:])}</h1>\n{"".join(said)}\n'
         f'<p class="facts soft"><span>{of}</span> {foot}</p></header>'
     )
 
 
-def _verdicts(now: Measurement) -> str:
-    if not now.verdicts:
+def _verdicts(told: Measurement) -> str:
+    """Return a table with a row for each root verdict, and how many layers follow from it."""
+    if not told.roots:
         return ""
     titles = ("layer", "quantity", "value", "should be", "for", "cause", "what it likely is, and what to do")
-    rows = "".join(f"<tr>{_verdict(verdict)}</tr>" for verdict in now.verdicts)
+    rows = "".join(f"<tr>{_verdict(root, told)}</tr>" for root in told.roots)
     head = "".join(f"<th>{title}</th>" for title in titles)
     return (
-        f'<section id="outside"><h2>Outside the condition at step {now.step}</h2>\n<div class="wide long"><table>'
+        f'<section id="off"><h2>What is off at step {told.step}</h2>\n<div class="wide long"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 
 
-def _verdict(verdict: Verdict) -> str:
-    arrow = "&uarr;" if verdict.ratio > 1 else "&darr;"
+def _verdict(root: Verdict, told: Measurement) -> str:
+    arrow = "" if math.isnan(root.ratio) else "&nbsp;&uarr;" if root.ratio > 1 else "&nbsp;&darr;"
+    seen = f"{number(root.value)}{arrow}" if root.quantity else ""
+    follow = [layer for layer, of in disturbed(told).items() if of == root.layer]
+    more = f"+{len(follow)} that follow from it: {names_in(told, follow)}" if follow else ""
     return (
-        f"<td>{_name(verdict.layer)}</td>"
-        f'<td title="{_meaning(verdict.quantity)}">{escaped(verdict.quantity)}</td>'
-        f'<td class="bad">{number(verdict.value)}&nbsp;{arrow}</td><td>{escaped(verdict.should_be)}</td>'
-        f"<td>{verdict.steps} steps, {verdict.measurements} measurements</td>"
-        f'<td>{escaped(verdict.cause.replace("_", " "))}</td><td class="say">{escaped(verdict.sentence)}</td>'
+        f"<td>{_names(named_by(root)) or 'the whole network'}</td>"
+        f'<td title="{_meaning(root.quantity)}">{escaped(root.quantity)}</td>'
+        f'<td class="bad">{seen}</td><td>{escaped(root.should_be) if root.quantity else ""}</td>'
+        f"<td>{root.steps} steps, {root.measurements} measurements</td>"
+        f'<td>{escaped(root.cause.replace("_", " "))}</td><td class="say">{escaped(root.sentence)}'
+        + (f'<br><span class="soft">{escaped(more)}</span></td>' if more else "</td>")
     )
 
 
@@ -162,13 +162,13 @@ def _key(now: Measurement) -> str:
     colours = ", ".join(depth_colours(5))
     count = sum(info.role in MATRICES for info in now.layers)
     some = (
-        f" Of {count} layers {LINES} are drawn, evenly, with the readout and those that are outside."
+        f" Of {count} layers {LINES} are drawn, evenly, with the readout and those that are off."
         if count > LINES
         else ""
     )
     return (
         '<p class="soft">Below, a curve for each layer: <span class="key" style="background: linear-gradient(to right, '
-        f'{colours})"></span> from the first to the last, <span class="bad">red</span> what is outside now; '
+        f'{colours})"></span> from the first to the last, <span class="bad">red</span> what is off now; '
         '<span class="key" style="background: var(--band)"></span> where they should be, dashed where only a limit is '
         f"known or a layer has its own.{some}</p>"
     )
@@ -186,21 +186,29 @@ def _panel(panel: Panel, name: str, summary: Mapping[str, float]) -> str:
 
 
 def _layers(now: Measurement) -> str:
-    table = measurement_rows(now)
+    """Return a row for every layer, nothing folded, with its state."""
+    table = measurement_rows(now, folded=False)
     columns = [column for column in table.columns if column.title not in _IN_TABLE_OF_VERDICTS]
+    states = ["" if state == HEALTHY else state for state in table.states]
+    whats = next((column.cells for column in table.columns if column.title == "what"), states)
+    states = [what if state == NOT_JUDGED else state for state, what in zip(states, whats, strict=True)]
+    if any(states) and tally(now).judged:
+        columns.insert(1, Column("state", tuple(states), text=True))
     head, rows = "", [""] * len(columns[0].cells)
     for place, column in enumerate(columns):
         side = "" if column.text else ' class="number"'
         meaning = f' title="{_meaning(column.quantity)}"' if column.quantity else ""
         head += f"<th{side}{meaning}>{escaped(column.title)}</th>"
         for row, cell in enumerate(column.cells):
-            bad = row < (table.outside or 0) and (place == 0 or cell.endswith(ARROWS))
+            bad = table.states[row] == OFF and (place == 0 or cell.endswith(ARROWS))
             shown = _name(cell) if place == 0 else escaped(cell)
             rows[row] += f"<td{side}>{f'<span class=bad>{shown}</span>' if bad else shown}</td>"
     body = "".join(f"<tr>{row}</tr>" for row in rows)
+    known = legend(now)
     return (
-        f'<section id="layers"><h2>All layers at step {now.step}</h2>\n<div class="wide long"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
+        f'<section id="layers"><h2>All layers at step {now.step}</h2>\n'
+        + (f'<p class="soft">{escaped(known)}</p>\n' if known else "")
+        + f'<div class="wide long"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>'
     )
 
 
@@ -214,6 +222,12 @@ def _footer(measurements: Sequence[Measurement], notes: Sequence[str]) -> str:
 
 def _name(layer: str) -> str:
     return f'<span class="name{" folded" if len(layer) > FOLDED else ""}">{escaped(layer)}</span>'
+
+
+def _names(layers: Sequence[str]) -> str:
+    """Return the first of them, and how many more there are."""
+    more = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
+    return ", ".join(map(_name, layers[:NAMED])) + more
 
 
 def _meaning(quantity: str) -> str:

@@ -16,6 +16,7 @@ from spectral_monitor.reporting.kinds import kinds
 from spectral_monitor.reporting.names import shortened
 from spectral_monitor.reporting.panels import Panel, shown
 from spectral_monitor.reporting.report_figures import Figure, Series, digits, escaped, labels, series, title_of, titled
+from spectral_monitor.reporting.tally import off
 
 FEW = 14
 """Layers that each have a place in the legend; more of them have one by kind."""
@@ -29,7 +30,7 @@ DECADES = 9.0
 """Below the largest value; what is smaller is drawn at the bottom."""
 LINEAR = frozenset({"alignment", "update_alignment", "bfa_cos"})
 """Quantities with a range of their own; all others are drawn on a log scale if they are nowhere negative."""
-OUTSIDE = "outside now"
+OUTSIDE = "off now"
 LINE = 44
 """Characters of a line below a chart's title."""
 GAP = 0.09
@@ -80,7 +81,7 @@ def curves(
         measurements: the whole run.
         now: the one of them that says which layers are outside.
     """
-    outside = {verdict.layer for verdict in now.verdicts}
+    outside = set(off(now))
     first = [info.role == "readout" or info.name in outside for info in now.layers]
     rows = drawn(shown(panel, now.layers), first)
     known = {key: found for key in panel.quantities if (found := series(measurements, key)) is not None}
@@ -131,7 +132,7 @@ class _Chart:
         self.key, self.steps = key, found.steps
         self.names, self.short = [now.layers[i].name for i in rows], labels(now)
         self.values, self.limits = found.values[rows], found.bands[rows][..., :2]
-        verdicts = {verdict.layer for verdict in now.verdicts}
+        verdicts = set(off(now))
         self.outside = [name in verdicts for name in self.names]
         self.crowd = sum(self.outside) > CROWD
         self.colours = ["@danger" if out else colours[i] for i, out in zip(rows, self.outside, strict=True)]

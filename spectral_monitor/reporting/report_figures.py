@@ -19,9 +19,11 @@ from spectral_monitor.condition.verdict import short
 from spectral_monitor.engine.assemble import balance_ratios
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.reporting.history import COLUMNS, Thinned
-from spectral_monitor.reporting.names import named, shortened
+from spectral_monitor.reporting.names import labelled, named
 from spectral_monitor.reporting.panels import HEATMAPS, MATRICES
 from spectral_monitor.reporting.table import number, printable
+from spectral_monitor.reporting.tally import off
+from spectral_monitor.reporting.typical import VS_TYPICAL
 
 CELLS = 40_000
 """Values of a quantity that are drawn, at most: of very deep networks fewer steps."""
@@ -83,7 +85,7 @@ def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Fig
     if not parts:
         return None, {}
     room = max(ROOM[0], min(ROOM[1], ROW * len(rows)))
-    outside = {verdict.layer for verdict in now.verdicts}
+    outside = set(off(now))
     names = [now.layers[i].name for i in rows]
     ticks, short = named([name in outside for name in names], room // LINE), labels(now)
     layout: Figure = {
@@ -130,7 +132,7 @@ def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
     key = next((key for key in keys if now.bands[key][rows, 2].isfinite().any()), None)
     if key is None:
         return []
-    outside = {verdict.layer for verdict in now.verdicts}
+    outside = set(off(now))
     seen = []
     for i, value, band in zip(rows, now.values[key][rows].tolist(), now.bands[key][rows].tolist(), strict=True):
         if band[2] > 0 and value >= 0:
@@ -161,14 +163,14 @@ def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
             "line": {"color": "@card", "width": 1 if thick > 2 else 0},
         },
         "hovertemplate": "<b>%{customdata[0]}</b><br>"
-        f"{key} %{{customdata[2]}}, %{{customdata[1]}} x its share<extra></extra>",
+        f"{key} %{{customdata[2]}}, %{{customdata[1]}} {VS_TYPICAL}<extra></extra>",
         "cliponaxis": False,
     }
     powers = _powers(reach)
     end = reach * math.log10(2)
     axis = {"type": "log", "range": [-end, end], "tickvals": [2.0**k for k in powers], "zeroline": False}
     axis |= {"tickfont": {"size": 10}, "tickangle": 0}
-    axis |= {"ticktext": list(map(_power_of_two, powers)), "title": {"text": "times its share", "standoff": 4}}
+    axis |= {"ticktext": list(map(_power_of_two, powers)), "title": {"text": VS_TYPICAL, "standoff": 4}}
     return [(titled(f"At step {now.step}", "on the band"), [band, dots], axis)]
 
 
@@ -208,12 +210,12 @@ def _shares(drawn: Series, rows: Sequence[int], layers: Sequence[LayerInfo]) -> 
     """Values over their references; where none is known, over the operators' median."""
     values, references = drawn.values[rows], drawn.bands[rows][..., 2]
     if references.isfinite().any():
-        return values / references, "times its share"
+        return values / references, VS_TYPICAL
     ratios = torch.full_like(values, math.nan)
     compared = [k for k, i in enumerate(rows) if layers[i].role in ("operator", "readout")]
     for step in range(values.shape[1]):
         ratios[compared, step] = balance_ratios(values[compared, step])
-    return ratios, "times the median"
+    return ratios, f"{VS_TYPICAL}: over the median"
 
 
 def _against_share(shares: Tensor) -> tuple[Tensor, Figure]:
@@ -300,7 +302,7 @@ def _tick(label: str, outside: bool) -> str:
 def labels(now: Measurement) -> dict[str, str]:
     """What every matrix is called beside pictures and in legends, escaped."""
     names = tuple(info.name for info in now.layers if info.role in MATRICES)
-    return {name: escaped(short) for name, short in shortened(names).items()}
+    return {name: escaped(short) for name, short in labelled(names).items()}
 
 
 def digits(values: Sequence[float]) -> list[float | None]:

@@ -31,11 +31,11 @@ main { max-width: 1480px; margin: 0 auto; padding: 20px; }
 section, header { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 16px 22px;
   margin-bottom: 16px; }
 header { border-left: 10px solid #c98a12; }
-header.outside { border-left-color: var(--danger); }
-header.inside { border-left-color: var(--good); }
+header.off { border-left-color: var(--danger); }
+header.healthy { border-left-color: var(--good); }
 h1 { font-size: 27px; line-height: 1.25; margin: 0; }
-.outside h1 { color: var(--danger); }
-.inside h1 { color: var(--good); }
+.off h1 { color: var(--danger); }
+.healthy h1 { color: var(--good); }
 h2 { font-size: 18px; margin: 0 0 2px; }
 p { margin: 4px 0; }
 .soft, footer { color: var(--soft); }

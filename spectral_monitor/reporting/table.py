@@ -5,33 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from spectral_monitor.engine.assemble import balance_ratios
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.reporting.folding import Row, rows
+from spectral_monitor.reporting.headline import headlines
+from spectral_monitor.reporting.tally import tally
+from spectral_monitor.reporting.typical import VS_TYPICAL, legend, vs_typical
 
 if TYPE_CHECKING:
     from spectral_monitor.anatomy import Anatomy
     from spectral_monitor.condition import Verdict
 
 _COLUMNS = {
-    "weight_natural": ("|W| nat", 0),
+    "weight_natural": ("|W| nat", 1),
     "update_natural": ("|dW| nat", 0),
-    "update_ratio": ("|dW|/|W|", 6),
-    "update_stable_rank": ("srank dW", 8),
-    "drift_ratio": ("drift", 5),
-    "feature_change": ("dh/h", 3),
-    "alignment": ("align", 4),
-    "bfa": ("BFA deg", 7),
-    "contribution": ("-<g,dW>", 9),
+    "update_ratio": ("|dW|/|W|", 8),
+    "update_stable_rank": ("srank dW", 10),
+    "drift_ratio": ("drift", 7),
+    "feature_change": ("dh/h", 5),
+    "alignment": ("align", 6),
+    "bfa": ("BFA deg", 9),
+    "contribution": ("-<g,dW>", 11),
 }
 """Quantity -> title, and how soon its column is left out where there is no room for all."""
-_LEAST = 10
+_LEAST = 12
 """From here on columns are left out before all of those."""
 ARROWS = (" ^", " v")
-"""Behind a value that is outside: too large, too small."""
-_JUDGED = ("update_natural", "weight_natural", "update_ratio")
-"""Without any of these nothing is held against anything."""
+"""Behind a value that is off: too large, too small."""
+SENTENCE = 72
+"""Characters of a line of the last column of plain text; what is longer goes on in the next line."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +65,25 @@ class Table:
         title: one line, the answer first.
         columns: all of the same length, or none.
         foot: lines below.
-        outside: how many rows, the first ones, violate the condition; ``None`` where that was not judged.
+        state: ``"healthy"``, ``"off"`` or ``"not judged"``; empty where the table is on something else.
+        states: of each row, ``"disturbed"`` among them; empty like ``state``.
+        notes: lines between the title and the rows.
     """
 
     title: str
     columns: tuple[Column, ...]
     foot: tuple[str, ...] = ()
-    outside: int | None = None
+    state: str = ""
+    states: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([self.title, *aligned(self.columns), *self.foot])
+        return "\n".join([self.title, *self.notes, *aligned(self.columns), *self.foot])
 
 
-def measurement_table(measurement: Measurement) -> str:
-    """One line per matrix, those that violate the condition first; biases and gains are measured too but left out."""
-    return str(measurement_rows(measurement))
+def measurement_table(measurement: Measurement, folded: bool = True) -> str:
+    """Return the table of :func:`measurement_rows` as plain text."""
+    return str(measurement_rows(measurement, folded))
 
 
 def role_table(anatomy: Anatomy) -> str:
@@ -83,34 +91,43 @@ def role_table(anatomy: Anatomy) -> str:
     return str(role_rows(anatomy))
 
 
-def measurement_rows(measurement: Measurement) -> Table:
-    """One row per matrix, those that violate the condition first; biases and gains only if they do."""
-    verdicts = {verdict.layer: verdict for verdict in measurement.verdicts}
-    rows = [i for i, info in enumerate(measurement.layers) if info.role != "vector" or info.name in verdicts]
-    rows = rows or list(range(len(measurement.layers)))
-    order = {layer: place for place, layer in enumerate(verdicts)}
-    rows.sort(key=lambda i: order.get(measurement.layers[i].name, len(order)))
-    infos = [measurement.layers[i] for i in rows]
-    judged = [verdicts.get(info.name) for info in infos]
+def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
+    """Return one row per matrix: roots first, below each what follows from it, then the others.
+
+    Biases and gains are measured too, but have a row only if they have a verdict.
+
+    Args:
+        measurement: what is shown.
+        folded: whether layers that follow from a root share a row, and so, in a network of many, do healthy layers
+            that are close to typical and layers that were not judged for the same reason.
+    """
+    ratios = vs_typical(measurement)
+    found = rows(measurement, ratios, folded)
+    infos, single = measurement.layers, [row.places[0] if len(row.places) == 1 else None for row in found]
     columns = [
-        _text("layer", [info.name for info in infos]),
-        _text("role", [info.role for info in infos], spare=1),
-        _text("in -> out", [_fans(info.fan_in, info.fan_out, info.blocks) for info in infos], spare=2),
+        _text("layer", [row.label for row in found]),
+        _text("role", [_shared({infos[i].role for i in row.places}) for row in found], spare=3),
+        _text("in -> out", [_shared({_fans(infos[i]) for i in row.places}) for row in found], spare=4),
     ]
     for key, (title, spare) in _columns(measurement).items():
-        values = measurement.values[key][rows]
-        cells = [number(value) for value in (values.rad2deg() if key == "bfa" else values).tolist()]
-        arrows = [ARROWS[not v.ratio > 1] if v is not None and v.quantity == key else "  " for v in judged]
-        if set(arrows) != {"  "}:  # behind the values that are outside, and room for them behind the others
+        values = (measurement.values[key].rad2deg() if key == "bfa" else measurement.values[key]).tolist()
+        cells = ["" if i is None else number(values[i]) for i in single]
+        arrows = [_arrow(row.verdict, key) for row in found]
+        if any(arrow.strip() for arrow in arrows):  # with room behind the other values
             cells, spare = [f"{cell}{arrow}" for cell, arrow in zip(cells, arrows, strict=True)], 0
         columns.append(Column(title, tuple(cells), spare=spare, quantity=key))
         if key == "update_natural":
-            columns.append(_shares(measurement, rows))
-    if verdicts:
-        columns.append(_text("should be", ["" if v is None else v.should_be for v in judged]))
-        columns.append(_text("what", [_what(v, measurement) for v in judged]))
-    outside = None if "violations" not in measurement.summary or unjudged(measurement) else len(verdicts)
-    return Table(_headline(measurement, len(rows)), tuple(columns), (_summary_line(measurement),), outside)
+            columns.append(Column(VS_TYPICAL, tuple(number_range([ratios[i] for i in row.places]) for row in found)))
+    if any(row.verdict and row.verdict.quantity for row in found):
+        limits = [v.should_be if (v := row.verdict) and v.quantity else "" for row in found]
+        columns.append(_text("should be", limits, spare=2))
+    if any(row.what for row in found):
+        columns.append(_text("what", [_what(row, measurement) for row in found]))
+    lines = headlines(measurement)
+    foot = (summary_line(measurement), legend(measurement))
+    title = f"spectral monitor, step {measurement.step}: {lines[0]}"
+    state, states = tally(measurement).state, tuple(row.state for row in found)
+    return Table(title, tuple(columns), tuple(filter(None, foot)), state, states, tuple(lines[1:]))
 
 
 def _columns(measurement: Measurement) -> dict[str, tuple[str, int]]:
@@ -119,72 +136,31 @@ def _columns(measurement: Measurement) -> dict[str, tuple[str, int]]:
     return usual or {key: (key, _LEAST + k if k else 0) for k, key in enumerate(measurement.values)}
 
 
-def is_judged(measurement: Measurement) -> bool:
-    """Whether it has anything that layers are held against; at some steps only other quantities may be measured."""
-    return any(key in measurement.values for key in _JUDGED)
+def _arrow(verdict: Verdict | None, key: str) -> str:
+    """Return the mark behind a value: too large, too small, or room for one."""
+    if verdict is None or verdict.quantity != key or math.isnan(verdict.ratio):
+        return "  "
+    return ARROWS[not verdict.ratio > 1]
 
 
-def unjudged(measurement: Measurement) -> str:
-    """Why no layer could be held against anything at this step; empty if any could.
-
-    No verdict then means nothing: what is NaN, and what was not measured, violates nothing.
-
-    Example:
-        >>> import torch
-        >>> from spectral_monitor import LayerInfo
-        >>> layers = (LayerInfo("head", "readout", 10, 64, (10, 64)),)
-        >>> nan = {"update_natural": torch.tensor([math.nan])}
-        >>> unjudged(Measurement(5, layers, nan, {}, reasons={"*/*": "NaN or inf in its values"}))
-        'NaN or inf in its values'
-    """
-    key = next((key for key in _JUDGED if key in measurement.values), None)
-    if measurement.verdicts:
-        return ""
-    if key is None:
-        return f"none of {', '.join(_JUDGED)} was measured"
-    matrices = [i for i, info in enumerate(measurement.layers) if info.role != "vector"]
-    if not matrices or measurement.values[key][matrices].isfinite().any():
-        return ""
-    return measurement.why(key, measurement.layers[matrices[0]].name) or f"no layer has a value of {key}"
+def _what(row: Row, measurement: Measurement) -> str:
+    """Return what a row says, after the value that gave the layer away if no column shows it."""
+    verdict = row.verdict
+    elsewhere = verdict is not None and verdict.quantity and verdict.quantity not in _columns(measurement)
+    return (f"{verdict.quantity} {number(verdict.value)}: " if verdict and elsewhere else "") + row.what
 
 
-def _headline(measurement: Measurement, rows: int) -> str:
-    """The answer, where somebody has judged; else what this is."""
-    if "violations" not in measurement.summary:
-        return f"spectral measurement, step {measurement.step}: {rows} matrices"
-    if why := unjudged(measurement):
-        return f"spectral condition, step {measurement.step}: no layer could be judged: {why}"
-    if not measurement.verdicts:
-        return f"spectral condition, step {measurement.step}: all {rows} layers inside"
-    longest = max(verdict.steps for verdict in measurement.verdicts)
-    count = len(measurement.verdicts)
-    return f"spectral condition, step {measurement.step}: {count} of {rows} layers outside, for {longest} steps"
+def _shared(cells: set[str]) -> str:
+    """Return the cell that all layers of a row share; nothing if they differ."""
+    return next(iter(cells)) if len(cells) == 1 else ""
 
 
-def _what(verdict: Verdict | None, measurement: Measurement) -> str:
-    if verdict is None:
-        return ""
-    elsewhere = verdict.quantity not in _columns(measurement)
-    return (f"{verdict.quantity} {number(verdict.value)}: " if elsewhere else "") + verdict.sentence
+def _fans(info: LayerInfo) -> str:
+    return f"{info.fan_in} -> {info.fan_out}" + (f" x{info.blocks}" if info.blocks > 1 else "")
 
 
-def _fans(fan_in: int, fan_out: int, blocks: int = 1) -> str:
-    return f"{fan_in} -> {fan_out}" + (f" x{blocks}" if blocks > 1 else "")
-
-
-def _shares(measurement: Measurement, rows: Sequence[int]) -> Column:
-    """update_natural over what it is held against; where it was not, over the operators' geometric median."""
-    natural = measurement.values["update_natural"]
-    if "update_natural" in measurement.bands:
-        references = measurement.bands["update_natural"][:, 2]
-        if references[rows].isfinite().any():
-            return Column("x band", tuple(number(share) for share in (natural / references)[rows].tolist()))
-    compared = [i for i in rows if measurement.layers[i].role in ("operator", "readout")]
-    ratios = dict(zip(compared, balance_ratios(natural[compared]).tolist(), strict=True))
-    return Column("x median", tuple(number(ratios.get(i, math.nan)) for i in rows))
-
-
-def _summary_line(measurement: Measurement) -> str:
+def summary_line(measurement: Measurement) -> str:
+    """Return the numbers of the whole network on one line, three spaces apart."""
     s = {key: value for key, value in measurement.summary.items() if math.isfinite(value)}
     parts = []
     if "final_layer_alignment" in s:
@@ -215,7 +191,7 @@ def role_rows(anatomy: Anatomy) -> Table:
         columns = [
             _text("layer", [info.name for info in infos]),
             _text("role", [info.role for info in infos]),
-            _text("in -> out", [_fans(info.fan_in, info.fan_out) for info in infos]),
+            _text("in -> out", [f"{info.fan_in} -> {info.fan_out}" for info in infos]),
             Column("blocks", tuple(str(info.blocks) for info in infos)),
             _text("note", [layer.note for layer in matrices]),
         ]
@@ -263,11 +239,40 @@ def number(value: float) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
+def number_range(ratios: Sequence[float]) -> str:
+    """Return the lowest and the highest of several numbers.
+
+    Example:
+        >>> number_range([0.5, math.nan, 2.0]), number_range([0.5]), number_range([math.nan, math.nan])
+        ('0.50 .. 2.00', '0.50', '-')
+    """
+    known = [ratio for ratio in ratios if not math.isnan(ratio)]
+    low, high = (number(min(known)), number(max(known))) if known else ("-", "-")
+    return low if low == high else f"{low} .. {high}"
+
+
 def aligned(columns: Sequence[Column]) -> list[str]:
-    """A line of titles and one for each row, columns two spaces apart; text to the left, numbers to the right."""
-    widths = [max(len(cell) for cell in (column.title, *column.cells)) for column in columns]
+    """Return a line of titles and those of each row, columns two spaces apart; text to the left, numbers to the right.
+
+    A last column of long text is wrapped, so that a terminal or a file shows it without a line of its own length.
+    """
+    if not columns:
+        return []
+    *before, last = columns
+    widths = [max(len(cell) for cell in (column.title, *column.cells)) for column in before]
+    rows = [[text] for text in (last.title, *last.cells)]
+    if before and last.text:
+        rows = [wrap(text, SENTENCE) or [""] for (text,) in rows]
+    width = max(len(line) for row in rows for line in row)
     lines = []
-    for cells in zip(*((column.title, *column.cells) for column in columns), strict=True):
-        pads = zip(cells, widths, columns, strict=True)
-        lines.append("  ".join(cell.ljust(w) if of.text else cell.rjust(w) for cell, w, of in pads).rstrip())
+    for place, row in enumerate(rows):
+        cells = [column.cells[place - 1] if place else column.title for column in before]
+        for line in row:
+            lines.append(
+                "  ".join(
+                    cell.ljust(w) if of.text else cell.rjust(w)
+                    for cell, w, of in zip([*cells, line], [*widths, width], columns, strict=True)
+                ).rstrip()
+            )
+            cells = [""] * len(before)
     return lines

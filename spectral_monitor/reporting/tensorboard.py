@@ -18,6 +18,7 @@ from spectral_monitor.reporting.layout import Content, content, layout, margins
 from spectral_monitor.reporting.markdown import verdict_markdown
 from spectral_monitor.reporting.panels import HEATMAPS, PANELS, shown
 from spectral_monitor.reporting.sinks import need_room
+from spectral_monitor.reporting.tally import is_judged, tally, told
 
 VERDICTS, HEATMAP, HISTOGRAM = "spectral/verdicts", "spectral/heatmap", "spectral/histogram"
 COLOURS = 128
@@ -34,8 +35,8 @@ class TensorBoardSink:
     """Writes measurements with a ``torch.utils.tensorboard.SummaryWriter``.
 
     In the tab Scalars every number is found under its key; in Custom Scalars there is a category for each question; in
-    Images, ``spectral/heatmap/<quantity>``, pictures of layer by step; in Text, ``spectral/verdicts``, the layers that
-    violate the condition whenever others do; in HParams the settings, as ``spectral/<name>``.
+    Images, ``spectral/heatmap/<quantity>``, pictures of layer by step; in Text, ``spectral/verdicts``, the answer and
+    the root verdicts whenever they change; in HParams the settings, as ``spectral/<name>``.
 
     Beyond the keys of the measurement, ``spectral/margin/<quantity>/<kind of layers>`` says how far the layer that is
     closest to the limits of its band, or furthest beyond them, is from where it should be, as a power of two, and
@@ -71,6 +72,7 @@ class TensorBoardSink:
         self._history = History()
         self._count = 0
         self._latest: Measurement | None = None
+        self._judged: Measurement | None = None
         self._drawn: Measurement | None = None
         self._told: tuple[int, Any] | None = None  # step, and what made the text worth writing
         self._laid_out: tuple[tuple[LayerInfo, ...], Content] = ((), frozenset())
@@ -88,6 +90,7 @@ class TensorBoardSink:
             scalars |= margin.scalars()
         values: list[dict[str, Any]] = [{"tag": tag, "simple_value": value} for tag, value in scalars.items()]
         first, self._latest = self._latest is None, measurement
+        self._judged = measurement if is_judged(measurement) else self._judged
         self._count += 1
         try:
             # All that computes something comes before the numbers: while those are written, by Python in another
@@ -119,9 +122,10 @@ class TensorBoardSink:
             if not self._merged:
                 # If hyperparameters have been written meanwhile, TensorBoard shows those.
                 self._writer._get_file_writer().add_summary(hparams.alone(self._settings), latest.step)
-            if self._told is not None and self._told[0] != latest.step:
+            judged = self._judged or latest
+            if self._told is not None and self._told[0] != judged.step:
                 self._told = None
-                self._tell(latest)
+                self._tell(judged)
             if self._every and self._drawn is not latest:
                 self._add(self._pictures(latest), latest.step)
             self._writer.flush()
@@ -166,9 +170,9 @@ class TensorBoardSink:
         return [value]
 
     def _tell(self, measurement: Measurement) -> None:
-        """The verdicts, if they are others than those that were written last."""
-        verdicts = {(verdict.layer, verdict.quantity, verdict.cause) for verdict in measurement.verdicts}
-        if self._told is not None and self._told[1] == verdicts:
+        """Write the verdicts, if roots or states are others than those that were written last."""
+        verdicts = told(measurement), tally(measurement).state
+        if self._told is not None and (self._told[1] == verdicts or not is_judged(measurement)):
             return
         text = verdict_markdown(measurement)
         if self._every and not can_draw():

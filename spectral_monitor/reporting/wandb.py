@@ -10,8 +10,11 @@ from time import monotonic
 from typing import Any
 
 from spectral_monitor.condition import Verdict, save_profile
+from spectral_monitor.condition.verdict import short
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.headline import announcement, headline, some
 from spectral_monitor.reporting.history import History
+from spectral_monitor.reporting.tally import is_judged, named_by, off, tally, told
 from spectral_monitor.reporting.wandb_charts import CHARTS, PICTURES, VERDICTS, charts, pictures, verdict_table
 
 AXIS = "trainer/global_step"
@@ -27,11 +30,13 @@ many, in the background, once."""
 PROFILE = "spectral-profile"
 """Name and type of the artifact."""
 WAIT = 600.0
-"""Seconds from one alert that a layer has begun to violate the condition to the next."""
+"""Seconds from one alert on a layer that begins to be off to the next."""
 ALERTS = 30
 """In a run."""
 NAMED = 10
 """Layers that a text names."""
+TITLE = "Spectral monitor: "
+"""Of an alert."""
 
 
 class WandbSink:
@@ -39,10 +44,11 @@ class WandbSink:
 
     Every number goes under its key. W&B would make a panel for each: those of single layers are hidden (they can be
     added to any panel by hand) and left out of the run's summary. What is seen at once is a chart for each question,
-    pictures of layer by step, the numbers of the whole network and a table of the layers that violate the condition.
-    The run's summary says which these are, how many, and how many they ever were. When layers begin to violate the
-    condition and when they are in order again, W&B is told to send an alert. In the end the run's profile is saved as
-    an artifact, ``"spectral-profile"``, for ``SpectralCondition(reference=...)`` in another run.
+    pictures of layer by step, the numbers of the whole network and a table of the root verdicts. The run's summary has
+    the answer in a sentence, the layers that are off, how many root verdicts there are, and how many there ever were.
+    When a root verdict begins, W&B sends an alert; layers that follow from it are counted there and send none. It sends
+    another when layers are healthy again. In the end the run's profile is saved as an artifact,
+    ``"spectral-profile"``, for ``SpectralCondition(reference=...)`` in another run.
 
     Args:
         run: what ``wandb.init`` returned.
@@ -64,7 +70,7 @@ class WandbSink:
         self._count = 0
         self._latest: Measurement | None = None
         self._drawn: Measurement | None = None
-        self._tabled: tuple[Verdict, ...] = ()
+        self._tabled: Measurement | None = None
 
     def write(self, measurement: Measurement) -> None:
         """All numbers, and what is to be seen of them, in one call; then the run's summary, and alerts."""
@@ -75,7 +81,7 @@ class WandbSink:
         self._count += 1
         row: dict[str, Any] = {**measurement.scalars(), AXIS: measurement.step}
         try:
-            if _told(measurement.verdicts) != _told(self._tabled):
+            if told(measurement) != (frozenset() if self._tabled is None else told(self._tabled)):
                 self._add_table(row, measurement)
             if self._every and self._count % self._every == 0:
                 self._add_charts(row, measurement)
@@ -91,7 +97,7 @@ class WandbSink:
             return
         row: dict[str, Any] = {}
         try:
-            if latest.verdicts != self._tabled:
+            if latest.roots != (() if self._tabled is None else self._tabled.roots):
                 self._add_table(row, latest)
             if self._every and self._drawn is not latest:
                 self._add_charts(row, latest)
@@ -137,8 +143,8 @@ class WandbSink:
             self._defined.add(name)
 
     def _add_table(self, row: dict[str, Any], measurement: Measurement) -> None:
-        row[VERDICTS] = verdict_table(measurement.step, measurement.verdicts)
-        self._tabled = measurement.verdicts
+        row[VERDICTS] = verdict_table(measurement)
+        self._tabled = measurement
 
     def _add_charts(self, row: dict[str, Any], measurement: Measurement) -> None:
         self._drawn = measurement
@@ -146,7 +152,9 @@ class WandbSink:
         row.update(pictures(self._history))
 
     def _summarize(self, measurement: Measurement) -> None:
-        summary: dict[str, Any] = {"spectral/violating_layers": _some([v.layer for v in measurement.verdicts])}
+        summary: dict[str, Any] = {"spectral/violating_layers": some(off(measurement), NAMED) or "none"}
+        if is_judged(measurement):  # else what was said last still holds
+            summary["spectral/headline"] = headline(measurement)
         for key, most in self._worst.items():
             value = measurement.summary.get(key, math.nan)
             if math.isfinite(value):
@@ -169,59 +177,55 @@ class WandbSink:
 
 
 class _Alerts:
-    """Tells of layers that begin to violate the condition, and that such layers are in order again; not too often."""
+    """Tells of root verdicts that begin, and of what is healthy again; not too often."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
         self._left = ALERTS
-        self._told: dict[str, float] = {}  # layer -> when
-        self._outside: set[str] = set()  # of those told of
+        self._told: dict[str, float] = {}  # layer, or verdict on the network -> when
+        self._open: set[str] = set()  # of those told of
 
     def tell(self, measurement: Measurement) -> None:
-        """One alert for all layers that begin, one for all that are in order again."""
-        now = monotonic()
-        outside = {verdict.layer for verdict in measurement.verdicts}
-        ended = sorted(self._outside - outside)
-        began = [
-            verdict
-            for verdict in measurement.verdicts
-            if verdict.layer not in self._outside and now - self._told.get(verdict.layer, -math.inf) >= WAIT
-        ]
-        self._outside = (self._outside & outside) | {verdict.layer for verdict in began}
-        self._told |= {verdict.layer: now for verdict in began}
-        if began:
-            texts = [str(verdict) for verdict in began]
-            self._send("WARN", [v.layer for v in began], "outside", measurement.step, _some(texts, "\n"))
-        if ended:
-            self._send("INFO", ended, "in order again", measurement.step, _some(ended))
+        """Send one alert for each root verdict that begins, and one for all that is healthy again.
 
-    def _send(self, level: str, layers: Sequence[str], what: str, step: int, text: str) -> None:
+        A root that has any layer of one that was told of is the same one.
+        """
+        now, count = monotonic(), tally(measurement)
+        roots = [(root, _subjects(root)) for root in measurement.roots]
+        still = {*count.disturbed, *(layer for layers in count.not_judged.values() for layer in layers)}
+        still |= {subject for _, subjects in roots for subject in subjects}
+        ended = sorted(self._open - still) if count.judged else []
+        self._open -= set(ended)
+        for root, subjects in roots:
+            known = not self._open.isdisjoint(subjects)
+            if not known and all(now - self._told.get(subject, -math.inf) >= WAIT for subject in subjects):
+                self._told |= dict.fromkeys(subjects, now)
+                known = True
+                self._begins(root, measurement)
+            if known:
+                self._open |= set(subjects)
+        if ended:
+            self._send("INFO", ended, "healthy again", f"step {measurement.step}: {some(ended, NAMED)} healthy again")
+
+    def _begins(self, root: Verdict, measurement: Measurement) -> None:
+        text = announcement(root, measurement)
+        if root.quantity:
+            text += f"\n{root.quantity} {short(root.value)}, should be {root.should_be}, for {root.steps} steps"
+        names = named_by(root)
+        self._send("WARN", names or [root.cause.replace("_", " ")], "off" if names else "", text)
+
+    def _send(self, level: str, names: Sequence[str], what: str, text: str) -> None:
         if self._left == 0:
             return
         self._left -= 1
-        first, more = layers[0], f" and {len(layers) - 1} more" if len(layers) > 1 else ""
-        room = 63 - len(f"Spectral condition:  {what}{more}")  # W&B wants fewer than 64
-        name = first if len(first) <= room else f"…{first[1 - room :]}"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        end = f"{more} {what}".rstrip()
+        room = 63 - len(f"{TITLE}{end}")  # W&B wants fewer than 64
+        name = names[0] if len(names[0]) <= room else f"…{names[0][1 - room :]}"
         last = "" if self._left else "\n(No more alerts will be sent in this run.)"
-        self._run.alert(
-            title=f"Spectral condition: {name}{more} {what}",
-            text=f"Step {step}, {what}:\n{text}{last}",
-            level=level,
-            wait_duration=WAIT,
-        )
+        self._run.alert(title=f"{TITLE}{name}{end}", text=f"{text}{last}", level=level, wait_duration=WAIT)
 
 
-def _told(verdicts: Sequence[Verdict]) -> set[tuple[str, str, str]]:
-    """What makes a table worth showing again."""
-    return {(verdict.layer, verdict.quantity, verdict.cause) for verdict in verdicts}
-
-
-def _some(texts: Sequence[str], between: str = ", ") -> str:
-    """The first of them.
-
-    Example:
-        >>> _some(["tokens", "head"]), _some([]), _some([str(i) for i in range(12)])
-        ('tokens, head', 'none', '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, and 2 more')
-    """
-    rest = [f"and {len(texts) - NAMED} more"] if len(texts) > NAMED else []
-    return between.join([*texts[:NAMED], *rest]) or "none"
+def _subjects(root: Verdict) -> tuple[str, ...]:
+    """Return what a root is on: its layers, or for a verdict on the network its cause."""
+    return named_by(root) or (f"the network ({root.cause.replace('_', ' ')})",)

@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from spectral_monitor.condition import Verdict
+from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.heatmap import heatmap
 from spectral_monitor.reporting.history import History
 from spectral_monitor.reporting.kinds import kinds
 from spectral_monitor.reporting.panels import HEATMAPS, PANELS, Panel, shown
+from spectral_monitor.reporting.tally import disturbed, named_by, off
+from spectral_monitor.reporting.typical import VS_TYPICAL
 
 CHARTS, PICTURES, VERDICTS = "spectral/charts", "spectral/heatmaps", "spectral/verdicts"
 LINES = 16
@@ -21,7 +23,10 @@ SIGNED = frozenset({"contribution", "bfa_cos"})
 """Quantities that may be below 0: of several layers their mean is shown, of all others the geometric mean."""
 DIGITS = 6
 """Of a point of a line."""
-COLUMNS = ("step", "layer", "quantity", "value", "low", "high", "ratio", "for steps", "cause", "what to do")
+COLUMNS = (
+    *("step", "layer", "quantity", "value", "low", "high", VS_TYPICAL, "for steps", "cause", "what to do"),
+    *("same cause", "disturbs"),
+)
 
 
 def charts(history: History) -> dict[str, Any]:
@@ -55,15 +60,24 @@ def pictures(history: History) -> dict[str, Any]:
     }
 
 
-def verdict_table(step: int, verdicts: Sequence[Verdict]) -> Any:
-    """A row for each layer that violates the condition, the worst first; no rows if none does."""
+def verdict_table(measurement: Measurement) -> Any:
+    """Return a row for each root verdict, the worst first; no rows if there is none.
+
+    The last two columns count the layers of the same cause and those that follow from it.
+    """
     import wandb
 
     table = wandb.Table(columns=list(COLUMNS))
-    for verdict in verdicts:
-        row = verdict.to_row() | {"step": step, "for steps": verdict.steps, "what to do": verdict.sentence}
-        table.add_data(*(row[column] for column in COLUMNS))
+    follow = list(disturbed(measurement).values())
+    for root in measurement.roots:
+        row = root.to_row() | {"step": measurement.step, "for steps": root.steps, "what to do": root.sentence}
+        row |= {VS_TYPICAL: root.ratio, "same cause": len(named_by(root)), "disturbs": follow.count(root.layer)}
+        table.add_data(*(None if _is_nan(row[column]) else row[column] for column in COLUMNS))
     return table
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _answer(history: History, panel: Panel) -> tuple[str, dict[str, list[tuple[int, float]]]]:
@@ -79,7 +93,7 @@ def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, lis
     """What is drawn of a quantity: name of a line -> its points, step and value.
 
     A line for each layer if they are few. Of many, one for each kind with the geometric mean of its layers (the mean,
-    of quantities that may be below 0), and one for each layer that violates the condition now, the worst first.
+    of quantities that may be below 0), and one for each layer that a root verdict names now, the worst first.
 
     Args:
         history: the measurements.
@@ -103,7 +117,7 @@ def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, lis
     alone = measured
     drawn = {}
     if len(measured) > LINES:
-        outside = [verdict.layer for verdict in history.measurements[-1].verdicts]
+        outside = off(history.measurements[-1])
         alone = sorted((i for i in measured if names[i] in outside), key=lambda i: outside.index(names[i]))[:LINES]
         for kind, places in list(kinds([names[i] for i in measured]).items())[:LINES]:
             line = _mean(values[[measured[k] for k in places]], quantity in SIGNED)

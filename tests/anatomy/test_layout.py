@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from spectral_monitor.anatomy import Layout, dissect
+from spectral_monitor.capture.rows import patches_of
 
 CONVS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
 TRANSPOSED = [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
@@ -81,6 +83,40 @@ def test_a_convolution_is_its_taps(conv, arguments, blocks):
     assert len(mine) == len(truth)
     for (tap, matrix), got in zip(truth.items(), mine, strict=True):  # taps in row-major order
         torch.testing.assert_close(got, matrix, msg=f"tap {tap}")
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("conv", CONVS)
+def test_a_convolution_that_reads_each_input_once_is_one_matrix(conv, blocks):
+    torch.manual_seed(0)
+    dimensions = int(conv.__name__[-2])
+    kernel = (2, 3, 2)[:dimensions]
+    module = conv(4, 8, kernel, stride=kernel)
+    layer = dissect(nn.Sequential(module), blocks={"0": blocks} if blocks > 1 else None).layers[0]
+    taps = math.prod(kernel)
+    assert (layer.info.fan_out, layer.info.fan_in, layer.info.shape) == (8 // blocks, 4 * taps, (8, 4, *kernel))
+    (whole,) = assembled(layer.layout, layer.weight())
+    torch.testing.assert_close(whole, dense_map(lambda x: module(x.view(4, *kernel)).flatten(), 4 * taps))
+    x = torch.randn(3, 4, *(2 * side + 1 for side in kernel))
+    y = module(x).movedim(1, -1)
+    assert torch.allclose(patches_of(x, kernel) @ whole.T + module.bias, y, atol=1e-6)
+    assert torch.allclose(patches_of(x[0], kernel) @ whole.T + module.bias, y[0], atol=1e-6)
+
+
+OVERLAPPING = [
+    {"stride": 1},
+    {"stride": (2, 1)},
+    {"stride": 2, "padding": 1},
+    {"stride": 2, "dilation": 2},
+    {"stride": 2, "groups": 2},
+]
+
+
+@pytest.mark.parametrize("arguments", OVERLAPPING, ids=str)
+def test_other_convolutions_are_taps(arguments):
+    layer = dissect(nn.Sequential(nn.Conv2d(4, 8, 2, **arguments))).layers[0]
+    assert layer.layout.kind == "conv"
+    assert layer.layout.taps == 4
 
 
 def dense_map(module, inputs):

@@ -170,7 +170,7 @@ def test_verdicts_are_to_be_read(address, page, runs):
         card.locator("strong").first.wait_for()
         name = next(name for name in RUNS if card.get_by_text(name, exact=True).count())
         text[name] = card.evaluate(TEXT)
-    assert f"1 of 4 layers outside the spectral condition at step {STEPS}" in text["watched"]
+    assert f"Step {STEPS}: 1 of 4 layers off: net.2; 3 healthy" in text["watched"]
     assert f"net.2 update_natural {verdict.value:.2g}" in text["watched"]
     assert verdict.sentence in text["watched"]
     assert "The correction multiplies" in text["corrected"]

@@ -105,7 +105,7 @@ def test_everything_is_drawn_without_a_network(plain):
         assert box["height"] > 100
     dots = plain.locator("#overview-figure .scatterlayer .point")
     assert dots.count() == len(PLAIN)
-    assert plain.locator("h1").inner_text() == "1 of 6 layers is outside the spectral condition"
+    assert plain.locator("h1").inner_text() == "1 of 6 layers off: pixels; 5 healthy"
 
 
 def test_a_heat_map_has_the_colours_of_its_values(plain):
@@ -142,7 +142,7 @@ def test_the_mouse_shows_layer_step_and_value(plain):
     last = list(run_of(PLAIN))[-1].values["update_natural"]
     shown = plain.locator("#overview-figure .hoverlayer")
     expect(shown).to_contain_text("blocks.1")
-    expect(shown).to_contain_text(f"update_natural {last[2]:.2f}, {last[2] / 0.5:.2f} x its share")
+    expect(shown).to_contain_text(f"update_natural {last[2]:.2f}, {last[2] / 0.5:.2f} vs typical")
 
 
 @pytest.mark.slow

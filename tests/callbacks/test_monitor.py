@@ -214,13 +214,13 @@ def test_what_is_printed(capsys):
     fit(monitor, max_epochs=2)
     out = capsys.readouterr().out
     assert out.count("3 matrices and 3 biases and gains are measured") == 1
-    assert out.index("readout by its place") < out.index("spectral condition, step 12")
-    assert out.count("spectral condition, step") == 1
+    assert out.index("readout by its place") < out.index("spectral monitor, step 12")
+    assert out.count("spectral monitor, step") == 1
     assert monitor.table() in out
 
 
 def test_that_nothing_was_measured_is_said(capsys):
-    monitor = SpectralMonitor()
+    monitor = SpectralMonitor(every_n_steps=50)
     assert monitor.latest is None
     assert monitor.table() == "nothing measured yet"
     fit(monitor)

@@ -125,6 +125,7 @@ def test_a_budget_stretches_the_interval_and_says_so(monkeypatch, caplog):
     assert [m.summary.get("interval") for m in monitor.measurements] == [None, 4, 4, 22, 10, 10]
     assert monitor.latest.scalars()["spectral/summary/interval"] == 10
     said = [record.getMessage().split(" or ")[0] for record in caplog.records]
+    assert said.pop(0).startswith("spectral monitor: one SGD rate for all matrices")
     assert said == [
         "step 12: measured steps are now 22 steps apart",
         "step 34: measured steps are now 10 steps apart",
@@ -174,7 +175,7 @@ def test_manual_optimization_counts_batches(monkeypatch):
 )
 def test_a_resumed_run_measures_the_same(monkeypatch, tmp_path, settings, at):
     def run(name, ckpt=None):
-        condition = SpectralCondition(band=(0.99, 1.01), persistence=1)  # always some layers are outside
+        condition = SpectralCondition(band=(0.99, 1.01), persistence=1)  # mostly some layer is outside
         monitor = SpectralMonitor(**settings, drift_every=2, condition=condition, mode="observe")
         keep = ModelCheckpoint(tmp_path / name, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
         torch.manual_seed(0)
@@ -190,7 +191,7 @@ def test_a_resumed_run_measures_the_same(monkeypatch, tmp_path, settings, at):
     expected = [m for m in whole if m.step > 6 * (at + 1)]
     assert len(expected) > 1
     assert [(m.step, list(m.values)) for m in rest] == [(m.step, list(m.values)) for m in expected]
-    assert all(m.verdicts for m in expected)
+    assert any(m.verdicts for m in expected)
     for ours, theirs in zip(rest, expected, strict=True):
         assert (ours.verdicts, ours.flags) == (theirs.verdicts, theirs.flags)
         assert ours.summary == pytest.approx(theirs.summary, nan_ok=True, rel=0, abs=0)

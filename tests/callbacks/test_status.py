@@ -9,9 +9,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from quickfit import fit
-from spectral_monitor.callbacks.status import StatusLine, status
+from spectral_monitor.callbacks.status import StatusLine
 
 from spectral_monitor import LayerInfo, Measurement, SpectralMonitor, Verdict
+from spectral_monitor.reporting.headline import brief
 
 LAYERS = (
     *(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abc"),
@@ -26,18 +27,19 @@ def verdict(layer, ratio):
 @pytest.mark.parametrize(
     ("verdicts", "said"),
     [
-        ((), "all 3 inside"),
-        ((verdict("b", 46.0),), "1 of 3 outside: b ^46"),
-        ((verdict("c", 0.012), verdict("a", 20.0)), "2 of 3 outside: c v0.012"),
+        ((), "OK"),
+        ((verdict("b", 46.0),), "1 off"),
+        ((verdict("c", 0.012), verdict("a", 20.0)), "2 off"),
     ],
 )
 def test_words(verdicts, said):
-    assert status(Measurement(5, LAYERS, {"update_natural": torch.ones(4)}, {}, verdicts)) == said
+    summary = {"violations": float(len(verdicts))}
+    assert brief(Measurement(5, LAYERS, {"update_natural": torch.ones(4)}, summary, verdicts)) == said
 
 
 def test_nothing_is_inside_where_nothing_is_known():
     values = {"update_natural": torch.full((4,), math.nan)}
-    assert status(Measurement(5, LAYERS, values, {})) == "could not be judged"
+    assert brief(Measurement(5, LAYERS, values, {"violations": 0.0})) == "not judged"
 
 
 class Said:
@@ -68,7 +70,7 @@ def test_the_bar_has_it_and_is_left_as_it_was(kind):
     bar = kind()
     fit(SpectralMonitor(every_n_steps=2), callbacks=[bar], enable_progress_bar=True)
     assert [item.get("spectral") for item in bar.said[:2]] == [None, None]
-    assert [item.get("spectral") for item in bar.said[3:]] == ["all 3 inside"] * 3
+    assert [item.get("spectral") for item in bar.said[3:]] == ["OK"] * 3
     assert all(item["mine"] == 1 for item in bar.said)
     assert "get_metrics" not in vars(bar)
 
@@ -78,14 +80,14 @@ def test_it_stands_where_nothing_is_judged():
     monitor = SpectralMonitor(every_n_steps={"light": 2, "standard": 3})
     fit(monitor, callbacks=[bar], enable_progress_bar=True)
     assert [m.step for m in monitor.measurements] == [2, 3, 4, 6]
-    assert [item.get("spectral") for item in bar.said] == [None, None, *["all 3 inside"] * 4]
+    assert [item.get("spectral") for item in bar.said] == [None, None, *["OK"] * 4]
 
 
 def test_two_monitors_share_it():
     bar = Tqdm()
     monitors = [SpectralMonitor(every_n_steps=2), SpectralMonitor(every_n_steps=3)]
     fit(monitors[0], callbacks=[bar, monitors[1]], enable_progress_bar=True)
-    assert bar.said[-1]["spectral"] == "all 3 inside; all 3 inside"
+    assert bar.said[-1]["spectral"] == "OK; OK"
     assert "get_metrics" not in vars(bar)
 
 

@@ -1,4 +1,4 @@
-"""Measurements made up of numbers: a small network in order, but for what a test changes."""
+"""Measurements made up of numbers: a small healthy network, but for what a test changes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.condition import Judge, SpectralCondition
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, family
 
 LAYERS = {
     "tok": LayerInfo("tok", "embedding", 64, 1, (100, 64)),
@@ -19,7 +20,7 @@ LAYERS = {
     "c.bias": LayerInfo("c.bias", "vector", 1, 1, (64,)),
     "head": LayerInfo("head", "readout", 10, 64, (10, 64)),
 }
-ORDERLY = {
+HEALTHY = {
     "weight_natural": 1.0,
     "weight_fro": 8.0,
     "update_natural": 0.1,
@@ -28,12 +29,14 @@ ORDERLY = {
     "contribution": 0.01,
     "lr": 0.01,
 }
+ZERO = "undefined: it divides by a norm that is zero"
+"""Why a ratio to a matrix that is, or began at, zero has no value."""
 
 
 def measured(step, *, only=None, layers=LAYERS, reasons=None, **changed):
     """A measurement; ``changed``: quantity -> layer -> value; ``only``: the quantities there are."""
     values = {}
-    for key, usual in ORDERLY.items():
+    for key, usual in (dict.fromkeys(changed, math.nan) | HEALTHY).items():
         if only is None or key in only:
             own = changed.get(key, {})
             values[key] = torch.tensor([float(own.get(name, usual)) for name in layers])
@@ -45,18 +48,48 @@ def nothing(*layers):
     return dict.fromkeys(layers, math.nan)
 
 
-def judged(measurements, *, optimizers=("AdamW", "Adam", "Optimizer"), tied=None, **condition):
+def heavy(**factors):
+    """Weights so many times as large as they were, in both norms that tell."""
+    return {
+        "weight_natural": dict(factors),
+        "weight_fro": {name: factor * HEALTHY["weight_fro"] for name, factor in factors.items()},
+    }
+
+
+def set_by(optimizer="AdamW", *, layers=LAYERS, lr=None, **every):
+    """Settings of every layer, under one optimizer and each in a group of its own.
+
+    Args:
+        optimizer: class name.
+        layers: by name.
+        lr: layer -> learning rate where it is not 0.01.
+        every: fields that all have.
+    """
+    found = {}
+    for group, name in enumerate(layers):
+        rate = (lr or {}).get(name, HEALTHY["lr"])
+        fields = {"group": group, "owner": 0, "lr": rate, "peak": rate} | every
+        found[name] = Hyperparameters(optimizer, family([optimizer]), **fields)
+    return found
+
+
+def judged(measurements, *, settings=None, tied=None, **condition):
     """The judge after all of them, and the last verdicts."""
-    judge = Judge(SpectralCondition(**condition), optimizers, tied)
+    judge = Judge(SpectralCondition(**condition), tied)
     verdicts = ()
     for measurement in measurements:
-        verdicts = judge.judge(measurement)
+        verdicts = judge.judge(measurement, settings)
     return judge, verdicts
 
 
-def only_verdict(steps=3, *, layers=LAYERS, optimizers=("AdamW",), condition=None, **changed):
-    """The verdict on the only layer that is named when every measurement looks the same."""
+def verdicts_on(steps=3, *, layers=LAYERS, settings=None, condition=None, **changed):
+    """The verdicts when every measurement looks the same."""
     measurements = [measured(step, layers=layers, **changed) for step in range(1, steps + 1)]
-    _, verdicts = judged(measurements, optimizers=optimizers, **(condition or {}))
+    return judged(measurements, settings=settings, **(condition or {}))[1]
+
+
+def only_verdict(steps=3, **changed):
+    """The only one of :func:`verdicts_on`."""
+    verdicts = verdicts_on(steps, **changed)
     assert len(verdicts) == 1, [str(verdict) for verdict in verdicts]
     return verdicts[0]

@@ -1,19 +1,19 @@
-"""A matrix that began at zero has its grace however rarely, and in whatever order, its quantities are measured."""
+"""Layers wait for a matrix that began at zero, however rarely, and in whatever order, its quantities are measured."""
 
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 
 import pytest
 import torch
-from synthetic import measured, nothing
+from synthetic import LAYERS, ZERO, measured, nothing
 from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import Judge, SpectralCondition
 
-ZERO = "undefined: it divides by a norm that is zero"
 FAST = {"update_natural": {"head": 10.0}}
 
 
@@ -95,33 +95,105 @@ def seen(*measurements):
     return waits
 
 
-def size(step, value, *keys):
-    return measured(step, only=["update_natural", "weight_natural", *keys], weight_natural={"head": value}, **FAST)
+def grown(step, ratio, size=0.1):
+    """The readout has this size, and the step changed it by this part of it; 0 before the first step."""
+    reasons = {} if ratio < math.inf else {"update_ratio/head": ZERO}
+    ratio = ratio if ratio < math.inf else math.nan
+    return measured(step, weight_natural={"head": size}, update_ratio={"head": ratio}, reasons=reasons, **FAST)
+
+
+def test_layers_wait_until_a_step_changes_it_by_less_than_a_quarter_of_its_size():
+    steps = [grown(1, math.inf), grown(2, 1.0), grown(3, 0.5), grown(4, 0.26), grown(5, 0.24), grown(6, 0.24)]
+    assert seen(*steps) == [True] * 4 + [False] * 2
+    steps = [grown(1, math.inf), grown(2, 0.24), grown(3, 0.9)]
+    assert seen(*steps) == [True, False, False], "once it has grown it has"
 
 
 def test_weights_of_zero_say_so_themselves():
-    assert seen(size(1, 0.0), size(2, 0.1), size(3, 0.2), size(4, 0.2), size(5, 0.2)) == [True] * 3 + [False] * 2
+    only = ["update_natural", "weight_natural"]
+    first = measured(1, only=only, weight_natural={"head": 0.0})
+    assert seen(first, grown(2, 0.5), grown(3, 0.1)) == [True, True, False]
 
 
 def test_drift_may_say_so_later():
     late = measured(2, only=["drift_ratio"], drift_ratio=nothing("head"), reasons={"drift_ratio/head": ZERO})
-    assert seen(size(1, 0.1), late, size(3, 0.2), size(4, 0.3), size(5, 0.3)) == [False, True, True, True, False]
+    assert seen(grown(1, 0.9), late, grown(3, 0.5), grown(4, 0.2)) == [False, True, True, False]
 
 
-def test_what_has_no_size_yet_goes_on_growing():
-    reasons = {"drift_ratio/head": ZERO}
-    first = measured(1, only=["update_natural", "drift_ratio"], drift_ratio=nothing("head"), reasons=reasons)
-    others = [measured(step, only=["update_natural"]) for step in (2, 3)]
-    assert seen(first, *others, size(4, 0.1), size(5, 0.2), size(6, 0.2)) == [True] * 5 + [False]
+def test_growing_is_waited_for_twelve_measurements_at_most():
+    steps = [grown(1, math.inf), *[grown(step, 0.9) for step in range(2, 20)]]
+    assert seen(*steps) == [True] * 12 + [False] * 7
 
 
-def test_without_sizes_nothing_waits_for_ever():
+def test_what_has_no_size_and_no_steps_is_waited_for_as_long():
     reasons = {"drift_ratio/head": ZERO}
     only = {"only": ["update_natural", "drift_ratio"], "drift_ratio": nothing("head"), "reasons": reasons}
-    waits = seen(*[measured(step, **only) for step in range(1, 20)])
-    assert waits == [True] * 15 + [False] * 4
+    assert seen(*[measured(step, **only) for step in range(1, 20)]) == [True] * 12 + [False] * 7
+
+
+def test_what_stays_at_zero_is_waited_for_four_measurements():
+    stuck = {"weight_natural": {"head": 0.0}, "update_natural": {"head": 0.0}, "update_ratio": nothing("head")}
+    steps = [measured(step, reasons={"update_ratio/head": ZERO}, **stuck) for step in range(1, 10)]
+    assert seen(*steps) == [True] * 4 + [False] * 5
+
+
+def test_measurements_before_the_first_learning_rate_do_not_count():
+    """A schedule that begins with twenty steps at 0."""
+    zero = {"lr": dict.fromkeys(LAYERS, 0.0), "weight_natural": {"head": 0.0}, "update_ratio": nothing("head")}
+    before = [measured(step, reasons={"update_ratio/head": ZERO}, **zero) for step in range(1, 21)]
+    assert seen(*before, grown(21, math.inf), grown(22, 0.9), grown(23, 0.1))[-3:] == [True, True, False]
 
 
 def test_weights_that_are_zero_again_later_excuse_nothing():
-    measurements = [size(step, 0.5) for step in range(1, 21)] + [size(21, 0.0), size(22, 0.0)]
+    measurements = [grown(step, 0.05, 0.5) for step in range(1, 21)] + [grown(21, 0.05, 0.0), grown(22, 0.05, 0.0)]
     assert not any(seen(*measurements))
+
+
+def test_what_is_below_a_readout_that_began_at_zero_is_healthy_while_that_grows():
+    """Then layers are compared, and one of which still nothing arrives is dead."""
+    judge, zero = Judge(SpectralCondition()), {"a": 0.0}
+    for step in range(1, 9):
+        late = measured(
+            step,
+            contribution=zero,
+            reasons={"update_ratio/head": ZERO} if step == 1 else {},
+            update_ratio={"head": math.nan if step == 1 else 0.9},
+        )
+        assert judge.judge(late) == ()
+        assert judge.waits == "head began at zero and is still growing"
+    assert not judge.judge(measured(9, contribution=zero, update_ratio={"head": 0.1}))
+    assert [verdict.layer for verdict in judge.judge(measured(10, contribution=zero))] == ["a"]
+
+
+def test_while_it_grows_faults_that_compare_nothing_are_still_named():
+    """A learning rate stands out, and a step is as large as the weights, whatever the readout does."""
+    judge = Judge(SpectralCondition())
+    first = measured(1, lr={"b": 1.0}, reasons={"update_ratio/head": ZERO}, update_ratio=nothing("head") | {"c": 6.0})
+    verdicts = judge.judge(first)
+    assert {verdict.layer: verdict.cause for verdict in verdicts} == {"b": "lr_too_large", "c": "exploding"}
+    assert judge.waits
+
+
+def test_the_first_step_of_what_began_at_zero_is_as_large_as_itself_and_no_explosion():
+    judge = Judge(SpectralCondition())
+    judge.judge(measured(1, weight_natural={"head": 0.0}, update_ratio=nothing("head")))
+    for step, ratio in enumerate((8.0, 4.0, 2.0, 1.0, 0.2, 3.0), 2):
+        assert judge.judge(measured(step, update_ratio={"head": ratio})) == ()
+
+
+def test_a_matrix_that_begins_to_grow_late_is_excused_while_it_does():
+    """The readout began at zero too, so that no gradient arrived at first."""
+    judge, reasons = Judge(SpectralCondition()), {"drift_ratio/c": ZERO}
+    for step, size in enumerate((0.0, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5), 1):
+        update = {"update_ratio": {"c": 1.0}, "update_natural": {"c": 0.1 if size else 0.0}}
+        given = measured(step, weight_natural={"c": size}, reasons=reasons, drift_ratio=nothing("c"), **update)
+        assert judge.judge(given) == ()
+
+
+def test_a_layer_that_stays_at_zero_is_not_excused_for_ever():
+    zeroed = {"weight_natural": {"b": 0.0}, "update_natural": {"b": 0.0}, "contribution": {"b": 0.0}}
+    reasons = {"update_ratio/b": ZERO}
+    judge = Judge(SpectralCondition())
+    seen = [judge.judge(measured(s, reasons=reasons, update_ratio=nothing("b"), **zeroed)) for s in range(1, 9)]
+    assert [len(verdicts) for verdicts in seen] == [0] * 5 + [1] * 3
+    assert (seen[-1][0].layer, seen[-1][0].cause) == ("b", "dead_input")

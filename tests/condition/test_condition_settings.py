@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from synthetic import judged, measured
+from synthetic import LAYERS, judged, measured
 
 from spectral_monitor.condition import SpectralCondition, save_profile
 
@@ -45,11 +45,62 @@ def test_what_must_be_measured():
 
 
 def test_the_band_is_the_users():
-    changed = {"update_natural": {"b": 0.3}}
-    measurements = [measured(step, **changed) for step in (1, 2, 3)]
+    measurements = [measured(step, update_natural={"b": 0.3}) for step in (1, 2, 3)]
     assert not judged(measurements)[1]
     assert [verdict.layer for verdict in judged(measurements, band=(1 / 2, 2))[1]] == ["b"]
-    assert not judged([measured(s, update_natural={"b": 9.0}) for s in (1, 2, 3)], band=(1 / 100, math.inf))[1]
+
+
+def test_a_band_may_have_no_end_above():
+    """As far below it as it reaches down is evidence enough, then."""
+    assert not judged([measured(s, update_natural={"b": 1e6}) for s in (1, 2, 3)], band=(1 / 100, math.inf))[1]
+    small = measured(1, update_natural={"b": 0.1 / 10_100, "c": 0.2})
+    assert [verdict.layer for verdict in judged([small], band=(1 / 100, math.inf))[1]] == ["b"]
+
+
+@pytest.mark.parametrize(("factor", "named"), [(7.9, False), (8.1, True), (1 / 15.9, False), (1 / 16.1, True)])
+def test_updates_may_be_twice_as_far_down_as_up(factor, named):
+    """Healthy updates are spread further down; against the theory a band of weights is as wide both ways."""
+    judge, _ = judged([measured(1, update_natural={"b": 0.1 * factor, "c": 0.2})])  # c has four times the inputs
+    assert bool(judge.state_dict()["records"]) is named
+    assert SpectralCondition().limits == (1 / 16, 8.0)
+    assert SpectralCondition("theory").limits == (1 / 16, 16.0)
+
+
+@pytest.mark.parametrize("factor", [0, -1, math.inf, math.nan, "10", True, None])
+def test_an_impossible_expected_factor_is_refused(factor):
+    with pytest.raises(ValueError, match=r"expected\['head'\] must be a factor above 0"):
+        SpectralCondition(expected={"head": factor})
+
+
+def test_expected_must_map_names_to_factors():
+    with pytest.raises(ValueError, match="expected maps patterns of layer names to factors"):
+        SpectralCondition(expected=["head"])
+
+
+def test_a_pattern_of_expected_that_matches_no_layer_is_refused_with_the_names():
+    condition = SpectralCondition(expected={"heads.*": 10})
+    with pytest.raises(ValueError, match=r"heads.*tok, a, b, c, head"):
+        condition.check(LAYERS.values())
+    with pytest.raises(ValueError, match="heads"):
+        judged([measured(1)], expected={"heads.*": 10})
+
+
+def test_the_first_pattern_that_matches_counts():
+    condition = SpectralCondition(expected={"head": 10, "*": 2})
+    assert condition.factors(LAYERS.values()) == dict.fromkeys(LAYERS, 2.0) | {"head": 10.0}
+    assert SpectralCondition(expected={"h*": 3}).factors(LAYERS.values()) == {"head": 3.0}
+
+
+@pytest.mark.parametrize("ignore", ["rates", ["rate"], ["updates", "loss"]])
+def test_an_unknown_check_to_ignore_is_refused_with_the_known(ignore):
+    with pytest.raises(ValueError, match=r"ignore is a list of checks.*valid checks: rates, updates, weights"):
+        SpectralCondition(ignore=ignore)
+
+
+def test_conditions_that_ignore_the_same_are_equal():
+    """Files have lists."""
+    assert SpectralCondition(ignore=["rates"]) == SpectralCondition(ignore=("rates",))
+    assert SpectralCondition(ignore=[]) == SpectralCondition()
 
 
 def test_conditions_are_values(tmp_path):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from synthetic import judged, measured
+from synthetic import LAYERS, judged, measured, set_by
 from torch import nn
 
 from spectral_monitor import SpectralProbe
+from spectral_monitor.condition import NETWORK
 from spectral_monitor.measurement import LOST
 
 ARRIVES = "a gradient arrives, but nothing of it is left in the update"
@@ -40,14 +41,17 @@ def trained(lr, *, dead=(), bias=0.1, scale=1.0, dtype=torch.bfloat16, quantitie
 
 
 def causes(probe):
-    return {verdict.layer: verdict.cause for verdict in probe.latest.verdicts}
+    """Layer -> cause, of all layers that a verdict is on."""
+    return {name: verdict.cause for verdict in probe.latest.verdicts for name in verdict.layers}
 
 
 def test_a_network_whose_updates_are_all_lost_is_not_dead():
     probe = trained(1e-8)
     assert all(probe.latest.value("contribution", name) == 0 for name in ("0", "2", "4", "6", "2.bias"))
-    assert causes(probe) == dict.fromkeys(("0", "2", "4", "6"), "unmoved")
-    assert all("keep them in float32" in verdict.sentence for verdict in probe.latest.verdicts)
+    (root,) = probe.latest.roots
+    assert (root.cause, set(root.layers)) == ("rounding", {"0", "2", "4", "6"})
+    assert "keep them in float32" in root.sentence
+    assert [(verdict.layer, verdict.cause) for verdict in probe.latest.verdicts[1:]] == [(NETWORK, "nothing_trains")]
 
 
 def test_a_bias_at_zero_moves_however_little_but_its_layer_has_inputs():
@@ -56,12 +60,13 @@ def test_a_bias_at_zero_moves_however_little_but_its_layer_has_inputs():
     assert probe.latest.value("contribution", "2.bias") > 0
     assert probe.latest.value("contribution", "2") == 0
     assert probe.latest.why("contribution", "2") == LOST == ARRIVES
-    assert causes(probe)["2"] == "unmoved"
+    assert causes(probe)["2"] == "rounding"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_where_no_gradient_arrives_it_is_still_dead(dtype):
-    probe = trained(1e-2, dead=(2,), dtype=dtype)
+    """An update of exactly nothing says nothing of the dtype."""
+    probe = trained(0.3, dead=(2,), dtype=dtype)
     assert causes(probe) == {"0": "dead_above", "2": "dead", "4": "dead_input"}
     assert not any(probe.latest.why("contribution", name) for name in ("0", "2", "4", "6"))
 
@@ -69,20 +74,21 @@ def test_where_no_gradient_arrives_it_is_still_dead(dtype):
 def test_below_a_dead_layer_the_bias_of_the_next_one_need_not_move_to_tell_its_inputs():
     """Everything that has a gradient is lost; what has none is dead all the same."""
     probe = trained(1e-30, dead=(2,), dtype=torch.float32)
-    assert causes(probe) == {"0": "dead_above", "2": "dead", "4": "dead_input", "6": "unmoved"}
+    assert causes(probe) == {"0": "dead_above", "2": "dead", "4": "dead_input", "6": "rounding"}
 
 
 def test_where_gradients_are_not_looked_at_both_are_possible():
     probe = trained(1e-8, quantities=["update_natural", "lr"])
     assert set(causes(probe).values()) == {"unmoved"}
-    assert "no gradient arrives, or updates too small" in probe.latest.verdicts[0].sentence
+    told = next(verdict for verdict in probe.latest.verdicts if verdict.cause == "unmoved")
+    assert "no gradient arrives, or one of exactly nothing" in told.sentence
 
 
 def test_what_moves_by_weight_decay_alone_while_its_gradient_is_lost_is_not_called_dead():
     lost = {"contribution/b": ARRIVES}
     _, (verdict,) = judged([measured(s, contribution={"b": 0.0}, reasons=lost) for s in (1, 2, 3)])
-    assert (verdict.quantity, verdict.cause) == ("contribution", "unmoved")
-    assert verdict.sentence.startswith("nothing of its gradient is in its update: gradients arrive")
+    assert (verdict.quantity, verdict.cause) == ("contribution", "rounding")
+    assert verdict.sentence.startswith("gradients arrive, but its updates are lost")
 
 
 def test_it_is_known_at_measurements_without_contributions():
@@ -91,6 +97,21 @@ def test_it_is_known_at_measurements_without_contributions():
         measured(s, only=["update_natural"], **still) for s in (2, 3)
     ]
     _, (verdict,) = judged(measurements)
-    assert verdict.cause == "unmoved"
+    assert verdict.cause == "rounding"
     _, (verdict,) = judged([*measurements, measured(4, **still)])  # now none arrives
     assert verdict.cause == "dead_input"
+
+
+def rounded(update, resolution=2.0**-7):
+    """One layer's update beside what a quarter of the distance between neighbouring numbers is."""
+    sizes = {"update_fro": dict.fromkeys(LAYERS, 1.0) | {"b": update * 0.25 * resolution * 8.0}}
+    return judged([measured(s, **sizes) for s in (1, 2, 3)], settings=set_by(resolution=resolution))[1]
+
+
+def test_updates_that_are_smaller_than_what_the_dtype_holds_are_rounded():
+    """Evidence is log(1 / update) / log(4): 0.39 each for 1/1.7 of it."""
+    assert "rounding" not in {verdict.cause for verdict in rounded(1.1)}
+    (verdict,) = [verdict for verdict in rounded(1 / 1.7) if verdict.cause == "rounding"]
+    assert (verdict.layer, verdict.quantity) == ("b", "update_fro")
+    assert verdict.band[0] == pytest.approx(0.25 * 2.0**-7 * 8.0)
+    assert "rounding" not in {verdict.cause for verdict in rounded(1 / 1.7, 2.0**-23)}, "float32 holds any update"

@@ -12,6 +12,8 @@ from synthetic import LAYERS, judged, measured, nothing
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.condition import Judge, SpectralCondition, load_profile, save_profile
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
+from spectral_monitor.condition.profile import Fans
 
 
 @pytest.fixture
@@ -31,6 +33,92 @@ def test_what_is_written_is_read_back(path):
     assert dict(profile.roles) == {name: info.role for name, info in LAYERS.items() if info.role != "vector"}
     point = profile.at(10, "b")
     assert (point.weight_natural, point.update_natural, point.lr) == pytest.approx((1.0, 0.1, 0.1))
+
+
+def test_fans_are_written_and_read_back(path):
+    fans = load_profile(path).fans
+    assert fans == {name: Fans(i.fan_in, i.fan_out) for name, i in LAYERS.items() if i.role != "vector"}
+
+
+@pytest.mark.parametrize(
+    ("info", "taps"),
+    [
+        (LayerInfo("linear", "operator", 64, 32, (64, 32)), 1),
+        (LayerInfo("fused", "operator", 64, 32, (192, 32), blocks=3), 1),
+        (LayerInfo("grouped queries", "operator", 64, 64, (96, 64), blocks=3), 1),  # 64 + 16 + 16 outputs
+        (LayerInfo("experts", "operator", 64, 32, (8, 32, 64), blocks=8), 1),
+        (LayerInfo("conv", "operator", 64, 32, (64, 32, 3, 3)), 9),
+        (LayerInfo("groups", "operator", 16, 8, (64, 8, 5), blocks=4), 5),
+        (LayerInfo("tokens", "embedding", 64, 1, (1000, 64)), 1),
+    ],
+)
+def test_taps_are_found_in_the_shape(info, taps):
+    assert Fans.of(info) == Fans(info.fan_in, info.fan_out, taps)
+    assert Fans.of(info).inputs == taps * info.fan_in
+
+
+ADAM = Hyperparameters(
+    optimizer="AdamW", family="adam", group=1, owner=0, lr=0.001, peak=0.002, eps=1e-8, momentum=0.9, weight_decay=0.1
+)
+SGD = Hyperparameters(optimizer="SGD", family="sgd", group=0, owner=0, lr=0.1, peak=0.1, momentum=0.9)
+
+
+def test_settings_are_written_and_read_back(tmp_path):
+    """Those that govern the size of updates; the learning rates are in the points."""
+    save_profile([measured(1)], tmp_path / "p.json", settings={"a": ADAM, "head": SGD, "b": Hyperparameters()})
+    assert "NaN" not in (tmp_path / "p.json").read_text()  # SGD has no eps
+    profile = load_profile(tmp_path / "p.json")
+    assert profile.settings.keys() == {"a", "head"}
+    kept = ("optimizer", "family", "group", "peak", "eps", "momentum", "weight_decay")
+    assert [getattr(profile.settings["a"], key) for key in kept] == [getattr(ADAM, key) for key in kept]
+    assert math.isnan(profile.settings["head"].eps)
+    assert profile.lacks == ""
+
+
+def as_version_1(path):
+    data = json.loads(path.read_text())
+    for layer in data["layers"].values():
+        for key in ("fan_in", "fan_out", "taps", "settings"):
+            layer.pop(key, None)
+    path.write_text(json.dumps(data | {"version": 1}))
+
+
+def test_a_file_of_version_1_is_read_and_says_what_it_lacks(path):
+    before = load_profile(path)
+    as_version_1(path)
+    profile = load_profile(path)
+    assert (profile.roles, profile.steps, profile.points) == (before.roles, before.steps, before.points)
+    assert not profile.fans
+    assert profile.lacks == (
+        "the profile holds no fan_in and fan_out: widths cannot be compared, and no optimizer family: the optimizer "
+        "cannot be compared; save it again to add that"
+    )
+    profile.check(LAYERS.values(), dict.fromkeys(LAYERS, SGD))
+
+
+def test_a_profile_without_settings_says_so(path):
+    assert load_profile(path).lacks == (
+        "the profile holds no optimizer family: the optimizer cannot be compared; save it again to add that"
+    )
+
+
+def test_a_profile_of_another_optimizer_family_is_refused_with_what_is_valid(tmp_path):
+    save_profile([measured(1)], tmp_path / "p.json", settings=dict.fromkeys(LAYERS, ADAM))
+    profile = load_profile(tmp_path / "p.json")
+    profile.check(LAYERS.values())
+    profile.check(LAYERS.values(), dict.fromkeys(LAYERS, replace(ADAM, optimizer="Lion", peak=1.0)))
+    profile.check(LAYERS.values(), dict.fromkeys(LAYERS, Hyperparameters(optimizer="Rocket")))  # of no known family
+    profile.check(LAYERS.values(), {"a.bias": SGD})  # no matrix
+    with pytest.raises(ValueError, match="another optimizer family") as refused:
+        profile.check(LAYERS.values(), {"a": ADAM, "b": SGD})
+    assert "b (SGD, family 'sgd'); valid: 'adam' (the profile's AdamW)" in str(refused.value)
+    assert "a (" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("step", "covered"), [(9, False), (10, True), (20, True), (30, True), (31, False)])
+def test_a_profile_covers_the_steps_between_its_first_and_last(path, step, covered):
+    assert load_profile(path).covers(step, "a") is covered
+    assert not load_profile(path).covers(step, "a.bias")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +192,10 @@ def edited(path, **changes):
         (lambda path: "", "cut off"),
         (lambda path: "[1, 2]", "is not a profile"),
         (lambda path: '{"some": "json"}', "is not a profile"),
-        (lambda path: edited(path, version=7), "has version 7"),
+        (lambda path: edited(path, version=3), "has version 3"),
+        (lambda path: edited(path, version=None), "has version None"),
+        (lambda path: path.read_text().replace('"fan_in": 64', '"fan_in": 0', 1), "fans of a are not positive"),
+        (lambda path: path.read_text().replace('"taps": 1,', "", 1), "damaged"),
         (lambda path: edited(path, layers={}), "no layers"),
         (lambda path: edited(path, layers={"a": {"role": "operator"}}), "damaged"),
         (lambda path: path.read_text().replace("30", "5", 1), "not rising"),

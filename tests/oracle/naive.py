@@ -60,6 +60,8 @@ def list_layers(model: nn.Module, readout: str, fused: Mapping[str, int]) -> lis
                 k = module.groups
                 fans = module.out_channels // k, module.in_channels // k
                 row = NaiveLayer(owner, role, "conv", parameter, owner, k, *fans)
+                if module.stride == module.kernel_size and not any(module.padding) and math.prod(module.stride) > 1:
+                    row = NaiveLayer(owner, role, "patches", parameter, owner, 1, fans[0], p[0].numel())
             elif isinstance(module, TRANSPOSED):
                 k = module.groups
                 fans = module.out_channels // k, module.in_channels // k
@@ -78,6 +80,11 @@ def matrices(layer: NaiveLayer, weight: Array) -> list[list[Array]]:
         return [[weight]]
     m, n = layer.fan_out, layer.fan_in
     found = []
+    if layer.kind == "patches":
+        matrix = np.zeros((m, n))
+        for place in np.ndindex(*weight.shape):
+            matrix[place[0], np.ravel_multi_index(place[1:], weight.shape[1:])] = weight[place]
+        return [[matrix]]
     for block in range(layer.blocks):
         if layer.kind == "linear":
             found.append([weight[block * m : (block + 1) * m, :]])
@@ -99,13 +106,27 @@ def matrices(layer: NaiveLayer, weight: Array) -> list[list[Array]]:
 def rows(layer: NaiveLayer, x: torch.Tensor) -> Array:
     """One row of features per sample and position."""
     x = to_numpy(x)
-    if layer.kind in ("conv", "conv_transposed"):  # (batch, channels, *positions)
+    if layer.kind in ("conv", "conv_transposed", "patches"):  # (batch, channels, *positions)
         picked = []
         for sample in range(x.shape[0]):
             for position in np.ndindex(*x.shape[2:]):
                 picked.append(x[(sample, slice(None), *position)])
         return np.array(picked)
     return np.array([x[place] for place in np.ndindex(*x.shape[:-1])])
+
+
+def rows_in(layer: NaiveLayer, x: torch.Tensor, module: nn.Module) -> Array:
+    """One row of inputs per sample and position; where patches are read, all entries of one patch."""
+    if layer.kind != "patches":
+        return rows(layer, x)
+    x, sides = to_numpy(x), module.kernel_size
+    counts = [size // side for size, side in zip(x.shape[2:], sides, strict=True)]
+    picked = []
+    for sample in range(x.shape[0]):
+        for place in np.ndindex(*counts):
+            cut = tuple(slice(p * k, p * k + k) for p, k in zip(place, sides, strict=True))
+            picked.append(x[(sample, slice(None), *cut)].reshape(-1))
+    return np.array(picked)
 
 
 def seen_by(layer: NaiveLayer, block: int, row: Array) -> Array:
@@ -218,7 +239,7 @@ class NaiveTrainer:
             h[layer.name] = rows(layer, out)
             b[layer.name] = None if gradient is None else rows(layer, gradient)
             if layer.role != "embedding":
-                h_in[layer.name] = rows(layer, inputs[layer.name])
+                h_in[layer.name] = rows_in(layer, inputs[layer.name], model.get_submodule(layer.module))
         return loss.item(), h_in, h, b
 
 

@@ -76,6 +76,27 @@ class Cnn(nn.Module):
         return output["loss"]
 
 
+class Patches(nn.Module):
+    """Convolutions that read each input once; the second one reads all that is left, the first one leaves a rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 70, (2, 3), stride=(2, 3))
+        self.merge = nn.Conv2d(70, 12, 2, stride=2, bias=False)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x, y):
+        logits = self.head(torch.tanh(self.merge(functional.relu(self.embed(x)))).mean((2, 3)))
+        return {"logits": logits, "loss": functional.cross_entropy(logits, y)}
+
+    def batch(self, generator):
+        x = torch.randn(4, 3, 9, 13, generator=generator, dtype=torch.float64)
+        return x, torch.randint(0, 5, (4,), generator=generator)
+
+    def loss(self, output, y):
+        return output["loss"]
+
+
 class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
@@ -125,7 +146,7 @@ class Transformer(nn.Module):
         return output[1]
 
 
-MODELS = {"mlp": Mlp, "cnn": Cnn, "transformer": Transformer}
+MODELS = {"mlp": Mlp, "cnn": Cnn, "patches": Patches, "transformer": Transformer}
 FUSED = {"transformer": {"*qkv": 3}}
 ACCUMULATED = {"cnn": 2}
 CLIPPED = {"transformer": 0.5}

@@ -33,6 +33,8 @@ CASES = {
     "experts_transposed": (Layout("experts_transposed", (3, 5, 8), blocks=3, groups=3), (3, 5, 8)),
     "experts_transposed, gate and up": (Layout("experts_transposed", (4, 6, 8), blocks=8, groups=4), (4, 6, 8)),
     "conv": (Layout("conv", (8, 3, 3, 2)), (8, 3, 3, 2)),
+    "patches": (Layout("patches", (8, 3, 3, 2)), (8, 3, 3, 2)),
+    "patches, fused": (Layout("patches", (12, 2, 3), blocks=3), (12, 2, 3)),
     "conv, fused": (Layout("conv", (8, 3, 2), blocks=2), (8, 3, 2)),
     "conv, grouped": (Layout("conv", (8, 3, 3, 2), blocks=4, groups=4), (8, 3, 3, 2)),
     "conv, grouped and fused": (Layout("conv", (12, 2, 3), blocks=6, groups=3), (12, 2, 3)),
@@ -104,7 +106,11 @@ def check(layout, shape, extents):
 def spread_in_kernel(layout, shape, dim):
     """Whether a dimension is one along which parts are no rectangles."""
     aligned = dim - (len(shape) - len(layout.shape))
-    return aligned > 1 if layout.kind.startswith("conv") else aligned > 0 and layout.kind == "vector"
+    return (
+        aligned > 1
+        if layout.kind.startswith("conv") or layout.kind == "patches"
+        else aligned > 0 and layout.kind == "vector"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -67,7 +67,7 @@ def test_what_is_red(terminal):
     text = rendered(measured("head"))
     red = re.findall(re.escape(RED) + r"([^\x1b]*)", text)
     assert [cell.strip() for cell in red] == [
-        "spectral condition, step 500: 1 of 4 layers outside, for 120 steps",
+        "spectral monitor, step 500: 1 of 4 layers off: head; 3 healthy",
         "head",
         "4.00 ^",
     ]
@@ -76,7 +76,7 @@ def test_what_is_red(terminal):
 
 def test_all_inside_is_green_and_what_nobody_judged_neither(terminal):
     assert re.findall(re.escape(GREEN) + r"([^\x1b]*)", rendered(measured())) == [
-        "spectral condition, step 500: all 4 layers inside"
+        "spectral monitor, step 500: all 4 layers healthy"
     ]
     assert RED not in rendered(measured())
     unjudged = rendered(Table("a title", measured().columns))
@@ -98,16 +98,17 @@ def test_it_stays_within_the_window(width, outside, terminal):
     table = measured(*outside)
     lines = CODES.sub("", rendered(table)).splitlines()
     assert max(map(len, lines)) <= width
-    shown = lines[1]
+    shown = next(line for line in lines if line.startswith("layer "))
     gone = " ".join(" ".join(lines).split()).partition("no room for: ")[2]
     for column in table.columns:
         assert (column.title in shown) != (column.title in gone), column.title
     if {column.title for column in table.columns if column.spare} & set(re.split("  +", shown)):
         assert all(any(line.startswith(name) for line in lines) for name in NAMES)  # none is folded for their sake
-    for title in ("layer", "|W| nat", "|dW| nat", "x median", *(("should be", "what") if outside else ())):
+    for title in ("layer", "|dW| nat", "vs typical", *(("what",) if outside else ())):
         assert title in shown
     if outside:
-        column = [line[shown.index("what") :].strip() for line in lines[3:] if "no room" not in line]
+        below = lines[lines.index(shown) + 2 :]
+        column = [line[shown.index("what") :].strip() for line in below if "no room" not in line]
         assert " ".join(filter(None, column)).startswith(f"{SENTENCE} {SENTENCE}")
 
 
@@ -176,7 +177,7 @@ def test_on_a_real_terminal():
     code = (
         "from spectral_monitor.reporting.console import rendered\n"
         "from spectral_monitor.reporting.table import Column, Table\n"
-        "print(rendered(Table('1 outside', (Column('layer', ('head',), text=True),), outside=1)))"
+        "print(rendered(Table('1 outside', (Column('layer', ('head',), text=True),), (), 'off', ('off',))))"
     )
     env = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
     ours, theirs = pty.openpty()

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from spectral_monitor import LayerInfo, Measurement, SpectralProbe, Verdict
+from spectral_monitor.condition.verdict import Remedy
+from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting import JSONLinesSink, read_measurements
 
 NAMES = ("plain", 'quoted "name"', "new\nline", "</script><img src=x onerror=alert(1)>", "Ünïcode.層")
@@ -20,13 +22,21 @@ LAYERS = tuple(LayerInfo(name, "operator", 8, 4, (8, 4), 2, "Shard(0)") for name
 
 def measurement(step=5, layers=LAYERS):
     values = torch.tensor([1.5, math.nan, math.inf, -math.inf, 1e-30])[: len(layers)]
-    verdict = Verdict(layers[0].name, "update_ratio", 0.7, (0.0, math.inf), 0.7, 3, 2, "exploding", "too large")
+    names, infinite = tuple(info.name for info in layers), (0.0, math.inf)
+    verdict = Verdict(names[0], "update_ratio", 0.7, infinite, 0.7, 3, 2, "exploding", "too large", names[:2], "")
+    remedies = Remedy("set_lr", names[:2], 0.001), Remedy("check")  # whose value is NaN
+    roots = [replace(verdict, remedy=remedy, consequences=names[1:]) for remedy in remedies]
+    follower = replace(verdict, layer=names[1], layers=names[1:2], root=names[0])
+    states = {name: LayerState("off", "exploding") for name in names[:2]}
+    states |= {name: LayerState("not judged", "frozen") for name in names[2:4]}
+    states |= {name: LayerState("healthy") for name in names[4:]}
     return Measurement(
         step=step,
         layers=layers,
         values={"weight_norm": values, "lr": torch.full((len(layers),), 0.1)},
         summary={"violations": 1.0, "loss_change": math.nan, "worst_layer_ratio": math.inf},
-        verdicts=(verdict,),
+        verdicts=(*roots, follower),
+        states=states,
         reasons={"weight_norm/plain": "because"},
         flags={layers[0].name: 1.0},
         bands={"lr": torch.tensor([[0.0, math.inf, math.nan]] * len(layers))},
@@ -34,9 +44,14 @@ def measurement(step=5, layers=LAYERS):
 
 
 def assert_same(found, wanted):
-    assert (found.step, found.layers, found.verdicts, found.reasons, found.flags) == (
-        *(wanted.step, wanted.layers, wanted.verdicts, wanted.reasons, wanted.flags),
+    assert (found.step, found.layers, found.reasons, found.flags) == (
+        *(wanted.step, wanted.layers, wanted.reasons, wanted.flags),
     )
+    assert list(found.states.items()) == list(wanted.states.items())
+    assert [str(verdict) for verdict in found.verdicts] == [str(verdict) for verdict in wanted.verdicts]
+    rows = [[verdict.to_row() for verdict in of.verdicts] for of in (found, wanted)]
+    assert rows[0] == rows[1], "in which what is NaN is None"
+    assert [verdict.remedy and type(verdict.remedy.layers) for verdict in found.verdicts] == [tuple, tuple, None]
     for ours, theirs in ((found.values, wanted.values), (found.bands, wanted.bands)):
         assert ours.keys() == theirs.keys()
         for key in ours:
@@ -66,6 +81,26 @@ def test_every_line_is_strict_json_and_layers_are_there_once(tmp_path):
     rows = [json.loads(line, parse_constant=refuse) for line in sink.path.read_text().splitlines()]
     assert ["layers" in row for row in rows] == [True, False, False, False]
     assert [layer["name"] for layer in rows[0]["layers"]] == list(NAMES)
+
+
+def test_a_file_of_the_first_version_has_neither_states_nor_roots(tmp_path):
+    sink = JSONLinesSink(tmp_path / "run.jsonl")
+    sink.write(measurement())
+    head, line = (json.loads(text) for text in sink.path.read_text().splitlines())
+    assert (head["version"], head.pop("version")) == (2, 2)
+    del line["states"]
+    for verdict in line["verdicts"]:
+        for key in ("layers", "root", "consequences", "remedy"):
+            del verdict[key]
+    sink.path.write_text(f"{json.dumps({**head, 'version': 1})}\n{json.dumps(line)}\n")
+    (found,) = read_measurements(sink.path)
+    assert found.states == {}
+    assert found.roots == found.verdicts
+    assert [(verdict.layer, verdict.layers) for verdict in found.verdicts] == [
+        *[(NAMES[0], ())] * 2,
+        (NAMES[1], ()),
+    ]
+    assert found.table() == replace(measurement(), states={}, verdicts=found.verdicts).table()
 
 
 def test_other_layers_are_described_anew(tmp_path):

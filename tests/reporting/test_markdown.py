@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from html.parser import HTMLParser
 
+import gpt
 import pytest
 import torch
 from tensorboard import plugin_util
@@ -69,13 +70,14 @@ def verdict(layer, band=(0.06, 4.0), sentence="update 18 times its share; divide
 
 def read(*verdicts, names=("a", "b", "c"), values=None, bands=None, **summary):
     summary = summary or {"violations": float(len(verdicts))}
-    measurement = Measurement(500, layers(*names), values or {}, summary, verdicts, bands=bands or {})
+    values = values or {"update_natural": torch.ones(len(names))}
+    measurement = Measurement(500, layers(*names), values, summary, verdicts, bands=bands or {})
     return Cells(verdict_markdown(measurement))
 
 
 def test_the_answer_comes_first_then_a_row_for_each_verdict():
     told = read(verdict("c"), verdict("a", (0.0, 4.0), steps=40), verdict("b", (0.06, math.inf), steps=8))
-    assert told.paragraphs == ["3 of 3 layers outside the spectral condition at step 500, for 120 steps."]
+    assert told.paragraphs == ["Step 500: 3 of 3 layers off: c, a, b"]
     assert told.rows[1:] == [
         ["c", "update_natural", "9", "0.06 .. 4", "120 steps", verdict("c").sentence],
         ["a", "update_natural", "9", "below 4", "40 steps", verdict("c").sentence],
@@ -86,28 +88,29 @@ def test_the_answer_comes_first_then_a_row_for_each_verdict():
 
 def test_all_is_well():
     told = read()
-    assert told.paragraphs == ["All 3 layers inside the spectral condition at step 500."]
+    assert told.paragraphs == ["Step 500: all 3 layers healthy"]
     assert told.rows == []
 
 
 def test_nobody_has_judged():
-    assert read(overhead_ms=3.0).paragraphs == ["3 layers measured at step 500; nobody has judged them."]
+    assert read(overhead_ms=3.0).paragraphs == ["Step 500: not judged: no judge has seen this measurement"]
 
 
 def test_outside_is_not_called_inside_before_there_is_a_verdict():
     band = {"update_natural": torch.tensor([[0.5, 2.0, 1.0]] * 3)}
     for value, many in ((1.9, 0), (2.1, 1), (0.4, 1), (math.nan, 0)):
         told = read(values={"update_natural": torch.tensor([1.0, value, 1.0])}, bands=band).paragraphs
-        inside = "All 3 layers inside the spectral condition at step 500."
-        passing = "No verdict at step 500: 1 of 3 layers outside the band just now, which counts once it lasts."
+        inside = "Step 500: all 3 layers healthy"
+        passing = "Step 500: 2 of 3 layers healthy, 1 outside the limits just now, which counts once it lasts"
         assert told == [passing if many else inside], value
 
 
 def test_matrices_are_counted_and_vectors_with_a_verdict():
     some = (*layers("a", "b"), *layers("a.bias", "b.bias", role="vector"))
-    for told, count in (((), "All 2"), ((verdict("b.bias"),), "1 of 3")):
-        measurement = Measurement(5, some, {}, {"violations": 0.0}, told)
-        assert Cells(verdict_markdown(measurement)).paragraphs[0].startswith(f"{count} layers")
+    values = {"update_natural": torch.ones(4)}
+    for told, count in (((), "all 2"), ((verdict("b.bias"),), "1 of 3")):
+        measurement = Measurement(5, some, values, {"violations": 0.0}, told)
+        assert Cells(verdict_markdown(measurement)).paragraphs[0].startswith(f"Step 5: {count} layers")
 
 
 @pytest.mark.parametrize("name", NASTY)
@@ -146,3 +149,23 @@ def test_no_more_learning_rates_than_one_reads_and_it_is_said_how_many_there_are
     told = read(names=[f"n.{i}" for i in range(count)], values=values)
     assert [row[0] for row in told.rows[1:]] == [f"n.{i}" for i in range(count - 1, 6, -1)]
     assert "7 more" in told.paragraphs[-1]
+
+
+def test_one_root_of_a_deep_network_is_one_row_that_counts_what_follows():
+    one = gpt.measured(roots=[gpt.root(consequences=gpt.FOLLOWERS)], followers=gpt.FOLLOWERS)
+    told = Cells(verdict_markdown(one))
+    assert told.paragraphs == ["Step 60: 1 of 75 layers off: h.7.mlp.c_fc; 19 disturbed by it, 55 healthy"]
+    more = "+19 that follow from it: h.*.attn.q_proj x9, h.*.attn.k_proj x9, lm_head"
+    assert told.rows[1:] == [
+        [gpt.ROOTS[0], "update_natural", "9", "0.013 .. 0.8", "45 steps", f"{gpt.SENTENCE} {more}"]
+    ]
+    two = gpt.measured(roots=[*one.roots, gpt.root(gpt.ROOTS[1])], followers=gpt.FOLLOWERS)
+    assert [row[0] for row in Cells(verdict_markdown(two)).rows[1:]] == list(gpt.ROOTS)
+
+
+def test_a_verdict_on_the_network_has_no_value():
+    told = Cells(
+        verdict_markdown(gpt.measured(roots=[gpt.of_network()], not_judged=dict.fromkeys(gpt.MATRICES, "NaN")))
+    )
+    assert told.paragraphs == ["Step 60: diverged at step 40: the loss is NaN"]
+    assert told.rows[1:] == [["the whole network", "", "", "", "20 steps", "diverged at step 40: the loss is NaN"]]

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import gpt
 import pytest
 import torch
 
@@ -95,19 +96,19 @@ def page_of(*measurements, notes=()):
 
 def test_the_answer_when_all_is_well():
     page = page_of(*RUN)
-    assert "All 4 layers are inside the spectral condition" in page.text
-    assert "Outside the condition" not in page.text
-    assert ("class", "inside") in page.attributes
+    assert "All 4 layers healthy" in page.text
+    assert "What is off" not in page.text
+    assert ("class", "healthy") in page.attributes
 
 
 def test_the_answer_names_the_layers_and_what_to_do():
     page = page_of(*RUN[:2], measured(30, verdict("head"), verdict("blocks.0.mlp", sentence="mend <it>")))
-    assert "2 of 4 layers are outside the spectral condition" in page.text
+    assert "2 of 4 layers off: head, blocks.0.mlp; 2 healthy" in page.text
     assert page.text.index("head : divide its learning rate") < page.text.index("blocks.0.mlp : mend <it>")
-    assert "Outside the condition at step 30 layer quantity value should be for cause what it likely is" in page.text
+    assert "What is off at step 30 layer quantity value should be for cause what it likely is" in page.text
     row = "head update_natural 9.00\xa0↑ 0.06 .. 4 120 steps, 7 measurements lr too large divide its learning rate"
     assert row.replace("\xa0", " ") in page.text.replace("\xa0", " ")
-    assert ("class", "outside") in page.attributes
+    assert ("class", "off") in page.attributes
 
 
 def test_of_very_many_layers_the_answer_names_some_and_the_table_all():
@@ -116,28 +117,60 @@ def test_of_very_many_layers_the_answer_names_some_and_the_table_all():
         replace(RUN[0], layers=layers_of(names, ["operator"] * 9), values={"update_natural": torch.ones(9)}, bands={})
     ]
     page = page_of(replace(run[0], verdicts=tuple(map(verdict, names)), summary={"violations": 9.0}))
-    top, below = page.text.split("Outside the condition at step", 1)
+    top, below = page.text.split("What is off at step", 1)
     assert [f"layer.{i} :" in top for i in range(9)] == [True] * 5 + [False] * 4
     assert "and 4 more, see below" in top
     assert all(f"layer.{i} update_natural 9.00" in below for i in range(9))
+
+
+def test_of_a_deep_network_the_roots_are_told_and_what_follows_is_counted():
+    one = gpt.measured(roots=[gpt.root(consequences=gpt.FOLLOWERS)], followers=gpt.FOLLOWERS)
+    page = page_of(gpt.measured(40), gpt.measured(50), one)
+    assert "1 of 75 layers off: h.7.mlp.c_fc; 19 disturbed by it, 55 healthy" in page.text
+    top, rest = page.text.split("What is off at step 60")
+    below, everything = rest.split("All layers at step 60")
+    assert top.count(gpt.SENTENCE) == below.count(gpt.SENTENCE) == 1
+    assert "+19 that follow from it: h.*.attn.q_proj x9, h.*.attn.k_proj x9, lm_head" in below
+    assert everything.count("disturbed") == 19
+    assert all(f" {name} " in everything for name in gpt.MATRICES)
+    assert "healthy from 1/8 to 8" in everything
+    red = [name for name, t in page.lines("update_natural").items() if t["line"]["color"] == "@danger"]
+    assert red == [gpt.ROOTS[0]]
+
+
+def test_a_network_that_diverged_is_the_answer_and_pictures_are_of_the_last_healthy_step():
+    values = {"update_natural": torch.full((len(gpt.LAYERS),), math.nan)}
+    lost = gpt.measured(roots=[gpt.of_network()], not_judged=dict.fromkeys(gpt.MATRICES, "NaN"))
+    page = page_of(gpt.measured(40), replace(lost, values=values))
+    assert "Diverged at step 40: the loss is NaN" in page.text
+    assert "What follows is of step 40, the last that could be judged: all 75 layers healthy" in page.text
+    assert "the whole network 20 steps, 2 measurements diverged" in " ".join(page.text.split())
+    assert ("class", "off") in page.attributes
+
+
+def test_layers_that_were_not_judged_say_why():
+    page = page_of(gpt.measured(not_judged=dict.fromkeys(gpt.MATRICES[:2], "frozen")))
+    assert "73 of 75 layers healthy, 2 not judged: frozen" in page.text
+    assert "model.transformer.wte not judged: frozen embedding" in page.text
 
 
 def test_where_nothing_could_be_judged_nothing_is_called_inside():
     values = {key: torch.full((5,), math.nan) for key in QUANTITIES}
     lost = measured(30, values=values, bands={"update_natural": torch.full((5, 3), math.nan)}, reasons={"*/*": "NaN"})
     page = page_of(*RUN[:1], measured(20, verdict("head")), lost)
-    assert "At step 30 no layer could be judged: NaN" in page.text
+    assert "Not judged: NaN" in page.text
     assert "What follows is of step 20, the last that could be judged" in page.text
-    assert "1 of 4 layers outside, for 120 steps" in page.text
+    assert "1 of 4 layers off: head; 3 healthy" in page.text
     assert "All layers at step 20" in page.text
-    assert "are inside" not in page.text
+    assert "All 4 layers healthy" not in page.text
+    assert "head update_natural 9.00" in page.text
     nobody = page_of(replace(RUN[0], summary={}, bands={}))
-    assert "4 layers were measured and none was judged" in nobody.text
+    assert "Not judged: no judge has seen this measurement" in nobody.text
 
 
 def test_layers_that_were_outside_earlier_are_named():
     page = page_of(*RUN[:2], replace(RUN[2], flags={"head": 0.0, "blocks.0.mlp": 1.0}))
-    assert "Outside earlier, not any more: head ." in page.text
+    assert "Off earlier, not any more: head ." in page.text
 
 
 def test_curves_are_the_measured_values_of_matrices():
@@ -222,7 +255,7 @@ def test_without_references_updates_are_held_against_the_median():
     for found, row in zip(page.heatmap("update_natural")["z"], wanted, strict=True):
         assert found == (row if None in row else pytest.approx(row, abs=1e-3))
     titles = [note["text"] for note in page.figures["overview-figure"]["layout"]["annotations"]]
-    assert titles[0] == "<b>Size of updates</b><br><span style='font-size:11px'>times the median</span>"
+    assert titles[0] == "<b>Size of updates</b><br><span style='font-size:11px'>vs typical: over the median</span>"
 
 
 def test_where_layers_are_now_over_where_they_should_be():
@@ -273,7 +306,7 @@ def test_what_was_not_measured_is_said():
     assert set(page.figures) == {"overview-figure", "panel-0"}
     nothing = page_of(replace(RUN[0], values={}, bands={}))
     assert nothing.figures == {}
-    assert "no layer could be judged: none of update_natural" in nothing.text
+    assert "Not judged: none of update_natural" in nothing.text
 
 
 def test_only_biases():
@@ -287,7 +320,7 @@ def test_the_table_of_all_layers():
     below = page.text.split("All layers at step 30")[1]
     order = [below.index(f" {name} ") for name in ("head", "tokens", "blocks.0.mlp", "blocks.1.mlp")]
     assert order == sorted(order)
-    assert "head readout 64 -> 64 120 120 ^ 2.00" in below
+    assert "head off readout 64 -> 64 120 120 ^ 2.00" in below
     assert "head.bias" not in below
 
 
@@ -411,6 +444,6 @@ def test_a_very_deep_network():
     assert len(page.lines("lr")) == 120
     assert "blocks.20.a" in page.lines("lr")
     assert {"first", "head"} <= set(page.lines("lr")), "both ends of the network"
-    assert "Of 1000 layers 120 are drawn, evenly, with the readout and those that are outside." in page.text
+    assert "Of 1000 layers 120 are drawn, evenly, with the readout and those that are off." in page.text
     assert len(page.heatmap("feature_change")["z"]) == 1000
     assert len(page.steps["feature_change"]) <= 41

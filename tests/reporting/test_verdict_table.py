@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
-from spectral_monitor.reporting.table import measurement_rows, unjudged
+from spectral_monitor.reporting.table import measurement_rows
+from spectral_monitor.reporting.tally import unjudged
 
 LAYERS = tuple(LayerInfo(name, "operator", 64, 64, (64, 64)) for name in ("a", "b", "c"))
 VALUES = {"update_natural": torch.tensor([0.1, 0.5, 9.0]), "weight_natural": torch.tensor([1.0, 1.0, 1.0])}
@@ -33,20 +34,22 @@ def column(measurement, title):
 
 
 def test_nothing_is_said_where_nobody_has_judged():
-    assert table()[0] == "spectral measurement, step 500: 3 matrices"
-    assert measurement_rows(measured()).outside is None
+    assert table()[0] == "spectral monitor, step 500: not judged: no judge has seen this measurement"
+    assert measurement_rows(measured()).state == "not judged"
 
 
 def test_all_is_well():
     lines = table(violations=0.0)
-    assert lines[0] == "spectral condition, step 500: all 3 layers inside"
+    assert lines[0] == "spectral monitor, step 500: all 3 layers healthy"
     assert "what" not in lines[1]
-    assert measurement_rows(measured(violations=0.0)).outside == 0
+    assert measurement_rows(measured(violations=0.0)).state == "healthy"
 
 
 def test_offenders_come_first_with_an_arrow_and_a_sentence():
     lines = table(verdict("c"), verdict("a", ratio=0.01, sentence="too small"), violations=2.0)
-    assert lines[0] == "spectral condition, step 500: 2 of 3 layers outside, for 120 steps"
+    assert lines[0] == "spectral monitor, step 500: 2 of 3 layers off: c, a; 1 healthy"
+    found = measurement_rows(measured(verdict("c"), verdict("a"), violations=2.0))
+    assert (found.state, found.states) == ("off", ("off", "off", "healthy"))
     assert [line.split()[0] for line in lines[1:5]] == ["layer", "c", "a", "b"]
     assert "9.00 ^" in lines[2]
     assert lines[2].endswith("0.06 .. 4  divide its learning rate")
@@ -74,28 +77,30 @@ def test_where_a_value_should_be(band, words):
 
 def test_updates_are_held_against_their_references():
     bands = {"update_natural": torch.tensor([[0.0, 1.0, 0.2], [math.nan] * 3, [0.0, 1.0, 3.0]])}
-    assert column(replace(measured(), bands=bands), "x band") == ["0.50", "-", "3.00"]
+    assert column(replace(measured(), bands=bands), "vs typical") == ["0.50", "-", "3.00"]
 
 
-@pytest.mark.parametrize("bands", [{}, {"update_natural": torch.full((3, 3), math.nan)}, {"weight_natural": NAN}])
+@pytest.mark.parametrize(
+    "bands", [{}, {"update_natural": torch.full((3, 3), math.nan)}, {"weight_natural": torch.full((3, 3), math.nan)}]
+)
 def test_without_references_against_the_median(bands):
-    assert column(replace(measured(), bands=bands), "x median") == ["0.20", "1.00", "18.0"]
+    assert column(replace(measured(), bands=bands), "vs typical") == ["0.20", "1.00", "18.0"]
 
 
 def test_what_is_nan_is_not_inside():
     values, reasons = {"update_natural": NAN, "weight_natural": NAN}, {"*/*": "NaN or inf in its values"}
     lost = replace(measured(violations=0.0), values=values, reasons=reasons)
-    words = "spectral condition, step 500: no layer could be judged: NaN or inf in its values"
+    words = "spectral monitor, step 500: not judged: NaN or inf in its values"
     assert lost.table().splitlines()[0] == words
-    assert measurement_rows(lost).outside is None
+    assert measurement_rows(lost).state == "not judged"
     some = replace(lost, values={"update_natural": torch.tensor([math.nan, 1.0, math.nan])})
-    assert some.table().splitlines()[0] == "spectral condition, step 500: all 3 layers inside"
+    assert some.table().splitlines()[0] == "spectral monitor, step 500: all 3 layers healthy"
     assert not unjudged(replace(lost, verdicts=(verdict("a", quantity="contribution"),)))
 
 
 def test_what_was_not_measured_is_not_inside():
     blind = replace(measured(violations=0.0), values={"feature_change": torch.ones(3)})
-    assert "no layer could be judged: none of update_natural, " in blind.table().splitlines()[0]
+    assert "not judged: none of update_natural, " in blind.table().splitlines()[0]
 
 
 def test_biases_are_shown_only_if_they_are_outside():

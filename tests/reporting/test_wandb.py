@@ -24,6 +24,7 @@ from wandb_file import AXIS, RunFile, go_offline
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.condition import SpectralCondition, load_profile, save_profile
+from spectral_monitor.condition.verdict import short
 from spectral_monitor.oversight import described
 from spectral_monitor.warnings import SpectralConditionWarning
 
@@ -78,7 +79,7 @@ def faulty(tmp_path_factory):
         torch.manual_seed(0)
         monitor = SpectralMonitor(every_n_steps=2, heatmap_every=5)
         logger = WandbLogger(save_dir=folder, offline=True)
-        with pytest.warns(SpectralConditionWarning, match=r"step 6: net\.2"):
+        with pytest.warns(SpectralConditionWarning, match=r"step 2: net\.2"):
             zoo.fit(Faulty(), batches(46), [monitor], logger)
         logger.experiment.finish()
         yield SimpleNamespace(monitor=monitor, file=RunFile(folder), folder=folder)
@@ -143,21 +144,23 @@ def test_charts_are_in_the_row_of_every_fifth_measurement_and_of_the_end(faulty)
 
 def test_the_table_of_verdicts_is_logged_when_they_change(faulty):
     tables = faulty.file.media("spectral/verdicts")
-    assert list(tables) == [6, 22]
-    (verdict,) = next(m for m in faulty.monitor.measurements if m.step == 6).verdicts
-    begin, end = (tables[step]["spectral/verdicts"] for step in (6, 22))
+    assert list(tables) == [2, 22]
+    (verdict,) = next(m for m in faulty.monitor.measurements if m.step == 2).verdicts
+    begin, end = (tables[step]["spectral/verdicts"] for step in (2, 22))
     (row,) = (dict(zip(begin["columns"], row, strict=True)) for row in begin["data"])
     wanted = {
-        "step": 6,
+        "step": 2,
         "layer": "net.2",
-        "quantity": "update_natural",
+        "quantity": verdict.quantity,
         "value": pytest.approx(verdict.value),
         "low": pytest.approx(verdict.band[0]),
         "high": pytest.approx(verdict.band[1]),
-        "ratio": pytest.approx(verdict.ratio),
-        "for steps": 4,
+        "vs typical": pytest.approx(verdict.ratio),
+        "for steps": 0,
         "cause": "lr_too_large",
         "what to do": verdict.sentence,
+        "same cause": 1,
+        "disturbs": 0,
     }
     assert begin["columns"] == list(wanted)
     assert row == wanted
@@ -166,11 +169,12 @@ def test_the_table_of_verdicts_is_logged_when_they_change(faulty):
 
 def test_alerts_when_a_violation_begins_and_ends(faulty):
     begin, end = faulty.file.alerts
-    (verdict,) = next(m for m in faulty.monitor.measurements if m.step == 6).verdicts
-    assert (begin.title, begin.level) == ("Spectral condition: net.2 outside", "WARN")
-    assert begin.text == f"Step 6, outside:\n{verdict}"
-    assert (end.title, end.level) == ("Spectral condition: net.2 in order again", "INFO")
-    assert end.text == "Step 22, in order again:\nnet.2"
+    (verdict,) = next(m for m in faulty.monitor.measurements if m.step == 2).verdicts
+    assert (begin.title, begin.level) == ("Spectral monitor: net.2 off", "WARN")
+    seen = f"{verdict.quantity} {short(verdict.value)}, should be {verdict.should_be}, for 0 steps"
+    assert begin.text == f"step 2: net.2: {verdict.sentence}\n{seen}"
+    assert (end.title, end.level) == ("Spectral monitor: net.2 healthy again", "INFO")
+    assert end.text == "step 22: net.2 healthy again"
     assert begin.wait_duration == end.wait_duration == 600_000
 
 
@@ -181,11 +185,13 @@ def test_the_summary_says_what_matters_and_nothing_of_single_layers(faulty):
     assert ours["spectral/worst_layer_ratio_most"] == pytest.approx(max(worst)) != worst[-1]
     assert (ours["spectral/violations"], ours["spectral/violations_most"]) == (0, 1)
     assert ours["spectral/violating_layers"] == "none"
+    assert ours["spectral/headline"] == "all 5 layers healthy"
     groups = {"/".join(key.split("/")[:2]) for key in ours} - {f"spectral/{key}" for key in ("charts", "heatmaps")}
     assert groups == {
         "spectral/summary",
         "spectral/verdicts",
         "spectral/violating_layers",
+        "spectral/headline",
         *(f"spectral/{key}{most}" for key in ("violations", "worst_layer_ratio") for most in ("", "_most")),
     }
 

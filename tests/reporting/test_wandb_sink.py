@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import gpt
 import numpy as np
 import pytest
 import torch
@@ -142,22 +143,75 @@ def clock(monkeypatch):
 
 
 def told(file):
-    return [(alert.level, alert.title.removeprefix("Spectral condition: ")) for alert in file.alerts]
+    return [(alert.level, alert.title.removeprefix("Spectral monitor: ")) for alert in file.alerts]
 
 
-def test_layers_that_begin_together_are_one_alert_and_so_are_those_that_end(tmp_path):
+def test_each_root_that_begins_is_one_alert_and_so_are_all_layers_that_end_together(tmp_path):
     with offline_run(tmp_path) as run:
         sink = WandbSink(run)
         for step, outside in enumerate(["", "abc", "abc", "b", "b", ""]):
             sink.write(measured(step, *outside))
     file = RunFile(tmp_path)
     assert told(file) == [
-        ("WARN", "a and 2 more outside"),
-        ("INFO", "a and 1 more in order again"),
-        ("INFO", "b in order again"),
+        *(("WARN", f"{layer} off") for layer in "abc"),
+        ("INFO", "a and 1 more healthy again"),
+        ("INFO", "b healthy again"),
     ]
-    assert file.alerts[0].text == "\n".join(["Step 1, outside:", *(str(verdict(layer)) for layer in "abc")])
-    assert file.alerts[1].text == "Step 3, in order again:\na, c"
+    seen = "update_natural 0.1, should be 0.001 .. 0.01, for 4 steps"
+    assert [alert.text for alert in file.alerts[:3]] == [f"step 1: {layer}: lower it\n{seen}" for layer in "abc"]
+    assert file.alerts[3].text == "step 3: a, c healthy again"
+
+
+def test_of_a_deep_network_a_root_is_one_alert_whatever_follows_from_it(tmp_path):
+    """And it sends none again while it stays, though its worst layer and what follows from it change."""
+    more = gpt.root(gpt.ROOTS[1], value=5.4)
+    with offline_run(tmp_path) as run:
+        sink = WandbSink(run, heatmap_every=0)
+        sink.write(gpt.measured(50))
+        sink.write(gpt.measured(60, [gpt.root(consequences=gpt.FOLLOWERS)], gpt.FOLLOWERS))
+        sink.write(gpt.measured(70, [gpt.root(*gpt.ROOTS, consequences=gpt.FOLLOWERS[:3])], gpt.FOLLOWERS[:3]))
+        sink.write(gpt.measured(80, [gpt.root(*reversed(gpt.ROOTS))]))
+        assert run.summary["spectral/violating_layers"] == f"{gpt.ROOTS[1]}, {gpt.ROOTS[0]}"
+        sink.write(gpt.measured(90, [gpt.root(gpt.ROOTS[0]), more]))
+        assert run.summary["spectral/headline"] == "2 of 75 layers off: h.7.mlp.c_fc, h.3.attn.v_proj; 73 healthy"
+        sink.write(gpt.measured(100))
+    file = RunFile(tmp_path)
+    begin, end = file.alerts
+    assert begin.title == f"Spectral monitor: {gpt.ROOTS[0]} off"
+    told = f"step 60: {gpt.ROOTS[0]}: {gpt.SENTENCE}. 19 other layers are disturbed by it."
+    assert begin.text.splitlines()[0] == told
+    assert end.text == f"step 100: {gpt.ROOTS[1]}, {gpt.ROOTS[0]} healthy again"
+    (row,) = file.media("spectral/verdicts")[60]["spectral/verdicts"]["data"]
+    assert row[-2:] == [1, 19]
+
+
+def test_two_roots_are_two_alerts(tmp_path):
+    with offline_run(tmp_path) as run:
+        roots = [gpt.root(consequences=gpt.FOLLOWERS), gpt.root(gpt.ROOTS[1], value=5.4)]
+        WandbSink(run, heatmap_every=0).write(gpt.measured(60, roots, gpt.FOLLOWERS))
+    file = RunFile(tmp_path)
+    assert [alert.title for alert in file.alerts] == [f"Spectral monitor: {layer} off" for layer in gpt.ROOTS]
+    assert len(file.media("spectral/verdicts")[60]["spectral/verdicts"]["data"]) == 2
+
+
+def test_a_verdict_on_the_network_is_told_and_nothing_is_healthy_again_that_nobody_judged(tmp_path):
+    lost = dict.fromkeys(gpt.MATRICES, "NaN")
+    with offline_run(tmp_path) as run:
+        sink = WandbSink(run, heatmap_every=0)
+        sink.write(gpt.measured(60, [gpt.root(consequences=gpt.FOLLOWERS)], gpt.FOLLOWERS))
+        sink.write(gpt.measured(70, [gpt.of_network()], not_judged=lost))
+        sink.write(gpt.measured(80, not_judged=lost))
+        sink.write(gpt.measured(90, not_judged={gpt.ROOTS[0]: "frozen"}))
+    file = RunFile(tmp_path)
+    begin, diverged, end = file.alerts
+    assert begin.title.endswith(f"{gpt.ROOTS[0]} off")
+    assert (diverged.title, diverged.text) == (
+        "Spectral monitor: diverged",
+        "step 70: diverged at step 40: the loss is NaN",
+    )
+    assert end.text == "step 90: the network (diverged) healthy again"
+    (row,) = file.media("spectral/verdicts")[70]["spectral/verdicts"]["data"]
+    assert row[1:7] == ["network", "", None, None, None, None]
 
 
 def test_a_layer_that_comes_and_goes_is_told_of_every_ten_minutes(tmp_path, clock):
@@ -167,7 +221,7 @@ def test_a_layer_that_comes_and_goes_is_told_of_every_ten_minutes(tmp_path, cloc
             clock.seconds = 30.0 * step
             sink.write(measured(step, *("a" if step % 2 else "")))
     begun = [alert for alert in RunFile(tmp_path).alerts if alert.level == "WARN"]
-    assert [alert.text.split(",")[0] for alert in begun] == [f"Step {step}" for step in range(1, 100, 20)]
+    assert [alert.text.split(":")[0] for alert in begun] == [f"step {step}" for step in range(1, 100, 20)]
     assert len(told(RunFile(tmp_path))) == 2 * len(begun), "of each it is said that it is over"
 
 
@@ -185,12 +239,17 @@ def test_a_run_sends_thirty_alerts_at_most(tmp_path):
 def test_titles_are_short_enough_and_texts_not_endless(tmp_path):
     names = tuple(f"model.{'deep.' * 20}{i}" for i in range(40))
     with offline_run(tmp_path) as run:
-        WandbSink(run).write(measured(1, *names, layers=names))
-    (alert,) = RunFile(tmp_path).alerts
-    assert len(alert.title) < 64
-    assert alert.title.endswith("deep.0 and 39 more outside")
-    assert alert.text.endswith("\nand 30 more")
-    assert len(alert.text.splitlines()) == 12
+        root = verdict(names[0], layers=names)
+        sink = WandbSink(run)
+        sink.write(replace(measured(1, layers=names), verdicts=(root,)))
+        sink.write(measured(2, layers=names))
+    begin, end = RunFile(tmp_path).alerts
+    for alert, what in ((begin, "off"), (end, "healthy again")):
+        assert len(alert.title) < 64
+        assert alert.title.endswith(f"deep.0 and 39 more {what}")
+    assert f"{names[2]} and 37 more: lower it" in begin.text
+    assert names[3] not in begin.text
+    assert "and 30 more healthy again" in end.text
 
 
 # ------------------------------------------------------------------------------------------------ other runs and errors

@@ -52,7 +52,7 @@ class Case:
         loss: of a model and a batch.
         optimizers: of a model.
         step: forward, backward and update; what it returns is compared too.
-        ran_last: where that is not the operator registered last, which the monitor must say.
+        ran_last: where that is not the operator registered last, which the first step must show.
         whole: whether the model is called once per step, so that features after the step can be had.
     """
 

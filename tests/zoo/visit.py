@@ -152,6 +152,8 @@ def matrices(layer: Layer, weight: Tensor) -> np.ndarray:
         by_group = w.reshape(module.groups, module.in_channels // module.groups, w.shape[1], -1)
         return by_group.transpose(3, 0, 2, 1)
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        if w[0, 0].size > 1 and module.stride == module.kernel_size and not {*module.padding} - {0, *"valid"}:
+            return w.reshape(1, 1, len(w), -1)
         by_group = w.reshape(module.groups, module.out_channels // module.groups, w.shape[1], -1)
         return by_group.transpose(3, 0, 1, 2)
     if layer.info.blocks == 1 and w.squeeze().ndim <= 2:

@@ -1,0 +1,1 @@
+"""Healthy training recipes, planted faults, and what the judge says of them."""

@@ -1,0 +1,55 @@
+"""What the judge says of recorded runs, held against what is known of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from recipes.recipe import Fault
+from recipes.run import Record
+
+from spectral_monitor.condition import NETWORK, Judge, SpectralCondition, Verdict
+
+
+@dataclass(frozen=True)
+class Told:
+    """A root as a user is told of it: at its first step, in its latest words.
+
+    Attributes:
+        step: at which it began.
+        at: number of the measurement, from 1.
+        verdict: as it stood at the first step.
+        last: as it stood at the last step that it was a root.
+    """
+
+    step: int
+    at: int
+    verdict: Verdict
+    last: Verdict
+
+
+def judged(record: Record, condition: SpectralCondition | None = None) -> list[Told]:
+    """Return every root of a run, in the order in which they began."""
+    judge = Judge(condition or SpectralCondition(), record.tied)
+    found: dict[tuple[str, str], Told] = {}
+    for at, (measurement, settings) in enumerate(zip(record.measurements, record.settings, strict=True), 1):
+        for verdict in judge.judge(measurement, settings):
+            if verdict.is_root:
+                key = (verdict.layer, verdict.cause)
+                first = found.get(key, Told(measurement.step, at, verdict, verdict))
+                found[key] = Told(first.step, first.at, first.verdict, verdict)
+    return list(found.values())
+
+
+def right(fault: Fault, told: list[Told]) -> Told | None:
+    """Return the first root that names a right cause, of a right layer where layers are to blame."""
+    return next((one for one in told if names(fault, one.last) or names(fault, one.verdict)), None)
+
+
+def names(fault: Fault, verdict: Verdict) -> bool:
+    """Return whether a verdict names the fault."""
+    if verdict.cause not in fault.causes:
+        return False
+    if not fault.layers or verdict.layer == NETWORK:
+        return True
+    return any(fnmatchcase(layer, pattern) for layer in (verdict.layer, *verdict.layers) for pattern in fault.layers)

@@ -1,0 +1,168 @@
+"""Outcomes of a half of the suite: what was flagged, found, named and mended, one row for each run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.advice import change, follow
+from recipes.judged import Told, judged, right
+from recipes.recipe import Fault, Half, Recipe
+from recipes.records import faulty, healthy, recorded, suite
+from recipes.run import Record
+from scipy.stats import beta
+from tqdm import tqdm
+
+from spectral_monitor.condition import SpectralCondition, save_profile
+
+SEEDS = (0, 1)
+"""Of healthy runs; faults are planted in the first."""
+RUINS, COSTS = 0.10, 0.03
+"""Loss at the end, relative to that of the healthy run, from which a fault ruins or costs."""
+WORSE = 0.03
+"""Advice makes it worse where the loss ends higher than without it by more than this part."""
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """A healthy run."""
+
+    recipe: Recipe
+    seed: int
+    record: Record
+    told: Sequence[Told]
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """A run with a fault.
+
+    Attributes:
+        cost: loss at the end relative to the healthy run's, minus 1.
+        found: the first root with a right cause; ``None`` if there is none.
+        advised: loss with the advice of the first root followed, relative to that without, minus 1; NaN without advice.
+    """
+
+    fault: Fault
+    record: Record
+    cost: float
+    told: Sequence[Told]
+    found: Told | None
+    advised: float
+
+    @property
+    def kind(self) -> str:
+        """``"ruins"``, ``"costs"`` or ``"harmless"``."""
+        return "ruins" if self.cost > RUINS else "costs" if self.cost > COSTS else "harmless"
+
+
+def healthy_runs(half: Half, folder: Path) -> list[Healthy]:
+    """Return every healthy run of a half, trained unless the folder has its record."""
+    recipes, _ = suite(half)
+    found = []
+    for recipe, seed in tqdm([(r, s) for r in recipes for s in SEEDS], desc=f"healthy, {half}", unit="run"):
+        record = recorded(folder, f"healthy/{recipe.name}/{seed}", lambda r=recipe, s=seed: healthy(r, s))
+        found.append(Healthy(recipe, seed, record, judged(record)))
+    return found
+
+
+def faulty_runs(half: Half, folder: Path, base: Sequence[Healthy]) -> list[Faulty]:
+    """Return every faulty run of a half, its advice followed in a run of its own."""
+    recipes, faults = suite(half)
+    ends = {run.recipe.name: run.record for run in base if run.seed == SEEDS[0]}
+    found = []
+    for fault in tqdm(faults, desc=f"faults, {half}", unit="fault"):
+        key = f"fault/{fault.recipe}--{fault.name}"
+        record = recorded(folder, key, lambda f=fault: faulty(f, recipes, SEEDS[0]))
+        condition = SpectralCondition()
+        if fault.width != 1:  # a narrow run's profile is what tells of width
+            condition = SpectralCondition(reference=_profile(folder, fault.recipe, ends[fault.recipe]))
+        told = judged(record, condition)
+        cost = change(ends[fault.recipe].end, record.end)
+        advised = math.nan
+        if told:
+            advised = _advised(folder, key, told[0], fault, recipes, record)
+        found.append(Faulty(fault, record, cost, told, right(fault, list(told)), advised))
+    return found
+
+
+def _advised(folder: Path, key: str, told: Told, fault: Fault, recipes: Iterable[Recipe], record: Record) -> float:
+    """Return how the loss changes where the first root's advice is followed; NaN if it gives none."""
+    run = faulty(fault, recipes, SEEDS[0])
+    if not follow(told.verdict, fault, run):
+        return math.nan
+    remedy = told.verdict.remedy
+    key = f"{key}--{told.verdict.cause}--{remedy.action if remedy else ''}--{remedy.value if remedy else 0:.3g}"
+    return change(record.end, recorded(folder, key, lambda: run).end)
+
+
+def _profile(folder: Path, name: str, record: Record) -> Path:
+    path = folder / f"{name.replace('/', '_')}.json"
+    save_profile(record.measurements, path, settings=record.settings[-1])
+    return path
+
+
+@dataclass(frozen=True)
+class Share:
+    """So many of so many, with a Clopper-Pearson interval of 95 %."""
+
+    name: str
+    hits: int
+    total: int
+    goal: str
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Lower and upper end."""
+        k, n = self.hits, self.total
+        low = float(beta.ppf(0.025, k, n - k + 1)) if k else 0.0
+        high = float(beta.ppf(0.975, k + 1, n - k)) if k < n else 1.0
+        return low, high
+
+
+def shares(base: Sequence[Healthy], runs: Sequence[Faulty]) -> Iterator[Share]:
+    """Yield the figures that the suite is judged by."""
+    names = sorted({run.recipe.name for run in base})
+    flagged = {run.recipe.name for run in base if run.told}
+    meant = {run.recipe.name for run in base if run.recipe.deliberate}
+    yield Share("healthy recipes flagged", len(flagged - meant), len(names), "at most 1 in 20")
+    single = [run for run in runs if run.fault.factor]
+    for low, high, goal in ((10, 10, "80 %"), (30, 30, "95 %"), (100, 100, "all"), (3, 3, "-")):
+        for up in (True, False):
+            some = [run for run in single if _is(run.fault.factor, low, high, up)]
+            if some:
+                sign = "x" if up else "/"
+                yield Share(f"one layer's rate {sign}{low} found", sum(bool(r.told) for r in some), len(some), goal)
+    ruins, costs = ([run for run in runs if run.kind == kind] for kind in ("ruins", "costs"))
+    yield Share("faults that ruin the run found", sum(bool(run.told) for run in ruins), len(ruins), "85 %")
+    yield Share("faults that cost 3 to 10 % found", sum(bool(run.told) for run in costs), len(costs), "50 %")
+    named = [run for run in runs if run.told and run.fault.causes != ("unknown",)]
+    yield Share("of those found, with a right cause", sum(run.found is not None for run in named), len(named), "80 %")
+    advised = [run for run in runs if not math.isnan(run.advised)]
+    yield Share("advice followed that made it worse", sum(r.advised > WORSE for r in advised), len(advised), "0")
+    dead = [run for run in runs if _diverges(run.record) is not None]
+    in_time = [run for run in dead if any(told.at <= (_diverges(run.record) or 0) for told in run.told)]
+    yield Share("divergence told when it shows or before", len(in_time), len(dead), "all")
+
+
+def first_words(runs: Sequence[Faulty]) -> list[int]:
+    """Return the step of the first verdict of every fault that was found."""
+    return sorted(run.told[0].step for run in runs if run.told)
+
+
+def _is(factor: float, low: float, high: float, up: bool) -> bool:
+    size = factor if up else 1 / factor
+    return low * 0.9 < size < high * 1.1
+
+
+def _diverges(record: Record) -> int | None:
+    """Return the number of the first measurement whose weights or updates are not finite; ``None`` if all are."""
+    for at, measurement in enumerate(record.measurements, 1):
+        matrices = [i for i, info in enumerate(measurement.layers) if info.role != "vector"]
+        for key in ("update_fro", "weight_fro"):
+            why = [measurement.why(key, measurement.layers[i].name) for i in matrices]
+            if measurement.values[key][matrices].isinf().any() or any("NaN or inf" in text for text in why):
+                return at
+    return None

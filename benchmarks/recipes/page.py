@@ -1,0 +1,87 @@
+"""The page on verdict quality."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from recipes.outcome import RUINS, WORSE, Faulty, Healthy, first_words, shares
+from recipes.recipe import Half
+
+INTRODUCTION = """\
+# How good are the verdicts?
+
+The suite in `benchmarks/recipes` has recipes with the hyper-parameters that people publish, in small, and faults that
+people make. Rules and limits of the judge were found on one half of it. This page is about the other half, which was
+run once they were fixed: {recipes} healthy recipes in {healthy} runs and {faults} faults, measured at the default
+schedule (steps 1, 2, 4, 8, ... and every 100). It is made by `python benchmarks/recipes.py --write
+docs/verdict_quality.md`; `--half development` makes the same of the first half.
+"""
+
+
+def page(half: Half, base: Sequence[Healthy], runs: Sequence[Faulty]) -> str:
+    """Return the page as Markdown."""
+    recipes = len({run.recipe.name for run in base})
+    words = first_words(runs)
+    parts = [
+        INTRODUCTION.format(recipes=recipes, healthy=len(base), faults=len(runs)),
+        "" if half == "held out" else "**This is the development half.**\n",
+        "| question | hits | of | share | 95 % interval | goal |\n|---|---|---|---|---|---|",
+        *(
+            f"| {share.name} | {share.hits} | {share.total} | {100 * share.hits / max(share.total, 1):.0f} % | "
+            f"{100 * share.interval[0]:.0f} to {100 * share.interval[1]:.0f} % | {share.goal} |"
+            for share in shares(base, runs)
+        ),
+        f"| median step of the first verdict | {median(words) if words else math.nan:.0f} | | | | 8 |",
+        "\nA fault *ruins* a run whose loss ends more than 10 % above the healthy one's, or diverges. Advice is "
+        "followed to the letter in a run of its own; it made things *worse* where the loss ends more than 3 % higher than "
+        "without it. Advice to look at something that no setting mends counts as followed where the cause is right.",
+        "\n## Healthy recipes that were flagged\n",
+        *(_flagged(base) or ["None."]),
+        "\n## Faults that were missed or misread\n",
+        "| fault | recipe | loss | first verdict |\n|---|---|---|---|",
+        *(_fault(run) for run in runs if run.found is None),
+        "\n## Advice that made it worse\n",
+        *([_advice(run) for run in runs if run.advised > WORSE] or ["None."]),
+        "\n## Every fault\n",
+        "| fault | recipe | loss against healthy | named at step | cause | loss with the advice |",
+        "|---|---|---|---|---|---|",
+        *(_row(run) for run in runs),
+    ]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _flagged(base: Sequence[Healthy]) -> list[str]:
+    return [
+        f"* {run.recipe.name}, seed {run.seed}"
+        + (f" (deliberate: {run.recipe.deliberate})" if run.recipe.deliberate else "")
+        + f": {told.verdict.layer} at step {told.step}: {told.verdict.sentence}"
+        for run in base
+        for told in run.told[:2]
+    ]
+
+
+def _fault(run: Faulty) -> str:
+    first = run.told[0] if run.told else None
+    said = f"step {first.step}, {first.verdict.layer}: `{first.verdict.cause}`" if first else "nothing"
+    return f"| {run.fault.name} | {run.fault.recipe} | {_change(run.cost)} | {said} |"
+
+
+def _advice(run: Faulty) -> str:
+    return f"* {run.fault.name}, {run.fault.recipe}: {_change(run.advised)} ({run.told[0].verdict.sentence})"
+
+
+def _row(run: Faulty) -> str:
+    mark = "**" if run.cost > RUINS else ""
+    told = run.found or (run.told[0] if run.told else None)
+    at = str(told.step) if told else "-"
+    cause = "-" if told is None else f"`{told.verdict.cause}`" + ("" if run.found else " (wrong)")
+    advised = "-" if math.isnan(run.advised) else _change(run.advised)
+    return f"| {run.fault.name} | {run.fault.recipe} | {mark}{_change(run.cost)}{mark} | {at} | {cause} | {advised} |"
+
+
+def _change(share: float) -> str:
+    if math.isinf(share):
+        return "diverged" if share > 0 else "saved"
+    return f"{100 * share:+.0f} %" if abs(share) < 10 else f"x{1 + share:.0f}"

@@ -1,0 +1,40 @@
+"""What a finding likely is, and what to do: a code, a sentence and a remedy in numbers."""
+
+from __future__ import annotations
+
+import math
+
+from spectral_monitor.condition.causes.layers import of_layer
+from spectral_monitor.condition.causes.network import of_network
+from spectral_monitor.condition.causes.told import CAUSES, Told
+from spectral_monitor.condition.findings import Finding
+from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.verdict import NETWORK
+
+__all__ = ["CAUSES", "Told", "cause"]
+
+
+def cause(finding: Finding, network: Network, pace: float = math.nan, first: str = "") -> Told:
+    """Return the first explanation that fits, the most certain first.
+
+    Args:
+        finding: what was seen.
+        network: at the same measurement.
+        pace: largest relative update of the median layer so far.
+        first: first layer whose outputs were too large at the start.
+
+    Example:
+        >>> from spectral_monitor import LayerInfo
+        >>> infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abc"]
+        >>> rates = {"a": 0.001, "b": 0.001, "c": 0.1}
+        >>> from spectral_monitor.condition.network import Row
+        >>> rows = tuple(Row(info, {"lr": rates[info.name]}) for info in infos)
+        >>> network = Network(10, rows, compared=frozenset("abc"))
+        >>> finding = Finding("rate", "c", "lr", 0.1, 0.001, (0.1, 10.0), 2.0)
+        >>> print(cause(finding, network).sentence)
+        its learning rate is 0.1, that of the other layers 0.001: use 0.001
+    """
+    if finding.layer == NETWORK:
+        return of_network(finding, network, pace, first)
+    row = network.row(finding.layer)
+    return Told("unknown", "it is not measured any more") if row is None else of_layer(finding, row, network)

@@ -1,0 +1,138 @@
+"""What a finding on the network as a whole is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from spectral_monitor.condition.causes.told import Told
+from spectral_monitor.condition.findings import Finding
+from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.optimizers.rates import HEALTHY_STEP
+from spectral_monitor.condition.verdict import Remedy, short
+from spectral_monitor.functional.norms import geometric_median
+
+SLOWEST = 0.05
+"""The root of the fastest layer's relative update times the median layer's natural one in healthy networks."""
+
+
+def of_network(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    """Return what a check of the network as a whole means.
+
+    Args:
+        finding: what was seen.
+        network: at the same measurement.
+        pace: largest relative update of the median layer so far.
+        first: first layer whose outputs were too large at the start.
+    """
+    return _OF_NETWORK[finding.check](finding, network, pace, first)
+
+
+def _too_large(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    seen = f"weights have moved {short(finding.value)} times the size they began with in {network.step} steps"
+    if finding.quantity == "feature_rms":
+        seen = f"the outputs of a hidden layer have grown to RMS {short(finding.value)} in {network.step} steps"
+    by = max(3.0, float(f"{max(pace / HEALTHY_STEP, 1.0):.1g}")) if pace > 0 else 10.0
+    return Told(
+        "rates_too_large",
+        f"{seen}: steps are too large; divide every learning rate by about {by:.0f}",
+        Remedy("scale_lr", (), 1 / by),
+    )
+
+
+def _too_small(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    by = min(100.0, max(3.0, float(f"{SLOWEST / finding.value:.1g}"))) if finding.value > 0 else 100.0
+    return Told(
+        "rates_too_small",
+        f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply every "
+        f"learning rate by about {by:.0f}, or clip gradients less",
+        Remedy("scale_lr", (), by),
+    )
+
+
+def _diverged(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    return Told(
+        "diverged",
+        "weights, updates or outputs are not finite or on their way there: go back to a checkpoint and divide every "
+        "learning rate by 10",
+        Remedy("scale_lr", (), 0.1),
+    )
+
+
+def _nothing(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    return Told("nothing_trains", f"no parameter moves: {finding.against}", Remedy("check"))
+
+
+def _features(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    return Told(
+        "input_scale",
+        f"the outputs of {first} begin with RMS {short(finding.value)}, where about 1 is usual, though its weights are "
+        "of ordinary size: its inputs are too large; normalize them to mean 0 and variance 1",
+        Remedy("check"),
+    )
+
+
+def _features_vanish(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    gain = geometric_median(row.gain for row in network.peers)
+    return Told(
+        "weights_too_small",
+        f"the smallest outputs of a layer begin with RMS {short(finding.value)}: weights multiply the size of features "
+        f"by {short(gain)} in each layer, so they vanish; multiply initial weights by about {short(0.6 / gain)}",
+        Remedy("scale_weights", (), 0.6 / gain),
+    )
+
+
+def _eps(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=math.nan)
+    return Told(
+        "eps",
+        f"entries move by {short(finding.value)} of the learning rate, where Adam moves them by 0.3 to 1 in the first "
+        f"steps: eps {eps:g} is larger than the gradients; use 1e-8",
+        Remedy("set_eps", (), 1e-8),
+    )
+
+
+def _momentum(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    momentum = max(row.settings.momentum for row in network.peers)
+    return Told(
+        "momentum",
+        f"momentum {momentum:g} averages about {short(1 / (1 - momentum))} steps, which outlasts what they were "
+        "computed for: use 0.9",
+        Remedy("set_momentum", (), 0.9),
+    )
+
+
+def _sgd_rule(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    return Told(
+        "sgd_rule_under_adam",
+        "learning rates are proportional to fan_out/fan_in, the rule for SGD; under Adam updates then grow with "
+        "fan_out: make them proportional to 1/fan_in",
+        Remedy("check"),
+    )
+
+
+def _ntk(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    seen = "hidden layers hardly learn while the readout does, the more so the wider they are"
+    if network.ntk_rates:
+        how = f"learning rates go with 1/fan_in, under SGD: {seen}; make them proportional to fan_out/fan_in"
+    else:
+        how = (
+            f"weights have entries of size 1, so the forward pass divides by sqrt(fan_in): {seen}; divide by fan_in at "
+            "the readout, and multiply learning rates by the width"
+        )
+    return Told("ntk_scaling", how, Remedy("check"))
+
+
+_OF_NETWORK: dict[str, Callable[[Finding, Network, float, str], Told]] = {
+    "rates_too_large": _too_large,
+    "features_grow": _too_large,
+    "rates_too_small": _too_small,
+    "diverged": _diverged,
+    "nothing_trains": _nothing,
+    "features": _features,
+    "features_vanish": _features_vanish,
+    "eps": _eps,
+    "momentum": _momentum,
+    "sgd_rule": _sgd_rule,
+    "ntk": _ntk,
+}

@@ -1,0 +1,52 @@
+"""Every cause by its code, and what an explanation consists of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from spectral_monitor.condition.verdict import Remedy
+
+CAUSES = {
+    "lr_zero": "its learning rate is 0 while others learn",
+    "lr_too_large": "its learning rate is larger than that of the others",
+    "lr_too_small": "its learning rate is smaller than that of the others",
+    "rates_too_large": "the steps of the whole network are too large",
+    "rates_too_small": "the whole network hardly moves",
+    "momentum": "momentum so close to 1 that steps add up to too large ones",
+    "width": "the learning rate of a narrower network, where it should be divided by the width",
+    "sgd_rule_under_adam": "learning rates follow fan_out/fan_in, which is for SGD, under an optimizer like Adam",
+    "ntk_scaling": "learning rates, or factors in the forward pass, let hidden updates vanish with width",
+    "eps": "Adam's eps is larger than the gradients",
+    "input_scale": "the inputs are far too large",
+    "readout_init": "the readout's weights are too large for its width",
+    "weights_too_large": "its weights are far larger than those of the others",
+    "weights_too_small": "its weights are far smaller than those of the others",
+    "weights_grown": "updates have made its weights far larger than healthy ones",
+    "embedding_scale": "an embedding's rows are far too large or too small",
+    "exploding": "steps as large as the weights, or weights that grow without end",
+    "rounding": "updates are lost to the precision of the weights",
+    "dead": "no gradient arrives: it is dead, or cut off from the loss",
+    "dead_input": "its inputs are all zero",
+    "dead_above": "no gradient arrives, for a later layer is dead",
+    "unmoved": "it has a learning rate but does not move",
+    "vanishing": "hardly any gradient arrives",
+    "readout_width": "the readout's update grows with its number of inputs",
+    "diverged": "weights or outputs are not finite, or on their way there",
+    "nothing_trains": "no parameter moves",
+    "unknown": "none of the above",
+}
+"""Every code a verdict may carry."""
+
+
+class Told(NamedTuple):
+    """An explanation.
+
+    Attributes:
+        code: of :data:`CAUSES`.
+        sentence: what it is and what to do.
+        remedy: the same as data; ``None`` without advice.
+    """
+
+    code: str
+    sentence: str
+    remedy: Remedy | None = None

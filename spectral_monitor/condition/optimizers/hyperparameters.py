@@ -1,0 +1,135 @@
+"""What the optimizer's settings say of each layer: its family, its group, its learning rates, what limits its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from spectral_monitor.anatomy import Layer
+
+_FAMILIES: dict[str, tuple[str, ...]] = {
+    "muon": ("muon", "shampoo", "soap", "scion"),
+    "lamb": ("lamb", "lars"),
+    "adam": ("adam", "lion", "adafactor", "adagrad", "rmsprop", "adopt", "signsgd", "sign_sgd", "rprop", "prodigy"),
+    "sgd": ("sgd", "asgd"),
+}
+"""Family -> parts of class names, the first family that fits counts."""
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Settings that govern one layer's updates; plain data.
+
+    Attributes:
+        optimizer: class name; empty if no optimizer holds the layer.
+        family: how the size of an update follows from the gradient, as :func:`family` has it.
+        group: number of the parameter group, counted over all optimizers; -1 if there is none.
+        owner: number of the optimizer; -1 if there is none.
+        lr: learning rate now, as the schedule has it.
+        peak: the highest learning rate that the group names: ``max_lr``, ``initial_lr`` or ``lr``.
+        eps: of Adam and its kin; NaN if it has none.
+        momentum: of SGD, ``beta1`` of Adam; 0 if it has none.
+        weight_decay: 0 if it has none.
+        frozen: whether no parameter of the layer requires a gradient.
+        resolution: relative distance of neighbouring numbers in the weights' dtype.
+    """
+
+    optimizer: str = ""
+    family: str = ""
+    group: int = -1
+    owner: int = -1
+    lr: float = math.nan
+    peak: float = math.nan
+    eps: float = math.nan
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    frozen: bool = False
+    resolution: float = torch.finfo(torch.float32).eps
+
+    def to_row(self) -> dict[str, Any]:
+        """Return a plain dict."""
+        return asdict(self)
+
+
+UNKNOWN = Hyperparameters()
+"""Of a layer of which no settings were given."""
+
+
+def family(optimizer: Iterable[str]) -> str:
+    """Return how the size of an optimizer's update follows from the gradient, judged by its name.
+
+    ``"adam"``: every entry moves by about the learning rate. ``"sgd"``: in proportion to the gradient. ``"muon"``: all
+    singular values are about equal. ``"lamb"``: in proportion to the weight. ``""``: not known, or several.
+
+    Args:
+        optimizer: its class name, or names of its class and base classes; the first that is known counts.
+
+    Example:
+        >>> [family([name]) for name in ("FusedAdamW", "SGD", "Muon", "LARS", "Rocket")]
+        ['adam', 'sgd', 'muon', 'lamb', '']
+        >>> family(["FusedAdamW", "Optimizer"])
+        'adam'
+    """
+    for name in optimizer:
+        for kind, parts in _FAMILIES.items():
+            if any(part in name.lower() for part in parts):
+                return kind
+    return ""
+
+
+def hyperparameters(layers: Sequence[Layer], optimizers: Sequence[Optimizer]) -> dict[str, Hyperparameters]:
+    """Return the settings of every layer; only reads.
+
+    Args:
+        layers: measured ones, vectors included.
+        optimizers: that train them; a layer whose parts several groups hold has those of the first.
+    """
+    held: dict[int, tuple[int, int, Optimizer, Mapping[str, Any]]] = {}
+    number = 0
+    for owner, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                held.setdefault(id(p), (owner, number, optimizer, group))
+            number += 1
+    return {layer.info.name: _of_layer(layer, held) for layer in layers}
+
+
+def _of_layer(layer: Layer, held: Mapping[int, tuple[int, int, Optimizer, Mapping[str, Any]]]) -> Hyperparameters:
+    frozen = not any(source.requires_grad for source in layer.sources)
+    dtype = layer.sources[0].dtype
+    resolution = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    found = next((held[id(source)] for source in layer.sources if id(source) in held), None)
+    if found is None:
+        return Hyperparameters(frozen=frozen, resolution=resolution)
+    owner, number, optimizer, group = found
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    if group.get("use_muon") is False:  # one optimizer for all, as in the reference implementation of Muon
+        names = ["AdamW"]
+    rates = [_number(group.get(key)) for key in ("max_lr", "initial_lr", "lr")]
+    momentum = group.get("momentum", (group.get("betas") or (0.0,))[0])
+    return Hyperparameters(
+        optimizer=names[0],
+        family=family(names),
+        group=number,
+        owner=owner,
+        lr=rates[-1],
+        peak=max((rate for rate in rates if not math.isnan(rate)), default=math.nan),
+        eps=_number(group.get("eps")),
+        momentum=_number(momentum, 0.0),
+        weight_decay=_number(group.get("weight_decay"), 0.0),
+        frozen=frozen,
+        resolution=resolution,
+    )
+
+
+def _number(value: object, missing: float = math.nan) -> float:
+    """Return a setting as a number, whatever an optimizer keeps it as."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else missing
+    return float(value) if isinstance(value, int | float) else missing

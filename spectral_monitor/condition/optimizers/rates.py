@@ -1,0 +1,229 @@
+"""Which learning rates stand out from the others of their optimizer, and which of them do so on purpose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.measurement import LayerInfo
+
+SAME = 1.05
+"""Learning rates that differ by less follow one rule."""
+LEVEL = 2.0
+"""A rule must tell layers apart by more than this to be recognised."""
+ON_PURPOSE = 10.5
+"""The largest factor that published recipes give a head, new layers or embeddings."""
+ONE_KIND = 32.0
+"""The same for all matrices of one kind: LoRA+ gives its B matrices 16 times the rate of the A matrices."""
+
+HEALTHY_STEP = 0.06
+"""Relative update of the median layer of a healthy network at the peak of its learning rate: 0.02 to 0.25."""
+RIVAL = 1 / 4
+"""Two rates may both be the usual one where the rarer has at least this part of the layers."""
+FEW = 3
+"""Fewer operators and readouts than this are no majority that embeddings could be held against."""
+
+RULES: dict[str, Callable[[LayerInfo], float]] = {
+    "one rate": lambda info: 1.0,
+    "1/fan_in": lambda info: 1.0 / info.fan_in,
+    "fan_out/fan_in": lambda info: info.fan_out / info.fan_in,
+}
+"""How learning rates are commonly spread over matrices, the plainest first."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One layer's learning rate beside those of the others.
+
+    Attributes:
+        lr: of the layer.
+        usual: what it would be by the rule that the others follow.
+        purpose: why it differs on purpose; empty where it does not differ, or nothing says so.
+    """
+
+    lr: float
+    usual: float
+    purpose: str = ""
+
+    @property
+    def factor(self) -> float:
+        """Learning rate over the usual one; 1 where the difference is on purpose."""
+        return 1.0 if self.purpose else self.lr / self.usual
+
+
+Rated = tuple[LayerInfo, float]
+"""A matrix and its learning rate."""
+
+
+def rule_of(rated: Sequence[Rated]) -> str:
+    """Return which of :data:`RULES` all learning rates follow, the plainest that fits; empty if none.
+
+    Example:
+        >>> wide, narrow = LayerInfo("a", "operator", 8, 512, (8, 512)), LayerInfo("b", "operator", 8, 64, (8, 64))
+        >>> rule_of([(wide, 0.001), (narrow, 0.008)])
+        '1/fan_in'
+    """
+    return next((name for name in RULES if follows(name, rated)), "")
+
+
+def follows(name: str, rated: Sequence[Rated]) -> bool:
+    """Return whether all learning rates follow a rule that tells the layers apart."""
+    sizes = [RULES[name](info) for info, lr in rated if lr > 0]
+    units = [lr / RULES[name](info) for info, lr in rated if lr > 0]
+    if not units or max(units) > SAME * min(units):
+        return False
+    return name == "one rate" or max(sizes) > LEVEL * min(sizes)
+
+
+def rates(
+    rated: Sequence[Rated], expected: Mapping[str, float] | None = None, steps: Mapping[str, float] | None = None
+) -> dict[str, Rate]:
+    """Return every layer's learning rate beside the usual one.
+
+    The usual one is that of most layers; where two rates have about as many each, that of the layers whose updates are
+    nearer to a healthy size.
+
+    Args:
+        rated: matrices of one optimizer, in the order of the model.
+        expected: layer -> factor that the user has declared; its layer is judged by what deviates from that.
+        steps: layer -> relative update, at the peak of its learning rate.
+
+    Example:
+        >>> infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abcd"]
+        >>> found = rates([(info, 0.1 if info.name == "b" else 0.001) for info in infos])
+        >>> round(found["b"].factor), found["a"].factor
+        (100, 1.0)
+    """
+    declared = expected or {}
+    given = [(info, lr / declared.get(info.name, 1.0)) for info, lr in rated if lr > 0]
+    dense = [item for item in given if item[0].role != "embedding"]
+    tables = [item for item in given if item[0].role == "embedding"]
+    if len(dense) < FEW:  # as under Muon, which leaves embeddings and the readout to another optimizer
+        dense, tables = given, []
+    usual, purposes = _of_matrices(dense, steps or {})
+    found_usual, found_purposes = _of_embeddings(tables, dense)
+    usual, purposes = usual | found_usual, purposes | found_purposes
+    return {
+        info.name: Rate(lr, usual[info.name] * declared.get(info.name, 1.0), purposes.get(info.name, ""))
+        for info, lr in rated
+        if lr > 0
+    }
+
+
+def _of_matrices(given: Sequence[Rated], steps: Mapping[str, float]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the usual learning rates of operators and readouts, and why some differ from them."""
+    if not given:
+        return {}, {}
+    rule, base = _majority(given, steps)
+    usual = {info.name: base * RULES[rule](info) for info, _ in given}
+    if any(not _same(lr, usual[info.name]) for info, lr in given):
+        usual |= _layerwise(given)
+    factors = {info.name: lr / usual[info.name] for info, lr in given if not _same(lr, usual[info.name])}
+    purposes: dict[str, str] = {}
+    for purpose, names in _purposes(given, factors):
+        purposes |= {name: purpose for name in names if name not in purposes}
+    return usual, purposes
+
+
+def _of_embeddings(given: Sequence[Rated], dense: Sequence[Rated]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the same of embeddings: their learning rates often are others than those of matrices."""
+    if not given:
+        return {}, {}
+    middle = geometric_median(lr for _, lr in dense or given)
+    rule = rule_of(dense)
+    purpose = "embeddings with a rate of their own"
+    usual = {info.name: middle for info, _ in given}
+    meant = [
+        info.name
+        for info, lr in given
+        if not _same(lr, middle) and (rule not in ("", "one rate") or 1 / ONE_KIND <= lr / middle <= ONE_KIND)
+    ]
+    return usual, dict.fromkeys(meant, purpose)
+
+
+def _same(lr: float, usual: float) -> bool:
+    return 1 / SAME <= lr / usual <= SAME
+
+
+def _majority(given: Sequence[Rated], steps: Mapping[str, float]) -> tuple[str, float]:
+    """Return the rule that most layers follow, and its unit: the learning rate of a layer of size 1."""
+    found: list[tuple[str, float, list[str]]] = []
+    for name, rule in RULES.items():
+        units = {info.name: lr / rule(info) for info, lr in given}
+        sizes = [rule(info) for info, _ in given]
+        if name == "one rate" or max(sizes) > LEVEL * min(sizes):
+            found += [(name, unit, names) for unit, names in _alike(units)]
+    rule_name, unit, names = max(found, key=lambda some: len(some[2]))
+    if 2 * len(names) < len(given):
+        return "one rate", geometric_median(lr for _, lr in given)
+    rivals = [some for some in found if some[0] == rule_name and RIVAL * len(given) <= len(some[2])]
+    if len(rivals) > 1 and len(names) < (1 - RIVAL) * len(given):
+        rule_name, unit, _ = min(rivals, key=lambda some: (_distance(some[2], steps), -len(some[2])))
+    return rule_name, unit
+
+
+def _distance(names: Sequence[str], steps: Mapping[str, float]) -> float:
+    """Return how far the typical relative update of some layers is from a healthy one, on a log scale."""
+    middle = geometric_median(steps.get(name, math.nan) for name in names)
+    return abs(math.log(middle / HEALTHY_STEP)) if middle > 0 else math.inf
+
+
+def _layerwise(given: Sequence[Rated]) -> dict[str, float]:
+    """Return what a geometric decay over depth makes of every layer; empty if rates are not spread like that.
+
+    The layers of one level follow each other. A single layer that does not fit may stand in between.
+    """
+    levels = [(lr, [info.name for info, _ in some]) for lr, some in groupby(given, key=lambda item: item[1])]
+    rises = {k for k, (before, after) in enumerate(pairwise(levels)) if after[0] > before[0]}
+    falls = set(range(len(levels) - 1)) - rises
+    single = [k for k in range(1, len(levels) - 1) if len(levels[k][1]) == 1]
+    single = [k for k in single if rises <= {k - 1, k} or falls <= {k - 1, k}]  # else others are out of line too
+    for odd in [None, *single]:
+        ladder = list(levels)
+        if odd is not None:  # put it where its neighbours say it should be
+            ladder[odd] = (math.sqrt(levels[odd - 1][0] * levels[odd + 1][0]), levels[odd][1])
+        steps = [after[0] / before[0] for before, after in pairwise(ladder)]
+        own = [step for k, step in enumerate(steps[:-1]) if odd is None or k not in (odd - 1, odd)]
+        if not own or not (min(steps) > SAME or max(steps) < 1 / SAME):  # two steps are alike where one was put right
+            continue
+        if max(steps[:-1]) <= SAME * min(steps[:-1]):  # the last one, to the head, may be larger
+            return {name: lr for lr, names in ladder for name in names}
+    return {}
+
+
+def _purposes(given: Sequence[Rated], factors: Mapping[str, float]) -> Iterator[tuple[str, list[str]]]:
+    """Yield why some layers, which stand out by one factor, may do so on purpose."""
+    order = [info.name for info, _ in given]
+    readouts = {info.name for info, _ in given if info.role == "readout"}
+    for factor, names in _alike(factors):
+        chosen = set(names)
+        if readouts and chosen == readouts and 1 < factor <= ON_PURPOSE:
+            yield "a head with a rate of its own", names
+        elif len(chosen) > 1 and chosen == set(order[-len(chosen) :]) and 1 < factor <= ON_PURPOSE:
+            yield "new layers with a rate of their own", names
+        elif len(chosen) > 1 and chosen == set(order[: len(chosen)]) and 1 / ON_PURPOSE <= factor < 1:
+            yield "a backbone with a rate of its own", names
+        elif (kind := _one_kind(chosen, order)) and 1 / ONE_KIND <= factor <= ONE_KIND:
+            yield f"all of {kind!r} have a rate of their own", names
+
+
+def _alike(factors: Mapping[str, float]) -> Iterator[tuple[float, list[str]]]:
+    """Yield each factor with the layers that have it."""
+    names = sorted(factors, key=lambda name: factors[name])
+    while names:
+        factor = factors[names[0]]
+        some = [name for name in names if factors[name] <= SAME * factor]
+        yield factor, some
+        names = names[len(some) :]
+
+
+def _one_kind(chosen: set[str], order: Sequence[str]) -> str:
+    """Return the part of their names that these layers share and no other layer has; empty if there is none."""
+    if len(chosen) < 2:
+        return ""
+    parts = set.intersection(*(set(name.split(".")) for name in chosen))
+    others = {part for name in order if name not in chosen for part in name.split(".")}
+    return min((part for part in parts - others if not part.isdigit()), default="")

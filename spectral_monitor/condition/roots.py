@@ -1,0 +1,132 @@
+"""From causes to verdicts: roots, what follows from them, and several layers that share one cause."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from spectral_monitor.condition.causes import Told
+from spectral_monitor.condition.findings import Finding
+from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.verdict import NETWORK, Verdict
+
+SETTINGS = frozenset(
+    {"lr_zero", "lr_too_large", "lr_too_small", "momentum", "width", "sgd_rule_under_adam", "ntk_scaling", "eps"}
+)
+"""Causes that stand in the optimizer's settings."""
+BEGINNING = frozenset(
+    {"readout_init", "weights_too_large", "weights_too_small", "embedding_scale", "input_scale", "rounding"}
+)
+"""Causes that were there before the first step."""
+DYNAMIC = frozenset({"rates_too_large", "nothing_trains"})
+"""Causes that the whole network shows while it trains."""
+DEAD = frozenset({"dead", "unmoved"})
+"""Causes of layers without a gradient."""
+CUT_OFF = frozenset({"dead_input", "dead_above"})
+"""Causes of layers that another one keeps gradients from."""
+TOGETHER = 3
+"""So many layers with one cause of the beginning are one cause."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of one flagged check.
+
+    Attributes:
+        finding: the latest.
+        told: its explanation.
+        since: step at which it was first seen.
+        outside: measurements it was seen outside since then.
+    """
+
+    finding: Finding
+    told: Told
+    since: int
+    outside: int
+
+
+def rank(code: str) -> int:
+    """Return how far back in the chain of causes a code stands, 0 for the first.
+
+    Example:
+        >>> rank("lr_too_large") < rank("weights_too_large") < rank("rates_too_large") < rank("unknown")
+        True
+    """
+    order = (SETTINGS, BEGINNING, DYNAMIC, frozenset({"diverged"}), DEAD, CUT_OFF, frozenset({"rates_too_small"}))
+    return next((k for k, codes in enumerate(order) if code in codes), len(order))
+
+
+def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
+    """Return roots first, the worst first, then what follows from them.
+
+    A layer has one verdict. Causes of the first kind that there is are roots; others follow from the worst of these.
+    """
+    best: dict[str, Case] = {}
+    for case in sorted(cases, key=lambda case: (rank(case.told.code), -case.finding.excess)):
+        key = case.told.code if case.finding.layer == NETWORK else case.finding.layer
+        best.setdefault(key, case)
+    if not best:
+        return ()
+    first = min(rank(case.told.code) for case in best.values())
+    groups: dict[object, list[Case]] = defaultdict(list)
+    followers: list[Case] = []
+    beginning = [case for case in best.values() if rank(case.told.code) == 1]
+    many = {code for code in BEGINNING if sum(case.told.code == code for case in beginning) >= TOGETHER}
+    for case in best.values():
+        if rank(case.told.code) == first or (first == 0 and case.told.code in BEGINNING - {"rounding"}):
+            groups[_group(case, network, many)].append(case)
+        else:
+            followers.append(case)
+    roots = [_root(some, network) for some in groups.values()]
+    names = tuple(
+        case.finding.layer
+        for case in followers
+        if case.finding.layer != NETWORK and case.finding.layer not in {n for root in roots for n in root.layers}
+    )
+    roots[0] = replace(roots[0], consequences=names)
+    return (*roots, *(replace(_verdict(case, network), root=roots[0].layer) for case in followers))
+
+
+def _group(case: Case, network: Network, many: set[str]) -> object:
+    """Return what cases of one cause share: a parameter group, or one slip made in several layers."""
+    code, name = case.told.code, case.finding.layer
+    if code in ("lr_too_large", "lr_too_small", "lr_zero") and name != NETWORK:
+        row = network.row(name)
+        if row is not None and row.settings.group >= 0:
+            return code, row.settings.group
+    if code in many or code in DEAD | CUT_OFF:
+        return code
+    return code, name
+
+
+def _root(cases: Sequence[Case], network: Network) -> Verdict:
+    worst = cases[0]
+    names = tuple(case.finding.layer for case in cases if case.finding.layer != NETWORK)
+    verdict = replace(_verdict(worst, network), layers=names)
+    if len(cases) > 1:
+        remedy = verdict.remedy
+        verdict = replace(
+            verdict,
+            sentence=f"{verdict.sentence} (the same holds for {len(cases) - 1} more)",
+            remedy=remedy and replace(remedy, layers=names),
+        )
+    return verdict
+
+
+def _verdict(case: Case, network: Network) -> Verdict:
+    finding = case.finding
+    low, high = finding.limits
+    return Verdict(
+        layer=finding.layer,
+        quantity=finding.quantity,
+        value=finding.value,
+        band=(low, high),
+        ratio=finding.ratio,
+        steps=network.step - case.since,
+        measurements=case.outside,
+        cause=case.told.code,
+        sentence=case.told.sentence,
+        layers=(finding.layer,) if finding.layer != NETWORK else (),
+        remedy=case.told.remedy,
+    )

@@ -1,0 +1,231 @@
+"""The network as a whole: does it train, does it diverge, are all of its steps too large or too small?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from spectral_monitor.condition.findings import SMALLEST, Finding
+from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.verdict import NETWORK
+from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.measurement import Measurement
+
+SPEED_LIMIT = 1.1
+"""Healthy weights have moved by less than this, times the root of the number of steps, of the size they began with."""
+SLOW = 0.013
+"""The root of the fastest layer's relative update times the median layer's natural one, at the learning rate's peak:
+more than twice this in networks that train from the start.
+"""
+NARROW = 32
+"""Layers with fewer inputs take steps that are as much smaller at the rates that people use for them."""
+SETTLED = 16
+"""From this step on a network that hardly moves is said to."""
+FEATURE_LIMIT = 25.0
+"""Root mean square of a layer's outputs at the start; of healthy networks at most 2.5."""
+GROWN_LIMIT = 50.0
+"""The same of hidden layers later on, at most 6 in healthy networks."""
+FEATURE_LEAST = 1e-4
+"""The same of the smallest outputs, at least 0.0026."""
+HEAVY = 5.0
+"""A gain that explains large outputs."""
+SIZE = 1e4
+"""A natural norm of weights, or the size of a layer's outputs, that is on its way to infinity."""
+EFFICIENT, EARLY = 0.05, 8
+"""RMS entry of Adam's update over the learning rate, which is 0.3 to 1 in the first steps."""
+LASTING = 0.995
+"""Momentum from here on averages the last 200 steps and more."""
+_MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
+FAST = ("adamax", "adafactor", "adagrad", "lion", "rprop", "rmsprop", "sign")
+"""Parts of names of optimizers of Adam's family whose eps does not work like Adam's."""
+
+
+class Whole:
+    """Watches what all layers have in common; the judge counts its findings like those of layers.
+
+    Attributes:
+        pace: the largest relative update of the median layer so far; NaN if none is known.
+        large_outputs: the first layer whose outputs were far too large at the first measurement; empty if none.
+    """
+
+    def __init__(self) -> None:
+        self._fastest = 0.0  # relative update of the fastest layer, at the peak of its learning rate
+        self._natural = 0.0  # natural update of the median layer, there too
+        self._rate = math.nan  # highest learning rate at the measurement before
+        self._looked = 0
+        self._first: dict[str, float] = {}  # RMS of features at the first measurement
+        self.pace = math.nan
+        self.large_outputs = ""
+
+    def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
+        """Yield what can be said of the network at a measurement, healthy or not."""
+        diverged = self._diverged(measurement, network)
+        yield diverged
+        if not diverged.inside():
+            return
+        if (still := _still(measurement, network)) is not None:
+            yield still
+            if not still.inside():
+                return
+        yield from _parametrization(network)
+        yield from self._speed(network)
+        yield from _growth(network)
+        yield from self._slowness(network)
+        yield from self._features(network)
+        yield from _eps(network)
+
+    def _diverged(self, measurement: Measurement, network: Network) -> Finding:
+        """Return the largest weight or output, inf where some are not finite any more."""
+        largest = 0.0
+        for row in network.peers:
+            for value in (row.weight, row.get("feature_rms")):
+                largest = max(largest, value if not math.isnan(value) else 0.0)
+        if _not_finite(measurement):
+            largest = math.inf
+        value = min(largest, 1e300)
+        return Finding("diverged", NETWORK, "weight_natural", value, 1.0, (0.0, SIZE), 1.0 + 1e-9, "a healthy network")
+
+    def _speed(self, network: Network) -> Iterator[Finding]:
+        """Yield how far the median layer has moved since the start, for so many steps."""
+        ratios = [row.get("update_ratio") for row in network.peers if row.info.name not in network.from_zero]
+        ratio = geometric_median(ratios)
+        self.pace = self.pace if self.pace >= ratio or math.isnan(ratio) else ratio
+        drifts = [row.get("drift_ratio") for row in network.peers if row.info.name not in network.from_zero]
+        drift = geometric_median(drifts)
+        if len([x for x in drifts if x > 0]) < 2 or not drift > 0:
+            return
+        usual = SPEED_LIMIT * math.sqrt(network.step)
+        yield Finding("rates_too_large", NETWORK, "drift_ratio", drift, usual, (0.0, 1.0), 2.0, "a healthy pace")
+
+    def _slowness(self, network: Network) -> Iterator[Finding]:
+        """Yield how large steps have been so far, if the network was not trained before and has taken its time."""
+        own = [row for row in network.peers if row.info.name not in network.from_zero and row.get("update_ratio") > 0]
+        rises, self._rate = network.top_lr > 1.01 * self._rate, network.top_lr
+        if not own:
+            return
+        self._looked += 1
+        self._fastest = max(self._fastest, *(row.get("update_ratio") * row.to_peak for row in own), 0.0)
+        natural = geometric_median(row.get("update_natural") / math.sqrt(row.taps) * row.to_peak for row in own)
+        self._natural = max(self._natural, natural if natural > 0 else 0.0)
+        if network.step < SETTLED or self._looked < 4 or rises or not network.fresh:
+            return
+        value = math.sqrt(self._fastest * self._natural)
+        inputs = geometric_median(row.info.fan_in * row.taps for row in own)
+        slow = SLOW * min(1.0, inputs / NARROW)
+        yield Finding("rates_too_small", NETWORK, "update_natural", value, slow, (1.0, math.inf), 1.2, "healthy")
+
+    def _features(self, network: Network) -> Iterator[Finding]:
+        """Yield the largest and the smallest outputs of a layer at the first measurement: later, steps are to blame."""
+        rows = [row for row in network.peers if row.get("feature_rms") >= 0]
+        if not self._first:
+            self._first = {row.info.name: row.get("feature_rms") for row in rows}
+            self.large_outputs = next((row.info.name for row in rows if row.get("feature_rms") > FEATURE_LIMIT), "")
+        if not self._first or network.step > EARLY:
+            return
+        own = network.row(self.large_outputs)
+        bias = network.vectors.get(f"{self.large_outputs}.bias")
+        heavy = own is not None and own.gain > HEAVY  # then its weights are to blame, or its bias, not its inputs
+        heavy |= bias is not None and bias.get("weight_natural") > FEATURE_LIMIT / 2
+        largest = self._first.get(self.large_outputs, max(self._first.values()))
+        if not heavy:
+            yield Finding("features", NETWORK, "feature_rms", largest, 1.0, (0.0, FEATURE_LIMIT), 1.5, "usual")
+        sizes = [size for name, size in self._first.items() if name not in network.from_zero and size > 0]
+        if sizes and network.fresh:
+            smallest = min(sizes)
+            band = (FEATURE_LEAST, math.inf)
+            yield Finding("features_vanish", NETWORK, "feature_rms", smallest, 1.0, band, 1.5, "usual")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+        return {
+            "pace": self.pace,
+            "fastest": self._fastest,
+            "natural": self._natural,
+            "rate": self._rate,
+            "looked": self._looked,
+            "first": dict(self._first),
+            "large_outputs": self.large_outputs,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._fastest, self._looked = float(state["fastest"]), int(state["looked"])
+        self._natural, self._rate = float(state["natural"]), float(state["rate"])
+        self.large_outputs = str(state["large_outputs"])
+        self._first, self.pace = dict(state["first"]), float(state["pace"])
+
+
+def _parametrization(network: Network) -> Iterator[Finding]:
+    """Yield whether learning rates or weights follow a rule that does not fit the optimizer; certain at once."""
+    momentum = max((row.settings.momentum for row in network.peers), default=0.0)
+    for check, wrong in (
+        ("sgd_rule", network.sgd_rule_under_adam),
+        ("ntk", network.ntk_rates or network.ntk_weights),
+        ("momentum", LASTING <= momentum < 1),
+    ):
+        yield Finding(check, NETWORK, "lr", 4.0 if wrong else 1.0, 1.0, (0.5, 2.0), 2.0, "the rule of the optimizer")
+
+
+def why_still(network: Network) -> str:
+    """Return why no layer can move, in words; empty if some can."""
+    rows = [row for row in network.rows if not row.settings.frozen]
+    if not rows:
+        return "every layer is frozen"
+    if network.top_lr == 0:
+        return "every learning rate is 0"
+    moved = any(row.get(key) > 0 for row in rows for key in _MOVES)  # then its settings are just not known
+    if not moved and all(row.settings.owner < 0 and math.isnan(row.lr) for row in rows):
+        return "no optimizer holds its parameters"
+    return ""
+
+
+def _still(measurement: Measurement, network: Network) -> Finding | None:
+    """Return the largest update of all, 0 if nothing moved; ``None`` if updates were not measured."""
+    keys = [key for key in _MOVES if key in measurement.values]
+    if not keys or not network.rows:
+        return None
+    moves = [row.get(keys[0]) for row in network.rows]
+    moves += [row.get(keys[0]) for row in network.vectors.values()]
+    known = [abs(x) for x in moves if not math.isnan(x)]
+    largest = max(known, default=0.0)
+    why = why_still(network) or "every update is 0, NaN or skipped"
+    return Finding("nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, (SMALLEST, math.inf), 2.0, why)
+
+
+def _not_finite(measurement: Measurement) -> bool:
+    """Return whether some weight is NaN or inf, now or after this step."""
+    for key in ("weight_fro", "weight_norm", "weight_natural", "drift_ratio", "update_fro"):
+        if key in measurement.values:
+            matrices = [i for i, info in enumerate(measurement.layers) if info.role != "vector"]
+            values = measurement.values[key][matrices]
+            why = [measurement.why(key, measurement.layers[i].name) for i in matrices]
+            if values.isinf().any() or any("NaN or inf" in text for text in why):
+                return True
+    return False
+
+
+def _growth(network: Network) -> Iterator[Finding]:
+    """Yield the largest outputs of a hidden layer after the first steps: steps that are too large let them grow."""
+    sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "operator"]
+    largest = max((size for size in sizes if size >= 0), default=math.nan)
+    if network.step > EARLY and largest >= 0:
+        yield Finding("features_grow", NETWORK, "feature_rms", largest, 1.0, (0.0, GROWN_LIMIT), 2.0, "usual")
+
+
+def _eps(network: Network) -> Iterator[Finding]:
+    """Yield how much of its learning rate an optimizer like Adam moves an entry by, in the first steps."""
+    if network.step > EARLY:
+        return
+    shares = [
+        row.size / row.lr
+        for row in network.peers
+        if row.settings.family == "adam"
+        and row.settings.eps > 0
+        and row.lr > 0
+        and not any(part in row.settings.optimizer.lower() for part in FAST)
+        and row.info.name not in network.from_zero
+    ]
+    share = geometric_median(shares)
+    if share > 0:
+        yield Finding("eps", NETWORK, "update_fro", share, EFFICIENT, (1.0, math.inf), 2.0, "Adam's usual")

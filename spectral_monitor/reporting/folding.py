@@ -1,0 +1,160 @@
+"""The rows of a table of layers: roots first, what follows from them folded, then the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spectral_monitor.condition.verdict import NETWORK, Verdict
+from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
+from spectral_monitor.reporting.headline import names_in
+from spectral_monitor.reporting.names import unprefixed
+from spectral_monitor.reporting.panels import MATRICES
+from spectral_monitor.reporting.tally import Tally, named_by, tally
+
+DISTURBED = "disturbed"
+"""The state of a layer that follows from another one; to a measurement such a layer is off."""
+SHOWN = 16
+"""Healthy and not judged layers that each have a row; of more, most are folded."""
+FURTHEST = 5
+"""Healthy layers that keep their row, those furthest from typical."""
+MATES = 3
+"""Layers of one cause that each have a row."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table of layers.
+
+    Attributes:
+        places: of its layers in the measurement; several where they are folded.
+        label: the layer's name, or how many they are.
+        state: ``"off"``, ``"disturbed"``, ``"healthy"`` or ``"not judged"``.
+        verdict: of the layer, if it has one and is not folded.
+        what: what is to be said of it.
+    """
+
+    places: tuple[int, ...]
+    label: str
+    state: str
+    verdict: Verdict | None = None
+    what: str = ""
+
+
+def rows(measurement: Measurement, ratios: Sequence[float], folded: bool = True) -> list[Row]:
+    """Return the rows of a measurement: every root and below it what follows from it, then all other layers.
+
+    Args:
+        measurement: with L layers.
+        ratios: (L,), every layer against its typical value, NaN where that is not known.
+        folded: whether what says little by itself shares a row.
+    """
+    return _Rows(measurement, ratios, folded).all()
+
+
+class _Rows:
+    def __init__(self, measurement: Measurement, ratios: Sequence[float], folded: bool) -> None:
+        self.measurement, self.ratios, self.folded = measurement, ratios, folded
+        self.count: Tally = tally(measurement)
+        self.bare = unprefixed(tuple(info.name for info in measurement.layers))
+        self.place = {info.name: i for i, info in enumerate(measurement.layers)}
+        self.verdicts: dict[str, Verdict] = {}
+        for verdict in measurement.verdicts:
+            self.verdicts.setdefault(verdict.layer, verdict)
+
+    def all(self) -> list[Row]:
+        """Return every row, in its order."""
+        found: list[Row] = []
+        left, follow = dict.fromkeys(self.count.off), dict(self.count.disturbed)
+        for root in self.measurement.roots:
+            names = [name for name in named_by(root) if name == root.layer or name in left]
+            found += self._same_cause(root, [name for name in names if name in self.place])
+            found += self._following(root.layer, [name for name, of in follow.items() if of == root.layer])
+            left = {name: None for name in left if name not in names}
+            follow = {name: of for name, of in follow.items() if of != root.layer}
+        found += [self._row(name, OFF, what=self._why(name)) for name in left if name in self.place]
+        for gone in dict.fromkeys(follow.values()):  # roots that were lifted at this very step
+            found += self._following(gone, [name for name, of in follow.items() if of == gone])
+        return found + self._others()
+
+    def _same_cause(self, root: Verdict, names: Sequence[str]) -> list[Row]:
+        """Return a row for the root's layer and one for each other layer of its cause, many of those folded."""
+        first = [
+            self._row(name, OFF, root, root.sentence)
+            if name == root.layer
+            else self._row(name, OFF, self.verdicts.get(name), f"the same cause as {self.label(root.layer)}")
+            for name in names
+        ]
+        if not self.folded or len(first) <= MATES:
+            return first
+        rest = names[MATES - 1 :]
+        return [*first[: MATES - 1], self._fold(rest, "with the same cause", OFF, self._names(rest))]
+
+    def _following(self, root: str, names: Sequence[str]) -> list[Row]:
+        """Return the rows of layers that follow from a root: one if there are several, unless nothing is folded."""
+        names = [name for name in names if name in self.place]
+        if self.folded and len(names) > 1:
+            return [self._fold(names, "that follow from it", DISTURBED, self._names(names))]
+        source = "the verdict on the network" if root == NETWORK else self.label(root)
+        found = []
+        for name in names:
+            own = self.verdicts.get(name)
+            what = own.sentence if own is not None else ""
+            found.append(self._row(name, DISTURBED, own, what or f"follows from {source}"))
+        return found
+
+    def _others(self) -> list[Row]:
+        """Return the rows of all other layers: in the order of the network, or the furthest and the rest folded."""
+        seen = {*self.count.off, *self.count.disturbed}
+        infos = self.measurement.layers
+        names = [info.name for info in infos if info.role in MATRICES and info.name not in seen]
+        if not names and not seen:
+            names = [info.name for info in infos]  # biases alone
+        reasons = {name: reason for reason, some in self.count.not_judged.items() for name in some}
+        if not self.folded or len(names) <= SHOWN:
+            return [self._other(name, reasons) for name in names]
+        candidates = [name for name in names if name not in reasons] or names
+        far = sorted(candidates, key=self._far)[:FURTHEST]
+        found = [self._other(name, reasons) for name in far]
+        for reason in (None, *self.count.not_judged):
+            rest = [name for name in names if reasons.get(name) == reason and name not in far]
+            if len(rest) == 1:
+                found.append(self._other(rest[0], reasons))
+            elif rest and reason is None:
+                found.append(self._fold(rest, HEALTHY, HEALTHY))
+            elif rest:
+                what = ": ".join(filter(None, (reason, self._names(rest))))
+                found.append(self._fold(rest, NOT_JUDGED, NOT_JUDGED, what if self.count.judged else ""))
+        return found
+
+    def _other(self, name: str, reasons: Mapping[str, str]) -> Row:
+        """Return the row of a layer that is healthy or not judged; why not is said only if others were."""
+        if name not in reasons:
+            return self._row(name, HEALTHY)
+        what = ": ".join(filter(None, (NOT_JUDGED, reasons[name])))
+        return self._row(name, NOT_JUDGED, what=what if self.count.judged else "")
+
+    def _far(self, name: str) -> float:
+        """Return a key that sorts layers by their distance from typical, the furthest first."""
+        ratio = self.ratios[self.place[name]]
+        if math.isnan(ratio):
+            return math.inf
+        return -abs(math.log(ratio)) if 0 < ratio < math.inf else -math.inf
+
+    def _row(self, name: str, state: str, verdict: Verdict | None = None, what: str = "") -> Row:
+        return Row((self.place[name],), self.label(name), state, verdict, what)
+
+    def _fold(self, names: Sequence[str], label: str, state: str, what: str = "") -> Row:
+        return Row(tuple(self.place[name] for name in names), f"+{len(names)} {label}", state, what=what)
+
+    def _names(self, names: Sequence[str]) -> str:
+        return names_in(self.measurement, names)
+
+    def _why(self, name: str) -> str:
+        state = self.measurement.states.get(name)
+        return "" if state is None else state.reason
+
+    def label(self, name: str) -> str:
+        """Return what a layer is called: in full where nothing is folded."""
+        return self.bare.get(name, name) if self.folded else name

@@ -1,0 +1,96 @@
+"""Layers that do not move: which of them is to blame, and what is merely cut off."""
+
+from __future__ import annotations
+
+from synthetic import LAYERS, measured, nothing, only_verdict, set_by, verdicts_on
+
+from spectral_monitor.condition import Judge, SpectralCondition
+
+
+def causes(verdicts):
+    return {verdict.layer: (verdict.cause, verdict.root) for verdict in verdicts}
+
+
+def test_an_update_of_exactly_nothing_may_be_chance_once():
+    judge = Judge(SpectralCondition())
+    still = {"update_natural": {"b": 0.0}}
+    assert [len(judge.judge(measured(step, **still))) for step in (1, 2)] == [0, 1]
+
+
+def test_an_update_of_nothing_and_then_one_that_is_not_is_healthy():
+    """Any size: a natural norm of 5 is as far from nothing as it gets."""
+    judge = Judge(SpectralCondition())
+    for step, size in enumerate((0.0, 5.0, 0.0, 1e6, 0.0), 1):
+        everywhere = dict.fromkeys(LAYERS, max(size, 1.0))
+        assert judge.judge(measured(step, update_natural=everywhere | {"b": size})) == ()
+
+
+def test_frozen_by_a_learning_rate_of_zero():
+    changed = {"update_natural": {"b": 0.0}, "contribution": {"b": 0.0}, "lr": {"b": 0.0}}
+    verdict = only_verdict(**changed, settings=set_by(lr={"b": 0.0}))
+    assert (verdict.layer, verdict.cause) == ("b", "lr_zero")
+    assert "its learning rate is 0 while others learn at 0.01" in verdict.sentence
+    assert (verdict.remedy.action, verdict.remedy.value) == ("set_lr", 0.01)
+
+
+def test_a_layer_that_is_frozen_on_purpose_is_not_dead():
+    still = {"update_natural": {"b": 0.0}, "contribution": {"b": 0.0}}
+    settings = set_by()
+    settings["b"] = set_by(frozen=True)["b"]
+    assert not verdicts_on(9, settings=settings, **still)
+
+
+def test_weight_decay_alone_is_dead():
+    verdict = only_verdict(contribution={"b": 0.0, "b.bias": 0.0})
+    assert (verdict.layer, verdict.quantity, verdict.cause) == ("b", "contribution", "dead")
+
+
+def test_of_a_chain_of_dead_layers_the_one_to_blame_is_the_root():
+    """b's ReLU never opens: nothing arrives below it, and c sees zeros but has a bias that learns."""
+    dead = {"contribution": dict.fromkeys(("tok", "a", "a.bias", "b", "b.bias", "c"), 0.0)}
+    verdicts = verdicts_on(weight_natural={"b.bias": 100.0}, **dead)
+    assert causes(verdicts) == {
+        "b": ("dead", ""),
+        "tok": ("dead_above", "b"),
+        "a": ("dead_above", "b"),
+        "c": ("dead_input", "b"),
+    }
+    told = {verdict.layer: verdict for verdict in verdicts}
+    assert set(told["b"].consequences) == {"tok", "a", "c"}
+    assert "biases of size 100" in told["b"].sentence
+    assert "(b)" in told["a"].sentence
+
+
+def test_two_dead_layers_apart_are_one_root():
+    (verdict,) = verdicts_on(contribution=dict.fromkeys(("a", "a.bias", "c", "c.bias"), 0.0))
+    assert (verdict.cause, set(verdict.layers)) == ("dead", {"a", "c"})
+    assert verdict.sentence.endswith("(the same holds for 1 more)")
+
+
+def test_a_layer_without_a_learning_rate_is_not_to_blame_for_a_dead_one():
+    """b has a learning rate of 0, so that its contribution is 0 too; a is dead on its own."""
+    changed = {"contribution": dict.fromkeys(("a", "a.bias", "b", "b.bias"), 0.0), "lr": {"b": 0.0}}
+    assert causes(verdicts_on(**changed)) == {"b": ("lr_zero", ""), "a": ("dead", "b")}
+
+
+def test_a_network_without_any_gradient():
+    (verdict,) = verdicts_on(contribution=dict.fromkeys(LAYERS, 0.0))
+    assert (verdict.cause, set(verdict.layers)) == ("dead", set(LAYERS) - {"a.bias", "b.bias", "c.bias"})
+    assert "no layer gets a gradient" in verdict.sentence
+
+
+def test_without_gradients_an_update_of_nothing_is_unmoved():
+    verdict = only_verdict(update_natural={"b": 0.0}, contribution=nothing("b"))
+    assert verdict.cause == "unmoved"
+
+
+def test_a_schedule_that_is_at_zero_for_all_makes_no_layer_dead():
+    zero = {key: dict.fromkeys(LAYERS, 0.0) for key in ("lr", "update_natural", "contribution")}
+    (verdict,) = verdicts_on(9, **zero)
+    assert verdict.cause == "nothing_trains"
+
+
+def test_without_learning_rates_a_network_that_does_not_move_at_all_has_no_dead_layer():
+    still = {"update_natural": dict.fromkeys(LAYERS, 0.0)}
+    (verdict,) = verdicts_on(5, only=["update_natural"], **still)
+    assert verdict.cause == "nothing_trains"

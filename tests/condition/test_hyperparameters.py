@@ -1,0 +1,167 @@
+"""What optimizers' settings say of each layer, read off real optimizers."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+from spectral_monitor.anatomy import dissect
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, family, hyperparameters
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def read(model, *optimizers):
+    return hyperparameters(dissect(model).layers, optimizers)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["AdamW", "Adam", "Optimizer", "object"], "adam"),
+        (["FusedAdam"], "adam"),
+        (["Lion"], "adam"),
+        (["Adafactor"], "adam"),
+        (["RMSprop"], "adam"),
+        (["SGD", "Optimizer"], "sgd"),
+        (["ASGD"], "sgd"),
+        (["SignSGD"], "adam"),
+        (["Muon"], "muon"),
+        (["SingleDeviceMuonWithAuxAdam"], "muon"),
+        (["Shampoo"], "muon"),
+        (["LAMB"], "lamb"),
+        (["LARS", "SGD"], "lamb"),
+        (["Rocket", "Optimizer"], ""),
+        ([], ""),
+    ],
+)
+def test_family_of_an_optimizer(names, expected):
+    assert family(names) == expected
+
+
+def test_an_unknown_name_is_told_by_the_classes_it_derives_from():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    model = network()
+    found = read(model, Mine(model.parameters()))["0"]
+    assert (found.optimizer, found.family) == ("Mine", "adam")
+
+
+def test_every_layer_has_the_settings_of_its_group():
+    """Groups are counted over all optimizers."""
+    model = network()
+    adam = torch.optim.AdamW(
+        [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.5, "weight_decay": 0.0}],
+        lr=0.1,
+        betas=(0.8, 0.99),
+        eps=1e-6,
+        weight_decay=0.3,
+    )
+    sgd = torch.optim.SGD(model[4].parameters(), lr=0.2, momentum=0.9)
+    found = read(model, adam, sgd)
+    assert found["0"] == Hyperparameters("AdamW", "adam", 0, 0, 0.1, 0.1, 1e-6, 0.8, 0.3)
+    assert found["2.bias"] == Hyperparameters("AdamW", "adam", 1, 0, 0.5, 0.5, 1e-6, 0.8, 0.0)
+    last = found["4"]
+    assert (last.optimizer, last.family, last.group, last.owner) == ("SGD", "sgd", 2, 1)
+    assert (last.lr, last.momentum, last.weight_decay) == (0.2, 0.9, 0.0)
+    assert math.isnan(last.eps)
+
+
+def test_one_optimizer_for_all_in_which_some_groups_are_not_for_muon():
+    """As in the reference implementation of Muon, which marks them."""
+
+    class MuonWithAuxAdam(torch.optim.SGD):
+        pass
+
+    model = network()
+    groups = [
+        {"params": [model[0].weight, model[2].weight], "use_muon": True},
+        {"params": [model[4].weight], "use_muon": False, "betas": (0.9, 0.95), "eps": 1e-10},
+    ]
+    found = read(model, MuonWithAuxAdam(groups, lr=0.02))
+    assert (found["0"].optimizer, found["0"].family) == ("MuonWithAuxAdam", "muon")
+    assert (found["4"].optimizer, found["4"].family, found["4"].eps) == ("AdamW", "adam", 1e-10)
+    assert found["0"].owner == found["4"].owner == 0
+
+
+def test_the_peak_of_one_cycle_is_its_max_lr():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+    found = read(model, optimizer)["0"]
+    assert found.lr == pytest.approx(0.5 / 25)
+    assert found.peak == 0.5
+
+
+def test_the_peak_of_a_warm_up_is_the_initial_lr():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    LambdaLR(optimizer, lambda step: (step + 1) / 100)
+    found = read(model, optimizer)["0"]
+    assert (found.lr, found.peak) == (pytest.approx(0.001), 0.1)
+
+
+def test_without_a_schedule_the_peak_is_the_learning_rate():
+    model = network()
+    found = read(model, torch.optim.SGD(model.parameters(), lr=0.1))["0"]
+    assert found.lr == found.peak == 0.1
+
+
+def test_learning_rates_may_be_tensors():
+    model = network()
+    found = read(model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25)))["0"]
+    assert (found.lr, found.peak) == (0.25, 0.25)
+    assert isinstance(found.lr, float)
+
+
+def test_what_is_no_number_is_not_known():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0] |= {"lr": torch.tensor([0.1, 0.2]), "eps": "small", "weight_decay": None}
+    found = read(model, optimizer)["0"]
+    assert math.isnan(found.lr)
+    assert math.isnan(found.peak)
+    assert math.isnan(found.eps)
+    assert found.weight_decay == 0.0
+
+
+def test_a_frozen_layer_is_one_of_which_nothing_requires_a_gradient():
+    model = network()
+    model[0].requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    found = read(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert {name for name, of in found.items() if of.frozen} == {"0", "0.bias", "2"}
+    assert found["0"].group == 0, "an optimizer holds it all the same"
+
+
+def test_a_layer_without_an_optimizer_has_no_settings():
+    model = network()
+    found = read(model, torch.optim.SGD(model[0].parameters(), lr=0.1))["4"]
+    assert (found.optimizer, found.family, found.group, found.owner) == ("", "", -1, -1)
+    assert math.isnan(found.lr)
+    assert read(model)["0"].owner == -1
+
+
+@pytest.mark.parametrize(("dtype", "resolution"), [(torch.float32, 2.0**-23), (torch.bfloat16, 2.0**-7)])
+def test_the_resolution_is_that_of_the_weights(dtype, resolution):
+    model = network().to(dtype)
+    assert read(model, torch.optim.SGD(model.parameters(), lr=0.1))["0"].resolution == resolution
+
+
+def test_settings_are_plain_data_and_reading_changes_nothing():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    before = repr(optimizer.state_dict())
+    row = read(model, optimizer)["0"].to_row()
+    assert json.loads(json.dumps(row)) == row
+    assert Hyperparameters(**row) == read(model, optimizer)["0"]
+    assert repr(optimizer.state_dict()) == before

@@ -1,0 +1,208 @@
+"""Which learning rates stand out from the others, and which differ on purpose, held against rates that were planted."""
+
+from __future__ import annotations
+
+import pytest
+
+from spectral_monitor import LayerInfo
+from spectral_monitor.condition.optimizers.rates import RULES, follows, rates, rule_of
+
+FANS = ((64, 784), (256, 64), (64, 256), (256, 64), (64, 256), (10, 64))
+"""Outputs and inputs of six layers, of which the last is the readout."""
+
+
+def rated(*lrs, fans=FANS, names="abcdefghijklmnopqrstuvwxyz", last="readout"):
+    """Matrices with these learning rates, in the order of the model."""
+    found = []
+    for i, lr in enumerate(lrs):
+        fan_out, fan_in = fans[i % len(fans)]
+        role = last if i == len(lrs) - 1 else "operator"
+        found.append((LayerInfo(names[i], role, fan_out, fan_in, (fan_out, fan_in)), lr))
+    return found
+
+
+def table(lr, name="tok"):
+    return LayerInfo(name, "embedding", 64, 1, (1000, 64)), lr
+
+
+def by_rule(rule, unit=0.01, **off):
+    """Six layers whose learning rates follow a rule; ``off``: name -> factor."""
+    return [(info, unit * RULES[rule](info) * off.get(info.name, 1.0)) for info, _ in rated(*[1.0] * 6)]
+
+
+def factors(given, **how):
+    return {name: rate.factor for name, rate in rates(given, **how).items()}
+
+
+def purposes(given, **how):
+    return {name: rate.purpose for name, rate in rates(given, **how).items() if rate.purpose}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rates_that_follow_a_rule_have_no_odd_one(rule):
+    given = by_rule(rule)
+    assert factors(given) == pytest.approx(dict.fromkeys("abcdef", 1.0))
+    assert rule_of(given) == rule
+
+
+@pytest.mark.parametrize("factor", [100.0, 0.01])
+@pytest.mark.parametrize("layer", "abcde")
+@pytest.mark.parametrize("rule", RULES)
+def test_one_layer_off_a_rule_is_held_against_the_rule(rule, layer, factor):
+    given = by_rule(rule, **{layer: factor})
+    found = rates(given)
+    assert factors(given) == pytest.approx(dict.fromkeys("abcdef", 1.0) | {layer: factor})
+    assert found[layer].usual == pytest.approx(0.01 * RULES[rule](given["abcdef".index(layer)][0]))
+    assert rule_of(given) == ""
+
+
+def test_a_rule_must_tell_layers_apart():
+    alike = rated(*[0.01] * 4, fans=((64, 64),))
+    assert follows("one rate", alike)
+    assert not follows("1/fan_in", alike)
+    assert rule_of(alike) == "one rate", "the plainest"
+    assert rule_of([]) == ""
+
+
+def test_without_a_majority_rates_are_held_against_their_median():
+    given = rated(0.001, 0.004, 0.002, 0.016, 0.008)
+    assert [rate.usual for rate in rates(given).values()] == pytest.approx([0.004] * 5)
+
+
+def test_learning_rates_of_zero_are_left_out():
+    assert set(rates(rated(0.01, 0.0, 0.01, 0.01))) == {"a", "c", "d"}
+    assert rates(rated(0.0, 0.0)) == rates([]) == {}
+
+
+DECAY = 0.5
+
+
+def ladder(per_level=1, levels=5, head=1.0, **off):
+    lrs = [0.01 * DECAY ** (levels - k // per_level) for k in range(levels * per_level)]
+    given = rated(*lrs, 0.01 * head, fans=((64, 64),))
+    return [(info, lr * off.get(info.name, 1.0)) for info, lr in given]
+
+
+@pytest.mark.parametrize("per_level", [1, 2])
+@pytest.mark.parametrize("head", [1.0, 10.0])
+def test_layer_wise_decay_is_no_fault(per_level, head):
+    assert set(factors(ladder(per_level, head=head)).values()) == {1.0}
+
+
+@pytest.mark.parametrize("factor", [30.0, 1 / 30])
+@pytest.mark.parametrize("layer", "bcd")
+def test_a_faulty_layer_in_layer_wise_decay_is_held_against_its_neighbours(layer, factor):
+    """The geometric mean of the rates before and behind it is what a constant decay makes of it."""
+    given = ladder(**{layer: factor})
+    assert factors(given) == pytest.approx(dict.fromkeys("abcdef", 1.0) | {layer: factor})
+    assert rates(given)[layer].usual == pytest.approx({i.name: lr for i, lr in ladder()}[layer])
+
+
+def test_a_faulty_layer_between_two_rates_is_no_layer_wise_decay():
+    """Put where its neighbours say, it makes any three rates a ladder of two equal steps."""
+    given = rated(0.001, 0.001, 1.0, 0.01, 0.01, 0.01, 0.01, 0.01, fans=((64, 64),))
+    assert rates(given)["c"].usual == 0.01
+    assert rates(given)["c"].factor == pytest.approx(100)
+
+
+def test_rates_without_order_are_no_layer_wise_decay():
+    given = rated(0.01, 0.02, 0.005, 0.08, 0.0025, 0.04, fans=((64, 64),))
+    assert len(set(factors(given).values())) == 6
+
+
+@pytest.mark.parametrize(("factor", "purpose"), [(10.0, "a head"), (100.0, ""), (0.1, ""), (2.0, "a head")])
+def test_a_head_may_learn_ten_times_as_fast(factor, purpose):
+    given = rated(*[0.01] * 5, 0.01 * factor)
+    assert purposes(given).get("f", "").startswith(purpose)
+    assert bool(purposes(given)) == bool(purpose)
+    assert rates(given)["f"].factor == pytest.approx(1.0 if purpose else factor)
+
+
+def test_new_layers_behind_a_backbone_may_learn_ten_times_as_fast():
+    new = rated(*[0.001] * 4, 0.01, 0.01)
+    assert purposes(new) == dict.fromkeys("ef", "new layers with a rate of their own")
+    assert set(factors(new).values()) == {1.0}
+    assert purposes(rated(*[0.001] * 4, 0.1, 0.1)) == {}, "a hundred times is no recipe"
+    assert purposes(rated(0.001, 0.01, 0.01, *[0.001] * 4)) == {}, "nor are layers in the middle"
+
+
+def test_a_backbone_may_learn_a_tenth_as_fast():
+    slow = rated(0.001, 0.001, *[0.01] * 4)
+    assert purposes(slow) == dict.fromkeys("ab", "a backbone with a rate of its own")
+    assert purposes(rated(0.0001, 0.0001, *[0.01] * 4)) == {}
+    assert purposes(rated(0.001, *[0.01] * 5)) == {}, "one layer is no backbone"
+
+
+def adapters(times, blocks=4):
+    names = [f"h.{i}.lora_{part}.weight" for i in range(blocks) for part in "AB"]
+    return rated(*[1e-4, times * 1e-4] * blocks, names=names, last="operator", fans=((64, 64),))
+
+
+@pytest.mark.parametrize(("times", "meant"), [(16.0, True), (4.0, True), (100.0, False)])
+def test_one_kind_of_layer_may_have_a_rate_of_its_own(times, meant):
+    """LoRA+ gives its B matrices 16 times the rate of the A matrices."""
+    given = adapters(times)
+    assert bool(purposes(given)) is meant
+    assert all("lora_" in purpose for purpose in purposes(given).values())
+    assert list(factors(given).values()) == pytest.approx([1.0, 1.0 if meant else times] * 4)
+
+
+def test_layers_that_share_no_part_of_their_names_are_no_kind():
+    given = rated(*[1e-4, 1e-4, 1.6e-3, 1e-4, 1.6e-3, 1e-4, 1e-4, 1e-4], fans=((64, 64),))
+    assert purposes(given) == {}
+
+
+@pytest.mark.parametrize(("times", "meant"), [(10.0, True), (1 / 20, True), (100.0, False), (0.001, False)])
+def test_embeddings_may_have_a_rate_of_their_own(times, meant):
+    given = [table(0.01 * times), *rated(*[0.01] * 4)]
+    assert bool(purposes(given)) is meant
+    assert rates(given)["tok"].factor == pytest.approx(1.0 if meant else times)
+    assert purposes([table(0.01), *rated(*[0.01] * 4)]) == {}
+
+
+def test_embeddings_beside_a_rule_of_fans_have_a_rate_of_their_own_whatever_it_is():
+    """muP: the rate of an embedding does not go with the width, that of the others does."""
+    assert purposes([table(3.0), *by_rule("1/fan_in")]) == {"tok": "embeddings with a rate of their own"}
+
+
+def test_embeddings_do_not_decide_what_is_usual():
+    given = [table(1.0, "x"), table(1.0, "y"), table(1.0, "z"), *rated(*[0.01] * 3)]
+    assert [rates(given)[name].usual for name in "abcx"] == pytest.approx([0.01] * 4)
+
+
+def test_beside_fewer_than_three_matrices_embeddings_count():
+    """Muon leaves embeddings and the readout to AdamW: two embeddings and a head at one rate, or at another."""
+    given = [table(0.01, "tok"), table(0.01, "pos"), *rated(1.0)]
+    assert rates(given)["a"].usual == 0.01
+
+
+def two_rates(**steps):
+    """Seven layers of which four have one rate and three a hundredth of it, in no order that says why."""
+    given = rated(0.1, 0.001, 0.1, 0.001, 0.1, 0.001, 0.1, fans=((64, 64),), last="operator")
+    return {name for name, factor in factors(given, steps=steps).items() if factor == pytest.approx(1)}
+
+
+def test_of_two_rates_that_are_about_as_frequent_the_one_with_healthy_steps_is_usual():
+    fast, slow = dict.fromkeys("aceg", 0.05), dict.fromkeys("bdf", 0.0005)
+    assert two_rates(**fast, **slow) == set("aceg")
+    fast, slow = dict.fromkeys("aceg", 5.0), dict.fromkeys("bdf", 0.05)
+    assert two_rates(**fast, **slow) == set("bdf")
+
+
+def test_without_steps_the_more_frequent_rate_is_usual():
+    assert two_rates() == set("aceg")
+    assert rates(rated(0.1, 0.001, 0.1, fans=((64, 64),), last="operator"))["b"].usual == 0.1
+
+
+def test_a_rate_of_a_few_is_no_rival_however_healthy_its_steps():
+    given = rated(*[0.1] * 4, 0.001, *[0.1] * 4, fans=((64, 64),), last="operator")
+    steps = dict.fromkeys("abcdfghi", 6.0) | {"e": 0.06}
+    assert factors(given, steps=steps)["e"] == pytest.approx(0.01)
+
+
+def test_a_declared_factor_is_taken_out():
+    given = rated(*[0.01] * 5, 1.0)
+    assert factors(given)["f"] == pytest.approx(100)
+    assert factors(given, expected={"f": 100.0})["f"] == pytest.approx(1)
+    found = rates(rated(*[0.01] * 6), expected={"f": 100.0})["f"]
+    assert (found.usual, found.factor) == (pytest.approx(1.0), pytest.approx(0.01)), "what deviates from it is judged"

@@ -1,0 +1,227 @@
+"""What is wrong with the network as a whole: it diverges, nothing trains, all steps are too large or too small."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from synthetic import LAYERS, measured, nothing, set_by
+
+from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
+
+EVERY = tuple(LAYERS)
+
+
+def told(*changes, start=1, settings=None, **condition):
+    """Causes of the network's roots after each measurement, one a step; ``settings``: for each, or for all."""
+    judge = Judge(SpectralCondition(**condition))
+    found = []
+    for k, change in enumerate(changes):
+        given = settings[k] if isinstance(settings, list) else settings
+        verdicts = judge.judge(measured(start + k, **change), given)
+        found.append({v.cause: v for v in verdicts if v.layer == NETWORK and v.is_root})
+    return found
+
+
+def every(value, *keys):
+    return {key: dict.fromkeys(EVERY, value) for key in keys}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight_natural": {"a": math.inf}},
+        {"update_fro": {"a": math.inf}},
+        {"drift_ratio": nothing("a"), "reasons": {"drift_ratio/a": "undefined: NaN or inf in its values"}},
+        {"weight_natural": {"a": 2e4}},
+        {"feature_rms": {"a": 2e4}},
+    ],
+)
+def test_divergence_is_said_at_once(change):
+    (found,) = told(change)
+    assert set(found) == {"diverged"}
+    assert "divide every learning rate by 10" in found["diverged"].sentence
+    assert (found["diverged"].remedy.action, found["diverged"].remedy.value) == ("scale_lr", 0.1)
+
+
+def test_a_step_that_was_skipped_for_nan_gradients_is_no_divergence():
+    """As a gradient scaler does; weights and updates are finite."""
+    assert told({"contribution": nothing("a"), "reasons": {"contribution/a": "NaN or inf in its gradient"}}) == [{}]
+    assert told({"weight_natural": {"a.bias": math.inf}}) == [{}], "of a bias that norm is not the weights'"
+
+
+def test_large_outputs_are_a_divergence_only_from_ten_thousand_on():
+    assert "diverged" not in told({"feature_rms": {"a": 9e3}})[0]
+
+
+STILL = every(0.0, "update_natural", "update_ratio", "contribution")
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "why"),
+    [
+        ({"lr": dict.fromkeys(EVERY, 0.0)}, None, "every learning rate is 0"),
+        ({"lr": nothing(*EVERY)}, None, "no optimizer holds its parameters"),
+        ({}, set_by("SGD", frozen=True), "every layer is frozen"),
+        ({}, None, "every update is 0, NaN or skipped"),
+    ],
+)
+def test_that_nothing_trains_is_said_at_the_second_measurement_and_why(change, settings, why):
+    first, second = told(STILL | change, STILL | change, settings=settings)
+    assert first == {}, "once may be a schedule that begins at 0, or a skipped step"
+    assert set(second) == {"nothing_trains"}
+    assert second["nothing_trains"].sentence == f"no parameter moves: {why}"
+
+
+def test_updates_that_are_all_nan_are_none():
+    gone = {key: nothing(*EVERY) for key in STILL}
+    assert [set(found) for found in told(gone, gone)] == [set(), {"nothing_trains"}]
+
+
+def test_where_only_biases_train_something_does():
+    some = {"update_natural": dict.fromkeys(EVERY, 0.0) | {"a.bias": 0.01}}
+    assert not any("nothing_trains" in found for found in told(*[some] * 4))
+
+
+def test_one_step_at_zero_before_a_warm_up_is_forgotten():
+    assert told(STILL | {"lr": dict.fromkeys(EVERY, 0.0)}, *[{}] * 3, STILL)[-1] == {}
+
+
+@pytest.mark.parametrize("step", [4, 100])
+def test_steps_are_too_large_where_weights_have_moved_more_than_the_root_of_their_number(step):
+    usual = 1.1 * math.sqrt(step)
+    assert told(every(0.99 * usual, "drift_ratio"), start=step) == [{}]
+    (found,) = told(every(2.1 * usual, "drift_ratio"), start=step)
+    assert set(found) == {"rates_too_large"}
+    assert found["rates_too_large"].ratio == pytest.approx(2.1)
+    slowly = told(*[every(1.5 * usual, "drift_ratio")] * 3, start=step)  # log(1.5) / log(2) = 0.58 each
+    assert ["rates_too_large" in found for found in slowly] == [False, True, True]
+
+
+@pytest.mark.parametrize(("ratio", "by"), [(0.6, 10), (3.0, 50), (0.01, 3)])
+def test_the_advice_brings_the_median_step_to_a_healthy_size(ratio, by):
+    """6 % of the weights; by three at least."""
+    (found,) = told(every(9.0, "drift_ratio") | every(ratio, "update_ratio"), ignore=["exploding"])
+    assert f"divide every learning rate by about {by}" in found["rates_too_large"].sentence
+    assert found["rates_too_large"].remedy.value == pytest.approx(1 / by)
+
+
+def test_the_largest_step_so_far_counts_and_nan_does_not():
+    large, small = every(3.0, "update_ratio"), every(0.1, "update_ratio")
+    gone = {"update_ratio": nothing(*EVERY)}
+    found = told(large, gone, small | every(9.0, "drift_ratio"), ignore=["exploding"])[-1]
+    assert "by about 50" in found["rates_too_large"].sentence
+
+
+def small(size):
+    """Updates of this size, relative and natural."""
+    return every(size, "update_ratio", "update_natural")
+
+
+def test_steps_are_too_small_where_neither_relative_nor_natural_ones_are_large():
+    """The root of the fastest relative and the median natural one; 0.013 is the least."""
+    assert not any(told(*[small(0.0131)] * 20))
+    found = told(*[small(0.013 / 1.5)] * 20)
+    assert [set(some) for some in found] == [set()] * 15 + [{"rates_too_small"}] * 5, "from step 16 on"
+    assert found[-1]["rates_too_small"].value == pytest.approx(0.013 / 1.5)
+    assert "multiply every learning rate by about 6" in found[-1]["rates_too_small"].sentence
+    assert not any(told(*[every(0.001, "update_natural") | every(0.5, "update_ratio")] * 20))
+
+
+def test_how_large_steps_were_before_counts():
+    assert not any(told(small(0.1), *[small(1e-4)] * 20)), "a schedule that has come down"
+
+
+def warm_up(steps, peak=0.01, initial=True):
+    """Settings of a LambdaLR that rises to its peak in so many steps; updates are in proportion to the rate."""
+    rates = [peak * min(1.0, (t + 1) / steps) for t in range(40)]
+    settings = [set_by("SGD", lr=dict.fromkeys(EVERY, lr), peak=peak if initial else lr) for lr in rates]
+    return [small(2 * lr) | {"lr": dict.fromkeys(EVERY, lr)} for lr in rates], settings
+
+
+def test_a_warm_up_is_projected_to_its_peak():
+    """A rate of 0.01 makes steps of 0.02; after 20 of 1000 steps of warm-up they are 0.0004."""
+    changes, settings = warm_up(1000)
+    assert not any(told(*changes, settings=settings))
+    changes, settings = warm_up(1000, peak=1e-4)
+    assert not any(told(*changes, settings=settings)), "while it rises nothing is said"
+    changes, settings = warm_up(20, peak=1e-4)
+    found = told(*changes, settings=settings)
+    assert set(found[-1]) == {"rates_too_small"}
+    assert found[-1]["rates_too_small"].value == pytest.approx(2e-4)
+
+
+def test_without_a_known_peak_the_rate_of_now_is_one():
+    changes, settings = warm_up(20, initial=False)
+    assert not any(told(*changes, settings=settings))
+
+
+def test_weights_that_were_trained_before_may_be_tuned_slowly():
+    """Their stable rank tells: natural norms are as large as those of one direction."""
+    norms = {name: 8.0 * math.sqrt(info.fan_in / info.fan_out) for name, info in LAYERS.items()}
+    assert not any(told(*[small(1e-4) | {"weight_natural": norms}] * 20))
+
+
+def features(**sizes):
+    return {"feature_rms": dict.fromkeys("abc", 1.0) | {"head": 1.0} | sizes}
+
+
+def test_inputs_that_are_too_large_are_seen_in_the_first_outputs():
+    (found,) = told(features(a=250.0, b=200.0))
+    assert set(found) == {"input_scale"}
+    assert "the outputs of a begin with RMS 250" in found["input_scale"].sentence
+    assert told(features(a=24.0)) == [{}]
+
+
+def test_large_outputs_of_large_weights_or_biases_are_not_the_inputs_fault():
+    large = features(a=250.0)
+    assert "input_scale" not in told(large | {"weight_fro": {"a": 80.0}})[0]
+    assert "input_scale" not in told(large | {"weight_natural": {"a.bias": 200.0}})[0]
+
+
+def test_only_the_first_outputs_tell_of_inputs():
+    assert not any(told(features(), *[features(a=250.0)] * 5)), "later, steps are to blame"
+    assert not any(told(*[features(a=250.0)] * 5, start=9)), "what is measured late is no beginning"
+
+
+def test_vanishing_outputs_are_the_weights_fault():
+    small_weights = {"weight_fro": {name: 0.05 * math.sqrt(info.fan_out) for name, info in LAYERS.items()}}
+    small_weights["weight_natural"] = dict.fromkeys("abc", 0.1) | {"head": 0.2}
+    (found,) = told(features(a=1e-2, b=1e-4, head=1e-6) | small_weights)
+    assert set(found) == {"weights_too_small"}
+    assert "multiply initial weights by about 12" in found["weights_too_small"].sentence  # 0.6 / 0.05
+    assert found["weights_too_small"].remedy.value == pytest.approx(12)
+    assert told(features(head=1.1e-4)) == [{}]
+
+
+def adam(share, start, **fields):
+    """Updates whose entries have this part of the learning rate."""
+    sizes = {name: share * 0.01 * math.sqrt(info.fan_out * info.fan_in) for name, info in LAYERS.items()}
+    change = {"update_fro": sizes}
+    return told(*[change] * 3, start=start, settings=set_by(**({"optimizer": "AdamW", "eps": 1e-4} | fields)))
+
+
+def test_an_eps_that_is_larger_than_gradients_is_seen_in_the_first_steps():
+    assert not any(adam(0.06, 1))
+    first, second, _ = adam(0.03, 1)  # log(0.05 / 0.03) / log(2) = 0.74
+    assert (first, set(second)) == ({}, {"eps"})
+    assert "eps 0.0001 is larger than the gradients; use 1e-8" in second["eps"].sentence
+    assert second["eps"].remedy.action == "set_eps"
+    assert not any(adam(0.03, 9)), "later on noise makes updates as small"
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Lion", "Adafactor", "RMSprop"])
+def test_of_other_optimizers_neither_is_said(optimizer):
+    assert not any(adam(0.03, 1, optimizer=optimizer))
+    assert not any(adam(0.99, 32, optimizer=optimizer))
+
+
+@pytest.mark.parametrize(
+    ("momentum", "wrong"), [(0.9, False), (0.99, False), (0.995, True), (0.999, True), (1.0, False)]
+)
+def test_momentum_that_lasts_too_long_is_said_at_once(momentum, wrong):
+    (found,) = told({}, settings=set_by("SGD", momentum=momentum))
+    assert set(found) == ({"momentum"} if wrong else set())
+    if momentum == 0.999:
+        assert "averages about 1000 steps" in found["momentum"].sentence
+        assert (found["momentum"].remedy.action, found["momentum"].remedy.value) == ("set_momentum", 0.9)

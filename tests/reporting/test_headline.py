@@ -1,0 +1,143 @@
+"""The answer in a sentence: what it counts, what it names, and that it never calls healthy what nobody judged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import gpt
+import pytest
+import torch
+from gpt import FOLLOWERS, MATRICES, ROOTS, measured, of_network, root
+
+from spectral_monitor import LayerInfo, Measurement
+from spectral_monitor.measurement import LayerState
+from spectral_monitor.reporting.headline import announcement, brief, headline, headlines
+from spectral_monitor.reporting.tally import disturbed, off, tally, told
+
+ONE = measured(roots=[root(consequences=FOLLOWERS)], followers=FOLLOWERS)
+TWO = measured(roots=[root(consequences=FOLLOWERS), root(ROOTS[1], value=5.4)], followers=FOLLOWERS)
+SAME = measured(roots=[root(*ROOTS, consequences=FOLLOWERS)], followers=FOLLOWERS)
+
+
+def test_the_network_is_as_large_as_it_is_said_to_be():
+    assert (len(MATRICES), len(FOLLOWERS)) == (75, 19)
+
+
+@pytest.mark.parametrize(
+    ("measurement", "said", "short"),
+    [
+        (measured(), "all 75 layers healthy", "OK"),
+        (ONE, "1 of 75 layers off: h.7.mlp.c_fc; 19 disturbed by it, 55 healthy", "1 off"),
+        (TWO, "2 of 75 layers off: h.7.mlp.c_fc, h.3.attn.v_proj; 19 disturbed by them, 54 healthy", "2 off"),
+        (SAME, "2 of 75 layers off: h.7.mlp.c_fc, h.3.attn.v_proj; 19 disturbed by them, 54 healthy", "2 off"),
+        (measured(not_judged=dict.fromkeys(MATRICES[:2], "frozen")),
+         "73 of 75 layers healthy, 2 not judged: frozen", "OK"),
+        (measured(not_judged=dict.fromkeys(MATRICES, "every learning rate is 0")),
+         "not judged: every learning rate is 0", "not judged"),
+        (measured(roots=[root()], not_judged={MATRICES[0]: "frozen"}),
+         "1 of 75 layers off: h.7.mlp.c_fc; 73 healthy, 1 not judged: frozen", "1 off"),
+    ],
+)  # fmt: skip
+def test_the_answer(measurement, said, short):
+    assert headline(measurement) == said
+    assert brief(measurement) == short
+    assert len(brief(measurement)) <= 14
+
+
+def test_reasons_are_counted_the_most_frequent_first():
+    reasons = {**dict.fromkeys(MATRICES[:2], "no gradient"), **dict.fromkeys(MATRICES[2:7], "frozen")}
+    assert headline(measured(not_judged=reasons)) == "68 of 75 layers healthy, 7 not judged: 5 frozen, 2 no gradient"
+    reasons |= {MATRICES[7]: "a", MATRICES[8]: "b", MATRICES[9]: "c"}
+    assert headline(measured(not_judged=reasons)).endswith(
+        "10 not judged: 5 frozen, 2 no gradient, 1 a, 2 for other reasons"
+    )
+
+
+def test_of_many_layers_three_are_named():
+    names = [f"model.transformer.h.{k}.mlp.c_fc" for k in range(12)]
+    said = headline(measured(roots=[root(*names)]))
+    assert said == "12 of 75 layers off: h.0.mlp.c_fc, h.1.mlp.c_fc, h.2.mlp.c_fc and 9 more; 63 healthy"
+
+
+def test_a_verdict_on_the_network_comes_first_in_its_own_words():
+    lost = measured(roots=[of_network()], not_judged=dict.fromkeys(MATRICES, "NaN"))
+    assert headlines(lost) == ["diverged at step 40: the loss is NaN"]
+    assert brief(lost) == "diverged"
+    both = measured(roots=[of_network("rates_too_small", "every rate is 30 times too small"), root()])
+    assert headlines(both) == ["every rate is 30 times too small", "1 of 75 layers off: h.7.mlp.c_fc; 74 healthy"]
+    assert headline(both) == "; ".join(headlines(both))
+    assert brief(both) == "rates too low"
+    alone = measured(roots=[of_network("width", "8 times as wide")], not_judged={MATRICES[0]: "frozen"})
+    assert headlines(alone)[1] == "none of 75 layers off by itself, 1 not judged: frozen"
+    assert "healthy" not in headline(alone)
+    assert {tally(some).state for some in (lost, both, alone)} == {"off"}
+    assert brief(measured(roots=[of_network("a_cause_of_many_words")])) == "network off"
+
+
+def test_what_follows_from_the_network_is_disturbed():
+    diverged = of_network()
+    several = measured(roots=[replace(diverged, consequences=MATRICES[:3])])
+    assert headlines(several)[1] == "3 of 75 layers disturbed, 72 healthy"
+
+
+def test_a_layer_counts_once_and_a_layer_that_is_off_is_not_disturbed_too():
+    both = measured(roots=[root(consequences=[ROOTS[1], *FOLLOWERS]), root(ROOTS[1], *ROOTS)], followers=FOLLOWERS)
+    assert off(both) == ROOTS
+    assert set(disturbed(both)) == set(FOLLOWERS)
+    count = tally(both)
+    assert (count.layers, len(count.off), len(count.disturbed), count.healthy) == (75, 2, 19, 54)
+
+
+def test_what_follows_from_a_root_that_is_gone_is_still_disturbed():
+    healthy = dict.fromkeys((ROOTS[0], FOLLOWERS[-1]), LayerState("healthy"))
+    orphan = replace(ONE, verdicts=ONE.verdicts[1:], states={**ONE.states, **healthy})
+    assert headline(orphan) == "18 of 75 layers disturbed, 57 healthy"
+
+
+def test_a_bias_that_is_off_counts_among_the_layers():
+    gain = "model.transformer.h.0.ln_1"
+    assert headline(measured(roots=[root(gain)])) == "1 of 76 layers off: h.0.ln_1; 75 healthy"
+
+
+def test_a_layer_without_a_state_was_not_judged():
+    some = replace(measured(), states={MATRICES[0]: LayerState("healthy")})
+    assert headline(some) == "1 of 75 layers healthy, 74 not judged"
+
+
+@pytest.mark.parametrize("states", [{}, dict.fromkeys(MATRICES, LayerState("not judged", "NaN"))])
+def test_nothing_is_healthy_where_nothing_was_judged(states):
+    nan = {"update_natural": torch.full((len(gpt.LAYERS),), math.nan)}
+    lost = replace(measured(), states=states, values=nan, reasons={"*/*": "NaN"}, bands={})
+    assert headline(lost) == "not judged: NaN"
+    assert headline(replace(lost, values={}, states={})).startswith("not judged: none of update_natural, ")
+    assert headline(replace(measured(), states={}, summary={})) == "not judged: no judge has seen this measurement"
+    assert headline(Measurement(5, (), {}, {"violations": 0.0}, states={})).startswith("not judged")
+
+
+def test_files_of_earlier_versions():
+    """Without states: whatever could be judged is healthy or off, and a passing excess is said."""
+    old = replace(measured(), states={})
+    assert headline(old) == "all 75 layers healthy"
+    assert headline(replace(old, verdicts=(replace(root(), layers=()),))).startswith("1 of 75 layers off: h.7.mlp.c_fc")
+    old.values["update_natural"][3] = 0.9
+    assert headline(old) == "74 of 75 layers healthy, 1 outside the limits just now, which counts once it lasts"
+    only = (LayerInfo("head", "readout", 10, 64, (10, 64)),)
+    one = Measurement(5, only, {"update_natural": torch.ones(1)}, {"violations": 0.0})
+    assert headline(one) == "the only layer is healthy"
+
+
+def test_what_a_root_says_when_it_begins():
+    said = f"step 60: {ROOTS[0]}: {gpt.SENTENCE}. 19 other layers are disturbed by it."
+    assert announcement(ONE.roots[0], ONE) == said
+    assert announcement(TWO.roots[1], TWO) == f"step 60: {ROOTS[1]}: {gpt.SENTENCE}"
+    assert announcement(SAME.roots[0], SAME).startswith(f"step 60: {ROOTS[0]}, {ROOTS[1]}: {gpt.SENTENCE}. 19 ")
+    single = measured(roots=[replace(root(consequences=FOLLOWERS[:1]), sentence="Lower it.")])
+    assert announcement(single.roots[0], single) == f"step 60: {ROOTS[0]}: Lower it. 1 other layer is disturbed by it."
+    assert announcement(of_network(), measured()) == "step 60: diverged at step 40: the loss is NaN"
+
+
+def test_what_makes_it_worth_saying_again():
+    """Roots; not which layer of a cause is the worst, and not what follows from them."""
+    assert told(SAME) == told(measured(roots=[root(*reversed(ROOTS))]))
+    assert len({told(measured()), told(ONE), told(TWO), told(SAME), told(measured(roots=[of_network()]))}) == 5
