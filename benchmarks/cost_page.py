@@ -148,7 +148,10 @@ def _machine(found: Mapping[str, Any]) -> str:
 
 def _turn(found: Mapping[str, Any]) -> str:
     row = found["headline"]["rows"][STANDARD]
-    default = f'At the default of 50 tier `"standard"` makes training {amortized(row, 50)} longer.'
+    default = (
+        f'At the default, every hundredth step once training is under way, tier `"standard"` makes training '
+        f"{amortized(row, 100)} longer."
+    )
     full = found["headline"]["rows"].get(FULL)
     times = (
         ""

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from tuned import DATA, TASKS, Rule, Run, start, train
 
 from spectral_monitor import Measurement
-from spectral_monitor.condition import Judge, SpectralCondition
-from spectral_monitor.condition.checks import findings
-from spectral_monitor.condition.network import Network
+from spectral_monitor.condition import NETWORK
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Fault:
 
     Attributes:
         task: name of the healthy task.
-        layers: those that must be named; the verdict on the first is the one whose cause counts.
+        layers: those that must be named, or the network; the verdict on the first is the one whose cause counts.
         cause: code of the cause.
         plant: what is done to the weights.
         rule: name and parameter -> what its learning rate is multiplied by.
@@ -106,20 +104,18 @@ FAULTS = {
         Fault("conv lr x100", CONV, ("convs.2",), "lr_too_large", rule=faster("convs.2", 100)),
         Fault("hidden lr x100, SGD", MLP_SGD, ("layers.2",), "lr_too_large", rule=faster("layers.2", 100)),
         Fault("readout lr x30", LM, ("head",), "lr_too_large", rule=faster("head", 30)),
-        Fault("rule of SGD under Adam", MLP_ADAM, ("layers.3",), "sgd_rule_under_adam", rule=sgd_rule, width=1024),
+        Fault("rule of SGD under Adam", MLP_ADAM, (NETWORK,), "sgd_rule_under_adam", rule=sgd_rule, width=1024),
         Fault(
             "rule of SGD under AdamW",
             RES,
-            ("head", "into.0", "into.1", "into.2"),
+            (NETWORK,),
             "sgd_rule_under_adam",
             rule=sgd_rule,
             width=512,
         ),
-        Fault("rates of NTP under SGD", MLP_SGD, ("layers.3",), "ntk_scaling", rule=ntk_rule, width=1024),
-        Fault(
-            "NTK-scaled model", MLP_SGD, ("layers.3",), "ntk_scaling", plant=tangent, rule=everywhere(64), width=1024
-        ),
-        Fault("readout init x10", MLP_ADAM, ("layers.3",), "readout_init", plant=scaled("layers.3", 10)),
+        Fault("rates of NTP under SGD", MLP_SGD, (NETWORK,), "ntk_scaling", rule=ntk_rule, width=1024),
+        Fault("NTK-scaled model", MLP_SGD, (NETWORK,), "ntk_scaling", plant=tangent, rule=everywhere(64), width=1024),
+        Fault("readout init x30", MLP_ADAM, ("layers.3",), "readout_init", plant=scaled("layers.3", 30)),
         Fault("biases at -100", MLP_ADAM, ("layers.1",), "dead", plant=closed("layers.1", 1, -100)),
         Fault("layer zeroed", MLP_SGD, ("layers.1",), "dead", plant=closed("layers.1", 0, 0)),
         Fault("frozen by lr 0", LM, ("blocks.0.proj",), "lr_zero", rule=faster("blocks.0.proj", 0)),
@@ -129,7 +125,7 @@ FAULTS = {
         ),
         Fault("embedding x100", LM, ("tok",), "embedding_scale", plant=scaled("tok", 100)),
         Fault("embedding /1000", LM, ("tok",), "embedding_scale", plant=scaled("tok", 1e-3), every=1),
-        Fault("all rates x1000", RES, ("out.1",), "exploding", rule=everywhere(1000), every=1),
+        Fault("all rates x1000", RES, (NETWORK,), "rates_too_large", rule=everywhere(1000), every=1),
     )
 }
 
@@ -143,50 +139,55 @@ def begin(fault: Fault, data: Path = DATA, *, seed: int = 0, narrow: bool = Fals
 
 @dataclass(frozen=True)
 class Named:
-    """The first verdict on a layer: what a user is told.
+    """The first verdict on a layer, or on the network: what a user is told.
 
     Attributes:
         at: measurement, from 1.
+        root: layer that this one follows from; empty if it is a root.
     """
 
     cause: str
     at: int
     sentence: str
+    root: str = ""
 
 
-def judge(run: Run, measurements: list[Measurement]) -> dict[str, Named]:
-    """Every layer that was named, and how first."""
-    judge = Judge(SpectralCondition(), [type(run.optimizer).__name__])
-    named: dict[str, Named] = {}
+def named(measurements: list[Measurement]) -> dict[str, Named]:
+    """Return every layer that was named, or the network, and how first, or how it was first named as a root."""
+    found: dict[str, Named] = {}
     for at, measurement in enumerate(measurements, 1):
-        for verdict in judge.judge(measurement):
-            named.setdefault(verdict.layer, Named(verdict.cause, at, verdict.sentence))
-    return named
+        for verdict in measurement.verdicts:
+            for layer in verdict.layers or (verdict.layer,):
+                if layer not in found or (found[layer].root and verdict.is_root):
+                    found[layer] = Named(verdict.cause, at, verdict.sentence, verdict.root)
+    return found
 
 
 def examine(fault: Fault, data: Path = DATA, *, seed: int = 0, narrow: bool = False) -> dict[str, Named]:
     """Who is named within the first 20 measurements."""
     run = begin(fault, data, seed=seed, narrow=narrow)
-    return judge(run, train(run, 20 * fault.every, fault.every)[0])
+    return named(train(run, 20 * fault.every, fault.every)[0])
 
 
-def found(fault: Fault, named: dict[str, Named]) -> bool:
+def found(fault: Fault, told: dict[str, Named]) -> bool:
     """Whether every layer at fault was named, the first with the right cause."""
-    return all(layer in named for layer in fault.layers) and named[fault.layers[0]].cause == fault.cause
+    return all(layer in told for layer in fault.layers) and told[fault.layers[0]].cause == fault.cause
 
 
-def extremes(run: Run, measurements: list[Measurement]) -> dict[str, tuple[float, float, float]]:
-    """Check (of the balance: and role) -> smallest and largest ratio, and how much room the limits leave."""
+def extremes(measurements: list[Measurement]) -> dict[str, tuple[float, float, float]]:
+    """Quantity and role -> smallest and largest value over its reference, and how much room the limits leave."""
     seen: dict[str, tuple[float, float, float]] = {}
     for measurement in measurements:
-        network = Network.read(measurement, [type(run.optimizer).__name__])
-        roles = {row.info.name: row.info.role for row in network.rows} | {network.peers[0].info.name: "first"}
-        for f in findings(network, SpectralCondition()):
-            if f.check in ("dead", "grown"):
-                continue
-            key = f"balance, {roles[f.layer]}" if f.check == "reference" else f.check
-            low, high, room = seen.get(key, (math.inf, 0.0, math.inf))
-            seen[key] = min(low, f.ratio), max(high, f.ratio), min(room, 1 / f.excess)
+        for quantity, limits in measurement.bands.items():
+            for info, value, (low, high, reference) in zip(
+                measurement.layers, measurement.values[quantity].tolist(), limits.tolist(), strict=True
+            ):
+                if not value > 0 or math.isnan(low):
+                    continue
+                ratio = value if math.isnan(reference) else value / reference
+                least, largest, room = seen.get(f"{quantity}, {info.role}", (math.inf, 0.0, math.inf))
+                room = min(room, high / value, value / low if low > 0 else math.inf)
+                seen[f"{quantity}, {info.role}"] = min(least, ratio), max(largest, ratio), room
     return seen
 
 
@@ -196,12 +197,14 @@ def print_faults(data: Path, narrow: bool) -> int:
     print(row.format("", "fault", "task", "layer", "cause", "at", "also named"))
     missed = 0
     for fault in FAULTS.values():
-        named = examine(fault, data, narrow=narrow)
-        also = {layer: told.cause for layer, told in named.items() if layer not in fault.layers}
-        told = named.get(fault.layers[0], Named("-", 0, ""))
-        missed += not found(fault, named)
-        mark = "found" if found(fault, named) else "NOT"
-        listed = ", ".join(f"{layer} ({cause})" for layer, cause in also.items())
+        everyone = examine(fault, data, narrow=narrow)
+        also = {layer: told for layer, told in everyone.items() if layer not in fault.layers}
+        told = everyone.get(fault.layers[0], Named("-", 0, ""))
+        missed += not found(fault, everyone)
+        mark = "found" if found(fault, everyone) else "NOT"
+        listed = ", ".join(
+            f"{layer} ({other.cause}{', follows' if other.root else ''})" for layer, other in also.items()
+        )
         print(
             row.format(mark, fault.name, fault.task, fault.layers[0], told.cause, told.at, listed).rstrip(), flush=True
         )
@@ -218,11 +221,11 @@ def print_healthy(data: Path, seeds: int) -> int:
         for seed in range(seeds):
             run = start(task, data, seed=seed)
             measurements, _ = train(run, task.steps, 1)
-            named = judge(run, measurements)
-            alarms += bool(named)
-            for layer, told in named.items():
+            everyone = named(measurements)
+            alarms += bool(everyone)
+            for layer, told in everyone.items():
                 print(f"NAMED {task.name}, seed {seed}: {layer} at {told.at}: {told.sentence}")
-            for key, (low, high, room) in extremes(run, measurements[task.steps // 10 :]).items():
+            for key, (low, high, room) in extremes(measurements[task.steps // 10 :]).items():
                 was = seen.get(key, (math.inf, 0.0, math.inf))
                 seen[key] = min(was[0], low), max(was[1], high), min(was[2], room)
         for key, (low, high, room) in seen.items():

@@ -144,8 +144,15 @@ def test_every_question_is_explained_in_the_words_of_its_panel():
 def test_verdicts_explain_every_cause():
     from spectral_monitor.condition.causes import CAUSES
 
-    table = sections("verdicts.md")["Causes"]
-    assert set(re.findall(r"`(\w+)`", table)) >= set(CAUSES)
+    codes = re.findall(r"^\| (`.*?`) \|", sections("verdicts.md")["Causes"], re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(codes))) == set(CAUSES), "no code is missing, and none is gone"
+
+
+def test_verdicts_name_every_check_that_can_be_ignored():
+    from spectral_monitor.condition.settings import CHECKS
+
+    names = re.findall(r"^\| (`.*?`) \|", sections("verdicts.md")["What is looked at"], re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(names))) == set(CHECKS)
 
 
 class Tiny(L.LightningModule):

@@ -6,19 +6,22 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+
+from scipy.stats import beta
+from tqdm import tqdm
 
 from recipes.advice import change, follow
 from recipes.judged import Told, judged, right
 from recipes.recipe import Fault, Half, Recipe
 from recipes.records import faulty, healthy, recorded, suite
 from recipes.run import Record
-from scipy.stats import beta
-from tqdm import tqdm
-
 from spectral_monitor.condition import SpectralCondition, save_profile
 
 SEEDS = (0, 1)
 """Of healthy runs; faults are planted in the first."""
+MORE = (1, 2, 3, 4)
+"""Further seeds for advice that made it worse with the first."""
 RUINS, COSTS = 0.10, 0.03
 """Loss at the end, relative to that of the healthy run, from which a fault ruins or costs."""
 WORSE = 0.03
@@ -42,7 +45,8 @@ class Faulty:
     Attributes:
         cost: loss at the end relative to the healthy run's, minus 1.
         found: the first root with a right cause; ``None`` if there is none.
-        advised: loss with the advice of the first root followed, relative to that without, minus 1; NaN without advice.
+        advised: loss with the advice of the first root followed, relative to that without, minus 1; NaN without advice;
+            where it made things worse, the mean of five seeds.
     """
 
     fault: Fault
@@ -81,20 +85,25 @@ def faulty_runs(half: Half, folder: Path, base: Sequence[Healthy]) -> list[Fault
             condition = SpectralCondition(reference=_profile(folder, fault.recipe, ends[fault.recipe]))
         told = judged(record, condition)
         cost = change(ends[fault.recipe].end, record.end)
-        advised = math.nan
-        if told:
-            advised = _advised(folder, key, told[0], fault, recipes, record)
+        advised = _advised(folder, key, told[0], fault, recipes, record) if told else math.nan
+        if advised > WORSE:  # by chance? Then other seeds will not have it
+            others = [recorded(folder, f"{key}--{s}", lambda f=fault, s=s: faulty(f, recipes, s)) for s in MORE]
+            repeated = [_advised(folder, key, told[0], fault, recipes, r, s) for r, s in zip(others, MORE, strict=True)]
+            advised = fmean([advised, *repeated])
         found.append(Faulty(fault, record, cost, told, right(fault, list(told)), advised))
     return found
 
 
-def _advised(folder: Path, key: str, told: Told, fault: Fault, recipes: Iterable[Recipe], record: Record) -> float:
+def _advised(
+    folder: Path, key: str, told: Told, fault: Fault, recipes: Iterable[Recipe], record: Record, seed: int = SEEDS[0]
+) -> float:
     """Return how the loss changes where the first root's advice is followed; NaN if it gives none."""
-    run = faulty(fault, recipes, SEEDS[0])
+    run = faulty(fault, recipes, seed)
     if not follow(told.verdict, fault, run):
         return math.nan
     remedy = told.verdict.remedy
     key = f"{key}--{told.verdict.cause}--{remedy.action if remedy else ''}--{remedy.value if remedy else 0:.3g}"
+    key += f"--{seed}" if seed != SEEDS[0] else ""
     return change(record.end, recorded(folder, key, lambda: run).end)
 
 

@@ -15,13 +15,25 @@ INTRODUCTION = """\
 The suite in `benchmarks/recipes` has recipes with the hyper-parameters that people publish, in small, and faults that
 people make. Rules and limits of the judge were found on one half of it. This page is about the other half, which was
 run once they were fixed: {recipes} healthy recipes in {healthy} runs and {faults} faults, measured at the default
-schedule (steps 1, 2, 4, 8, ... and every 100). It is made by `python benchmarks/recipes.py --write
+schedule (steps 1, 2, 4, 8, ... and every 100). It is made by `python benchmarks/recipes.py --width --write
 docs/verdict_quality.md`; `--half development` makes the same of the first half.
 """
 
+MEANING = """
+A fault *ruins* a run whose loss ends more than 10 % above the healthy one's, or diverges. The advice of the first
+verdict is followed to the letter in a run of its own; it made things *worse* where the loss ends more than 3 % higher
+than without it, in the mean of five seeds where it did so with the first. Advice to look at something that no setting
+mends counts as followed where the cause is right.
 
-def page(half: Half, base: Sequence[Healthy], runs: Sequence[Faulty]) -> str:
-    """Return the page as Markdown."""
+When this half was run first, 40 of 47 faults that ruin were found, 64 of 67 had a right cause, and advice made 3 of 62
+runs worse with one seed. Two of these three restored the healthy recipe, beside which the faulty one was better by
+chance. After the third (targets a thousand times too large) one rule was added, for `stale_gradients`, whose limit was
+found on the development half; nothing else was changed.
+"""
+
+
+def page(half: Half, base: Sequence[Healthy], runs: Sequence[Faulty], width: str = "") -> str:
+    """Return the page as Markdown; ``width``: the table on width, if it was made."""
     recipes = len({run.recipe.name for run in base})
     words = first_words(runs)
     parts = [
@@ -34,9 +46,7 @@ def page(half: Half, base: Sequence[Healthy], runs: Sequence[Faulty]) -> str:
             for share in shares(base, runs)
         ),
         f"| median step of the first verdict | {median(words) if words else math.nan:.0f} | | | | 8 |",
-        "\nA fault *ruins* a run whose loss ends more than 10 % above the healthy one's, or diverges. Advice is "
-        "followed to the letter in a run of its own; it made things *worse* where the loss ends more than 3 % higher than "
-        "without it. Advice to look at something that no setting mends counts as followed where the cause is right.",
+        MEANING,
         "\n## Healthy recipes that were flagged\n",
         *(_flagged(base) or ["None."]),
         "\n## Faults that were missed or misread\n",
@@ -44,6 +54,7 @@ def page(half: Half, base: Sequence[Healthy], runs: Sequence[Faulty]) -> str:
         *(_fault(run) for run in runs if run.found is None),
         "\n## Advice that made it worse\n",
         *([_advice(run) for run in runs if run.advised > WORSE] or ["None."]),
+        f"\n## Width\n\nA narrow run's profile, and the same network 8 times wider.\n\n{width}" if width else "",
         "\n## Every fault\n",
         "| fault | recipe | loss against healthy | named at step | cause | loss with the advice |",
         "|---|---|---|---|---|---|",

@@ -29,7 +29,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from recipes.development_common import characters, classification, digit_split, fixed, language, private
 from recipes.run import Run
-
 from spectral_monitor import Measurement, SpectralProbe
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.profile import Profile, load_profile, save_profile
@@ -248,6 +247,33 @@ def row(result: Result) -> str:
     losses = "  ".join(f"{loss:.3f}" for loss in result.losses)
     first = f"{result.task:20} {named:12} {result.false}  {losses:24} {ratios[0]}"
     return f"{first}\n{'at the advised rate':61} {ratios[1]}"
+
+
+def both_ways(tasks: Sequence[Task], first: int, second: int) -> list[Result]:
+    """Return every task with either seed as the profile's."""
+    pairs = ((first, second), (second, first))
+    return [study(task, tuned, other) for tuned, other in pairs for task in tasks]
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """Return the results as a section of the page on verdict quality."""
+    lines = [
+        "| task | named at measurement | divisor | loss narrow | 8 times wider, same rate | at the advised rate |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        found = result.wide
+        named = "| - | -" if found is None else f"| {found.measurements} | {found.divisor:.2f}"
+        new = "" if result.task in FOUND_ON else " (no part in the rule)"
+        losses = " | ".join(f"{loss:.3f}" for loss in result.losses)
+        lines.append(f"| {result.task}{new} {named} | {losses} |")
+    named, false = sum(result.named for result in results), sum(result.false for result in results)
+    count = len(results)
+    lines.append(
+        f"\nNamed by the fifth measurement: {named} of {count}. Named although nothing was wrong (another seed of the "
+        f"narrow run, the wide run at the advised rate with two seeds): {false} of {3 * count}."
+    )
+    return "\n".join(lines)
 
 
 def main() -> None:

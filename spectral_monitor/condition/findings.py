@@ -203,6 +203,8 @@ def _weights(network: Network, row: Row) -> Finding | None:
     moved = row.get("drift_ratio") > MOVED
     if not row.dense or not network.fresh or moved or row.info.name in network.from_zero:
         return None
+    if network.ntk_weights:  # which is said of all of them at once
+        return None
     value, ratio = row.get("weight_natural"), row.gain / network.usual_gain(row)
     if not ratio > 0:
         return None

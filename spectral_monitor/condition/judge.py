@@ -21,8 +21,6 @@ from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, M
 
 VERSION = 4
 """Of the saved state."""
-MOST = 3.0
-"""Evidence is not kept beyond this, so that what is healthy again is soon said to be."""
 NAMED_BY = {
     "rate": "rates",
     "reference": "updates",
@@ -32,6 +30,7 @@ NAMED_BY = {
     "ntk": "rates",
     "features_vanish": "features",
     "features_grow": "rates_too_large",
+    "one_way": "rates_too_large",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where that is another one."""
 
@@ -160,7 +159,7 @@ class Judge:
             return
         if not finding.inside():
             record.outside += 1
-            record.evidence = min(record.evidence + finding.evidence, MOST)
+            record.evidence += finding.evidence
         record.flagged |= record.evidence >= self.condition.evidence
 
     def _forget(self, found: Mapping[tuple[str, str], Finding], measurement: Measurement) -> None:

@@ -37,6 +37,10 @@ EFFICIENT, EARLY = 0.05, 8
 LASTING = 0.995
 """Momentum from here on averages the last 200 steps and more."""
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
+ONE_WAY = 0.8
+"""The same later on where every step goes the same way; where steps are too large it is 0.01 to 0.3."""
+USUAL_EPS = 3e-8
+"""What is not larger is not to blame."""
 FAST = ("adamax", "adafactor", "adagrad", "lion", "rprop", "rmsprop", "sign")
 """Parts of names of optimizers of Adam's family whose eps does not work like Adam's."""
 
@@ -96,7 +100,8 @@ class Whole:
         if len([x for x in drifts if x > 0]) < 2 or not drift > 0:
             return
         usual = SPEED_LIMIT * math.sqrt(network.step)
-        yield Finding("rates_too_large", NETWORK, "drift_ratio", drift, usual, (0.0, 1.0), 2.0, "a healthy pace")
+        check = "one_way" if network.step >= EARLY and _share_of_rate(network) > ONE_WAY else "rates_too_large"
+        yield Finding(check, NETWORK, "drift_ratio", drift, usual, (0.0, 1.0), 2.0, "a healthy pace")
 
     def _slowness(self, network: Network) -> Iterator[Finding]:
         """Yield how large steps have been so far, if the network was not trained before and has taken its time."""
@@ -213,19 +218,21 @@ def _growth(network: Network) -> Iterator[Finding]:
         yield Finding("features_grow", NETWORK, "feature_rms", largest, 1.0, (0.0, GROWN_LIMIT), 2.0, "usual")
 
 
-def _eps(network: Network) -> Iterator[Finding]:
-    """Yield how much of its learning rate an optimizer like Adam moves an entry by, in the first steps."""
-    if network.step > EARLY:
-        return
-    shares = [
-        row.size / row.lr
+def _share_of_rate(network: Network) -> float:
+    """Return the RMS entry of Adam's update over the learning rate, of the median layer; NaN under other optimizers."""
+    return geometric_median(
+        row.size / row.get("lr")  # with a correction's multiplier, as the optimizer has it
         for row in network.peers
         if row.settings.family == "adam"
-        and row.settings.eps > 0
-        and row.lr > 0
+        and row.get("update_fro") > 0
+        and row.get("lr") > 0
         and not any(part in row.settings.optimizer.lower() for part in FAST)
         and row.info.name not in network.from_zero
-    ]
-    share = geometric_median(shares)
-    if share > 0:
+    )
+
+
+def _eps(network: Network) -> Iterator[Finding]:
+    """Yield how much of its learning rate an optimizer like Adam moves an entry by, in the first steps."""
+    eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=0.0)
+    if network.step <= EARLY and eps > USUAL_EPS and (share := _share_of_rate(network)) > 0:
         yield Finding("eps", NETWORK, "update_fro", share, EFFICIENT, (1.0, math.inf), 2.0, "Adam's usual")

@@ -37,7 +37,8 @@ class Looks(pl.Callback):
         (monitor,) = [c for c in trainer.callbacks if isinstance(c, SpectralMonitor)]
         settings = {k: v for k, v in vars(monitor.settings).items() if k not in ("keys", "needs", "schedule")}
         layers = [[info.name, info.role, info.blocks] for info in monitor.latest.layers]
-        settings["condition"] = {"persistence": monitor.condition.persistence}
+        of = monitor.condition
+        settings["condition"] = {"persistence": of.persistence, "expected": of.expected, "ignore": list(of.ignore)}
         settings["correction"] = {"policy": monitor.correction.policy, "gain": monitor.correction.gain}
         settings["mode"] = monitor.mode
         reports = monitor._reports
@@ -64,7 +65,7 @@ ARGUMENTS = {
     "tol": 0.05,
     "drift_every": 3,
     "history": 2,
-    "condition": {"persistence": 2},
+    "condition": {"persistence": 2, "expected": {"net.0": 10.0}, "ignore": ["eps", "rates"]},
     "correction": {"policy": "fsc", "gain": 0.25},
     "mode": "correct",
     "sinks": [{"class_path": "spectral_monitor.reporting.JSONLinesSink", "init_args": {"path": "mine.jsonl"}}],

@@ -96,6 +96,12 @@ def test_what_was_declared_is_no_fault_and_what_deviates_from_it_is():
     assert verdict.sentence.endswith("use 1")
 
 
+def test_a_learning_rate_that_a_correction_has_seen_to_is_not_told():
+    lr, multipliers = {"b": 1.0}, dict.fromkeys(LAYERS, 1.0)
+    assert only_verdict(lr=lr, lr_multiplier=multipliers).cause == "lr_too_large"
+    assert not verdicts_on(lr={"b": 0.01}, lr_multiplier=multipliers | {"b": 0.01})
+
+
 def test_readout_initialised_too_large():
     verdict = only_verdict(**heavy(head=30.0), drift_ratio={"head": 0.1})
     assert (verdict.layer, verdict.quantity, verdict.cause) == ("head", "weight_natural", "readout_init")
@@ -145,6 +151,13 @@ def test_heavy_weights_explain_a_small_update_and_no_large_one():
     assert only_verdict(update_natural={"c": 100.0}, **six).cause == "unknown"
     grown = {"weight_fro": {"c": 48.0}, "drift_ratio": {"c": 3.0}}
     assert only_verdict(update_natural={"c": 0.001}, **grown).cause == "unknown"
+
+
+def test_weights_that_have_become_zero_explain_nothing():
+    """Long after the start, so that nobody waits for them to grow."""
+    gone = {"weight_natural": {"c": 0.0}, "weight_fro": {"c": 0.0}, "update_natural": {"c": 100.0}}
+    _, (verdict,) = judged([*[measured(step) for step in range(1, 14)], measured(14, **gone)])
+    assert (verdict.layer, verdict.cause) == ("c", "unknown")
 
 
 def test_exploding():

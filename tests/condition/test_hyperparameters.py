@@ -143,6 +143,18 @@ def test_a_frozen_layer_is_one_of_which_nothing_requires_a_gradient():
     assert found["0"].group == 0, "an optimizer holds it all the same"
 
 
+def test_a_layer_of_two_parameters_is_frozen_if_both_are():
+    """Weight normalization keeps directions and lengths apart."""
+    model = network()
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    (direction, length) = model[0].parametrizations.weight.parameters()
+    direction.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert not read(model, optimizer)["0"].frozen
+    length.requires_grad_(False)
+    assert read(model, optimizer)["0"].frozen
+
+
 def test_a_layer_without_an_optimizer_has_no_settings():
     model = network()
     found = read(model, torch.optim.SGD(model[0].parameters(), lr=0.1))["4"]

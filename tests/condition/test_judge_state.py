@@ -21,6 +21,11 @@ STEPS = [
     {"weight_natural": {"head": 0.0}, "update_ratio": nothing("head"), "reasons": {"update_ratio/head": ZERO}},
     {"update_natural": {"b": 10.0}, "drift_ratio": nothing("head"), "update_ratio": {"head": 0.5}},
     {"update_natural": {"b": 10.0}, "update_ratio": {"head": 0.1}},
+    {  # as heavy as before, and now of low rank: what was drawn at the start is still known to have been
+        "weight_fro": {"c": 240.0},
+        "weight_natural": dict.fromkeys("abc", 20.0) | {"head": 20.0},
+        "drift_ratio": dict.fromkeys(LAYERS, 0.1),
+    },
     {"drift_ratio": dict.fromkeys(LAYERS, 90.0)},
     {"drift_ratio": dict.fromkeys(LAYERS, 90.0)},
     {"weight_natural": {"a": float("inf")}},

@@ -98,6 +98,15 @@ def test_layers_are_compared_with_those_of_their_optimizer_only():
     assert math.isnan(network.relative_size(network.row("a")))
 
 
+def test_under_a_correction_layers_are_compared_by_what_it_makes_equal():
+    """Natural norms, whatever the learning rates that it takes."""
+    changed = {"update_natural": {"b": 0.3}, "lr": {"b": 1.0}, "lr_multiplier": dict.fromkeys(LAYERS, 2.0)}
+    measurement = measured(1, **changed, update_fro={name: float(k) for k, name in enumerate(LAYERS, 1)})
+    network = Network.read(measurement, columns(measurement), set_by("AdamW"))
+    assert network.corrected
+    assert [network.relative_size(row) for row in network.peers] == pytest.approx([1, 3, 1, 1])
+
+
 def convolution(taps, generator, m=32, n=32):
     return torch.randn(taps, m, n, generator=generator) / math.sqrt(n * taps)
 

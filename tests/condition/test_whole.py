@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from synthetic import LAYERS, measured, nothing, set_by
@@ -132,17 +133,19 @@ def test_how_large_steps_were_before_counts():
     assert not any(told(small(0.1), *[small(1e-4)] * 20)), "a schedule that has come down"
 
 
-def warm_up(steps, peak=0.01, initial=True):
+def warm_up(steps, peak=0.01, initial=True, first=0):
     """Settings of a LambdaLR that rises to its peak in so many steps; updates are in proportion to the rate."""
-    rates = [peak * min(1.0, (t + 1) / steps) for t in range(40)]
+    rates = [peak * min(1.0, (t + 1) / steps) for t in range(first, first + 40)]
     settings = [set_by("SGD", lr=dict.fromkeys(EVERY, lr), peak=peak if initial else lr) for lr in rates]
     return [small(2 * lr) | {"lr": dict.fromkeys(EVERY, lr)} for lr in rates], settings
 
 
 def test_a_warm_up_is_projected_to_its_peak():
-    """A rate of 0.01 makes steps of 0.02; after 20 of 1000 steps of warm-up they are 0.0004."""
-    changes, settings = warm_up(1000)
-    assert not any(told(*changes, settings=settings))
+    """A rate of 0.01 makes steps of 0.02; after 200 of 1000 steps of warm-up they are 0.004, and rise by 0.5 %."""
+    changes, settings = warm_up(1000, first=200)
+    assert not any(told(*changes, start=200, settings=settings))
+    without = [{name: replace(of, peak=of.lr) for name, of in some.items()} for some in settings]
+    assert set(told(*changes, start=200, settings=without)[-1]) == {"rates_too_small"}
     changes, settings = warm_up(1000, peak=1e-4)
     assert not any(told(*changes, settings=settings)), "while it rises nothing is said"
     changes, settings = warm_up(20, peak=1e-4)
@@ -181,7 +184,29 @@ def test_large_outputs_of_large_weights_or_biases_are_not_the_inputs_fault():
 
 def test_only_the_first_outputs_tell_of_inputs():
     assert not any(told(features(), *[features(a=250.0)] * 5)), "later, steps are to blame"
-    assert not any(told(*[features(a=250.0)] * 5, start=9)), "what is measured late is no beginning"
+    late = told(*[features(a=250.0)] * 5, start=9)
+    assert {cause for found in late for cause in found} == {"rates_too_large"}, "what is measured late is no beginning"
+
+
+def test_hidden_outputs_that_have_grown_show_steps_that_are_too_large():
+    """Fifty times the usual; twice that is evidence enough at once. Logits may be of any size."""
+    (found,) = told(features(b=101.0), start=9)
+    assert set(found) == {"rates_too_large"}
+    assert "the outputs of a hidden layer have grown to RMS 100 in 9 steps" in found["rates_too_large"].sentence
+    assert not any(told(*[features(b=49.0)] * 9, start=9))
+    assert not any(told(*[features(head=500.0)] * 9, start=9))
+    assert not any("rates_too_large" in found for found in told(*[features(b=101.0)] * 8))
+
+
+def test_narrow_layers_take_smaller_steps_at_the_rates_that_people_use():
+    """With 8 inputs a quarter of what is healthy with 32 and more."""
+    narrow = {name: replace(info, fan_in=min(info.fan_in, 8)) for name, info in LAYERS.items()}
+    judge = {width: Judge(SpectralCondition()) for width in ("wide", "narrow")}
+    for step in range(1, 20):
+        sizes = small(0.013 / 2)
+        wide = judge["wide"].judge(measured(step, **sizes))
+        assert not judge["narrow"].judge(measured(step, layers=narrow, **sizes))
+    assert [verdict.cause for verdict in wide] == ["rates_too_small"]
 
 
 def test_vanishing_outputs_are_the_weights_fault():
@@ -225,3 +250,16 @@ def test_momentum_that_lasts_too_long_is_said_at_once(momentum, wrong):
     if momentum == 0.999:
         assert "averages about 1000 steps" in found["momentum"].sentence
         assert (found["momentum"].remedy.action, found["momentum"].remedy.value) == ("set_momentum", 0.9)
+
+
+def test_weights_that_go_far_in_one_direction_are_those_of_gradients_that_add_up():
+    """Every entry still moves by the learning rate, step after step; noise makes it less where steps are too large."""
+
+    def far(share, step):
+        sizes = {name: share * 0.01 * math.sqrt(info.fan_out * info.fan_in) for name, info in LAYERS.items()}
+        change = every(50.0, "drift_ratio") | ({"update_fro": sizes} if share else {})
+        return set(told(change, start=step, settings=set_by("AdamW"))[0])
+
+    assert far(0.9, 20) == {"stale_gradients"}
+    assert far(0.7, 20) == far(0.9, 4) == {"rates_too_large"}, "in the first steps all do"
+    assert far(0.0, 20) == {"rates_too_large"}, "entries were not measured"

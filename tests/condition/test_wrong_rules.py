@@ -63,6 +63,9 @@ def test_weights_of_the_tangent_parametrization():
     found = causes("SGD", **ones())
     assert found[NETWORK].cause == "ntk_scaling"
     assert "weights have entries of size 1" in found[NETWORK].sentence
+    assert [v.layer for v in found.values() if v.is_root] == [NETWORK], (
+        "no layer is told by itself that it is too heavy"
+    )
     assert NETWORK not in causes("SGD", **ones(drift=1.5)), "what exploded is no parametrization"
     assert NETWORK not in causes("SGD", **ones(size=0.3))
 

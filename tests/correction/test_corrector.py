@@ -120,36 +120,6 @@ def test_balance_with_no_band_evens_out():
     assert {probe.multipliers[f"{name}.bias"] for name in "024"} == {1.0}
 
 
-def learn(factor, steps=20):
-    """A classification, with a hidden layer's learning rate times a factor, under balance."""
-    network = perceptron()
-    rates = {name: LR * (factor if name == "2.weight" else 1) for name, _ in network.named_parameters()}
-    optimizer = torch.optim.SGD([{"params": [p], "lr": rates[name]} for name, p in network.named_parameters()], lr=LR)
-    rule = LRCorrection("balance")
-    probe = SpectralProbe(network, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
-    for step in range(steps):
-        x = batch(step, network)
-        with probe.step():
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(network(x), x[:, :5].argmax(1)).backward()
-            optimizer.step()
-    return probe
-
-
-def test_balance_leaves_layers_alone_that_are_in_order():
-    assert set(learn(1.0).multipliers.values()) == {1.0}
-
-
-@pytest.mark.parametrize("factor", [100.0, 0.01])
-def test_balance_brings_back_the_one_that_is_not(factor):
-    probe = learn(factor)
-    changed = [m.step for m in probe.measurements if float(m.values["lr_multiplier"][2]) != 1.0]
-    assert changed[0] == 4, "three measurements, a verdict, then a change"
-    assert 0.1 < probe.multipliers["2"] * factor < 10
-    sizes = last(probe)
-    assert sizes["2"] == pytest.approx(sorted(sizes[name] for name in "024")[1], rel=0.5)
-
-
 def test_fsc_evens_out_contributions():
     network, optimizer, probe = correcting("fsc", torch.optim.SGD)
     train(network, optimizer, probe, 60)

@@ -13,6 +13,11 @@ from faults import FAULTS, begin
 from repair import final_loss, healthy_loss
 from tuned import DATA, TASKS, start
 
+from spectral_monitor.condition import NETWORK
+
+LEARNT = 0.003
+"""A loss of the digits that are known by heart, of which a smaller one says nothing."""
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::spectral_monitor.SpectralConditionWarning")]
 
 
@@ -21,8 +26,10 @@ def test_a_fault_of_learning_rates_is_repaired(name):
     fault = FAULTS[name]
     task = TASKS[fault.task]
     loss, multipliers = final_loss(begin(fault, DATA), task.steps, 5, correct=True)
-    assert loss <= 1.1 * healthy_loss(fault.task, fault.width or task.width, DATA)
-    assert fault.layers[0] in multipliers
+    healthy = healthy_loss(fault.task, fault.width or task.width, DATA)
+    assert loss <= 1.1 * healthy or loss < LEARNT
+    assert multipliers
+    assert set(fault.layers) - {NETWORK} <= set(multipliers)
 
 
 @pytest.mark.parametrize("name", list(TASKS))

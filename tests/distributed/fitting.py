@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from distributed.models import NETWORKS, Training, batches
 from distributed.ways import WAYS
-from spectral_monitor import SpectralMonitor
+from spectral_monitor import SpectralCondition, SpectralMonitor
 
 Weights = dict[str, Tensor]
 
@@ -95,7 +95,9 @@ def measure(
     way: str, network: str, optimizer: str = "sgd", steps: int = 3, tol: float = 1e-6, low_memory: bool = False
 ) -> dict[str, Any]:
     """Every measurement of a run, and the weights it was of."""
-    monitor = SpectralMonitor(every_n_steps=1, tol=tol, drift_every=2, low_memory=low_memory)
+    narrow = SpectralCondition(band=(0.8, 1.25), persistence=1)  # so that there are verdicts to compare
+    options = {"tol": tol, "drift_every": 2, "low_memory": low_memory, "condition": narrow, "mode": "observe"}
+    monitor = SpectralMonitor(every_n_steps=1, **options)
     keeper = Keeper(network)
     fit(way, network, steps, [monitor, keeper], optimizer)
     return {"measurements": [plain(m) for m in monitor.measurements], "weights": keeper.weights}
@@ -114,4 +116,6 @@ def plain(measurement: Any) -> dict[str, Any]:
             for info, v in zip(measurement.layers, value.tolist(), strict=True)
             if math.isnan(v)
         },
+        "verdicts": [verdict.to_row() for verdict in measurement.verdicts],
+        "states": {name: str(state) for name, state in measurement.states.items()},
     }

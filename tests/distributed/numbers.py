@@ -66,6 +66,11 @@ def _differences(expected: Plain, found: Plain) -> Iterator[str]:
                 yield f"step {step}: {where} is {mine:.7g}, not {value:.7g} {because and f'({because})'}"
             elif bool(expected["why"].get(where)) != bool(found["why"].get(where)):
                 yield f"step {step}: why {where} is missing: {found['why'].get(where)!r}"
+    told, mine = ([(v["layer"], v["cause"], v["root"]) for v in m["verdicts"]] for m in (expected, found))
+    if mine != told:
+        yield f"step {step}: verdicts {mine}, not {told}"
+    if found["states"] != expected["states"]:
+        yield f"step {step}: states {found['states']}, not {expected['states']}"
     for key in {**expected["summary"], **found["summary"]}:
         value, mine = expected["summary"].get(key, math.inf), found["summary"].get(key, math.inf)
         if not near(mine, value, tolerance(key, value, expected["summary"])):

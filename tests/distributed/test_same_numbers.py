@@ -168,3 +168,8 @@ def test_the_oracle_knows_another_matrix():
     assert found["weight_norm"] == pytest.approx(3)
     assert found["update_norm"] == found["update_fro"] == pytest.approx(2)
     assert found["drift_ratio"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("network", ["perceptron", "transformer"])
+def test_there_are_verdicts_to_compare(network):
+    assert all(measurement["verdicts"] for measurement in alone(network)["measurements"])
