@@ -31,6 +31,7 @@ NAMED_BY = {
     "features_vanish": "features",
     "features_grow": "rates_too_large",
     "one_way": "rates_too_large",
+    "one_way_features": "rates_too_large",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where that is another one."""
 

@@ -100,7 +100,7 @@ class Whole:
         if len([x for x in drifts if x > 0]) < 2 or not drift > 0:
             return
         usual = SPEED_LIMIT * math.sqrt(network.step)
-        check = "one_way" if network.step >= EARLY and _share_of_rate(network) > ONE_WAY else "rates_too_large"
+        check = "one_way" if _goes_one_way(network) else "rates_too_large"
         yield Finding(check, NETWORK, "drift_ratio", drift, usual, (0.0, 1.0), 2.0, "a healthy pace")
 
     def _slowness(self, network: Network) -> Iterator[Finding]:
@@ -215,7 +215,13 @@ def _growth(network: Network) -> Iterator[Finding]:
     sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "operator"]
     largest = max((size for size in sizes if size >= 0), default=math.nan)
     if network.step > EARLY and largest >= 0:
-        yield Finding("features_grow", NETWORK, "feature_rms", largest, 1.0, (0.0, GROWN_LIMIT), 2.0, "usual")
+        check = "one_way_features" if _goes_one_way(network) else "features_grow"
+        yield Finding(check, NETWORK, "feature_rms", largest, 1.0, (0.0, GROWN_LIMIT), 2.0, "usual")
+
+
+def _goes_one_way(network: Network) -> bool:
+    """Return whether Adam's steps all go the same way, as they do not where they are too large."""
+    return network.step >= EARLY and _share_of_rate(network) > ONE_WAY
 
 
 def _share_of_rate(network: Network) -> float:

@@ -13,6 +13,7 @@ from torch import nn
 import spectral_monitor.functional as F
 from spectral_monitor.anatomy import Anatomy, Layer, dissect
 from spectral_monitor.anatomy.names import named_modules
+from spectral_monitor.correction.units import DENSE
 from spectral_monitor.scaling.trial import FAMILIES, Blocks, Family, Loss, Step, Trial, equal_contributions
 from spectral_monitor.snapshot.local import is_distributed
 from spectral_monitor.snapshot.preserve import preserved
@@ -198,6 +199,9 @@ def calibrate(
 
 def _readout(anatomy: Anatomy) -> Layer:
     readouts = [layer for layer in anatomy.layers if layer.info.role == "readout"]
+    last = [layer for layer in anatomy.layers if layer.info.role in DENSE][-1:]
+    if readouts and last and last[0] not in readouts and not last[0].sources[0].requires_grad:
+        raise ValueError(f"the readout, {last[0].info.name!r}, is frozen: its scale is what Eq. 7 sets")
     if len(readouts) != 1:
         names = ", ".join(repr(layer.info.name) for layer in readouts)
         count = f"several readouts ({names})" if readouts else "no readout"

@@ -254,7 +254,7 @@ def test_a_fit_in_which_nothing_is_measured_shows_no_old_table(capsys):
     fit(monitor, data=zoo.loader(count=5))
     out = capsys.readouterr().out
     assert "nothing was measured in 5 optimizer steps" in out
-    assert "spectral condition, step" not in out
+    assert "spectral monitor, step" not in out
 
 
 def test_fast_dev_run():

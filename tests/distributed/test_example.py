@@ -34,13 +34,14 @@ def check(processes: int, strategy: str, folder: Path) -> None:
     small = ["--steps", "4", "--every", "2", "--width", "64", "--logdir", str(folder)]
     ended = start(processes, "--strategy", strategy, *small)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("spectral condition, step 4") == 1
+    assert ended.stdout.count("spectral monitor, step 4") == 1
     assert len(re.findall(r"^See it: .*tensorboard --logdir ", ended.stdout, re.MULTILINE)) == 1
-    rows = re.findall(r"^net\.\S+ +(?:operator|embedding|readout) .*\d\.\d.*$", ended.stdout, re.MULTILINE)
-    assert len(rows) == 21
+    assert re.search(r"^spectral monitor, step 4: .*\b21 layers", ended.stdout, re.MULTILINE)
     (events,) = folder.rglob("events.out.*")
     logged = EventAccumulator(str(events))
     logged.Reload()
+    layers = [tag for tag in logged.Tags()["scalars"] if tag.startswith("spectral/update_ratio/")]
+    assert len(layers) == 21 + 32, "matrices; biases and gains"
     for quantity in ("weight_natural", "update_natural", "feature_change"):
         found = logged.Scalars(f"spectral/{quantity}/net.blocks.0.down")
         assert [event.step for event in found] == [2, 4]

@@ -12,5 +12,5 @@ def test_a_gradient_on_one_process_is_one(outcomes, one):
     expected = lost.measure("")
     assert set(expected["contributions"].values()) == {0.0}
     assert set(expected["why"].values()) == {LOST}
-    assert set(expected["causes"].values()) == {"unmoved"}
+    assert set(expected["causes"].values()) == {"rounding", "nothing_trains"}
     assert outcomes[one].get() == [expected] * 2

@@ -17,7 +17,7 @@ from torch import nn, optim
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning, SpectralProbe
 
-ROUNDS, WARM = 8, 3
+ROUNDS, WARM = 14, 10
 
 
 class BoomError(Exception):

@@ -94,7 +94,8 @@ def test_the_role_table_says_which_layers_have_no_features():
     anatomy = without_compiled(dissect(model), compiled.values())
     shut = {layer.info.name for layer in anatomy.layers if "inside a compiled module" in layer.no_features}
     assert shut == {"1.0", "1.1"}
-    assert "inside a compiled module, where a hook would force a recompilation" in anatomy.table()
+    table = " ".join(anatomy.table().split())
+    assert "inside a compiled module, where a hook would force a recompilation" in table
 
 
 def test_layers_outside_have_features_and_no_replay():

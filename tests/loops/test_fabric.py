@@ -102,5 +102,5 @@ def test_as_a_script():
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert "3 matrices and 3 biases and gains are measured" in out
     assert "step   20  loss" in out
-    assert out.index("step   20  loss") < out.index("spectral condition, step 20: ")
+    assert out.index("step   20  loss") < out.index("spectral monitor, step 20: ")
     assert "nan" not in out

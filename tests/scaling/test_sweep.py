@@ -448,7 +448,7 @@ def test_a_point_can_be_asked():
     point = quiet(quantities=NATURAL, steps=2).points[0]
     assert isinstance(point, Point)
     assert len(point.losses) == 2
-    assert point.at(2).table().startswith("spectral measurement, step 2: 3 matrices")
+    assert point.at(2).table().startswith("spectral monitor, step 2: not judged: no judge has seen this measurement")
     assert point.at(7) is None
 
 

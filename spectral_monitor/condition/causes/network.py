@@ -28,10 +28,15 @@ def of_network(finding: Finding, network: Network, pace: float, first: str) -> T
     return _OF_NETWORK[finding.check](finding, network, pace, first)
 
 
-def _too_large(finding: Finding, network: Network, pace: float, first: str) -> Told:
-    seen = f"weights have moved {short(finding.value)} times the size they began with in {network.step} steps"
+def _far(finding: Finding, network: Network) -> str:
+    """Return how far the network has come, in words."""
     if finding.quantity == "feature_rms":
-        seen = f"the outputs of a hidden layer have grown to RMS {short(finding.value)} in {network.step} steps"
+        return f"the outputs of a hidden layer have grown to RMS {short(finding.value)} in {network.step} steps"
+    return f"weights have moved {short(finding.value)} times the size they began with in {network.step} steps"
+
+
+def _too_large(finding: Finding, network: Network, pace: float, first: str) -> Told:
+    seen = _far(finding, network)
     by = max(3.0, float(f"{max(pace / HEALTHY_STEP, 1.0):.1g}")) if pace > 0 else 10.0
     return Told(
         "rates_too_large",
@@ -95,9 +100,8 @@ def _eps(finding: Finding, network: Network, pace: float, first: str) -> Told:
 def _one_way(finding: Finding, network: Network, pace: float, first: str) -> Told:
     return Told(
         "stale_gradients",
-        f"weights have moved {short(finding.value)} times the size they began with in {network.step} steps, and Adam's "
-        "entries still move by all of the learning rate: every step goes the same way; clear gradients before each "
-        "backward pass, and bring targets to the size of outputs",
+        f"{_far(finding, network)}, and Adam's entries still move by all of the learning rate: every step goes the "
+        "same way; clear gradients before each backward pass, and bring targets to the size of outputs",
         Remedy("check"),
     )
 
@@ -137,6 +141,7 @@ _OF_NETWORK: dict[str, Callable[[Finding, Network, float, str], Told]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
     "one_way": _one_way,
+    "one_way_features": _one_way,
     "rates_too_small": _too_small,
     "diverged": _diverged,
     "nothing_trains": _nothing,
