@@ -30,8 +30,6 @@ NAMED_BY = {
     "ntk": "rates",
     "features_vanish": "features",
     "features_grow": "rates_too_large",
-    "one_way": "rates_too_large",
-    "one_way_features": "rates_too_large",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where that is another one."""
 

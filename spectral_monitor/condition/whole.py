@@ -37,8 +37,6 @@ EFFICIENT, EARLY = 0.05, 8
 LASTING = 0.995
 """Momentum from here on averages the last 200 steps and more."""
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
-ONE_WAY = 0.8
-"""The same later on where every step goes the same way; where steps are too large it is 0.01 to 0.3."""
 USUAL_EPS = 3e-8
 """What is not larger is not to blame."""
 FAST = ("adamax", "adafactor", "adagrad", "lion", "rprop", "rmsprop", "sign")
@@ -100,8 +98,7 @@ class Whole:
         if len([x for x in drifts if x > 0]) < 2 or not drift > 0:
             return
         usual = SPEED_LIMIT * math.sqrt(network.step)
-        check = "one_way" if _goes_one_way(network) else "rates_too_large"
-        yield Finding(check, NETWORK, "drift_ratio", drift, usual, (0.0, 1.0), 2.0, "a healthy pace")
+        yield Finding("rates_too_large", NETWORK, "drift_ratio", drift, usual, (0.0, 1.0), 2.0, "a healthy pace")
 
     def _slowness(self, network: Network) -> Iterator[Finding]:
         """Yield how large steps have been so far, if the network was not trained before and has taken its time."""
@@ -215,13 +212,7 @@ def _growth(network: Network) -> Iterator[Finding]:
     sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "operator"]
     largest = max((size for size in sizes if size >= 0), default=math.nan)
     if network.step > EARLY and largest >= 0:
-        check = "one_way_features" if _goes_one_way(network) else "features_grow"
-        yield Finding(check, NETWORK, "feature_rms", largest, 1.0, (0.0, GROWN_LIMIT), 2.0, "usual")
-
-
-def _goes_one_way(network: Network) -> bool:
-    """Return whether Adam's steps all go the same way, as they do not where they are too large."""
-    return network.step >= EARLY and _share_of_rate(network) > ONE_WAY
+        yield Finding("features_grow", NETWORK, "feature_rms", largest, 1.0, (0.0, GROWN_LIMIT), 2.0, "usual")
 
 
 def _share_of_rate(network: Network) -> float:

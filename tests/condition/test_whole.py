@@ -252,14 +252,13 @@ def test_momentum_that_lasts_too_long_is_said_at_once(momentum, wrong):
         assert (found["momentum"].remedy.action, found["momentum"].remedy.value) == ("set_momentum", 0.9)
 
 
-def test_weights_that_go_far_in_one_direction_are_those_of_gradients_that_add_up():
-    """Every entry still moves by the learning rate, step after step; noise makes it less where steps are too large."""
+def test_outputs_that_grow_are_those_of_steps_that_are_too_large():
+    def grown(size, start, layer="b"):
+        change = {"feature_rms": dict.fromkeys(LAYERS, 1.0) | {layer: size}}
+        return told({"feature_rms": dict.fromkeys(LAYERS, 1.0)}, change, start=start)[-1]
 
-    def far(share, step):
-        sizes = {name: share * 0.01 * math.sqrt(info.fan_out * info.fan_in) for name, info in LAYERS.items()}
-        change = every(50.0, "drift_ratio") | ({"update_fro": sizes} if share else {})
-        return set(told(change, start=step, settings=set_by("AdamW"))[0])
-
-    assert far(0.9, 20) == {"stale_gradients"}
-    assert far(0.7, 20) == far(0.9, 4) == {"rates_too_large"}, "in the first steps all do"
-    assert far(0.0, 20) == {"rates_too_large"}, "entries were not measured"
+    found = grown(101.0, 16)  # log(101 / 50) / log(2) = 1.01
+    assert set(found) == {"rates_too_large"}
+    assert "the outputs of a hidden layer have grown to RMS 100" in found["rates_too_large"].sentence
+    assert grown(49.0, 16) == {}
+    assert grown(101.0, 1) == {}, "in the first steps it is how they began"

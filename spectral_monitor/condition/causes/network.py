@@ -97,15 +97,6 @@ def _eps(finding: Finding, network: Network, pace: float, first: str) -> Told:
     )
 
 
-def _one_way(finding: Finding, network: Network, pace: float, first: str) -> Told:
-    return Told(
-        "stale_gradients",
-        f"{_far(finding, network)}, and Adam's entries still move by all of the learning rate: every step goes the "
-        "same way; clear gradients before each backward pass, and bring targets to the size of outputs",
-        Remedy("check"),
-    )
-
-
 def _momentum(finding: Finding, network: Network, pace: float, first: str) -> Told:
     momentum = max(row.settings.momentum for row in network.peers)
     return Told(
@@ -140,8 +131,6 @@ def _ntk(finding: Finding, network: Network, pace: float, first: str) -> Told:
 _OF_NETWORK: dict[str, Callable[[Finding, Network, float, str], Told]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
-    "one_way": _one_way,
-    "one_way_features": _one_way,
     "rates_too_small": _too_small,
     "diverged": _diverged,
     "nothing_trains": _nothing,

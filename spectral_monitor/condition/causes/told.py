@@ -17,7 +17,6 @@ CAUSES = {
     "sgd_rule_under_adam": "learning rates follow fan_out/fan_in, which is for SGD, under an optimizer like Adam",
     "ntk_scaling": "learning rates, or factors in the forward pass, let hidden updates vanish with width",
     "eps": "Adam's eps is larger than the gradients",
-    "stale_gradients": "every step goes the same way: gradients are not cleared, or targets are far away",
     "input_scale": "the inputs are far too large",
     "readout_init": "the readout's weights are too large for its width",
     "weights_too_large": "its weights are far larger than those of the others",
