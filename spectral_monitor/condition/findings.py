@@ -101,7 +101,7 @@ def findings(network: Network, condition: SpectralCondition) -> Iterator[Finding
     for row in network.rows:
         for finding in (
             _dead(network, row),
-            _rate(network, row),
+            _rate(network, row) if condition.profile is None else None,  # which has every layer's own
             _exploding(network, row),
             _grown(row),
             _rounding(row),
@@ -116,6 +116,8 @@ def findings(network: Network, condition: SpectralCondition) -> Iterator[Finding
 def _dead(network: Network, row: Row) -> Finding | None:
     """Return an update of exactly nothing, or one that no gradient asked for (weight decay, momentum)."""
     if network.top_lr == 0 or row.settings.frozen:
+        return None
+    if network.finished:
         return None
     known = [key for key in _MOVES if not math.isnan(row.get(key))]
     if not known:
@@ -200,7 +202,7 @@ def _room(low: float, high: float) -> float:
 
 def _weights(network: Network, row: Row) -> Finding | None:
     """Return the size of weights as they began; how updates change it is another question."""
-    moved = row.get("drift_ratio") > MOVED
+    moved = row.get("drift_ratio") > MOVED and network.step > 1  # the first step begins with what was drawn
     if not row.dense or not network.fresh or moved or row.info.name in network.from_zero:
         return None
     if network.ntk_weights:  # which is said of all of them at once

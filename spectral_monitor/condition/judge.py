@@ -97,6 +97,7 @@ class Judge:
         self._told: set[tuple[str, str]] = set()
         self._expected: dict[str, float] | None = None
         self._fresh: bool | None = None
+        self._steps: dict[str, float] = {}  # layer -> its largest relative update
         self._comparisons: list[WidthComparison] = []  # with a profile of a narrower network
 
     @property
@@ -124,7 +125,15 @@ class Judge:
         self._startup.look(measurement, network)
         if self._fresh is None:
             self._fresh = network.looks_fresh
-        network = replace(network, from_zero=frozenset(self._startup.from_zero), fresh=self._fresh)
+        for row in network.rows:
+            step, before = row.get("update_ratio") * row.to_peak, self._steps.get(row.info.name, 0.0)
+            self._steps[row.info.name] = step if step > before else before
+        network = replace(
+            network,
+            from_zero=frozenset(self._startup.from_zero),
+            fresh=self._fresh,
+            largest_steps={name: step for name, step in self._steps.items() if step > 0},
+        )
         everything = tuple(self._all(measurement, network))
         self.findings = tuple(f for f in everything if f.quantity in measurement.values)
         found = {(f.layer, f.check): f for f in everything if not self._startup.waits(f)}
@@ -275,6 +284,7 @@ class Judge:
             "records": [[layer, check, asdict(record)] for (layer, check), record in self._records.items()],
             "known": {key: dict(column) for key, column in self._known.items()},
             "fresh": self._fresh,
+            "steps": dict(self._steps),
             "widths": [asdict(compared) for compared in self._comparisons],
             "told": sorted(map(list, self._told)),
             "startup": self._startup.state_dict(),
@@ -291,7 +301,7 @@ class Judge:
             raise ValueError(f"the judge's state has version {state.get('version')!r}, this one reads {VERSION}")
         self._records = {(layer, check): _Record(**record) for layer, check, record in state["records"]}
         self._known = {key: dict(column) for key, column in state["known"].items()}
-        self._fresh = state["fresh"]
+        self._fresh, self._steps = state["fresh"], dict(state["steps"])
         self._comparisons = [WidthComparison(**row) for row in state["widths"]]
         self._told = {(layer, code) for layer, code in state["told"]}
         self._startup.load_state_dict(state["startup"])

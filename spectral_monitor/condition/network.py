@@ -123,6 +123,7 @@ class Network:
         from_zero: names of the layers that began at zero.
         expected: layer -> factor on its learning rate that the user has declared.
         fresh: whether weights began as they are drawn, not as an earlier training left them.
+        largest_steps: layer -> its largest relative update so far, at the peak of its learning rate.
     """
 
     step: int
@@ -132,6 +133,7 @@ class Network:
     from_zero: frozenset[str] = frozenset()
     expected: Mapping[str, float] = field(default_factory=dict)
     fresh: bool = True
+    largest_steps: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -205,9 +207,9 @@ class Network:
         for row in self.rows:
             if row.lr > 0 and not row.settings.frozen:
                 groups[row.settings.owner, row.settings.family].append((row.info, row.lr))
-        steps = {row.info.name: row.get("update_ratio") * row.to_peak for row in self.rows}
-        for some in groups.values():
-            found |= rates(some, self.expected, steps)
+        for (owner, _), some in groups.items():
+            others = [row.lr for row in self.vectors.values() if row.settings.owner == owner]
+            found |= rates(some, self.expected, self.largest_steps, geometric_median(others))
         return found
 
     def relative_size(self, row: Row) -> float:
@@ -274,6 +276,13 @@ class Network:
     def looks_fresh(self) -> bool:
         """Whether the median weight is as random as a Gaussian one; what training has made has less stable rank."""
         return not geometric_median(_randomness(row) for row in self.peers) < FRESH
+
+    @cached_property
+    def finished(self) -> bool:
+        """Whether no layer gets a gradient although they have moved: the loss of this batch is exactly 0."""
+        silent = [row.get("contribution") == 0 and not row.get("lost") > 0 for row in self.peers]
+        drift = geometric_median(row.get("drift_ratio") for row in self.peers)
+        return bool(silent) and all(silent) and drift > 0.01
 
     def usual_gain(self, row: Row) -> float:
         """Return the median gain of the other layers' weights, no further off than healthy ones ever are."""

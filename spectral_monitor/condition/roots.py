@@ -108,7 +108,6 @@ def _root(cases: Sequence[Case], network: Network) -> Verdict:
         remedy = verdict.remedy
         verdict = replace(
             verdict,
-            sentence=f"{verdict.sentence} (the same holds for {len(cases) - 1} more)",
             remedy=remedy and replace(remedy, layers=names),
         )
     return verdict

@@ -26,6 +26,8 @@ FEATURE_LIMIT = 25.0
 """Root mean square of a layer's outputs at the start; of healthy networks at most 2.5."""
 GROWN_LIMIT = 50.0
 """The same of hidden layers later on, at most 6 in healthy networks."""
+GROWTH = 4.0
+"""What was large from the start has grown if it is this many times as large."""
 FEATURE_LEAST = 1e-4
 """The same of the smallest outputs, at least 0.0026."""
 HEAVY = 5.0
@@ -72,7 +74,7 @@ class Whole:
                 return
         yield from _parametrization(network)
         yield from self._speed(network)
-        yield from _growth(network)
+        yield from self._growth(network)
         yield from self._slowness(network)
         yield from self._features(network)
         yield from _eps(network)
@@ -120,10 +122,10 @@ class Whole:
     def _features(self, network: Network) -> Iterator[Finding]:
         """Yield the largest and the smallest outputs of a layer at the first measurement: later, steps are to blame."""
         rows = [row for row in network.peers if row.get("feature_rms") >= 0]
-        if not self._first:
+        if not self._first and network.step <= EARLY:
             self._first = {row.info.name: row.get("feature_rms") for row in rows}
             self.large_outputs = next((row.info.name for row in rows if row.get("feature_rms") > FEATURE_LIMIT), "")
-        if not self._first or network.step > EARLY:
+        if not self._first:
             return
         own = network.row(self.large_outputs)
         bias = network.vectors.get(f"{self.large_outputs}.bias")
@@ -137,6 +139,14 @@ class Whole:
             smallest = min(sizes)
             band = (FEATURE_LEAST, math.inf)
             yield Finding("features_vanish", NETWORK, "feature_rms", smallest, 1.0, band, 1.5, "usual")
+
+    def _growth(self, network: Network) -> Iterator[Finding]:
+        """Yield the largest outputs of a hidden layer after the first steps: too large steps let them grow."""
+        sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "operator"]
+        largest = max((size for size in sizes if size >= 0), default=math.nan)
+        limit = max(GROWN_LIMIT, GROWTH * max(self._first.values(), default=0.0))
+        if network.step > EARLY and largest >= 0:
+            yield Finding("features_grow", NETWORK, "feature_rms", largest, limit, (0.0, 1.0), 2.0, "usual")
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
@@ -205,14 +215,6 @@ def _not_finite(measurement: Measurement) -> bool:
             if values.isinf().any() or any("NaN or inf" in text for text in why):
                 return True
     return False
-
-
-def _growth(network: Network) -> Iterator[Finding]:
-    """Yield the largest outputs of a hidden layer after the first steps: steps that are too large let them grow."""
-    sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "operator"]
-    largest = max((size for size in sizes if size >= 0), default=math.nan)
-    if network.step > EARLY and largest >= 0:
-        yield Finding("features_grow", NETWORK, "feature_rms", largest, 1.0, (0.0, GROWN_LIMIT), 2.0, "usual")
 
 
 def _share_of_rate(network: Network) -> float:

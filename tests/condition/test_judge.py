@@ -264,3 +264,22 @@ def calls_to_judge(count):
 
 def test_the_work_to_judge_grows_no_faster_than_the_layers():
     assert calls_to_judge(600) < 4.2 * calls_to_judge(150)
+
+
+def test_weights_that_began_tiny_are_seen_before_the_first_step_makes_them_large():
+    tiny = {"weight_natural": {"b": 1e-3}, "weight_fro": {"b": 8e-3}, "drift_ratio": {"b": 40.0}}
+    (verdict,) = judged([measured(1, **tiny)])[1]
+    assert (verdict.layer, verdict.cause) == ("b", "weights_too_small")
+    assert judged([measured(2, **tiny)])[1] == (), "later it is what updates made of them"
+
+
+def test_who_has_the_usual_rate_does_not_change_while_weights_grow():
+    """Two layers of four at a hundred times the rate: large steps at first, then healthy ones of grown weights."""
+    lr = {"a": 1.0, "b": 1.0}
+    first = measured(1, lr=lr, update_ratio={"a": 5.0, "b": 5.0})
+    later = [measured(step, lr=lr, update_ratio={"a": 0.06, "b": 0.06, "c": 1e-3, "head": 1e-3}) for step in (2, 4, 8)]
+    settings = set_by(lr=lr)
+    for many in range(4):
+        roots = [verdict for verdict in judged([first, *later[:many]], settings=settings)[1] if verdict.is_root]
+        assert {(verdict.layer, verdict.cause) for verdict in roots} >= {("a", "lr_too_large"), ("b", "lr_too_large")}
+        assert not any(verdict.cause == "lr_too_small" for verdict in roots)

@@ -213,3 +213,30 @@ def test_a_declared_factor_is_taken_out():
     assert factors(given, expected={"f": 100.0})["f"] == pytest.approx(1)
     found = rates(rated(*[0.01] * 6), expected={"f": 100.0})["f"]
     assert (found.usual, found.factor) == (pytest.approx(1.0), pytest.approx(0.01)), "what deviates from it is judged"
+
+
+def test_one_layer_is_never_the_rule_of_two_others():
+    infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abc"]
+    rated = [(info, 0.1 if info.name == "b" else 0.001) for info in infos]
+    steps = {"a": 0.9, "b": 0.06, "c": 0.9}  # as if the fast one were the healthy one
+    assert {name: round(rate.factor, 2) for name, rate in rates(rated, steps=steps).items()} == {
+        "a": 1,
+        "b": 100,
+        "c": 1,
+    }
+
+
+def test_of_two_layers_the_one_with_the_healthier_steps_has_the_usual_rate():
+    infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "ab"]
+    rated = [(infos[0], 0.1), (infos[1], 0.001)]
+    assert rates(rated, steps={"a": 6.0, "b": 0.06})["a"].factor == pytest.approx(100)
+    assert rates(rated, steps={"a": 0.06, "b": 0.0006})["b"].factor == pytest.approx(0.01)
+
+
+def test_an_input_layer_with_the_rate_of_biases_has_it_on_purpose():
+    infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abcd"]
+    rated = [(info, 0.008 if info.name == "a" else 0.001) for info in infos]
+    assert rates(rated, vectors=0.008)["a"].factor == 1
+    assert rates(rated, vectors=0.001)["a"].factor == pytest.approx(8), "only its own bias has it"
+    odd = [(info, 0.008 if info.name == "b" else 0.001) for info in infos]
+    assert rates(odd, vectors=0.008)["b"].factor == pytest.approx(8), "it is not the first"

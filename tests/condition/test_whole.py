@@ -192,7 +192,7 @@ def test_hidden_outputs_that_have_grown_show_steps_that_are_too_large():
     """Fifty times the usual; twice that is evidence enough at once. Logits may be of any size."""
     (found,) = told(features(b=101.0), start=9)
     assert set(found) == {"rates_too_large"}
-    assert "the outputs of a hidden layer have grown to RMS 100 in 9 steps" in found["rates_too_large"].sentence
+    assert "the outputs of a hidden layer have grown to RMS 100 by step 9" in found["rates_too_large"].sentence
     assert not any(told(*[features(b=49.0)] * 9, start=9))
     assert not any(told(*[features(head=500.0)] * 9, start=9))
     assert not any("rates_too_large" in found for found in told(*[features(b=101.0)] * 8))
@@ -262,3 +262,9 @@ def test_outputs_that_grow_are_those_of_steps_that_are_too_large():
     assert "the outputs of a hidden layer have grown to RMS 100" in found["rates_too_large"].sentence
     assert grown(49.0, 16) == {}
     assert grown(101.0, 1) == {}, "in the first steps it is how they began"
+
+
+def test_inputs_that_are_too_large_stay_the_root_and_are_not_said_to_have_grown():
+    large = {"feature_rms": dict.fromkeys(LAYERS, 1.0) | {"a": 400.0}}
+    found = told(*[large] * 12, start=1)
+    assert [set(some) for some in found] == [{"input_scale"}] * 12

@@ -53,7 +53,7 @@ def test_numbers_are_those_of_one_process(outcomes, one):
     if dict(one.arguments)["way"].startswith("fsdp1"):
         # It gives zeros as gradients to experts nobody used, and so an update of 0 that is no other's, and a verdict
         # that they are dead; nothing is NaN.
-        follows = ("contribution_spread", "summary/violations")
+        follows = ("contribution_spread", "summary/violations", ": verdicts ", ": states ")
         found = [
             text
             for text in found

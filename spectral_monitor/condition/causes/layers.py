@@ -135,7 +135,12 @@ def _heavy(finding: Finding, row: Row, network: Network) -> Told | None:
     """Explain by weights that began too large or too small."""
     factor = row.gain / network.usual_gain(row)
     large = factor > 1
-    if not factor > 0 or not max(factor, 1 / factor) > HEAVY or row.get("drift_ratio") > MOVED or not network.fresh:
+    if (
+        not factor > 0
+        or not max(factor, 1 / factor) > HEAVY
+        or (row.get("drift_ratio") > MOVED and network.step > 1)
+        or not network.fresh
+    ):
         return None
     if finding.check == "reference" and large == (finding.ratio > 1):
         return None  # under most optimizers heavy weights get small updates, not large ones

@@ -31,8 +31,8 @@ def of_network(finding: Finding, network: Network, pace: float, first: str) -> T
 def _far(finding: Finding, network: Network) -> str:
     """Return how far the network has come, in words."""
     if finding.quantity == "feature_rms":
-        return f"the outputs of a hidden layer have grown to RMS {short(finding.value)} in {network.step} steps"
-    return f"weights have moved {short(finding.value)} times the size they began with in {network.step} steps"
+        return f"the outputs of a hidden layer have grown to RMS {short(finding.value)} by step {network.step}"
+    return f"weights have moved {short(finding.value)} times the size they began with by step {network.step}"
 
 
 def _too_large(finding: Finding, network: Network, pace: float, first: str) -> Told:

@@ -79,7 +79,10 @@ def follows(name: str, rated: Sequence[Rated]) -> bool:
 
 
 def rates(
-    rated: Sequence[Rated], expected: Mapping[str, float] | None = None, steps: Mapping[str, float] | None = None
+    rated: Sequence[Rated],
+    expected: Mapping[str, float] | None = None,
+    steps: Mapping[str, float] | None = None,
+    vectors: float = math.nan,
 ) -> dict[str, Rate]:
     """Return every layer's learning rate beside the usual one.
 
@@ -89,7 +92,8 @@ def rates(
     Args:
         rated: matrices of one optimizer, in the order of the model.
         expected: layer -> factor that the user has declared; its layer is judged by what deviates from that.
-        steps: layer -> relative update, at the peak of its learning rate.
+        steps: layer -> largest relative update so far, at the peak of its learning rate.
+        vectors: learning rate that most biases and gains have; NaN if there are none.
 
     Example:
         >>> infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abcd"]
@@ -104,6 +108,9 @@ def rates(
     if len(dense) < FEW:  # as under Muon, which leaves embeddings and the readout to another optimizer
         dense, tables = given, []
     usual, purposes = _of_matrices(dense, steps or {})
+    for info, lr in dense[:1]:
+        if not _same(lr, usual[info.name]) and lr > usual[info.name] and _same(lr, vectors):
+            purposes.setdefault(info.name, "an input layer with the rate of biases, as in muP")
     found_usual, found_purposes = _of_embeddings(tables, dense)
     usual, purposes = usual | found_usual, purposes | found_purposes
     return {
@@ -159,7 +166,8 @@ def _majority(given: Sequence[Rated], steps: Mapping[str, float]) -> tuple[str, 
     rule_name, unit, names = max(found, key=lambda some: len(some[2]))
     if 2 * len(names) < len(given):
         return "one rate", geometric_median(lr for _, lr in given)
-    rivals = [some for some in found if some[0] == rule_name and RIVAL * len(given) <= len(some[2])]
+    least = max(min(2, len(names)), RIVAL * len(given))  # one layer is no rule where others share one
+    rivals = [some for some in found if some[0] == rule_name and least <= len(some[2])]
     if len(rivals) > 1 and len(names) < (1 - RIVAL) * len(given):
         rule_name, unit, _ = min(rivals, key=lambda some: (_distance(some[2], steps), -len(some[2])))
     return rule_name, unit
