@@ -44,7 +44,7 @@ class StartUp:
         new = {name for name, size in sizes.items() if size == 0 or _began_at_zero(measurement, name)} - self.from_zero
         self.from_zero |= new
         if self._looked < GRACE:
-            self._growing |= dict.fromkeys(new, 0)
+            self._growing |= dict.fromkeys(sorted(new), 0)  # in the same order in every process
         if network.top_lr == 0:  # before a warm-up
             return
         self._looked += 1
