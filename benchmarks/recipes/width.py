@@ -213,12 +213,12 @@ class Result:
 
     @property
     def named(self) -> bool:
-        """Whether the wide run at the same rate is named in time."""
+        """Tell whether the wide run at the same rate is named in time."""
         return self.wide is not None and self.wide.measurements <= BY
 
     @property
     def false(self) -> int:
-        """How many of the three others are named."""
+        """Count those of the three others that are named."""
         return sum(finding is not None for finding in (self.narrow, self.advised, self.elsewhere))
 
 

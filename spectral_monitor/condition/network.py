@@ -22,7 +22,7 @@ GAINS = (0.1, 1.6)
 """Median gain of the weights of healthy networks at the start."""
 READ = frozenset(
     {"weight_natural", "weight_fro", "update_natural", "update_norm", "update_fro", "update_ratio"}
-    | {"drift_ratio", "contribution", "lr", "lr_multiplier", "feature_rms", "feature_change"}
+    | {"drift_ratio", "contribution", "lr", "lr_multiplier", "feature_rms"}
 )
 """Quantities that verdicts and their causes are read off."""
 
