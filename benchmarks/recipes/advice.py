@@ -6,7 +6,6 @@ import math
 
 from recipes.recipe import Fault
 from recipes.run import Run
-
 from spectral_monitor.condition import Verdict
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from recipes.run import Run
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 from torch.optim import Optimizer
 from tuned import DATA, digits, images, text
+
+from recipes.run import Run
 
 
 @dataclass(frozen=True)

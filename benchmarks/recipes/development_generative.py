@@ -6,13 +6,14 @@ import math
 from functools import cache
 
 import torch
-from recipes.development_common import Split, fixed, image_split, private, split, wide
-from recipes.run import Run, warmup_cosine
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import binary_cross_entropy_with_logits, interpolate, mse_loss, silu
 from torch.optim import Adam, AdamW
+
+from recipes.development_common import Split, fixed, image_split, private, split, wide
+from recipes.run import Run, warmup_cosine
 
 
 @cache

@@ -6,12 +6,13 @@ import math
 
 import torch
 from char_transformer import Block
-from recipes.development_common import characters, decayed, language, wide
-from recipes.optimizers import Lion
-from recipes.run import Run, warmup_cosine
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.optim import SGD, AdamW, Muon
+
+from recipes.development_common import characters, decayed, language, wide
+from recipes.optimizers import Lion
+from recipes.run import Run, warmup_cosine
 
 CONTEXT = 64
 

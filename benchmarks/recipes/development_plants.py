@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
+
 from recipes.recipe import Fault
 from recipes.run import Run
-from torch import Tensor, nn
 
 Plant = Callable[[Run], None]
 

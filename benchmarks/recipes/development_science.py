@@ -6,11 +6,12 @@ import math
 from functools import cache
 
 import torch
-from recipes.development_common import Split, classification, fixed, private, wide
-from recipes.run import Run
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, max_pool1d, relu
 from torch.optim import Adagrad, Adam
+
+from recipes.development_common import Split, classification, fixed, private, wide
+from recipes.run import Run
 
 NODES, CLASSES, FEATURES = 1000, 6, 200
 

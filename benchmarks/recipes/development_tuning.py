@@ -6,6 +6,9 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
 from recipes.development_common import (
     Split,
     characters,
@@ -18,8 +21,6 @@ from recipes.development_common import (
 from recipes.development_language import GPT
 from recipes.development_vision import ResNet, ViT
 from recipes.run import Run, warmup_cosine
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW
 
 State = dict[str, Tensor]
 

@@ -6,6 +6,10 @@ from itertools import pairwise
 
 import torch
 from char_transformer import Block
+from torch import Tensor, nn
+from torch.nn.functional import gelu, max_pool2d
+from torch.optim import SGD, Adam, AdamW
+
 from recipes.development_common import (
     classification,
     decayed,
@@ -18,9 +22,6 @@ from recipes.development_common import (
 )
 from recipes.optimizers import AdamWScheduleFree, sharpness_aware
 from recipes.run import Run, cosine, warmup_cosine
-from torch import Tensor, nn
-from torch.nn.functional import gelu, max_pool2d
-from torch.optim import SGD, Adam, AdamW
 
 
 class Perceptron(nn.Module):

@@ -6,13 +6,14 @@ import math
 from itertools import pairwise
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d, gelu, max_pool2d, pad
+from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
+
 from recipes.heldout_data import Supervised, decayed, divided, small_images, smoothed, wide
 from recipes.heldout_optimizers import sharpness_aware
 from recipes.recipe import Recipe
 from recipes.run import Run, Schedule, cosine, warmup_cosine
-from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d, gelu, max_pool2d, pad
-from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
 
 
 class VGG(nn.Module):

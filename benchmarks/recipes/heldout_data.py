@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
-from recipes.run import Schedule
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 from tuned import DATA, images, text
+
+from recipes.run import Schedule
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 Groups = list[dict[str, object]]

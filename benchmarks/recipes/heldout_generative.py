@@ -6,13 +6,14 @@ import math
 from functools import cache
 
 import torch
-from recipes.heldout_data import HELD, decayed, seeded, still, wide
-from recipes.recipe import Recipe
-from recipes.run import Run, cosine, warmup_cosine
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, interpolate, leaky_relu, mse_loss, silu
 from torch.optim import Adam, AdamW
 from tuned import digits
+
+from recipes.heldout_data import HELD, decayed, seeded, still, wide
+from recipes.recipe import Recipe
+from recipes.run import Run, cosine, warmup_cosine
 
 
 @cache

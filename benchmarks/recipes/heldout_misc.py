@@ -5,9 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from recipes.heldout_data import Supervised, seeded, still, unexplained, wide
-from recipes.recipe import Recipe
-from recipes.run import Run, cosine
 from torch import Tensor, nn
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
@@ -19,6 +16,10 @@ from torch.nn.functional import (
     smooth_l1_loss,
 )
 from torch.optim import Adam, SparseAdam
+
+from recipes.heldout_data import Supervised, seeded, still, unexplained, wide
+from recipes.recipe import Recipe
+from recipes.run import Run, cosine
 
 
 @cache

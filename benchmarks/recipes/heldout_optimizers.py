@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from recipes.heldout_data import Groups, Supervised
-from recipes.run import Run
 from torch import Tensor
 from torch.optim import Optimizer
+
+from recipes.heldout_data import Groups, Supervised
+from recipes.run import Run
 
 
 class Lion(Optimizer):

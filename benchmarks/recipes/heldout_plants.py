@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 from weakref import WeakKeyDictionary
 
 import torch
-from recipes.heldout_data import Supervised
-from recipes.run import Run
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from recipes.heldout_data import Supervised
+from recipes.run import Run
 
 Plant = Callable[[Run], None]
 

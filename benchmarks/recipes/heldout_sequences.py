@@ -6,13 +6,14 @@ import math
 from functools import cache
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu
+from torch.optim import Adafactor, Adam
+
 from recipes.heldout_data import Corpus, Supervised, seeded, still, wide
 from recipes.heldout_text import SplitAttention
 from recipes.recipe import Recipe
 from recipes.run import Run, Schedule, cosine
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu
-from torch.optim import Adafactor, Adam
 
 
 class PostNormLayer(nn.Module):

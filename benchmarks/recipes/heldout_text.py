@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from torch.optim import SGD, AdamW
+
 from recipes.heldout_data import Corpus, Language, decayed, divided, wide
 from recipes.heldout_optimizers import AdamWScheduleFree
 from recipes.recipe import Recipe
 from recipes.run import Run, warmup_cosine
-from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
-from torch.optim import SGD, AdamW
 
 
 def rotated(x: Tensor) -> Tensor:

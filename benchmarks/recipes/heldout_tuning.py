@@ -6,15 +6,16 @@ import copy
 from functools import cache
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div
+from torch.optim import SGD, Adam, AdamW
+
 from recipes.heldout_convs import GroupNet
 from recipes.heldout_data import Corpus, Groups, Language, Supervised, half_of_classes, small_images, smoothed, wide
 from recipes.heldout_text import GPT
 from recipes.heldout_vision import ViT
 from recipes.recipe import Recipe
 from recipes.run import Run, cosine, warmup_cosine
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, kl_div
-from torch.optim import SGD, Adam, AdamW
 
 
 def pretrain(task: Supervised | Language, steps: int, lr: float = 4e-3) -> nn.Module:

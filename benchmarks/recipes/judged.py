@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 
 from recipes.recipe import Fault
 from recipes.run import Record
-
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition, Verdict
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from recipes.run import Run
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from recipes.run import Run
 
 
 class Lion(Optimizer):

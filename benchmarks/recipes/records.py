@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+
 from recipes.recipe import Fault, Half, Recipe
 from recipes.run import Record, Run, train
 
