@@ -16,8 +16,6 @@ UPDATE_LIMIT = 1.0
 """A step that moves a matrix by its own norm, again and again, learns nothing that the next one keeps."""
 WEIGHT_BAND: Band = (1 / 30, 10.0)
 """Gain of the weights over the median; recipes begin residual branches with up to 14 times smaller ones."""
-MOVED = 1.0
-"""Weights that have come this many times the norm they began with are not a matter of initialisation."""
 SIZE_LIMIT, DRIFT_LIMIT = 100.0, 10.0
 """Natural norm of weights that have come this many times the norm they began with."""
 EMBEDDING_BAND: Band = (1 / 300, 30.0)
@@ -202,12 +200,11 @@ def _room(low: float, high: float) -> float:
 
 def _weights(network: Network, row: Row) -> Finding | None:
     """Return the size of weights as they began; how updates change it is another question."""
-    moved = row.get("drift_ratio") > MOVED and network.step > 1  # the first step begins with what was drawn
-    if not row.dense or not network.fresh or moved or row.info.name in network.from_zero:
+    if not row.dense or not network.fresh or row.info.name in network.from_zero:
         return None
     if network.ntk_weights:  # which is said of all of them at once
         return None
-    value, ratio = row.get("weight_natural"), row.gain / network.usual_gain(row)
+    value, ratio = row.get("weight_natural"), network.initial_gain(row)
     if not ratio > 0:
         return None
     low, high = WEIGHT_BAND
@@ -218,5 +215,5 @@ def _weights(network: Network, row: Row) -> Finding | None:
 def _embedding(network: Network, row: Row) -> Finding | None:
     if row.info.role != "embedding" or row.info.name not in network.compared:
         return None
-    size = row.get("weight_natural")
+    size = network.initial_rows(row)
     return Finding("embedding", row.info.name, "weight_natural", size, 1.0, EMBEDDING_BAND, 2.0, "usual")

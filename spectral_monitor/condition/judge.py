@@ -19,7 +19,7 @@ from spectral_monitor.condition.whole import Whole, why_still
 from spectral_monitor.condition.width import THRESHOLD, WINDOW, WidthComparison, compare_widths, find_width
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
 
-VERSION = 4
+VERSION = 5
 """Of the saved state."""
 NAMED_BY = {
     "rate": "rates",
@@ -98,6 +98,7 @@ class Judge:
         self._expected: dict[str, float] | None = None
         self._fresh: bool | None = None
         self._steps: dict[str, float] = {}  # layer -> its largest relative update
+        self._began: dict[str, float] = {}  # of the first weights: as in Network
         self._comparisons: list[WidthComparison] = []  # with a profile of a narrower network
 
     @property
@@ -128,11 +129,15 @@ class Judge:
         for row in network.rows:
             step, before = row.get("update_ratio") * row.to_peak, self._steps.get(row.info.name, 0.0)
             self._steps[row.info.name] = step if step > before else before
+            size = network.initial_gain(row) if row.dense else network.initial_rows(row)
+            if size > 0:
+                self._began.setdefault(row.info.name, size)
         network = replace(
             network,
             from_zero=frozenset(self._startup.from_zero),
             fresh=self._fresh,
             largest_steps={name: step for name, step in self._steps.items() if step > 0},
+            began=self._began,
         )
         everything = tuple(self._all(measurement, network))
         self.findings = tuple(f for f in everything if f.quantity in measurement.values)
@@ -285,6 +290,7 @@ class Judge:
             "known": {key: dict(column) for key, column in self._known.items()},
             "fresh": self._fresh,
             "steps": dict(self._steps),
+            "began": dict(self._began),
             "widths": [asdict(compared) for compared in self._comparisons],
             "told": sorted(map(list, self._told)),
             "startup": self._startup.state_dict(),
@@ -301,7 +307,7 @@ class Judge:
             raise ValueError(f"the judge's state has version {state.get('version')!r}, this one reads {VERSION}")
         self._records = {(layer, check): _Record(**record) for layer, check, record in state["records"]}
         self._known = {key: dict(column) for key, column in state["known"].items()}
-        self._fresh, self._steps = state["fresh"], dict(state["steps"])
+        self._fresh, self._steps, self._began = state["fresh"], dict(state["steps"]), dict(state["began"])
         self._comparisons = [WidthComparison(**row) for row in state["widths"]]
         self._told = {(layer, code) for layer, code in state["told"]}
         self._startup.load_state_dict(state["startup"])

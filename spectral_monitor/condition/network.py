@@ -20,6 +20,10 @@ FRESH = 0.6
 """Stable rank of the median weight over that of a Gaussian one; 1.02 and more for weights that were just drawn."""
 GAINS = (0.1, 1.6)
 """Median gain of the weights of healthy networks at the start."""
+MOVED = 1.0
+"""Weights that have come this many times the norm they began with are not a matter of initialisation."""
+EXPLODED = 1.0
+"""A step that is larger than the weights, which no healthy run comes near (0.25), has nothing left of them."""
 READ = frozenset(
     {"weight_natural", "weight_fro", "update_natural", "update_norm", "update_fro", "update_ratio"}
     | {"drift_ratio", "contribution", "lr", "lr_multiplier", "feature_rms"}
@@ -124,6 +128,8 @@ class Network:
         expected: layer -> factor on its learning rate that the user has declared.
         fresh: whether weights began as they are drawn, not as an earlier training left them.
         largest_steps: layer -> its largest relative update so far, at the peak of its learning rate.
+        began: layer -> gain of its weights over the usual one when it was first measured; of an embedding, the size of
+            its largest row.
     """
 
     step: int
@@ -134,6 +140,7 @@ class Network:
     expected: Mapping[str, float] = field(default_factory=dict)
     fresh: bool = True
     largest_steps: Mapping[str, float] = field(default_factory=dict)
+    began: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -289,6 +296,26 @@ class Network:
         middle = self.others("weight_natural", row)
         low, high = GAINS
         return min(max(middle, low), high) if middle > 0 else math.nan
+
+    @cached_property
+    def exploded(self) -> bool:
+        """Whether most layers have made steps larger than their weights: sizes tell nothing of the beginning then."""
+        steps = [self.largest_steps.get(row.info.name, 0.0) for row in self.peers]
+        return sum(step > EXPLODED for step in steps) > len(steps) / 2
+
+    def initial_gain(self, row: Row) -> float:
+        """Return how many times the usual gain a layer's weights had as they began; NaN once updates replaced them.
+
+        After an explosion it is the first that was measured, so that what set it off is still known.
+        """
+        if self.exploded:
+            return self.began.get(row.info.name, math.nan)
+        moved = row.get("drift_ratio") > MOVED and self.step > 1  # the first step begins with what was drawn
+        return math.nan if moved else row.gain / self.usual_gain(row)
+
+    def initial_rows(self, row: Row) -> float:
+        """Return the size of an embedding's largest row; after an explosion the first that was measured."""
+        return self.began.get(row.info.name, math.nan) if self.exploded else row.get("weight_natural")
 
     @cached_property
     def top_lr(self) -> float:

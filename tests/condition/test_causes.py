@@ -113,6 +113,22 @@ def test_readout_initialised_too_large():
     assert (verdict.remedy.action, verdict.remedy.value) == ("scale_weights", pytest.approx(1 / gain))
 
 
+def test_weights_that_began_too_large_stay_the_cause_of_the_explosion_they_set_off():
+    """By then every layer has moved far, so that no size of now tells of the beginning."""
+    begun = [measured(step, **heavy(c=30.0), drift_ratio=dict.fromkeys(LAYERS, 0.1)) for step in (1, 2)]
+    everyone = dict.fromkeys(LAYERS, 400.0)
+    blown = {"update_ratio": everyone, "drift_ratio": everyone, **heavy(**everyone)}
+    judge, before = judged(begun)
+    after = judge.judge(measured(3, **blown))
+    for verdicts in (before, after):
+        assert [(v.layer, v.cause, round(1 / v.remedy.value)) for v in verdicts if v.is_root] == [
+            ("c", "weights_too_large", 30)
+        ]
+    assert {v.cause for v in after if not v.is_root} >= {"exploding"}
+    _, first = judged([measured(3, **blown)])
+    assert not {"weights_too_large", "readout_init"} & {v.cause for v in first}, "nothing is known of how they began"
+
+
 @pytest.mark.parametrize(("factor", "cause"), [(30.0, "weights_too_large"), (1 / 90, "weights_too_small")])
 def test_weights_initialised_on_another_scale(factor, cause):
     verdict = only_verdict(**heavy(c=factor), drift_ratio={"c": 0.1})

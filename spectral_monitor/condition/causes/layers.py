@@ -7,8 +7,8 @@ from collections.abc import Callable
 from itertools import takewhile
 
 from spectral_monitor.condition.causes.told import Told
-from spectral_monitor.condition.findings import MOVED, SUSPECT, Finding
-from spectral_monitor.condition.network import Network, Row
+from spectral_monitor.condition.findings import SUSPECT, Finding
+from spectral_monitor.condition.network import MOVED, Network, Row
 from spectral_monitor.condition.verdict import Remedy, short
 
 HEAVY = 5.0
@@ -133,14 +133,9 @@ def _bias(row: Row, network: Network) -> bool:
 
 def _heavy(finding: Finding, row: Row, network: Network) -> Told | None:
     """Explain by weights that began too large or too small."""
-    factor = row.gain / network.usual_gain(row)
+    factor = network.initial_gain(row)
     large = factor > 1
-    if (
-        not factor > 0
-        or not max(factor, 1 / factor) > HEAVY
-        or (row.get("drift_ratio") > MOVED and network.step > 1)
-        or not network.fresh
-    ):
+    if not factor > 0 or not max(factor, 1 / factor) > HEAVY or not network.fresh:
         return None
     if finding.check == "reference" and large == (finding.ratio > 1):
         return None  # under most optimizers heavy weights get small updates, not large ones
@@ -155,7 +150,7 @@ def _heavy(finding: Finding, row: Row, network: Network) -> Told | None:
 
 
 def _embedding(finding: Finding, row: Row, network: Network) -> Told | None:
-    size = row.get("weight_natural")
+    size = network.initial_rows(row)
     if row.info.role != "embedding" or not (0 < size < 0.02 or size > 1):
         return None
     target = 1.0 if size > 1 else 0.02
