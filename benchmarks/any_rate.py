@@ -1,0 +1,189 @@
+"""Is the learning rate right, whatever it was? Recipes that had no part in finding the shares, with and without.
+
+    python benchmarks/any_rate.py --write docs/any_rate.md      # half an hour on two cores
+    python benchmarks/any_rate.py --half development            # the recipes that shares were found on
+
+Each recipe is trained with its learning rates times 1/4, 1/2, 1, 2 and 4, and further where the best is at an end, and
+with ``SpectralLRCorrector()``'s correction at its own rates, at 100 times and at a hundredth of them. The figure is the
+loss that the recipe is judged by, on fixed data, at the end; the mean of the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing as mp
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, geometric_mean
+
+import torch
+from recipes.recipe import Half
+from recipes.records import suite
+from recipes.run import Run, finite
+from tqdm import tqdm
+
+from spectral_monitor import LRCorrection, SpectralProbe
+
+RECIPES: dict[Half, tuple[str, ...]] = {
+    "held out": (
+        "SELU MLP, SGD",
+        "tanh MLP, NAdam",
+        "tabular regression, Adam",
+        "VGG, SGD",
+        "GroupNorm conv net, Adam",
+        "wide ResNet, SGD one cycle",
+        "ConvNeXt, Muon",
+        "DeiT, AdamW",
+        "ViT, Lion",
+        "GPT, AdamW",
+        "nanoGPT tied, AdamW",
+        "LLaMA tied, AdamW",
+        "post-norm encoder, Adam",
+        "LoRA, AdamW",
+        "graph isomorphism net, Adam",
+        "graph attention, Adam",
+        "sparse autoencoder, Adam",
+        "variational autoencoder, Adam",
+    ),
+}
+"""One or two of each kind and optimizer, chosen by name before any of them was run with a correction."""
+GRID = (-2, -1, 0, 1, 2)
+STARTS = (1.0, 100.0, 0.01)
+Key = tuple[str, str, float, int]
+"""Recipe, ``"plain"`` or ``"corrected"``, factor on the learning rates, seed."""
+
+
+def train(run: Run, corrected: bool) -> float:
+    """Return the loss at the end; schedulers leave their mark in the groups, where there are any."""
+    base = [group["lr"] for group in run.groups()]
+    if len({run.schedule(step) for step in range(run.steps)}) > 1:
+        for group in run.groups():
+            group["initial_lr"] = group["lr"]
+    probe = None
+    if corrected:
+        rule = LRCorrection()
+        settings = {"every_n_steps": 10, "quantities": rule.quantities, "roles": run.roles or None}
+        probe = SpectralProbe(run.model, run.optimizers, mode="correct", correction=rule, **settings)
+    for step in range(run.steps):
+        for group, lr in zip(run.groups(), base, strict=True):
+            group["lr"] = lr * run.schedule(step)
+        if probe is None:
+            run.step()
+        else:
+            with probe.step():
+                run.step()
+        run.after_step()
+    return finite(run.evaluate())
+
+
+def one(key: Key, half: Half) -> tuple[Key, float]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    name, how, factor, seed = key
+    recipe = next(recipe for recipe in suite(half)[0] if recipe.name == name)
+    run = recipe.build(seed, 1.0)
+    run.scale_rates(factor)
+    return key, train(run, how == "corrected")
+
+
+class Losses:
+    """Losses by key, in a file of JSON lines that a later run goes on from."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.found: dict[Key, float] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            *key, loss = json.loads(line)
+            self.found[tuple(key)] = math.inf if loss is None else loss  # type: ignore[index]
+
+    def add(self, key: Key, loss: float) -> None:
+        self.found[key] = loss
+        with self._path.open("a") as file:
+            file.write(json.dumps([*key, loss if math.isfinite(loss) else None]) + "\n")
+
+    def mean(self, name: str, how: str, factor: float, seeds: int) -> float:
+        """Return the mean over seeds; NaN where some are missing."""
+        return fmean(self.found.get((name, how, factor, seed), math.nan) for seed in range(seeds))
+
+    def best(self, name: str, seeds: int) -> tuple[int, float]:
+        """Return the exponent of the best factor without correction, and its loss."""
+        exponents = {round(math.log2(key[2])) for key in self.found if key[:2] == (name, "plain")}
+        means = {e: self.mean(name, "plain", 2.0**e, seeds) for e in exponents}
+        return min(((e, loss) for e, loss in means.items() if not math.isnan(loss)), key=lambda item: item[1])
+
+
+def fill(losses: Losses, keys: Sequence[Key], half: Half, jobs: int, what: str) -> None:
+    missing = [key for key in keys if key not in losses.found]
+    with mp.get_context("spawn").Pool(jobs, maxtasksperchild=50) as pool:
+        waiting = [pool.apply_async(one, (key, half)) for key in missing]
+        for done in tqdm(waiting, what, disable=None, unit="run"):
+            losses.add(*done.get())
+
+
+def measure(losses: Losses, names: Sequence[str], half: Half, seeds: int, jobs: int) -> None:
+    """Train what is missing, grids further where their best is at an end."""
+    seen = range(seeds)
+    keys = [(name, "corrected", start, seed) for name in names for start in STARTS for seed in seen]
+    keys += [(name, "plain", 2.0**e, seed) for name in names for e in GRID for seed in seen]
+    fill(losses, keys, half, jobs, f"{half} recipes")
+    for _ in range(3):
+        further: list[Key] = []
+        for name in names:
+            at = losses.best(name, seeds)[0]
+            further += [(name, "plain", 2.0 ** (at + d), seed) for d in (-1, 1) for seed in seen]
+        fill(losses, further, half, jobs, "grids that end too early")
+
+
+def table(losses: Losses, names: Sequence[str], seeds: int) -> list[str]:
+    """Return a table of all recipes, and what they come to."""
+    lines = [
+        "| recipe | best rate | its loss | own rate / best | corrected | at x100 | at /100 | corrected / best |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    ratios, apart, own = {}, {}, {}
+    for name in names:
+        exponent, best = losses.best(name, seeds)
+        plain = losses.mean(name, "plain", 1.0, seeds)
+        found = [losses.mean(name, "corrected", start, seeds) for start in STARTS]
+        ratios[name], apart[name], own[name] = found[0] / best, max(found) / min(found) - 1, plain / best
+        cells = [f"x {2.0**exponent:g}", f"{best:.4g}", f"{plain / best:.3f}"]
+        cells += [f"{loss:.4g}" for loss in found]
+        lines.append(f"| {name} | {' | '.join(cells)} | {ratios[name]:.3f} |")
+    worst, widest = max(ratios, key=lambda name: ratios[name]), max(apart, key=lambda name: apart[name])
+    return [
+        *lines,
+        "",
+        f"{len(names)} recipes, {seeds} seeds. Corrected over best: geometric mean "
+        f"**{geometric_mean(ratios.values()):.3f}**, worst **{ratios[worst]:.3f}** ({worst}), {sum(r <= 1.03 for r in ratios.values())} of {len(names)} at most "
+        f"1.03; recipes as published over best: geometric mean {geometric_mean(own.values()):.3f}. The three starting "
+        f"rates end within {max(apart.values()):.1%} of each other ({widest}), "
+        f"{sum(a <= 0.01 for a in apart.values())} of {len(names)} within 1 %.",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", default="held out", choices=("held out", "development"))
+    parser.add_argument("--recipes", nargs="*", metavar="NAME", help="by default one of each kind")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, of one thread each")
+    parser.add_argument("--results", type=Path, default=Path("any_rate.jsonl"), help="file to go on from")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="page to put the table into")
+    args = parser.parse_args()
+    names = args.recipes or RECIPES.get(args.half) or [recipe.name for recipe in suite(args.half)[0]]
+    losses = Losses(args.results)
+    measure(losses, names, args.half, args.seeds, args.jobs)
+    lines = "\n".join(table(losses, names, args.seeds))
+    print(lines)
+    if args.write is not None:
+        before, _, rest = args.write.read_text().partition("<!-- table -->\n")
+        after = rest.partition("<!-- /table -->")[2]
+        args.write.write_text(f"{before}<!-- table -->\n{lines}\n<!-- /table -->{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Policy "target": the optimizer's learning rate gives the shape of the schedule and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_corrector import batch, perceptron
+from torch import nn
+
+from spectral_monitor import LRCorrection, SpectralProbe
+from spectral_monitor.anatomy import dissect
+from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters
+from spectral_monitor.condition.optimizers.relative import relative_rates
+from spectral_monitor.correction.corrector import Corrector
+from spectral_monitor.correction.peaks import CONSTANT, Peaks
+from spectral_monitor.correction.policies import SHARES
+
+STEPS = 30
+
+
+def run(
+    make, schedule=lambda optimizer: None, *, steps=STEPS, network=None, size=0.1, each=lambda *args: None, **options
+):
+    """A probe after some steps, and the weights."""
+    network = perceptron() if network is None else network
+    optimizer = make(network)
+    scheduler = schedule(optimizer)
+    rule = LRCorrection("target", size=size)
+    probe = SpectralProbe(network, optimizer, mode="correct", quantities="light", correction=rule, **options)
+    for step in range(steps):
+        each(step, optimizer)
+        with probe.step():
+            optimizer.zero_grad()
+            network(batch(step, network)).logsumexp(-1).mean().backward()
+            optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return probe, [p.detach().clone() for p in network.parameters()]
+
+
+def warmup(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / 40))
+
+
+def adam(lr):
+    return lambda network: torch.optim.Adam(network.parameters(), lr=lr)
+
+
+@pytest.mark.parametrize("schedule", [lambda optimizer: None, warmup], ids=["constant", "warm-up and decay"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda lr: lambda network: torch.optim.Adam(network.parameters(), lr=lr),
+        lambda lr: lambda network: torch.optim.AdamW(network.parameters(), lr=lr, weight_decay=0.5),
+        lambda lr: lambda network: torch.optim.Muon([network[2].weight], lr=lr, weight_decay=0.1),
+    ],
+    ids=["Adam", "AdamW", "Muon"],
+)
+def test_a_run_is_the_same_at_any_rate(make, schedule):
+    """Weight decay included, which goes with the learning rate that is right."""
+    runs = [run(make(lr), schedule)[1] for lr in (1e-3, 1e-1, 1e-5)]
+    for other in runs[1:]:
+        for p, q in zip(runs[0], other, strict=True):
+            torch.testing.assert_close(q, p, rtol=1e-3, atol=1e-5)
+
+
+def test_it_is_the_same_but_for_the_first_step_under_sgd():
+    """How large a gradient is nobody knows before: so the first step is a small part of what the rate was."""
+    runs = [run(lambda network, lr=lr: torch.optim.SGD(network.parameters(), lr=lr)) for lr in (1e-1, 10.0, 1e-3)]
+    before = list(perceptron().parameters())
+    for _, weights in runs[1:]:
+        moved = sum(float((q - p).square().sum()) for p, q in zip(before, runs[0][1], strict=True)) ** 0.5
+        apart = sum(float((q - p).square().sum()) for p, q in zip(weights, runs[0][1], strict=True)) ** 0.5
+        assert apart < 0.05 * moved
+
+
+def sizes(probe):
+    """Layer -> update_natural at every measured step."""
+    names = [info.name for info in probe.latest.layers]
+    return {name: [m.value("update_natural", name) for m in probe.measurements] for name in names}
+
+
+@pytest.mark.parametrize("lr", [3e-4, 0.3])
+def test_the_size_is_that_of_the_peak(lr):
+    """A one-cycle schedule begins at a 25th of its peak, and has nowhere said so but in the groups."""
+
+    def one_cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=40, pct_start=0.5)
+
+    probe, _ = run(adam(lr / 25), one_cycle, steps=38)
+    shares = probe._oversight._corrector
+    for name in ("2", "4", "2.bias"):
+        layer = next(layer for layer in probe.anatomy.layers if layer.info.name == name)
+        found = sizes(probe)[name]
+        assert max(found) == pytest.approx(0.1 * shares._share(layer), rel=0.25), name
+        assert max(range(len(found)), key=found.__getitem__) in range(14, 27)
+        assert found[0] < 0.1 * max(found)
+
+
+def test_a_warm_up_by_hand_is_never_more_than_the_size():
+    """Rates rise from step to step, and no group says how far: each is the highest so far, and means the full size."""
+
+    def by_hand(step, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * 2.0 ** min(step, 10)
+
+    probe, _ = run(adam(1e-3), each=by_hand, every_n_steps=1)
+    share = next(layer for layer in probe.anatomy.layers if layer.info.name == "2")
+    wanted = 0.1 * probe._oversight._corrector._share(share)
+    found = sizes(probe)["2"]
+    assert max(found) < 1.3 * wanted
+    assert found[12] == pytest.approx(wanted, rel=0.3)
+    steps = [m.value("lr_multiplier", "2") * 1e-3 * 2.0 ** min(m.step - 1, 10) for m in probe.measurements]
+    rates = [m.value("lr", "2") for m in probe.measurements]
+    assert rates == pytest.approx(steps), "multipliers that are shown are those of the step"
+
+
+def test_peaks_are_what_groups_name_or_had():
+    weight = nn.Parameter(torch.zeros(2))
+    peaks, group = Peaks(), {"params": [weight], "lr": 0.1, "initial_lr": 0.4}
+    assert peaks.see(group).highest == 0.4
+    assert peaks.see({**group, "max_lr": 0.8}).highest == 0.8
+    assert peaks.see({"params": [weight], "lr": torch.tensor(0.2)}).highest == 0.8
+    assert peaks.part(group) == 1 / 0.8
+    assert peaks.see({"params": [weight], "lr": torch.tensor(1.6)}).highest == pytest.approx(1.6)
+    assert Peaks().part({"params": [weight], "lr": 0.0}) == Peaks().part({"params": [], "lr": 0.0}) == 1.0
+
+
+def test_a_rate_that_nothing_schedules_counts_as_half_a_peak():
+    weight = nn.Parameter(torch.zeros(2))
+    peaks, group = Peaks(), {"params": [weight], "lr": 0.1}
+    assert [peaks.part(group) for _ in range(3)] == [CONSTANT / 0.1] * 3
+    again = Peaks()
+    again.load([weight], peaks.state(weight))
+    for some in (peaks, again):
+        assert some.part({**group, "lr": 0.05}) == 1 / 0.1, "it was scheduled by hand"
+        assert some.part(group) == 1 / 0.1
+
+
+def test_rates_that_differ_on_purpose_stay_so():
+    """A backbone at a tenth of the head's rate."""
+
+    def make(network):
+        return torch.optim.Adam(
+            [{"params": network[:4].parameters(), "lr": 1e-3}, {"params": network[4].parameters(), "lr": 1e-2}]
+        )
+
+    network = perceptron()
+    layers = dissect(network).layers
+    relative = relative_rates(layers, hyperparameters(layers, [make(network)]))
+    assert {name: relative[name] for name in ("0", "2", "4", "2.bias", "4.bias")} == pytest.approx(
+        {"0": 0.1, "2": 0.1, "4": 1.0, "2.bias": 0.1, "4.bias": 1.0}
+    )
+    probe, _ = run(make)
+    ratio = sizes(probe)["2"][-1] / sizes(run(adam(1e-3))[0])["2"][-1]
+    assert ratio == pytest.approx(0.1, rel=0.35)
+
+
+def test_rates_that_stand_out_for_no_reason_do_not():
+    def make(network):
+        rest = [p for name, p in network.named_parameters() if name != "2.weight"]
+        return torch.optim.Adam([{"params": rest, "lr": 1e-3}, {"params": [network[2].weight], "lr": 0.3}])
+
+    network = perceptron()
+    layers = dissect(network).layers
+    assert set(relative_rates(layers, hyperparameters(layers, [make(network)])).values()) == {1.0}
+
+
+def test_layer_wise_decay_stays():
+    network = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    groups = [{"params": layer.parameters(), "lr": 1e-3 * 0.5 ** (4 - k)} for k, layer in enumerate(network)]
+    layers = dissect(network).layers
+    relative = relative_rates(layers, hyperparameters(layers, [torch.optim.AdamW(groups)]))
+    assert [relative[f"{k}"] for k in range(5)] == pytest.approx([0.5 ** (4 - k) for k in range(5)])
+    assert [relative[f"{k}.bias"] for k in range(5)] == pytest.approx([0.5 ** (4 - k) for k in range(5)])
+
+
+def test_a_rule_of_width_is_no_wish():
+    """muP's 1/fan_in is what the correction does itself."""
+    network = perceptron()
+    groups = [{"params": [p], "lr": 0.1 / (p.shape[1] if p.ndim > 1 else 1)} for p in network.parameters()]
+    layers = dissect(network).layers
+    assert set(relative_rates(layers, hyperparameters(layers, [torch.optim.Adam(groups)])).values()) == {1.0}
+
+
+def test_what_was_decided_is_a_sentence():
+    def decided(rule, schedule=lambda optimizer: None):
+        network = perceptron()
+        optimizer = torch.optim.Adam(
+            [{"params": [p], "lr": 1e-3 if p.ndim > 1 else 2e-3} for p in network.parameters()]
+        )
+        schedule(optimizer)
+        return Corrector(rule, dissect(network).layers, [optimizer]).decision
+
+    assert decided(LRCorrection(size=0.1)) == (
+        "the constant learning rate (0.001 to 0.002) counts as size 0.05: a step then changes a layer's outputs by "
+        "about 5 %"
+    )
+    assert decided(LRCorrection(), warmup) == (
+        "the peak learning rate (0.001 to 0.002) counts as size 0.1: a step then changes a layer's outputs by about "
+        "10 %; the schedule keeps its shape"
+    )
+    assert decided(LRCorrection(size="lr")) == decided(LRCorrection("balance")) == ""
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01, 0.05, 0.1])
+def test_weight_decay_drives_no_multiplier_away(decay):
+    """Of gains and embeddings too, whose updates are small beside what decay alone takes off."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(70, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 5))
+    probe, weights = run(lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=decay), steps=150,
+                         network=network)  # fmt: skip
+    rates = {name: value * 1e-3 for name, value in probe.multipliers.items()}
+    alone = 0.1 * SHARES["vector"] * CONSTANT
+    assert alone / 8 < rates["1.weight"] < 8 * alone
+    assert float((weights[2] - 1).abs().max()) > 0.01, "gains are not frozen"
+    assert max(probe.multipliers.values()) / min(probe.multipliers.values()) < 64
+
+
+def test_it_goes_on_bit_for_bit_after_the_peak():
+    """What was seen of the peak is in no group any more."""
+
+    def by_hand(step, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 if step < 5 else 1e-3
+
+    probe, _ = run(adam(1e-2), each=by_hand, steps=8)
+    corrector = probe._oversight._corrector
+    network = perceptron()
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    again = Corrector(LRCorrection("target", size=0.1), dissect(network).layers, [optimizer])
+    again.load_state_dict(corrector.state_dict())
+    assert again.multipliers == pytest.approx(corrector.multipliers)
+    assert again.state_dict() == corrector.state_dict()
