@@ -5,12 +5,14 @@
 
 Each recipe is trained with its learning rates times 1/4, 1/2, 1, 2 and 4, and further where the best is at an end, and
 with ``SpectralLRCorrector()``'s correction at its own rates, at 100 times and at a hundredth of them. The figure is the
-loss that the recipe is judged by, on fixed data, at the end; the mean of the seeds.
+loss that the recipe is judged by, on fixed data, at the end; the mean of the seeds. Where one Adam trains everything,
+Prodigy (``pip install prodigyopt``; left out where it is not installed) and schedule-free AdamW take its place.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import multiprocessing as mp
@@ -54,7 +56,9 @@ RECIPES: dict[Half, tuple[str, ...]] = {
 GRID = (-2, -1, 0, 1, 2)
 STARTS = (1.0, 100.0, 0.01)
 Key = tuple[str, str, float, int]
-"""Recipe, ``"plain"`` or ``"corrected"``, factor on the learning rates, seed."""
+"""Recipe, ``"plain"``, ``"corrected"`` or a rival, factor on the learning rates, seed."""
+ADAM = (torch.optim.Adam, torch.optim.AdamW)
+"""Whose place a rival can take."""
 
 
 def train(run: Run, corrected: bool) -> float:
@@ -87,7 +91,42 @@ def one(key: Key, half: Half) -> tuple[Key, float]:
     recipe = next(recipe for recipe in suite(half)[0] if recipe.name == name)
     run = recipe.build(seed, 1.0)
     run.scale_rates(factor)
+    if how in RIVALS:
+        if len(run.optimizers) > 1 or not isinstance(run.optimizers[0], ADAM):
+            return key, math.nan
+        RIVALS[how](run)
     return key, train(run, how == "corrected")
+
+
+def prodigy(run: Run) -> None:
+    """Put Prodigy in Adam's place, at its own learning rate of 1 and as its authors advise with a schedule."""
+    from prodigyopt import Prodigy
+
+    old = run.optimizers[0]
+    most = max(group["lr"] for group in old.param_groups)
+    groups = [
+        {"params": group["params"], "lr": group["lr"] / most, "weight_decay": group["weight_decay"]}
+        for group in old.param_groups
+    ]
+    run.optimizers = [Prodigy(groups, betas=old.defaults["betas"], safeguard_warmup=True, use_bias_correction=True)]
+
+
+def schedule_free(run: Run) -> None:
+    """Put schedule-free AdamW in Adam's place, at its default rate, with a warm-up and no decay."""
+    from recipes.optimizers import AdamWScheduleFree
+
+    old, evaluate = run.optimizers[0], run.evaluate
+    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in old.param_groups]
+    new = AdamWScheduleFree(groups, lr=2.5e-3, warmup_steps=run.steps // 20)
+
+    def averaged() -> float:
+        new.eval()
+        return evaluate()
+
+    run.optimizers, run.evaluate, run.schedule = [new], averaged, lambda step: 1.0
+
+
+RIVALS = {"Prodigy": prodigy, "schedule-free": schedule_free}
 
 
 class Losses:
@@ -103,7 +142,7 @@ class Losses:
     def add(self, key: Key, loss: float) -> None:
         self.found[key] = loss
         with self._path.open("a") as file:
-            file.write(json.dumps([*key, loss if math.isfinite(loss) else None]) + "\n")
+            file.write(json.dumps([*key, None if loss == math.inf else loss]) + "\n")
 
     def mean(self, name: str, how: str, factor: float, seeds: int) -> float:
         """Return the mean over seeds; NaN where some are missing."""
@@ -129,6 +168,8 @@ def measure(losses: Losses, names: Sequence[str], half: Half, seeds: int, jobs: 
     seen = range(seeds)
     keys = [(name, "corrected", start, seed) for name in names for start in STARTS for seed in seen]
     keys += [(name, "plain", 2.0**e, seed) for name in names for e in GRID for seed in seen]
+    rivals = [how for how in RIVALS if how != "Prodigy" or importlib.util.find_spec("prodigyopt")]
+    keys += [(name, how, 1.0, seed) for name in names for how in rivals for seed in seen]
     fill(losses, keys, half, jobs, f"{half} recipes")
     for _ in range(3):
         further: list[Key] = []
@@ -141,10 +182,12 @@ def measure(losses: Losses, names: Sequence[str], half: Half, seeds: int, jobs: 
 def table(losses: Losses, names: Sequence[str], seeds: int) -> list[str]:
     """Return a table of all recipes, and what they come to."""
     lines = [
-        "| recipe | best rate | its loss | own rate / best | corrected | at x100 | at /100 | corrected / best |",
-        "|---|---|---|---|---|---|---|---|",
+        "| recipe | best rate | its loss | own rate / best | corrected | at x100 | at /100 | corrected / best "
+        f"|{'|'.join(f' {how} / best ' for how in RIVALS)}|",
+        "|---" * (8 + len(RIVALS)) + "|",
     ]
     ratios, apart, own = {}, {}, {}
+    rivals: dict[str, list[tuple[float, float]]] = {how: [] for how in RIVALS}
     for name in names:
         exponent, best = losses.best(name, seeds)
         plain = losses.mean(name, "plain", 1.0, seeds)
@@ -152,16 +195,29 @@ def table(losses: Losses, names: Sequence[str], seeds: int) -> list[str]:
         ratios[name], apart[name], own[name] = found[0] / best, max(found) / min(found) - 1, plain / best
         cells = [f"x {2.0**exponent:g}", f"{best:.4g}", f"{plain / best:.3f}"]
         cells += [f"{loss:.4g}" for loss in found]
-        lines.append(f"| {name} | {' | '.join(cells)} | {ratios[name]:.3f} |")
+        others = [losses.mean(name, how, 1.0, seeds) / best for how in RIVALS]
+        for how, ratio in zip(RIVALS, others, strict=True):
+            if not math.isnan(ratio):
+                rivals[how].append((ratio, ratios[name]))
+        told = ["" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in others]
+        lines.append(f"| {name} | {' | '.join(cells)} | **{ratios[name]:.3f}** | {' | '.join(told)} |")
     worst, widest = max(ratios, key=lambda name: ratios[name]), max(apart, key=lambda name: apart[name])
+    good, close = (sum(ratio <= 1.03 for ratio in ratios.values()), sum(part <= 0.01 for part in apart.values()))
     return [
         *lines,
         "",
         f"{len(names)} recipes, {seeds} seeds. Corrected over best: geometric mean "
-        f"**{geometric_mean(ratios.values()):.3f}**, worst **{ratios[worst]:.3f}** ({worst}), {sum(r <= 1.03 for r in ratios.values())} of {len(names)} at most "
-        f"1.03; recipes as published over best: geometric mean {geometric_mean(own.values()):.3f}. The three starting "
-        f"rates end within {max(apart.values()):.1%} of each other ({widest}), "
-        f"{sum(a <= 0.01 for a in apart.values())} of {len(names)} within 1 %.",
+        f"**{geometric_mean(ratios.values()):.3f}**, worst **{ratios[worst]:.3f}** ({worst}), {good} of {len(names)} "
+        f"at most 1.03; recipes at their own rate over best: geometric mean {geometric_mean(own.values()):.3f}. The "
+        f"three starting rates end within {max(apart.values()):.1%} of each other ({widest}), {close} of {len(names)} "
+        "within 1 %.",
+        *(
+            f"{how} on the {len(found)} recipes where it can stand in: {geometric_mean(a for a, _ in found):.3f} of "
+            f"the best, worst {max(a for a, _ in found):.3f}; corrected on these: "
+            f"{geometric_mean(b for _, b in found):.3f}."
+            for how, found in rivals.items()
+            if found
+        ),
     ]
 
 

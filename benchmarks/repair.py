@@ -4,7 +4,7 @@
     python benchmarks/repair.py --quick    # narrow models, one seed
 
 A run is trained to the end three times: in order, with a fault, and with the fault under ``mode="correct"`` with the
-default policy. Where learning rates are at fault, or can make up for it, the last should end where the first does. Of
+policy "balance". Where learning rates are at fault, or can make up for it, the last should end where the first does. Of
 runs in order, correction should change nothing.
 """
 
@@ -28,7 +28,7 @@ REPAIRABLE = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam"})
 
 def final_loss(run: Run, steps: int, every: int, correct: bool) -> tuple[float, dict[str, float]]:
     """Mean loss over the last tenth of the steps, and the multipliers that are not 1."""
-    rule = LRCorrection()
+    rule = LRCorrection("balance")
     settings = {"quantities": rule.quantities, "correction": rule, "mode": "correct"}
     probe = SpectralProbe(run.model, run.optimizer, every_n_steps=every, **settings) if correct else None
     losses = []

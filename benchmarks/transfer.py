@@ -9,8 +9,8 @@ For every task, method and width the learning rates 2^k are searched, from where
 until the best is no end of those tried. Results are written to a file as they come, and a later run goes on from it.
 
 Methods: *default*: PyTorch's initialization, one learning rate. *target*: the same model and code, with
-``LRCorrection("target", spectral_init=True)``. *mup*: microsoft/mup 1.0, base shapes of the narrowest width; it needs
-another readout class (``pip install --no-deps mup``), and is left out where it is not installed.
+``LRCorrection("target", size="lr", spectral_init=True)``. *mup*: microsoft/mup 1.0, base shapes of the narrowest width;
+it needs another readout class (``pip install --no-deps mup``), and is left out where it is not installed.
 """
 
 from __future__ import annotations

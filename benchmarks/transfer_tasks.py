@@ -198,7 +198,7 @@ def train(name: str, method: str, width: int, lr: float, seed: int, data: str) -
         optimizer = _optimizer(task.optimizer, model.parameters(), lr)
     probe = None
     if method == "target":
-        rule = LRCorrection("target", spectral_init=True)
+        rule = LRCorrection("target", size="lr", spectral_init=True)
         probe = SpectralProbe(
             model, optimizer, every_n_steps=10, quantities=rule.quantities, correction=rule, mode="correct"
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
+
+import lightning.pytorch as pl
 
 from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.correction import LRCorrection
@@ -18,18 +20,19 @@ from .monitor import SpectralMonitor
 class SpectralLRCorrector(SpectralMonitor):
     """Puts every layer's learning rate right: a :class:`SpectralMonitor` that measures only what that takes.
 
-    With ``policy="target"`` the learning rate is in natural units: by how much a step changes each layer's output,
-    relative to its input. The best one does not depend on the width of the network. Schedulers, checkpoints and
-    ``LearningRateMonitor`` see the optimizer's own learning rates; what they are multiplied with is in
-    :attr:`multipliers`, in the logs as ``spectral/lr_multiplier/<layer>``, and in checkpoints.
+    Whatever learning rate the optimizer has, its schedule keeps its shape, and at the peak each step changes what a
+    layer makes of its inputs by the part that ``size`` says; the best one hardly depends on the width of the network.
+    Schedulers, checkpoints and ``LearningRateMonitor`` see the optimizer's own learning rates; what they are multiplied
+    with is in :attr:`multipliers`, in the logs as ``spectral/lr_multiplier/<layer>``, and in checkpoints.
 
     Args:
-        policy: ``"balance"``, ``"target"``, ``"reference"`` or ``"fsc"``: see
+        policy: ``"target"``, ``"balance"``, ``"reference"`` or ``"fsc"``: see
             :class:`~spectral_monitor.correction.LRCorrection`.
         every_n_steps: measure and correct every n-th optimizer step, and at the start the 1st, 2nd, 4th and so on.
+        size: for ``"target"``, of a step at the peak of the schedule; ``"lr"``: the optimizer's learning rate.
         reference: the file of a profile, for ``"reference"``.
         spectral_init: rescale the weights before the first step, a number to that natural norm, ``True`` to the norm
-            that suits the network; recommended with ``"target"``.
+            that suits the network.
         include, exclude, roles, blocks, history, condition, sinks: as for the monitor. Layers that are not measured
             keep the optimizer's learning rate.
         correction: the rest of the settings of :class:`~spectral_monitor.correction.LRCorrection`.
@@ -40,7 +43,7 @@ class SpectralLRCorrector(SpectralMonitor):
         TypeError: an argument that neither it nor the correction has.
 
     Example:
-        >>> corrector = SpectralLRCorrector("target", spectral_init=True)
+        >>> corrector = SpectralLRCorrector()
         >>> # trainer = lightning.Trainer(callbacks=[corrector])
         >>> corrector.correction.policy, corrector.settings.every_n_steps
         ('target', 10)
@@ -48,9 +51,10 @@ class SpectralLRCorrector(SpectralMonitor):
 
     def __init__(
         self,
-        policy: Policy = "balance",
+        policy: Policy = "target",
         every_n_steps: int | str = 10,
         *,
+        size: float | Literal["lr"] = LRCorrection.size,
         reference: str | None = None,
         spectral_init: bool | float = False,
         include: Sequence[str] | None = None,
@@ -67,7 +71,8 @@ class SpectralLRCorrector(SpectralMonitor):
         for name in correction:
             if name not in others:
                 raise TypeError(f"SpectralLRCorrector has no argument {name!r}; valid: {', '.join(named + others)}")
-        rule = LRCorrection(policy, reference=reference, spectral_init=spectral_init, **correction)
+        rule = LRCorrection(policy, reference, size, spectral_init=spectral_init, **correction)
+        self._code = ""
         super().__init__(
             every_n_steps=every_n_steps,
             quantities=rule.quantities,
@@ -81,3 +86,22 @@ class SpectralLRCorrector(SpectralMonitor):
             correction=rule,
             mode="correct",
         )
+
+    def param_groups_code(self) -> str:
+        """Return Python code that makes the optimizers with the learning rates found, at the peak of the schedule.
+
+        Pasted into ``configure_optimizers``, it takes the correction over without the callback.
+
+        Raises:
+            RuntimeError: nothing was trained yet.
+        """
+        if self._oversight is not None:
+            self._code = self._oversight.param_groups_code()
+        if not self._code:
+            raise RuntimeError("no learning rates were found yet: train with this callback first")
+        return self._code
+
+    def _stop(self, module: pl.LightningModule) -> None:
+        if self._oversight is not None:
+            self._code = self._oversight.param_groups_code()
+        super()._stop(module)

@@ -187,6 +187,8 @@ class SpectralMonitor(Checkpointed):
         show(rendered(role_rows(self._engine.anatomy)))
         if self.mode != "observe" and (recipe := self._oversight.recipe):
             tell(f"spectral monitor: {recipe}")
+        if decision := self._oversight.decision:
+            tell(f"spectral monitor: {decision}")
         if not trainer.loggers and trainer.is_global_zero:
             self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
 

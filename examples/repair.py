@@ -3,9 +3,10 @@
     python examples/repair.py
 
 A small network is trained with Adam at three widths. First its learning rates follow ``fan_out / fan_in``, which is
-right for SGD: under Adam the updates then grow with width. Then there is one learning rate for all, in natural units,
-and :class:`SpectralLRCorrector` sees to the rest. The network's code is the same, and so is the learning rate at every
-width. It ends with a table of the sizes of the updates, which should be alike at every width, and the losses.
+right for SGD: under Adam the updates then grow with width. Then there is one learning rate for all, any, and
+:class:`SpectralLRCorrector` sees to the rest. The network's code is the same, and so is the learning rate at every
+width. It ends with a table of the sizes of the updates, which should be alike at every width, and the losses; and with
+the learning rates that were found, as code.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--lr", type=float, default=1e-3, help="of the rule for SGD")
-    parser.add_argument("--natural-lr", type=float, default=0.12, help="of the corrector, in natural units")
+    parser.add_argument("--any-lr", type=float, default=1.0, help="under the corrector; its schedule alone counts")
     parser.add_argument("--epochs", type=int, default=4)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -90,11 +91,12 @@ def main() -> None:
         wrong[width] = sizes(monitor), loss
         print(f"\n--- width {width}, one learning rate for all, corrected", flush=True)
         L.seed_everything(0, verbose=False)
-        corrector = SpectralLRCorrector("target", every_n_steps=5, spectral_init=True)
-        loss = train(OneRate(width, args.natural_lr), corrector, args.epochs)
+        corrector = SpectralLRCorrector(every_n_steps=5)
+        loss = train(OneRate(width, args.any_lr), corrector, args.epochs)
         right[width] = sizes(corrector), loss
     report("Adam, learning rates fan_out / fan_in (the rule for SGD):", wrong)
-    report(f"Adam, one learning rate of {args.natural_lr}, corrected:", right)
+    report(f"Adam, one learning rate of {args.any_lr}, corrected:", right)
+    print(f"\nwithout the corrector, at width {args.widths[-1]}:\n{corrector.param_groups_code()}")
 
 
 if __name__ == "__main__":

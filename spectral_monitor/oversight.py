@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +25,11 @@ Mode = Literal["observe", "warn", "correct"]
 MODES: tuple[str, ...] = get_args(Mode)
 BEGINNING = frozenset({"weight_natural", "drift_ratio"})
 """Measured at the first measured step, whatever their interval, if at all: they tell which layers began at zero."""
+
+DENSE = 8
+"""A correction's first steps come so close that between two of them not more than this part of all is new."""
+NAMED = 6
+"""Layers that a warning names."""
 
 
 class Oversight:
@@ -48,13 +53,12 @@ class Oversight:
         self.settings: dict[str, Hyperparameters] = {}
         self._flagged: set[str] = set()
         self._unheeded: Measurement | None = None
+        # A profile, or the theory, has a reference for every layer.
+        self._expects = correction is not None and condition.reference == "balance"
         self._corrector = None
-        self._expected: dict[str, float] = {}
         if correction is not None:
             self._corrector = Corrector(correction, engine.layers, optimizers)
             engine.multipliers = self._corrector.by_layer()
-            if condition.reference == "balance":  # a profile, or the theory, has a reference for every layer
-                self._expected = self._corrector.expected
 
     @property
     def recipe(self) -> str:
@@ -64,9 +68,22 @@ class Oversight:
         return describe((layer.info for layer in layers), settings)
 
     @property
+    def decision(self) -> str:
+        """What learning rates mean under a correction, in a sentence; empty where they mean what they did."""
+        return "" if self._corrector is None else self._corrector.decision
+
+    @property
+    def _expected(self) -> dict[str, float]:
+        return self._corrector.expected if self._corrector is not None and self._expects else {}
+
+    @property
     def multipliers(self) -> dict[str, float]:
         """Layer -> what its learning rate is multiplied with; empty where nothing is corrected."""
         return {} if self._corrector is None else self._corrector.multipliers
+
+    def param_groups_code(self) -> str:
+        """Return code that makes the optimizers with corrected learning rates; empty without a correction."""
+        return "" if self._corrector is None else self._corrector.code(self._engine.model.named_parameters())
 
     def due(self, step: int, tell: Callable[[str], None] | None = None) -> frozenset[str]:
         """What is to be measured at a step, counted from 1, whose first batch begins now; nothing at most of them.
@@ -77,12 +94,13 @@ class Oversight:
                 it that is a warning.
         """
         keys, budget = self._scheduled(step), self._engine.budget
-        if budget is None:
-            return keys
-        budget.begin(step)
-        keys = budget.granted(step, keys)
-        if budget.news:
-            (tell or self._warn)(budget.news)
+        if budget is not None:
+            budget.begin(step)
+            keys = budget.granted(step, keys)
+            if budget.news:
+                (tell or self._warn)(budget.news)
+        if keys and self._corrector is not None:
+            self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
         return keys
 
     def _scheduled(self, step: int) -> frozenset[str]:
@@ -102,14 +120,14 @@ class Oversight:
 
     def _wanted(self, step: int) -> frozenset[str]:
         """As scheduled; and if there is a correction, all that it needs at its own steps: those of what it aims at, and
-        of the first ones the powers of two, which it learns most from.
+        the first ones, which it learns most from.
         """
         timetable = self._engine.settings.schedule
         keys = timetable.due(step)
         if self._corrector is not None:
             needed = self._corrector.correction.quantities
             schedule, alike = timetable.with_key(needed[0])
-            if step < schedule.every and step & (step - 1) == 0:
+            if step in _first_steps(schedule.every):
                 keys |= alike
             if needed[0] in keys:
                 keys |= frozenset(needed)
@@ -175,6 +193,9 @@ class Oversight:
                 tell(f"step {measurement.step}: {_most(changes)}")
         except Exception as error:
             self._warn(f"learning rates were not corrected ({type(error).__name__}: {error})", error)
+            return
+        if limited := [change for change in changes if change.limited]:
+            self._warn(f"step {measurement.step}: {_held(limited)}")
 
     def _judged(self, measurement: Measurement) -> Measurement:
         verdicts = self._verdicts(measurement)
@@ -234,9 +255,31 @@ class Oversight:
             self._engine.multipliers = self._corrector.by_layer()
 
 
+@cache
+def _first_steps(every: int) -> frozenset[int]:
+    """Return steps of which each comes an eighth of the steps so far after the one before, as long as that is sooner.
+
+    While training begins, updates change by so much for the same learning rate in so long a time.
+    """
+    found, step = set(), 1
+    while step < DENSE * every:
+        found.add(step)
+        step += max(1, step // DENSE)
+    return frozenset(found)
+
+
 def _most(changes: Sequence[Change]) -> str:
     most = max(changes, key=lambda change: abs(math.log(change.after / change.before)))
     return f"{len(changes)} learning rates corrected, most {most}" if len(changes) > 1 else str(most)
+
+
+def _held(changes: Sequence[Change]) -> str:
+    names = ", ".join(change.layer for change in changes[:NAMED]) + (", ..." if len(changes) > NAMED else "")
+    change = changes[0]
+    return (
+        f"{names}: learning rates are held at the limit of the correction (x {change.after:.3g}); {change.quantity} is "
+        f"{change.observed:.2e} and should be {change.wanted:.2e}: look at these layers' gradients and settings"
+    )
 
 
 def checked(mode: str, condition: SpectralCondition, correction: LRCorrection | None) -> LRCorrection | None:

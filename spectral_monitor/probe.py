@@ -169,6 +169,10 @@ class SpectralProbe:
         """Layer -> what its learning rate is multiplied with; empty without a correction."""
         return self._oversight.multipliers
 
+    def param_groups_code(self) -> str:
+        """Return Python code that makes the optimizers with the learning rates found; empty without a correction."""
+        return self._oversight.param_groups_code()
+
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
 

@@ -3,50 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from spectral_monitor.anatomy import Layer
 from spectral_monitor.condition import NETWORK, Profile, load_profile
+from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters
+from spectral_monitor.condition.optimizers.relative import relative_rates
+from spectral_monitor.correction.code import param_groups_code
+from spectral_monitor.correction.peaks import CONSTANT, Peaks
 from spectral_monitor.correction.places import data_reader
-from spectral_monitor.correction.policies import balanced, damped
+from spectral_monitor.correction.policies import balanced, explained, share
+from spectral_monitor.correction.readings import observed, remnant
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.swap import MultiplierSwap
+from spectral_monitor.correction.tracker import Tracker
 from spectral_monitor.correction.units import DENSE, units
-from spectral_monitor.measurement import LOST, Measurement
+from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.measurement import Measurement
 
-SIGN_LIKE = frozenset({"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adafactor", "Lion", "Rprop"})
-"""Optimizers whose first updates have entries of about the learning rate, whatever the gradient."""
-SHARES = {"operator": 1.0, "readout": 1.0, "tied": 8.0, "embedding": 0.03, "vector": 0.01}
-"""Policy ``"target"``: update_natural over the scheduled learning rate.
-
-What may not depend on width may still be different for different kinds of layers, and should be: at their best learning
-rates, networks trained in the ordinary way have such ratios, at every width (docs/correction.md). Gains and biases move
-all rows alike, an embedding moves a token by all of its row. A matrix that is embedding and readout at once moves more
-than a readout: as a readout it hardly minds, and as an embedding it has small rows, which have to grow.
+TRIAL, TRIAL_RATE = 0.01, 1e-3
+"""Multiplier of a layer's first step, or its largest learning rate where that has only a schedule's shape, under
+optimizers whose updates are as large as the gradient happens to be.
 """
-PIXELS = 48
-"""The share of the operator that reads the data is the root of the number of its inputs over this: they are no width,
-so its weights, whose entries begin at one over that root, may change by the same part of their size whatever they are.
-"""
-TRIAL = 0.01
-"""Multiplier of a layer's first step under optimizers whose updates are as large as the gradient happens to be."""
-FLOAT32 = 1e-6
-"""Measured multipliers that are closer to one of now are rounded ones."""
-MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam", "exploding", "readout_width", "unknown"})
-"""Causes that policy ``"balance"`` acts on; others are not for a learning rate of one layer to mend."""
-ROUNDING = 0.25
-"""An update can be read if its norm is so many times the dtype's eps times that of the weights.
-
-Rounding a sum moves a weight by half its last digit at most, 0.2 eps of it in the root mean square, and takes all that
-is less than that half: most of an update comes through or hardly anything. From a quarter of eps on, what is left has
-0.6 to 1.4 times the norm it had, mostly within 10 %; at a tenth of that it may have a tenth.
-"""
+RISE = 2.0
+"""Factor on a multiplier, at each measurement, while its update is too small to be read."""
+DEADBAND = 1.02
+"""A multiplier that would change by less stays what it is."""
+MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam", "ntk_scaling"})
+"""Causes that policy ``"balance"`` acts on: they stand in the settings, and a learning rate of one layer mends them."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +47,7 @@ class Change:
         before, after: the multiplier.
         observed, wanted: of the update, in the policy's quantity.
         quantity: that quantity.
+        limited: whether it is now further off than the settings explain, and held there.
     """
 
     layer: str
@@ -66,6 +56,7 @@ class Change:
     observed: float
     wanted: float
     quantity: str
+    limited: bool = False
 
     def __str__(self) -> str:
         return (
@@ -77,70 +68,97 @@ class Change:
 class Corrector:
     """Multipliers of learning rates, applied from :meth:`arm` to :meth:`disarm` to every step of the optimizers.
 
+    What is known of a layer is the size of its updates for each unit of learning rate, followed from measurement to
+    measurement; what its policy wants, over that, is its multiplier. With ``LRCorrection("target")`` the multiplier
+    is of the part of its peak that the optimizer's learning rate has, and is thus a learning rate itself.
+
     Attributes:
-        multipliers: layer -> multiplier.
+        multipliers: layer -> what the optimizer's learning rate is multiplied with.
     """
 
     def __init__(self, correction: LRCorrection, layers: Sequence[Layer], optimizers: Sequence[Optimizer]) -> None:
         self.correction = correction
         self._layers = tuple(layers)
+        self._optimizers = tuple(optimizers)
         self._units = units(layers)
-        self._tied = {layers[unit.leader].info.name for unit in self._units if unit.is_tied(layers)}
+        self._leaders = [self._layers[unit.leader] for unit in self._units]
         self._input = data_reader([layer.info for layer in layers])
         self._profile: Profile | None = None
         if correction.reference is not None:
             self._profile = load_profile(correction.reference)
             self._profile.check(tuple(layer.info for layer in layers))
-        self._learnt: set[str] = set()  # layers corrected before
-        each = [{kind.__name__ for kind in type(optimizer).__mro__} for optimizer in optimizers]
-        kinds = {
-            id(p): names
-            for optimizer, names in zip(optimizers, each, strict=True)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        self._settings = hyperparameters(layers, optimizers)
+        families = {of.family for of in self._settings.values() if of.optimizer}
         # What is unfrozen later may go to any of them: so the rule of those whose first updates can be too large.
-        late = next((names for names in each if names & SIGN_LIKE), set[str]().union(*each))
-        self._multipliers = [
-            self._first(layer, kinds.get(id(layer.sources[0]), late))
-            for layer in (layers[unit.leader] for unit in self._units)
-        ]
-        self._swap = MultiplierSwap(optimizers, self._by_parameter())
+        self._late = "adam" if "adam" in families else min(families, default="")
+        self._relative = relative_rates(layers, self._settings) if correction.of_peak else {}
+        self._peaks = Peaks()
+        self._began: dict[str, float] = {}  # natural norms of the first weights
+        self._trackers = [Tracker() for _ in self._units]
+        self._rates = [self._first(layer) for layer in self._leaders]
+        self._lowest = [math.inf for _ in self._units]  # rates found so far
+        self._limited: set[str] = set()
+        self._swap = MultiplierSwap(
+            optimizers, self._by_parameter(), of_group=self._of_group, keeps_decay=not correction.of_peak
+        )
 
-    def _first(self, layer: Layer, kind: set[str]) -> float:
-        """The multiplier of the first step, before anything is known of the updates but the kind of optimizer."""
-        operator = layer.info.role in DENSE
-        if self.correction.policy == "balance" or not (operator or self.correction.policy == "target"):
+    def _of_group(self, group: Mapping[str, Any]) -> float:
+        """Return what the learning rate of a group is multiplied with before any layer's own multiplier."""
+        return self._peaks.part(group) if self.correction.of_peak else 1.0
+
+    def _family(self, layer: Layer) -> str:
+        of = self._settings[layer.info.name]
+        return of.family if of.optimizer else self._late
+
+    def _first(self, layer: Layer) -> float:
+        """Return the multiplier of the first step, when only the kind of optimizer is known."""
+        policy = self.correction.policy
+        if policy == "balance" or not (policy == "target" or layer.info.role in DENSE):
             return 1.0
-        if self.correction.policy == "fsc" or not kind & (SIGN_LIKE | {"Muon"}):
-            first = TRIAL
-        else:
-            entries = layer.layout.taps * layer.info.fan_in if operator and "Muon" not in kind else 1
-            first = self._per_rate(layer, 0) / entries
-        low, high = self.correction.limits
-        return min(max(first, low), high)
+        _, largest = explained(layer, self._family(layer))
+        if policy == "fsc" or math.isnan(largest):
+            peak = self._settings[layer.info.name].peak
+            return min(peak, TRIAL_RATE) if self.correction.of_peak and peak > 0 else TRIAL
+        return self._per_rate(layer, 0) / largest
 
     def _per_rate(self, layer: Layer, step: int) -> float:
-        """Wanted update_natural over the scheduled learning rate; NaN if nothing is wanted."""
+        """Return the wanted update_natural over the learning rate that is multiplied; NaN if nothing is wanted."""
+        name = layer.info.name
         if self._profile is None:
-            return self._share(layer)
+            return self._size * self._share(layer) * self._relative.get(name, 1.0)
         if layer.info.role == "vector":
             return math.nan
-        point = self._profile.at(step, layer.info.name)
+        point = self._profile.at(step, name)
         return point.update_natural / point.lr if point.lr > 0 else math.nan
 
+    @property
+    def _size(self) -> float:
+        return 1.0 if self.correction.size == "lr" else self.correction.size
+
     def _share(self, layer: Layer) -> float:
-        """Of policy ``"target"``. The natural norm of a convolution is the sum over its taps, which together do no more
-        than the root of their number, unless they all agree.
-        """
-        share, taps = SHARES["tied" if layer.info.name in self._tied else layer.info.role], layer.layout.taps
-        if layer.info.name == self._input:
-            share = math.sqrt(layer.info.fan_in * taps / PIXELS)
-        return share * math.sqrt(taps) if layer.info.role in DENSE else share
+        name = layer.info.name
+        return share(layer, self._began.get(name, math.nan), reads_data=name == self._input)
+
+    @property
+    def decision(self) -> str:
+        """What learning rates mean now, in a sentence; empty where they mean what they did."""
+        if not self.correction.of_peak:
+            return ""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        peaks = [self._peaks.see(group) for group in groups if group["params"]]
+        rates = sorted({peak.highest for peak in peaks if peak.highest > 0})
+        some = f"{rates[0]:.3g}" if len(rates) == 1 else f"{rates[0]:.3g} to {rates[-1]:.3g}" if rates else "unknown"
+        scheduled = any(peak.scheduled for peak in peaks)
+        size = self._size if scheduled else self._size * CONSTANT
+        return (
+            f"the {'peak' if scheduled else 'constant'} learning rate ({some}) counts as size {size:.3g}: a step then "
+            f"changes a layer's outputs by about {100 * size:.2g} %"
+            + ("; the schedule keeps its shape" if scheduled else "")
+        )
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """Layer -> multiplier."""
+        """Layer -> what the optimizer's learning rate is multiplied with."""
         return {self._layers[i].info.name: value for i, value in self.by_layer().items()}
 
     @property
@@ -148,15 +166,41 @@ class Corrector:
         """Operators whose updates are meant to be of another size than those of others -> how much."""
         if self.correction.policy != "target":
             return {}
-        shares = {layer.info.name: self._share(layer) for layer in self._layers if layer.info.role in DENSE}
+        dense = [layer for layer in self._layers if layer.info.role in DENSE]
+        shares = {layer.info.name: self._share(layer) * self._relative.get(layer.info.name, 1.0) for layer in dense}
         return {name: share for name, share in shares.items() if share != 1}
 
     def by_layer(self) -> dict[int, float]:
-        """Index of the layer -> multiplier."""
-        return {i: value for unit, value in zip(self._units, self._multipliers, strict=True) for i in unit.members}
+        """Return the multipliers by index of the layer, at the learning rates of now."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        factors = {p: factor for group in groups for factor in [self._of_group(group)] for p in group["params"]}
+        return {
+            i: rate * factors.get(self._layers[i].sources[0], 1.0)
+            for unit, rate in zip(self._units, self._rates, strict=True)
+            for i in unit.members
+        }
+
+    def code(self, names: Iterable[tuple[str, nn.Parameter]]) -> str:
+        """Return Python code that makes the optimizers with the learning rates found, as they are at the peak.
+
+        Args:
+            names: of the network's parameters.
+        """
+        peaks = {
+            p: self._peaks.see(group).highest
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        rates = {p: multiplier * peaks.get(p, 0.0) for p, multiplier in self._multiplied().items()}
+        return param_groups_code(names, self._optimizers, {p: rate for p, rate in rates.items() if rate > 0})
+
+    def _multiplied(self) -> dict[nn.Parameter, float]:
+        return {p: m for i, m in self.by_layer().items() for p in self._layers[i].sources}
 
     def _by_parameter(self) -> dict[nn.Parameter, float]:
-        return {p: value for i, value in self.by_layer().items() for p in self._layers[i].sources}
+        pairs = zip(self._units, self._rates, strict=True)
+        return {p: rate for unit, rate in pairs for i in unit.members for p in self._layers[i].sources}
 
     def arm(self) -> None:
         """Correct every step from now on."""
@@ -173,124 +217,120 @@ class Corrector:
         small to be read, its multiplier grows step by step until it can be. A measurement that does not have all that
         it takes changes nothing.
         """
-        if not measurement.values.keys() >= set(self.correction.quantities):
+        values, quantity = measurement.values, self.correction.quantities[0]
+        if not values.keys() >= set(self.correction.quantities):
             return []
-        quantity = "contribution" if self.correction.policy == "fsc" else "update_natural"
-        flagged = self._flagged(measurement)
-        used = self._used(measurement)
-        moved = [now / then for now, then in zip(self._multipliers, used, strict=True)]
-        found = [self._observed(measurement, quantity, unit.leader) for unit in self._units]
-        seen = [x * since for x, since in zip(found, moved, strict=True)]  # as they would be now
-        wanted = self._wanted(measurement, seen, used)
+        places = [unit.leader for unit in self._units]
+        for i in places if "weight_natural" in values else ():
+            if math.isfinite(began := float(values["weight_natural"][i])):
+                self._began.setdefault(self._layers[i].info.name, began)
+        seen = [observed(measurement, quantity, self._layers[i], i) for i in places]
+        rates = [float(values["lr"][i]) for i in places]
+        multipliers = [float(values["lr_multiplier"][i]) for i in places]
+        flagged, wanted = self._flagged(measurement), self._wanted(measurement.step, seen, rates, multipliers)
+        scheduled = [rate / m for rate, m in zip(rates, multipliers, strict=True)]
+        usual = geometric_median(rate for rate, x in zip(scheduled, seen, strict=True) if x > 0)
         changes = []
-        for k, unit in enumerate(self._units):
-            is_read = seen[k] > 0
-            size = seen[k] if is_read else self._remnant(measurement, quantity, unit.leader, wanted[k])
-            if not (size >= 0 and wanted[k] > 0):
+        for k, (i, layer) in enumerate(zip(places, self._leaders, strict=True)):
+            name, before = layer.info.name, self._rates[k]
+            if not (wanted[k] > 0 and rates[k] > 0 and (flagged is None or name in flagged or self._is_known(k))):
                 continue
-            name, before = self._layers[unit.leader].info.name, self._multipliers[k]
-            factor = wanted[k] / size if size > 0 else math.inf
-            balance, known = self.correction.policy == "balance", name in self._learnt
-            if balance and not known and name not in flagged:
-                continue
-            if balance or known or not is_read:
-                factor = damped(factor, self.correction.gain, self.correction.max_change, self.correction.deadband)
-            if is_read:
-                self._learnt.add(name)
-            low, high = self.correction.limits
-            after = min(max(before * factor, low), high)
-            if after != before:
-                self._multipliers[k] = after
-                changes.append(Change(name, before, after, size, wanted[k], quantity))
+            size, aim = seen[k], wanted[k] * rates[k] / before  # as it should have been
+            if seen[k] > 0:
+                self._lowest[k] = min(self._lowest[k], wanted[k] * rates[k] / seen[k])
+                after = wanted[k] / math.exp(self._trackers[k].see(math.log(seen[k] / rates[k])))
+            else:
+                size = remnant(measurement, quantity, layer, i, aim)
+                if not size >= 0:
+                    continue
+                after = before * min(RISE, aim / size if size > 0 else RISE)
+            after, limited = self._within(k, wanted[k], usual / scheduled[k], after)
+            if max(after / before, before / after) > DEADBAND:
+                self._rates[k] = after
+                scale = multipliers[k] / before
+                new = limited and name not in self._limited
+                changes.append(Change(name, before * scale, after * scale, size, aim, quantity, new))
+            self._limited = self._limited | {name} if limited else self._limited - {name}
         if changes:
             self._swap.multipliers = self._by_parameter()
         return changes
 
-    def _flagged(self, measurement: Measurement) -> set[str]:
-        """Return the layers whose learning rates policy ``"balance"`` begins to correct."""
-        found: set[str] = set()
-        for verdict in measurement.roots:
-            if verdict.cause in MENDED:
-                everyone = [layer.info.name for layer in self._layers if layer.info.role in DENSE]
-                found.update(verdict.layers if verdict.layer != NETWORK else everyone)
-        return found
+    def _is_known(self, k: int) -> bool:
+        return not math.isnan(self._trackers[k].level)
 
-    def _observed(self, measurement: Measurement, quantity: str, i: int) -> float:
-        """What a layer's update is; NaN if it says nothing: none, NaN, no gradient behind it, or mostly rounding."""
-        value, contribution, lr = (float(measurement.values[key][i]) for key in (quantity, "contribution", "lr"))
-        if self._is_rounded(measurement, i) or contribution == 0 or not lr > 0:
-            return math.nan
-        return value if math.isfinite(value) else math.nan
+    def _within(self, k: int, wanted: float, usual: float, rate: float) -> tuple[float, bool]:
+        """Return a rate inside the limits, and whether it was further off than the settings explain.
 
-    def _remnant(self, measurement: Measurement, quantity: str, i: int, wanted: float) -> float:
-        """What rounding left of an update, if the update was too small for the weights; NaN if that cannot be said.
-
-        It can where a gradient arrives and what is wanted is more than rounding itself, which is about eps, for so are
-        weights of natural norm 1: a schedule that ends at 0 must not drive up multipliers. Where no layer moved at all,
-        the optimizer may have skipped the step, after an overflow of scaled gradients or to gather them.
+        They are around what the settings explain: the kind of optimizer, or under policy "balance" the usual learning
+        rate. Where they explain nothing, for updates are as large as gradients, a rate may become so many times the
+        lowest that was right before: gradients that vanish when all is learnt, or die, drive it no further.
         """
-        values, layer = measurement.values, self._layers[i]
-        value, lr = float(values[quantity][i]), float(values["lr"][i])
-        owner = layer.tied_to or layer.info.name  # whose contribution it is
-        contribution = measurement.value("contribution", owner)
-        arrives = 0 < abs(contribution) < math.inf or measurement.why("contribution", owner) == LOST
-        is_small = 0 <= value < wanted and (value == 0 or self._is_rounded(measurement, i))
-        if is_small and arrives and lr > 0 and wanted > _eps(layer) and bool((values[quantity].abs() > 0).any()):
-            return value
-        return math.nan
+        low, high = self.correction.limits
+        layer = self._leaders[k]
+        least, most = explained(layer, self._family(layer))
+        if self.correction.policy == "balance":
+            ends = (low * usual, high * usual)
+        elif math.isnan(least) or self.correction.policy == "fsc":
+            return min(rate, high * self._lowest[k]), False
+        else:
+            ends = (low * wanted / most, high * wanted / least)
+        inside = min(max(rate, ends[0]), ends[1])
+        return inside, inside != rate
 
-    def _is_rounded(self, measurement: Measurement, i: int) -> bool:
-        """Whether so much of an update may be rounding that its size means little; never of biases and gains, whose
-        norms are NaN.
-        """
-        update, weight = (float(measurement.values[key][i]) for key in ("update_fro", "weight_fro"))
-        return update < ROUNDING * _eps(self._layers[i]) * weight
+    def _wanted(
+        self, step: int, seen: Sequence[float], rates: Sequence[float], multipliers: Sequence[float]
+    ) -> list[float]:
+        """Return the units' wanted updates over the learning rate that is multiplied; NaN where one is left alone."""
+        operators = [layer.info.role in DENSE for layer in self._leaders]
+        if self.correction.policy == "fsc":
+            return [1 / sum(operators) if one else math.nan for one in operators]
+        if self.correction.policy == "balance":
+            sizes = balanced([x if one else math.nan for x, one in zip(seen, operators, strict=True)], multipliers)
+            pairs = zip(sizes, rates, multipliers, strict=True)
+            return [size * m / rate if rate > 0 else math.nan for size, rate, m in pairs]
+        return [self._per_rate(layer, step) for layer in self._leaders]
 
-    def _used(self, measurement: Measurement) -> list[float]:
-        """The units' multipliers in the measured step: those of now, unless its numbers have come too late for that."""
-        measured = [float(measurement.values["lr_multiplier"][unit.leader]) for unit in self._units]
-        pairs = zip(measured, self._multipliers, strict=True)
-        return [then if abs(then / now - 1) > FLOAT32 else now for then, now in pairs]
-
-    def _wanted(self, measurement: Measurement, seen: Sequence[float], used: Sequence[float]) -> list[float]:
-        """Of the units' updates, in the policy's quantity; NaN where a unit is left alone."""
-        roles = [self._layers[unit.leader].info.role for unit in self._units]
-        rates = [float(measurement.values["lr"][unit.leader]) for unit in self._units]
-        scheduled = [rate / m for rate, m in zip(rates, used, strict=True)]
-        operators = [role in DENSE for role in roles]
-        policy = self.correction.policy
-        if policy == "balance":
-            return balanced([x if one else math.nan for x, one in zip(seen, operators, strict=True)], self._multipliers)
-        if policy == "fsc":
-            count = sum(operators)
-            return [rate / count if one else math.nan for rate, one in zip(scheduled, operators, strict=True)]
-        leaders = [self._layers[unit.leader] for unit in self._units]
-        return [self._per_rate(layer, measurement.step) * rate for layer, rate in zip(leaders, scheduled, strict=True)]
+    def _flagged(self, measurement: Measurement) -> set[str] | None:
+        """Return the layers whose learning rates policy ``"balance"`` begins to correct; ``None``: all."""
+        if self.correction.policy != "balance":
+            return None
+        roots = [verdict for verdict in measurement.roots if verdict.cause in MENDED]
+        if any(verdict.layer == NETWORK for verdict in roots):
+            return {layer.info.name for layer in self._layers if layer.info.role in DENSE}
+        return {name for verdict in roots for name in verdict.layers}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers by layer."""
-        named = {self._layers[u.leader].info.name: m for u, m in zip(self._units, self._multipliers, strict=True)}
-        return {"policy": self.correction.policy, "multipliers": named, "learnt": sorted(self._learnt)}
+        """Return plain numbers by layer."""
+        rows = zip(self._leaders, self._rates, self._trackers, self._lowest, strict=True)
+        return {
+            "policy": self.correction.policy,
+            "units": {layer.info.name: [rate, *at.state(), lowest] for layer, rate, at, lowest in rows},
+            "began": dict(self._began),
+            "peaks": {layer.info.name: self._peaks.state(layer.sources[0]) for layer in self._layers},
+            "limited": sorted(self._limited),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: it is of other layers or of another policy.
+            ValueError: it is of other layers, of another policy or of an earlier version.
         """
-        names = [self._layers[unit.leader].info.name for unit in self._units]
+        names = [layer.info.name for layer in self._leaders]
         if state["policy"] != self.correction.policy:
             raise ValueError(f"the saved multipliers are of policy {state['policy']!r}, not {self.correction.policy!r}")
-        if set(state["multipliers"]) != set(names):
-            differing = sorted(set(state["multipliers"]) ^ set(names))
+        if "units" not in state:
+            raise ValueError("the saved multipliers are of an earlier version")
+        if set(state["units"]) != set(names):
+            differing = sorted(set(state["units"]) ^ set(names))
             raise ValueError(f"the saved multipliers are of other layers: {', '.join(differing[:6])}")
-        self._multipliers = [float(state["multipliers"][name]) for name in names]
-        self._learnt = set(state["learnt"])
+        rows = [[float(x) for x in state["units"][name]] for name in names]
+        self._rates, self._lowest = [row[0] for row in rows], [row[-1] for row in rows]
+        self._trackers = [Tracker(*row[1:-1]) for row in rows]
+        self._began, self._limited = dict(state["began"]), set(state["limited"])
+        for layer in self._layers:
+            self._peaks.load(layer.sources, state["peaks"][layer.info.name])
         self._swap.multipliers = self._by_parameter()
 
     def __repr__(self) -> str:
         return f"Corrector({self.correction.policy!r}, {len(self._units)} multipliers)"
-
-
-def _eps(layer: Layer) -> float:
-    return torch.finfo(layer.sources[0].dtype).eps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -163,10 +163,19 @@ class Expansion:
 
     Args:
         owners: the optimizer, and those it works through.
+        of_group: a further factor on the learning rates of a group's parameters that have a multiplier.
+        keeps_decay: whether a decay apart from the gradient keeps its strength; else it goes with the learning rate.
     """
 
-    def __init__(self, owners: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        owners: Sequence[Optimizer],
+        of_group: Callable[[Group], float] = lambda group: 1.0,
+        keeps_decay: bool = True,
+    ) -> None:
         self._owners = owners
+        self._of_group = of_group
+        self._keeps_decay = keeps_decay
         # Torch's own look at every group there is. Others may keep a list beside their groups, one entry for each, and
         # go by the shorter one, or look at the first group alone: parameters would be left out without a word.
         self._watched = any(not type(owner).__module__.startswith("torch.optim") for owner in owners)
@@ -183,7 +192,7 @@ class Expansion:
         """
         self._lists = lists_of(self._owners)
         groups = {id(group): group for groups in self._lists for group in groups}
-        places = {key: _by_multiplier(group, multipliers) for key, group in groups.items()}
+        places = {key: _by_multiplier(group, multipliers, self._of_group(group)) for key, group in groups.items()}
         if all(set(found) <= {1.0} for found in places.values()):
             return  # nothing to do is done by doing nothing
         for key, group in groups.items():
@@ -196,9 +205,12 @@ class Expansion:
         """The same one if the optimizer knows it from before a closure call: it may have kept it, or written to it."""
         key = (id(group), multiplier, places)
         if key not in self._made:
-            self._made[key] = Part(group, places, multiplier, decay_option(group, self._owners), self._watched)
+            self._made[key] = Part(group, places, multiplier, self._decay(group), self._watched)
         self._made[key].fill()
         return self._made[key]
+
+    def _decay(self, group: Group) -> str:
+        return decay_option(group, self._owners) if self._keeps_decay else ""
 
     def _expanded(self, group: Group) -> list[Group]:
         return [part.options for part in self._open[id(group)]] if id(group) in self._open else [group]
@@ -248,11 +260,11 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) else 0
 
 
-def _by_multiplier(group: Group, multipliers: Mapping[int, float]) -> dict[float, list[int]]:
+def _by_multiplier(group: Group, multipliers: Mapping[int, float], factor: float) -> dict[float, list[int]]:
     """Multiplier -> places of its parameters in the group; both in the group's order."""
     places: dict[float, list[int]] = {}
     for i, parameter in enumerate(group["params"]):
-        places.setdefault(multipliers.get(id(parameter), 1.0), []).append(i)
+        places.setdefault(multipliers[id(parameter)] * factor if id(parameter) in multipliers else 1.0, []).append(i)
     return places
 
 

@@ -1,16 +1,73 @@
-"""What each policy wants of the layers' updates, as pure functions of a measurement."""
+"""How large policies want the layers' updates, and how large they are by the settings, as pure functions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from spectral_monitor.anatomy import Layer
+from spectral_monitor.correction.units import DENSE
 from spectral_monitor.functional.norms import geometric_median
+
+SHARES = {"operator": 1.0, "readout": 1.0, "embedding": 1.0, "vector": 0.04}
+"""Policy ``"target"``: size of an update over the wanted size of an operator's, where weights began with size 1.
+
+What may not depend on width may still differ between kinds of layers, and should: biases and gains move all rows alike
+(docs/correction.md).
+"""
+GROWTH = {"operator": 0.5, "readout": 0.5, "embedding": 1 / 3, "vector": 0.0}
+"""Power of the size that weights began with in the share of their updates.
+
+At 1 every update would be the same part of its weights, at 0 of the same size. Best recipes lie between the two: small
+weights take larger steps for their size than large ones.
+"""
+LEAST = {"operator": 1 / 8, "readout": 1.0, "embedding": 0.02, "vector": 1.0}
+"""Weights that began smaller, such as zeros, count as this large."""
+MOST = {"readout": 2.0}
+"""Weights that began larger count as this large: PyTorch draws readouts whose natural norm grows with the width."""
+PIXELS = 48
+"""The share of the operator that reads the data is the fourth root of the number of its inputs over this: they are no
+width, and many of them, such as pixels, say much the same.
+"""
+
+
+def share(layer: Layer, began: float, reads_data: bool = False) -> float:
+    """Return the wanted size of a layer's update over that of an operator that began with natural norm 1.
+
+    Args:
+        layer: any.
+        began: natural norm its weights began with; NaN counts as 1.
+        reads_data: whether it is the operator that reads the data.
+    """
+    role = layer.info.role
+    size = 1.0 if math.isnan(began) else min(max(began, LEAST[role]), MOST.get(role, math.inf))
+    found = SHARES[role] * math.pow(size, GROWTH[role])
+    return found * (layer.info.fan_in * layer.layout.taps / PIXELS) ** 0.25 if reads_data else found
+
+
+def explained(layer: Layer, family: str) -> tuple[float, float]:
+    """Return the smallest and the largest size that updates ordinarily have at a learning rate of 1; NaN if unknown.
+
+    Sign-like optimizers move every entry by about 1: a natural norm of the number of inputs if all go one way, and of
+    its root if each goes its own. Orthogonalizing ones give a matrix equal singular values, in one of two conventions.
+
+    Args:
+        layer: any.
+        family: of its optimizer, as in :func:`~spectral_monitor.condition.optimizers.hyperparameters.family`.
+    """
+    info, inputs = layer.info, layer.layout.taps * layer.info.fan_in
+    if family == "adam":
+        return (math.sqrt(inputs), float(inputs)) if info.role in DENSE else (1.0, 1.0)
+    if family == "muon" and info.role in DENSE:
+        shape = math.sqrt(info.fan_in / info.fan_out)
+        ends = (max(1.0, shape), 0.2 * math.sqrt(max(info.fan_in, info.fan_out)) * shape)
+        return min(ends), max(ends)
+    return math.nan, math.nan
 
 
 def balanced(observed: Sequence[float], multipliers: Sequence[float]) -> list[float]:
-    """Updates (L,) that are all equal to what the layer in the middle would have with a multiplier of 1; NaN where
-    nothing was observed.
+    """Return updates (L,) that are all equal to what the layer in the middle would have with a multiplier of 1; NaN
+    where nothing was observed.
 
     An update is taken to be proportional to its multiplier. The middle is the geometric median: a layer that is far off
     does not move it, as it would the mean, and with it the learning rates of layers that are in order.
@@ -22,15 +79,3 @@ def balanced(observed: Sequence[float], multipliers: Sequence[float]) -> list[fl
     seen = [x > 0 and math.isfinite(x) for x in observed]
     middle = geometric_median(x / m for x, m, known in zip(observed, multipliers, seen, strict=True) if known)
     return [middle if known else math.nan for known in seen]
-
-
-def damped(ratio: float, gain: float, max_change: float, deadband: float) -> float:
-    """The factor on a multiplier that aims at ``ratio`` times the update there was.
-
-    Example:
-        >>> [damped(ratio, gain=0.5, max_change=2.5, deadband=1.1) for ratio in (4.0, 100.0, 1.05)]
-        [2.0, 2.5, 1.0]
-    """
-    if max(ratio, 1 / ratio) <= deadband:
-        return 1.0
-    return min(max(math.exp(gain * math.log(ratio)), 1 / max_change), max_change)

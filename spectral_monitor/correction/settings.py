@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
-Policy = Literal["balance", "target", "reference", "fsc"]
+Policy = Literal["target", "balance", "reference", "fsc"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 
@@ -17,11 +18,11 @@ class LRCorrection:
 
     Every policy wants something of each layer's update, and multiplies the layer's learning rate until it has it:
 
-    * ``"balance"``: an operator with a verdict on its update comes to the geometric median of ``update_natural`` over
-      all operators, and is kept there. The learning rate means what it did, and layers that are in order keep theirs.
-    * ``"target"``: every layer's ``update_natural`` equal to the scheduled learning rate times a share that depends on
-      its kind alone, 1 for operators. It is then in natural units, the relative size of a step's change, and the best
-      one does not depend on width.
+    * ``"target"``: every layer's ``update_natural`` equal to ``size`` at the peak of the schedule, times a share that
+      depends on the layer's kind and the optimizer's alone. The best size does not depend on the width.
+    * ``"balance"``: an operator with a verdict on its update, whose cause is in the settings, comes to the geometric
+      median of ``update_natural`` over all operators, and is kept there. The learning rate means what it did, and
+      layers that are in order keep theirs.
     * ``"reference"``: the ``update_natural`` of a profile recorded on a tuned narrow run, scaled by the learning rates.
     * ``"fsc"``: every operator's contribution to the loss decrease equal to the learning rate over the number of
       operators, for plain gradient descent ``eta = lr / (L |g|^2)`` (Feature Speed Formula, Eq. 8).
@@ -29,11 +30,10 @@ class LRCorrection:
     Attributes:
         policy: one of the four.
         reference: the profile's file, for ``"reference"``.
-        gain: how much of what is missing (in logarithms) one measurement makes up for; the first one of a layer, which
-            knows nothing yet, all of it.
-        max_change: the largest factor by which later ones change a multiplier.
-        deadband: multipliers stay where they are while what they aim at is nearer than this factor.
-        limits: the smallest and the largest multiplier.
+        size: for ``"target"``, the natural norm of a step's change of an operator at the peak of the schedule, whatever
+            learning rate the optimizer was given: that has only the schedule's shape, ``lr / peak``. ``"lr"``: the
+            optimizer's learning rate is the size.
+        limits: the smallest and the largest multiplier, relative to what the optimizer's settings explain.
         spectral_init: first rescale the measured weights as :func:`spectral_init_` does: a number to that natural norm,
             ``True`` to 2, which keeps the size of features, or to 1.25 in a network with normalization layers whose
             readout is not tied to an embedding.
@@ -42,16 +42,14 @@ class LRCorrection:
         ValueError: an unknown policy, a number out of range, a reference without its policy or the other way round.
 
     Example:
-        >>> LRCorrection("target").gain
-        0.5
+        >>> LRCorrection().size
+        0.1
     """
 
-    policy: Policy = "balance"
+    policy: Policy = "target"
     reference: str | None = None
-    gain: float = 0.5
-    max_change: float = 2.0
-    deadband: float = 1.1
-    limits: Sequence[float] = (1e-6, 1e6)
+    size: float | Literal["lr"] = 0.1
+    limits: Sequence[float] = (1 / 64, 64.0)
     spectral_init: bool | float = False
 
     def __post_init__(self) -> None:
@@ -61,18 +59,25 @@ class LRCorrection:
             raise ValueError(
                 'policy "reference" needs the file of a profile as reference, and no other policy takes one'
             )
-        if not 0 < self.gain <= 1:
-            raise ValueError(f"gain must be in (0, 1], got {self.gain!r}")
-        for name in ("max_change", "deadband"):
-            if not 1 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is a factor >= 1, got {getattr(self, name)!r}")
+        if self.size != "lr" and not (_is_number(self.size) and 0 < float(self.size) < math.inf):
+            raise ValueError(f'size is a positive number or "lr", got {self.size!r}')
         if not 0 <= self.spectral_init < math.inf:
             raise ValueError(f"spectral_init is True, False or a natural norm, got {self.spectral_init!r}")
         if len(self.limits) != 2 or not 0 < self.limits[0] <= 1 <= self.limits[1] < math.inf:
             raise ValueError(f"limits are two positive numbers around 1, got {self.limits!r}")
 
     @property
+    def of_peak(self) -> bool:
+        """Whether the optimizer's learning rates give only the shape of a schedule."""
+        return self.policy == "target" and self.size != "lr"
+
+    @property
     def quantities(self) -> tuple[str, ...]:
         """What has to be measured, first what the policy aims at."""
-        aim = "contribution" if self.policy == "fsc" else "update_natural"
-        return tuple(dict.fromkeys((aim, "contribution", "update_fro", "weight_fro", "lr", "lr_multiplier")))
+        aims = ("contribution",) if self.policy == "fsc" else ("update_natural", "contribution")
+        began = ("weight_natural",) if self.policy == "target" else ()
+        return (*aims, "update_fro", "weight_fro", *began, "lr", "lr_multiplier")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -23,6 +23,9 @@ _UNFIT = {
     "LBFGS": "it reads one group before it knows the gradient, and takes one step size for all parameters",
     "Rprop": "it reads its learning rate at the first step only",
     "ZeroRedundancyOptimizer": "every process has groups of its own, copied from one another by their place",
+    "ScheduleFree": "it averages weights by the learning rates so far, of which a group has one for all its parameters",
+    "Prodigy": "it finds one learning rate for all of a group by itself",
+    "DAdapt": "it finds one learning rate for all of a group by itself",
 }
 
 
@@ -71,10 +74,14 @@ class MultiplierSwap:
             an attribute, counts together with it.
         multipliers: parameter -> multiplier; 1 for those that are not named. May name parameters that no optimizer
             holds, or not yet.
+        of_group: a further factor for each group, asked for at every step.
+        keeps_decay: whether a decay apart from the gradient keeps its strength; else it goes with the learning rate, as
+            in a group made with that learning rate.
 
     Raises:
-        ValueError: a multiplier that is not a positive number; LBFGS, Rprop, ZeroRedundancyOptimizer; a group
-            without a learning rate; an optimizer whose steps or groups cannot be got at.
+        ValueError: a multiplier that is not a positive number; LBFGS, Rprop, ZeroRedundancyOptimizer, schedule-free
+            optimizers, Prodigy, D-Adaptation; a group without a learning rate; an optimizer whose steps or groups
+            cannot be got at.
         TypeError: something that is not an optimizer.
 
     Example:
@@ -93,7 +100,15 @@ class MultiplierSwap:
         >>> swap.disarm()
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], multipliers: Mapping[Any, float]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        multipliers: Mapping[Any, float],
+        *,
+        of_group: Callable[[dict[str, Any]], float] = lambda group: 1.0,
+        keeps_decay: bool = True,
+    ) -> None:
+        self._of_group, self._keeps_decay = of_group, keeps_decay
         self._owners: list[tuple[Optimizer, ...]] = []
         counted: set[int] = set()
         for optimizer in optimizers:
@@ -150,7 +165,7 @@ class MultiplierSwap:
         if key in self._steps and _is_running(self._steps[key].frame, frame):
             return None  # of a parent's step, or of an optimizer this one works through: one update
         self._close(key, keep=False)
-        step = self._steps[key] = _Step(frame, Expansion(owners))
+        step = self._steps[key] = _Step(frame, Expansion(owners, self._of_group, self._keeps_decay))
         replaced = with_closure(args, kwargs, partial(self._apart, key, step))
         if replaced is None:
             step.expansion.open(self._by_id)

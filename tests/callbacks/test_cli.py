@@ -39,7 +39,7 @@ class Looks(pl.Callback):
         layers = [[info.name, info.role, info.blocks] for info in monitor.latest.layers]
         of = monitor.condition
         settings["condition"] = {"persistence": of.persistence, "expected": of.expected, "ignore": list(of.ignore)}
-        settings["correction"] = {"policy": monitor.correction.policy, "gain": monitor.correction.gain}
+        settings["correction"] = {"policy": monitor.correction.policy, "size": monitor.correction.size}
         settings["mode"] = monitor.mode
         reports = monitor._reports
         settings |= {"heatmap_every": reports.heatmap_every, "histograms": reports.histograms}
@@ -66,7 +66,7 @@ ARGUMENTS = {
     "drift_every": 3,
     "history": 2,
     "condition": {"persistence": 2, "expected": {"net.0": 10.0}, "ignore": ["eps", "rates"]},
-    "correction": {"policy": "fsc", "gain": 0.25},
+    "correction": {"policy": "fsc", "size": "lr"},
     "mode": "correct",
     "sinks": [{"class_path": "spectral_monitor.reporting.JSONLinesSink", "init_args": {"path": "mine.jsonl"}}],
     "heatmap_every": 3,

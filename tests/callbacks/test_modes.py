@@ -156,10 +156,10 @@ def test_correct_repairs_and_says_what_it_did(caplog):
 
 
 def test_multipliers_of_one_change_nothing():
-    """A correction that never finds anything to do: the deadband is wide."""
+    """A correction that never finds anything to do: no layer is out of line."""
     plain, corrected = Net(), Net()
     fit(plain)
-    fit(corrected, SpectralLRCorrector("balance", every_n_steps=2, deadband=1e6))
+    fit(corrected, SpectralLRCorrector("balance", every_n_steps=2))
     assert same(weights(plain), weights(corrected))
 
 

@@ -50,13 +50,13 @@ def untouched():
     """A corrector, and measurements: of the updates of three operators, under the multipliers there are."""
     network = perceptron()
     layers = dissect(network).layers
-    corrector = Corrector(LRCorrection(), layers, [torch.optim.SGD(network.parameters(), lr=LR)])
+    corrector = Corrector(LRCorrection("balance"), layers, [torch.optim.SGD(network.parameters(), lr=LR)])
 
     def measure(*verdicts, sizes=(0.1, 8.0, 0.001)):
         values = {key: torch.ones(len(layers)) for key in corrector.correction.quantities} | {
-            "lr": torch.full((len(layers),), LR),
             "lr_multiplier": torch.tensor([corrector.multipliers[layer.info.name] for layer in layers]),
         }
+        values["lr"] = LR * values["lr_multiplier"]
         values["update_natural"][[0, 2, 4]] = torch.tensor(sizes)
         return Measurement(1, tuple(layer.info for layer in layers), values, {}, verdicts)
 
@@ -80,22 +80,22 @@ def test_without_a_verdict_nothing_is_touched():
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_it_acts_on_causes_that_the_learning_rate_of_a_layer_mends(cause):
-    """8 comes to 0.1, the median, by half of that on a log scale, and at most by 2 at once."""
-    assert acted_on(verdict("2", cause)) == ({"2": 0.5} if cause in MENDED else {})
+    """8 comes to the geometric median of 0.1, 8 and 0.001, at once and as far as the limits let it."""
+    assert acted_on(verdict("2", cause)) == pytest.approx({"2": 1 / 64} if cause in MENDED else {})
 
 
 def test_it_leaves_alone_what_follows_from_a_root():
-    assert acted_on(verdict("2", "lr_too_large"), verdict("4", "unknown", root="2")) == {"2": 0.5}
+    assert acted_on(verdict("2", "lr_too_large"), verdict("4", "unknown", root="2")) == pytest.approx({"2": 1 / 64})
     assert acted_on(verdict("2", "weights_too_large"), verdict("4", "unknown", root="2")) == {}
 
 
 def test_it_acts_on_every_layer_of_a_root():
-    assert acted_on(verdict("2", "lr_too_large", "4")) == {"2": 0.5, "4": 2.0}
+    assert acted_on(verdict("2", "lr_too_large", "4")) == pytest.approx({"2": 1 / 64, "4": 64})
 
 
 def test_a_wrong_rule_is_mended_in_every_matrix():
     """The one in the middle has what it should have."""
-    assert acted_on(verdict(NETWORK, "sgd_rule_under_adam")) == {"2": 0.5, "4": 2.0}
+    assert acted_on(verdict(NETWORK, "sgd_rule_under_adam")) == pytest.approx({"2": 1 / 64, "4": 64})
     assert acted_on(verdict(NETWORK, "rates_too_large")) == {}
 
 
@@ -103,4 +103,4 @@ def test_what_was_corrected_once_is_kept_there():
     """Although its verdict is over; nobody else is."""
     corrector, measure = untouched()
     assert [change.layer for change in corrector.update(measure(verdict("2", "lr_too_large")))] == ["2"]
-    assert [change.layer for change in corrector.update(measure())] == ["2"]
+    assert [change.layer for change in corrector.update(measure(sizes=(0.1, 0.05, 0.1)))] == ["2"]

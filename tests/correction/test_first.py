@@ -12,7 +12,7 @@ from spectral_monitor.correction.corrector import TRIAL, Corrector
 
 
 def first(network, *optimizers):
-    return Corrector(LRCorrection("target"), dissect(network).layers, optimizers).multipliers
+    return Corrector(LRCorrection("target", size="lr"), dissect(network).layers, optimizers).multipliers
 
 
 def perceptron():
@@ -27,7 +27,7 @@ def perceptron():
         ([torch.optim.SGD], TRIAL),
         ([torch.optim.SGD, torch.optim.AdamW], 1 / 256),
         ([torch.optim.Muon, torch.optim.AdamW], 1 / 256),
-        ([torch.optim.Muon], 1.0),
+        ([torch.optim.Muon], 1 / (0.2 * 16)),
         ([], TRIAL),
     ],
 )
@@ -41,7 +41,7 @@ def test_a_layer_unfrozen_under_adam_does_not_leap():
     network = perceptron()
     network[2].requires_grad_(False)
     optimizer = torch.optim.Adam([p for p in network.parameters() if p.requires_grad], lr=0.1)
-    rule = LRCorrection("target")
+    rule = LRCorrection("target", size="lr")
     probe = SpectralProbe(
         network, optimizer, mode="correct", every_n_steps=50, quantities=rule.quantities, correction=rule
     )

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
+from spectral_monitor.correction.corrector import RISE
+from spectral_monitor.correction.policies import PIXELS
 
 LR = 0.1
 
@@ -40,7 +42,7 @@ def perceptron(dtype=torch.float32):
 
 def correcting(network, kind=torch.optim.SGD, lr=LR, policy="target", **settings):
     optimizer = kind(network.parameters(), lr=lr)
-    rule = LRCorrection(policy, spectral_init=True, **settings)
+    rule = LRCorrection(policy, size="lr", spectral_init=1.0, **settings)
     probe = SpectralProbe(
         network, optimizer, mode="correct", every_n_steps=1, quantities=rule.quantities, correction=rule
     )
@@ -75,17 +77,17 @@ def test_target_is_reached_where_first_updates_are_lost(dtype, kind, lr, scale):
     network = perceptron(dtype)
     optimizer, probe = correcting(network, kind, lr)
     train(network, optimizer, probe, 60, scale)
-    for name, share in {"0": math.sqrt(70 / 48), "3": 1.0, "5": 1.0}.items():
+    for name, share in {"0": (70 / PIXELS) ** 0.25, "3": 1.0, "5": 1.0}.items():
         assert probe.latest.value("update_natural", name) == pytest.approx(lr * share, rel=0.4), name
 
 
 @pytest.mark.filterwarnings("ignore::spectral_monitor.SpectralConditionWarning")
 def test_a_multiplier_grows_by_the_bound_until_the_update_can_be_read():
     network = perceptron()
-    optimizer, probe = correcting(network, max_change=3.0)
+    optimizer, probe = correcting(network)
     multipliers = train(network, optimizer, probe, 10, 1e-6)
     first = [now["3"] / before["3"] for before, now in pairwise(multipliers)]
-    assert first[:4] == pytest.approx([3.0] * 4)
+    assert first[:4] == pytest.approx([RISE] * 4)
     assert probe.multipliers["1.weight"] > 100 * 0.01, "gains of 1 too, of whose updates nothing was left at all"
 
 
@@ -126,7 +128,7 @@ def test_tied_weights_get_out_too():
             optimizer.zero_grad()
             (nn.functional.cross_entropy(network(ids), ids.flip(0)) * 1e-3).backward()
             optimizer.step()
-    assert probe.latest.value("update_natural", "readout") == pytest.approx(8 * LR, rel=0.5)
+    assert probe.latest.value("update_natural", "readout") == pytest.approx(LR, rel=0.5)
 
 
 @pytest.mark.filterwarnings("ignore::spectral_monitor.SpectralConditionWarning")

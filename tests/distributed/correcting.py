@@ -6,15 +6,14 @@ import warnings
 from typing import Any
 
 from distributed.fitting import Keeper, fit
-from spectral_monitor import SpectralCondition, SpectralConditionWarning, SpectralLRCorrector
+from spectral_monitor import SpectralConditionWarning, SpectralLRCorrector
 
 STEPS = 8
 
 
 def train(way: str, network: str, policy: str) -> dict[str, Any]:
     """Multipliers after some steps, the weights they led to, and the groups the optimizer was left with."""
-    even = SpectralCondition(band=(0.999, 1.001), persistence=1)  # so that there is something to balance
-    corrector, keeper = SpectralLRCorrector(policy, every_n_steps=2, condition=even), Keeper(network)
+    corrector, keeper = SpectralLRCorrector(policy, every_n_steps=2), Keeper(network)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpectralConditionWarning)
         module = fit(way, network, STEPS, [corrector, keeper], "adamw")

@@ -18,7 +18,7 @@ def cases():
         ("fsdp2_tp", 4, "perceptron"),
         ("fsdp1", 2, "perceptron"),
     ):
-        for policy in ("target", "balance"):
+        for policy in ("target", "fsc"):
             one = task("correcting.train", count, way=way, network=network, policy=policy)
             core = (way, policy) == ("fsdp2", "target")
             yield pytest.param(one, id=str(one), marks=() if core else pytest.mark.slow)

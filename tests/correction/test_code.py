@@ -1,0 +1,104 @@
+"""Corrected learning rates as code: it runs, and makes the optimizer that the correction made of the one there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_any_rate import run, warmup
+from test_corrector import batch, perceptron
+from torch import nn
+
+from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
+
+
+def made(code, network):
+    """The optimizers that the code makes in a module's method."""
+    names = {"self": network, "torch": torch}
+    exec(code, names)
+    return [value for key, value in sorted(names.items()) if key.startswith("optimizer")]
+
+
+def rates(optimizers):
+    return {p: group["lr"] for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def test_it_makes_an_optimizer_that_steps_as_the_corrected_one():
+    network = perceptron()
+    kept = []
+
+    def make(network):
+        decayed = [p for p in network.parameters() if p.ndim > 1]
+        rest = [p for p in network.parameters() if p.ndim == 1]
+        kept.append(
+            torch.optim.AdamW(
+                [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+                lr=1e-3,
+                betas=(0.9, 0.95),
+            )
+        )
+        return kept[0]
+
+    probe, _ = run(make, warmup, network=network)
+    (optimizer,) = made(probe.param_groups_code(), network)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.defaults["betas"] == (0.9, 0.95)
+    found = rates([optimizer])
+    assert set(found) == set(network.parameters())
+    multipliers, peak = probe.multipliers, 1e-3
+    for layer in probe.anatomy.layers:
+        expected = multipliers[layer.info.name] * peak
+        assert found[layer.sources[0]] == pytest.approx(expected, rel=1e-3), layer.info.name
+    for group in optimizer.param_groups:
+        assert {group["weight_decay"]} == {0.1 if p.ndim > 1 else 0.0 for p in group["params"]}
+    # The corrected optimizer at its peak, without momentum of before, goes where the one that was made goes.
+    for group in kept[0].param_groups:
+        group["lr"] = peak
+    kept[0].state.clear()
+    start = [p.detach().clone() for p in network.parameters()]
+    after = []
+    for step in ("corrected", "made"):
+        with torch.no_grad():
+            for p, value in zip(network.parameters(), start, strict=True):
+                p.copy_(value)
+        chosen = kept[0] if step == "corrected" else optimizer
+        chosen.zero_grad()
+        if step == "corrected":
+            with probe.step():
+                network(batch(0, network)).logsumexp(-1).mean().backward()
+                chosen.step()
+        else:
+            network(batch(0, network)).logsumexp(-1).mean().backward()
+            chosen.step()
+        after.append([p.detach().clone() for p in network.parameters()])
+    for p, q, before in zip(*after, start, strict=True):
+        torch.testing.assert_close(q - before, p - before, rtol=2e-3, atol=1e-7)
+
+
+def test_several_optimizers_are_several():
+    network = perceptron()
+    first, last = network[:3].parameters(), network[4].parameters()
+    optimizers = [torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.Adam(last)]
+    probe = SpectralProbe(network, optimizers, mode="correct", quantities="light", correction=LRCorrection())
+    for step in range(4):
+        with probe.step():
+            network(batch(step, network)).logsumexp(-1).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = made(probe.param_groups_code(), network)
+    assert [type(optimizer) for optimizer in found] == [torch.optim.SGD, torch.optim.Adam]
+    assert found[0].defaults["momentum"] == 0.9
+    assert set(rates(found)) == set(network.parameters())
+
+
+def test_what_is_not_corrected_keeps_its_rate():
+    network = nn.Sequential(nn.Linear(70, 16), nn.Linear(16, 5))
+    probe, _ = run(lambda net: torch.optim.Adam(net.parameters(), lr=0.02), network=network, exclude=["0*"], steps=4)
+    (optimizer,) = made(probe.param_groups_code(), network)
+    found = rates([optimizer])
+    assert found[network[0].weight] == 0.02 != found[network[1].weight]
+
+
+def test_a_corrector_without_a_fit_has_none():
+    with pytest.raises(RuntimeError, match="train with this callback first"):
+        SpectralLRCorrector().param_groups_code()
