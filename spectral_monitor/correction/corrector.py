@@ -32,6 +32,14 @@ optimizers whose updates are as large as the gradient happens to be.
 """
 RISE = 2.0
 """Factor on a multiplier, at each measurement, while its update is too small to be read."""
+STEADY, SETTLED = frozenset({"adam", "muon"}), 32
+"""Kinds of optimizers whose updates do not go with the size of gradients, and steps after its first reading in which
+policy "target" finds a layer's multiplier under them.
+
+Later the same learning rate makes smaller updates, for gradients of different batches agree less and less. That is how
+training calms down: to make up for it would be to raise the learning rate while there is less to learn. Under others,
+whose updates go with gradients, multipliers follow all the time.
+"""
 DEADBAND = 1.02
 """A multiplier that would change by less stays what it is."""
 MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam", "ntk_scaling"})
@@ -97,6 +105,7 @@ class Corrector:
         self._trackers = [Tracker() for _ in self._units]
         self._rates = [self._first(layer) for layer in self._leaders]
         self._lowest = [math.inf for _ in self._units]  # rates found so far
+        self._since = [0 for _ in self._units]  # steps of first readings
         self._limited: set[str] = set()
         self._swap = MultiplierSwap(
             optimizers, self._by_parameter(), of_group=self._of_group, keeps_decay=not correction.of_peak
@@ -235,8 +244,11 @@ class Corrector:
             name, before = layer.info.name, self._rates[k]
             if not (wanted[k] > 0 and rates[k] > 0 and (flagged is None or name in flagged or self._is_known(k))):
                 continue
+            if self._is_settled(k, measurement.step):
+                continue
             size, aim = seen[k], wanted[k] * rates[k] / before  # as it should have been
             if seen[k] > 0:
+                self._since[k] = self._since[k] or measurement.step
                 self._lowest[k] = min(self._lowest[k], wanted[k] * rates[k] / seen[k])
                 after = wanted[k] / math.exp(self._trackers[k].see(math.log(seen[k] / rates[k])))
             else:
@@ -257,6 +269,10 @@ class Corrector:
 
     def _is_known(self, k: int) -> bool:
         return not math.isnan(self._trackers[k].level)
+
+    def _is_settled(self, k: int, step: int) -> bool:
+        steady = self.correction.policy == "target" and self._family(self._leaders[k]) in STEADY
+        return steady and 0 < self._since[k] <= step - SETTLED
 
     def _within(self, k: int, wanted: float, usual: float, rate: float) -> tuple[float, bool]:
         """Return a rate inside the limits, and whether it was further off than the settings explain.
@@ -301,10 +317,10 @@ class Corrector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers by layer."""
-        rows = zip(self._leaders, self._rates, self._trackers, self._lowest, strict=True)
+        rows = zip(self._leaders, self._rates, self._lowest, self._since, self._trackers, strict=True)
         return {
             "policy": self.correction.policy,
-            "units": {layer.info.name: [rate, *at.state(), lowest] for layer, rate, at, lowest in rows},
+            "units": {layer.info.name: [rate, low, since, *at.state()] for layer, rate, low, since, at in rows},
             "began": dict(self._began),
             "peaks": {layer.info.name: self._peaks.state(layer.sources[0]) for layer in self._layers},
             "limited": sorted(self._limited),
@@ -324,9 +340,9 @@ class Corrector:
         if set(state["units"]) != set(names):
             differing = sorted(set(state["units"]) ^ set(names))
             raise ValueError(f"the saved multipliers are of other layers: {', '.join(differing[:6])}")
-        rows = [[float(x) for x in state["units"][name]] for name in names]
-        self._rates, self._lowest = [row[0] for row in rows], [row[-1] for row in rows]
-        self._trackers = [Tracker(*row[1:-1]) for row in rows]
+        rows = [state["units"][name] for name in names]
+        self._rates, self._lowest, self._since = ([row[i] for row in rows] for i in range(3))
+        self._trackers = [Tracker(*row[3:]) for row in rows]
         self._began, self._limited = dict(state["began"]), set(state["limited"])
         for layer in self._layers:
             self._peaks.load(layer.sources, state["peaks"][layer.info.name])

@@ -43,12 +43,12 @@ class LRCorrection:
 
     Example:
         >>> LRCorrection().size
-        0.1
+        0.125
     """
 
     policy: Policy = "target"
     reference: str | None = None
-    size: float | Literal["lr"] = 0.1
+    size: float | Literal["lr"] = 1 / 8
     limits: Sequence[float] = (1 / 64, 64.0)
     spectral_init: bool | float = False
 

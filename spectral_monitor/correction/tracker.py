@@ -24,11 +24,8 @@ class Tracker:
 
     Example:
         >>> drift, noise = Tracker(), Tracker()
-        >>> for step in range(20):
-        ...     drift.see(float(step)), noise.see((-1.0) ** step)
-        ...     # doctest: +ELLIPSIS
-        (...)
-        >>> drift.level > 18, abs(noise.level) < 0.3
+        >>> levels = [(drift.see(float(step)), noise.see((-1.0) ** step)) for step in range(40)]
+        >>> drift.level > 38, abs(noise.level) < 0.3
         (True, True)
     """
 

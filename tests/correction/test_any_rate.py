@@ -197,8 +197,8 @@ def test_what_was_decided_is_a_sentence():
         "about 5 %"
     )
     assert decided(LRCorrection(), warmup) == (
-        "the peak learning rate (0.001 to 0.002) counts as size 0.1: a step then changes a layer's outputs by about "
-        "10 %; the schedule keeps its shape"
+        "the peak learning rate (0.001 to 0.002) counts as size 0.125: a step then changes a layer's outputs by "
+        "about 12 %; the schedule keeps its shape"
     )
     assert decided(LRCorrection(size="lr")) == decided(LRCorrection("balance")) == ""
 

@@ -6,6 +6,7 @@ import math
 import re
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from spectral_monitor import LRCorrection, SpectralMonitor, SpectralProbe
 from spectral_monitor.engine import Settings, norms
 from spectral_monitor.engine.schedule import Schedule, Timetable
+from spectral_monitor.oversight import _first_steps
 from spectral_monitor.quantities import QUANTITIES, TIERS
 
 DRIFT = ("feature_rms", "feature_drift")
@@ -135,9 +137,13 @@ def test_the_probe_measures_these_steps():
     assert steps_measured("5, 6") == [5, 6]
 
 
-def test_a_correction_sees_the_powers_of_two_before():
+def test_a_correction_sees_the_first_steps_before():
+    """Each an eighth later than the one before, as long as that is sooner than every 20th."""
     correction = {"mode": "correct", "correction": LRCorrection("target")}
-    assert steps_measured("6, every 20", **correction) == [1, 2, 4, 6, 8, 16, 20]
+    assert steps_measured("6, every 20", **correction) == [*range(1, 17), 18, 20, 22, 24, 27, 30]
+    spacing = [b - a for a, b in pairwise(sorted(_first_steps(20)))]
+    assert spacing == sorted(spacing)
+    assert max(spacing) <= 20
 
 
 @pytest.mark.parametrize(
@@ -289,12 +295,13 @@ def test_a_correction_has_all_it_needs_at_its_own_steps():
     needed = set(LRCorrection("target").quantities)
     found = {m.step: set(m.values) for m in probe.measurements}
     others = needed - {"update_natural"}
-    assert {step for step, keys in found.items() if "update_natural" in keys} == {1, 2, 4, 8, 16, 20, 40, 60}
+    own = {*range(1, 17), 18, 20, 22, 24, 27, 30, 33, 37, 41, 46, 51, 57} | {20, 40, 60}
+    assert {step for step, keys in found.items() if "update_natural" in keys} == own
     assert all(keys >= needed for keys in found.values() if "update_natural" in keys)
     assert {step: keys for step, keys in found.items() if "update_natural" not in keys} == {
-        **dict.fromkeys((7, 14, 21, 28, 35, 42, 49, 56), others),
-        30: {"feature_rms"},
+        **dict.fromkeys({21, 28, 35, 42, 49, 56}, others),
     }
+    assert "feature_rms" in found[30]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +310,7 @@ def test_a_correction_has_all_it_needs_at_its_own_steps():
 )
 def test_a_corrections_early_steps_have_what_has_its_interval(every, early):
     probe = trained(every, "standard", 8, mode="correct", correction=LRCorrection("target"))
-    assert {m.step: set(m.values) for m in probe.measurements} == {step: set(early) for step in (1, 2, 4, 8)}
+    assert {m.step: set(m.values) for m in probe.measurements} == {step: set(early) for step in range(1, 9)}
 
 
 def test_a_correction_is_not_moved_by_what_lacks_a_part():
