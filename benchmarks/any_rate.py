@@ -61,7 +61,7 @@ ADAM = (torch.optim.Adam, torch.optim.AdamW)
 """Whose place a rival can take."""
 
 
-def train(run: Run, corrected: bool) -> float:
+def train(run: Run, corrected: bool, size: float = LRCorrection.size) -> float:
     """Return the loss at the end; schedulers leave their mark in the groups, where there are any."""
     base = [group["lr"] for group in run.groups()]
     if len({run.schedule(step) for step in range(run.steps)}) > 1:
@@ -69,7 +69,7 @@ def train(run: Run, corrected: bool) -> float:
             group["initial_lr"] = group["lr"]
     probe = None
     if corrected:
-        rule = LRCorrection()
+        rule = LRCorrection(size=size)
         settings = {"every_n_steps": 10, "quantities": rule.quantities, "roles": run.roles or None}
         probe = SpectralProbe(run.model, run.optimizers, mode="correct", correction=rule, **settings)
     for step in range(run.steps):

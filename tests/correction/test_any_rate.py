@@ -11,7 +11,7 @@ from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.anatomy import dissect
 from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters
 from spectral_monitor.condition.optimizers.relative import relative_rates
-from spectral_monitor.correction.corrector import Corrector
+from spectral_monitor.correction.corrector import SETTLED, Corrector
 from spectral_monitor.correction.peaks import CONSTANT, Peaks
 from spectral_monitor.correction.policies import SHARES
 
@@ -232,3 +232,43 @@ def test_it_goes_on_bit_for_bit_after_the_peak():
     again.load_state_dict(corrector.state_dict())
     assert again.multipliers == pytest.approx(corrector.multipliers)
     assert again.state_dict() == corrector.state_dict()
+
+
+def multipliers(probe, name):
+    """Of every measured step."""
+    return {m.step: m.value("lr_multiplier", name) for m in probe.measurements}
+
+
+def test_under_adam_multipliers_stay_once_they_are_found():
+    probe, _ = run(adam(1e-3), warmup, steps=38, every_n_steps=1)
+    for name in ("0", "2", "4", "2.bias"):
+        found = multipliers(probe, name)
+        assert len({value for step, value in found.items() if step <= SETTLED}) > 2, name
+        assert len({value for step, value in found.items() if step > SETTLED + 1}) == 1, name
+
+
+def test_they_are_found_in_the_first_steps_of_a_layer_not_of_the_run():
+    def thaw(step, optimizer):
+        if step == 36:
+            optimizer.add_param_group({"params": list(network[2].requires_grad_(True).parameters())})
+
+    network = perceptron()
+    network[2].requires_grad_(False)
+    trained = [p for p in network.parameters() if p.requires_grad]
+    probe, _ = run(
+        lambda net: torch.optim.Adam(trained, lr=1e-3), network=network, each=thaw, steps=50, every_n_steps=1
+    )
+    found = multipliers(probe, "2")
+    assert len({value for step, value in found.items() if step > 36}) >= 2
+    assert len({value for step, value in multipliers(probe, "0").items() if step > 37}) == 1
+
+
+def test_under_sgd_they_follow_the_gradient():
+    """It is ten times as large from step 45 on, and the update is what it was."""
+    network = perceptron()
+    count = iter(range(1, 1000))
+    network[2].weight.register_hook(lambda grad: grad * (10.0 if next(count) >= 45 else 1.0))
+    probe, _ = run(lambda net: torch.optim.SGD(net.parameters(), lr=0.1), network=network, steps=60, every_n_steps=1)
+    found, of = multipliers(probe, "2"), sizes(probe)["2"]
+    assert 0.05 < found[60] / found[44] < 0.2
+    assert of[59] == pytest.approx(of[43], rel=0.35)
