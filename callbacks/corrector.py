@@ -32,7 +32,7 @@ class SpectralLRCorrector(SpectralMonitor):
         size: for ``"target"``, of a step at the peak of the schedule; ``"lr"``: the optimizer's learning rate.
         reference: the file of a profile, for ``"reference"``.
         spectral_init: rescale the weights before the first step, a number to that natural norm, ``True`` to the norm
-            that suits the network.
+            that suits the network, ``"auto"`` only weights that were just drawn.
         include, exclude, roles, blocks, history, condition, sinks: as for the monitor. Layers that are not measured
             keep the optimizer's learning rate.
         correction: the rest of the settings of :class:`~spectral_monitor.correction.LRCorrection`.
@@ -56,7 +56,7 @@ class SpectralLRCorrector(SpectralMonitor):
         *,
         size: float | Literal["lr"] = LRCorrection.size,
         reference: str | None = None,
-        spectral_init: bool | float = False,
+        spectral_init: bool | float | Literal["auto"] = False,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         roles: Mapping[str, str] | None = None,

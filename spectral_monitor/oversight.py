@@ -14,7 +14,7 @@ import torch
 from spectral_monitor.condition import Judge, SpectralCondition, Verdict, bands
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.recipe import describe
-from spectral_monitor.correction import Change, Corrector, LRCorrection, rescale, starting_norm
+from spectral_monitor.correction import Change, Corrector, LRCorrection, looks_drawn, rescale, starting_norm
 from spectral_monitor.engine import Engine
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import resolve
@@ -146,8 +146,10 @@ class Oversight:
     def rescale(self) -> bool:
         """Give the measured weights the size they are to begin with; whether the correction asks for that."""
         size = False if self._corrector is None else self._corrector.correction.spectral_init
+        layers = self._engine.layers
+        if size == "auto":
+            size = looks_drawn(layers)
         if size:
-            layers = self._engine.layers
             rescale(layers, starting_norm(self._engine.model, layers) if size is True else float(size))
         return bool(size)
 

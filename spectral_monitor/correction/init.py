@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.anatomy import Layer, dissect
-from spectral_monitor.correction.units import units
+from spectral_monitor.correction.units import DENSE, units
 from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.placement import Extent, flat_extents
 from spectral_monitor.snapshot.local import is_distributed
@@ -20,6 +20,10 @@ NORMALIZING, PLAIN = 1.25, 2.0
 TORCH_OWN = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm)
 TOLERANCE = 1e-3
 """Of the norms that weights are divided by."""
+DRAWN = 0.6
+"""Stable rank of the median weight over that of a Gaussian matrix, from which weights look as they are drawn: 1 for
+those that were just drawn, 0.1 to 0.4 for those of trained networks.
+"""
 
 
 def spectral_init_(
@@ -81,6 +85,38 @@ def starting_norm(module: nn.Module, layers: Sequence[Layer]) -> float:
     """
     tied = any(unit.is_tied(layers) for unit in units(layers))
     return NORMALIZING if any(map(_normalizes, module.modules())) and not tied else PLAIN
+
+
+def looks_drawn(layers: Sequence[Layer]) -> bool:
+    """Return whether weights are those that training begins with: all trained, none computed, most as random as drawn.
+
+    Frozen weights and adapters beside them were loaded, and so were weights whose stable rank is far below that of a
+    Gaussian matrix of their shape, ``m n / (sqrt(m) + sqrt(n))^2``. Zeros and orthogonal matrices count as drawn.
+
+    Args:
+        layers: of the network; those with a weight that is spread over processes say nothing.
+
+    Example:
+        >>> fresh = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> looks_drawn(dissect(fresh).layers), looks_drawn(dissect(fresh.requires_grad_(False)).layers)
+        (True, False)
+    """
+    dense = [layer for layer in layers if layer.info.role in DENSE]
+    if any(layer.compute is not None or not layer.sources[0].requires_grad for layer in dense):
+        return False
+    found = sorted(ratio for layer in dense if not _is_spread(layer) for ratio in _randomness(layer) if ratio > 0)
+    return not found or found[len(found) // 2] >= DRAWN
+
+
+@torch.no_grad()
+def _randomness(layer: Layer) -> list[float]:
+    """Return the stable rank over that of a Gaussian matrix, of each block and tap; 0 for zeros."""
+    stack = layer.layout.stack(layer.sources[0].detach()).flatten(0, 1)
+    sigma = spectral_estimate(stack, tol=TOLERANCE).sigma.double()
+    rows, cols = stack.shape[-2:]
+    usual = rows * cols / (math.sqrt(rows) + math.sqrt(cols)) ** 2
+    ratios = stack.double().square().sum((1, 2)) / sigma.square() / usual
+    return [float(ratio) if math.isfinite(ratio) else 0.0 for ratio in ratios]
 
 
 def _normalizes(module: nn.Module) -> bool:

@@ -36,7 +36,8 @@ class LRCorrection:
         limits: the smallest and the largest multiplier, relative to what the optimizer's settings explain.
         spectral_init: first rescale the measured weights as :func:`spectral_init_` does: a number to that natural norm,
             ``True`` to 2, which keeps the size of features, or to 1.25 in a network with normalization layers whose
-            readout is not tied to an embedding.
+            readout is not tied to an embedding. ``"auto"``: as ``True``, but only weights that were just drawn, not
+            loaded ones, nor anything beside frozen weights or adapters.
 
     Raises:
         ValueError: an unknown policy, a number out of range, a reference without its policy or the other way round.
@@ -50,7 +51,7 @@ class LRCorrection:
     reference: str | None = None
     size: float | Literal["lr"] = 1 / 8
     limits: Sequence[float] = (1 / 64, 64.0)
-    spectral_init: bool | float = False
+    spectral_init: bool | float | Literal["auto"] = False
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -61,8 +62,9 @@ class LRCorrection:
             )
         if self.size != "lr" and not (_is_number(self.size) and 0 < float(self.size) < math.inf):
             raise ValueError(f'size is a positive number or "lr", got {self.size!r}')
-        if not 0 <= self.spectral_init < math.inf:
-            raise ValueError(f"spectral_init is True, False or a natural norm, got {self.spectral_init!r}")
+        norm: object = self.spectral_init
+        if norm != "auto" and not (isinstance(norm, Real) and 0 <= float(norm) < math.inf):
+            raise ValueError(f'spectral_init is True, False, "auto" or a natural norm, got {norm!r}')
         if len(self.limits) != 2 or not 0 < self.limits[0] <= 1 <= self.limits[1] < math.inf:
             raise ValueError(f"limits are two positive numbers around 1, got {self.limits!r}")
 

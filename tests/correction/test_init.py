@@ -10,7 +10,7 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.anatomy import dissect
-from spectral_monitor.correction.init import spectral_init_, starting_norm
+from spectral_monitor.correction.init import looks_drawn, spectral_init_, starting_norm
 from spectral_monitor.functional import natural_norm
 
 
@@ -183,3 +183,56 @@ def test_the_rows_of_embeddings_are_those_of_tokens_however_they_lie():
     spectral_init_(module, roles=roles)
     for table in (module.pos_embed[0], module.words.weight.T):
         assert float(table.square().mean(1).sqrt().max()) == pytest.approx(1.0, rel=1e-5)
+
+
+def drawn(module):
+    return looks_drawn(dissect(module).layers)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        nn.init.kaiming_uniform_,
+        nn.init.xavier_normal_,
+        nn.init.orthogonal_,
+        lambda w: nn.init.trunc_normal_(w, std=0.02),
+    ],
+    ids=["PyTorch's", "Glorot's", "orthogonal", "GPT-2's"],
+)
+def test_weights_that_were_just_drawn_look_so(draw):
+    module = Attending()
+    for layer in (module.qkv, module.grouped, module.readout):
+        draw(layer.weight)
+    assert drawn(module)
+    nn.init.zeros_(module.readout.weight)
+    assert drawn(module)
+
+
+def test_trained_and_frozen_weights_and_adapters_do_not():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    for _ in range(150):
+        x = torch.randn(64, 32)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), x[:, :4].argmax(1)).backward()
+        optimizer.step()
+    assert not drawn(module), "as training has left them"
+    partly = Attending()
+    partly.qkv.requires_grad_(False)
+    assert not drawn(partly)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_auto_rescales_what_was_drawn(frozen):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    module[2].requires_grad_(not frozen)
+    before = [p.clone() for p in module.parameters()]
+    rule = LRCorrection(spectral_init="auto")
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    probe = SpectralProbe(module, optimizer, mode="correct", quantities=rule.quantities, correction=rule)
+    with probe.step():
+        pass
+    changed = [not torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True)]
+    assert changed == ([False] * 4 if frozen else [True, False, True, False])

@@ -46,6 +46,7 @@ def test_what_was_not_seen_does_not_count():
         ({"limits": (0.1,)}, "limits"),
         ({"spectral_init": -1.0}, "spectral_init"),
         ({"spectral_init": math.inf}, "spectral_init"),
+        ({"spectral_init": "yes"}, 'spectral_init is True, False, "auto" or a natural norm'),
     ],
 )
 def test_impossible_settings_are_refused(arguments, said):
