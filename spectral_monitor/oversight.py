@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property
@@ -30,6 +29,8 @@ DENSE = 8
 """A correction's first steps come so close that between two of them not more than this part of all is new."""
 NAMED = 6
 """Layers that a warning names."""
+TOLD = 1.5
+"""Factor on a learning rate, either way, from which a correction says so in a line."""
 
 
 class Oversight:
@@ -191,8 +192,8 @@ class Oversight:
         try:
             changes = self._corrector.update(measurement)
             self._engine.multipliers = self._corrector.by_layer()
-            if changes:
-                tell(f"step {measurement.step}: {_most(changes)}")
+            if notable := [change for change in changes if change.factor >= TOLD]:
+                tell(f"step {measurement.step}: {_most(notable)}")
         except Exception as error:
             self._warn(f"learning rates were not corrected ({type(error).__name__}: {error})", error)
             return
@@ -271,7 +272,7 @@ def _first_steps(every: int) -> frozenset[int]:
 
 
 def _most(changes: Sequence[Change]) -> str:
-    most = max(changes, key=lambda change: abs(math.log(change.after / change.before)))
+    most = max(changes, key=lambda change: change.factor)
     return f"{len(changes)} learning rates corrected, most {most}" if len(changes) > 1 else str(most)
 
 

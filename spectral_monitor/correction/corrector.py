@@ -66,6 +66,11 @@ class Change:
     quantity: str
     limited: bool = False
 
+    @property
+    def factor(self) -> float:
+        """By how much it was changed, whichever way."""
+        return max(self.after / self.before, self.before / self.after)
+
     def __str__(self) -> str:
         return (
             f"{self.layer}: x {self.after:.3g} (was x {self.before:.3g}), "
