@@ -11,7 +11,7 @@ import torch
 from synthetic import LAYERS, ZERO, measured, nothing
 from torch import nn
 
-from spectral_monitor import SpectralProbe
+from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.condition import Judge, SpectralCondition
 
 FAST = {"update_natural": {"head": 10.0}}
@@ -57,7 +57,7 @@ def test_no_schedule_names_a_readout_that_begins_at_zero(every):
 
 @pytest.mark.parametrize("every", [{"light": 5, "update_natural": 1, "lr": 1}, {"light": 1, "drift_ratio": 5}], ids=str)
 def test_nor_does_a_correction_act_on_it(every):
-    probe = trained(every, mode="correct", steps=20)
+    probe = trained(every, mode="correct", correction=LRCorrection("balance"), steps=20)
     assert set(probe.multipliers.values()) == {1.0}
 
 
