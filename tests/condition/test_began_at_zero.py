@@ -17,7 +17,7 @@ from spectral_monitor.condition import Judge, SpectralCondition
 FAST = {"update_natural": {"head": 10.0}}
 
 
-def trained(every, *, mode="observe", quantities="light", steps=12, schedule=lambda step: 1.0):
+def trained(every, *, mode="observe", quantities="light", steps=12, schedule=lambda step: 1.0, **settings):
     """A network whose readout begins at zero, under SGD."""
     torch.manual_seed(0)
     sizes = (32, 64, 64, 64, 10)
@@ -26,7 +26,7 @@ def trained(every, *, mode="observe", quantities="light", steps=12, schedule=lam
     nn.init.zeros_(model[-1].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-    probe = SpectralProbe(model, optimizer, every_n_steps=every, quantities=quantities, mode=mode)
+    probe = SpectralProbe(model, optimizer, every_n_steps=every, quantities=quantities, mode=mode, **settings)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         x = torch.randn(64, 32, generator=generator)
