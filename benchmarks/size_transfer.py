@@ -25,8 +25,7 @@ from tqdm import tqdm
 TASKS = {
     "MLP, Adam": (1, 8, 16),
     "MLP, SGD": (1, 8, 16),
-    "VAE, Adam": (1, 8, 16),
-    "plain CNN, SGD": (1, 4),
+    "VAE, Adam": (1, 8),
     "GPT untied, AdamW": (1, 4),
 }
 """Recipe -> widths, in multiples of its own."""
