@@ -26,7 +26,7 @@ from spectral_monitor.correction.units import DENSE, units
 from spectral_monitor.functional.norms import geometric_median
 from spectral_monitor.measurement import Measurement
 
-TRIAL, TRIAL_RATE = 0.01, 1e-3
+TRIAL, TRIAL_RATE = 0.01, 1e-4
 """Multiplier of a layer's first step, or its largest learning rate where that has only a schedule's shape, under
 optimizers whose updates are as large as the gradient happens to be.
 """
