@@ -22,12 +22,7 @@ from any_rate import Losses, train
 from recipes.records import suite
 from tqdm import tqdm
 
-TASKS = {
-    "MLP, Adam": (1, 8, 16),
-    "MLP, SGD": (1, 8, 16),
-    "VAE, Adam": (1, 8),
-    "GPT untied, AdamW": (1, 4),
-}
+TASKS = {"MLP, Adam": (1, 8), "MLP, SGD": (1, 8), "VAE, Adam": (1, 8), "GPT untied, AdamW": (1, 4)}
 """Recipe -> widths, in multiples of its own."""
 SIZES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 Key = tuple[str, str, float, int]
