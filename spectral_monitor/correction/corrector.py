@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,6 +13,7 @@ from spectral_monitor.anatomy import Layer
 from spectral_monitor.condition import NETWORK, Profile, load_profile
 from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters
 from spectral_monitor.condition.optimizers.relative import relative_rates
+from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.code import param_groups_code
 from spectral_monitor.correction.peaks import CONSTANT, Peaks
 from spectral_monitor.correction.places import data_reader
@@ -44,38 +44,6 @@ DEADBAND = 1.02
 """A multiplier that would change by less stays what it is."""
 MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam", "ntk_scaling"})
 """Causes that policy ``"balance"`` acts on: they stand in the settings, and a learning rate of one layer mends them."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """A multiplier that was changed.
-
-    Attributes:
-        layer: whose; where several layers share one, the one whose rule counts.
-        before, after: the multiplier.
-        observed, wanted: of the update, in the policy's quantity.
-        quantity: that quantity.
-        limited: whether it is now further off than the settings explain, and held there.
-    """
-
-    layer: str
-    before: float
-    after: float
-    observed: float
-    wanted: float
-    quantity: str
-    limited: bool = False
-
-    @property
-    def factor(self) -> float:
-        """By how much it was changed, whichever way."""
-        return max(self.after / self.before, self.before / self.after)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.layer}: x {self.after:.3g} (was x {self.before:.3g}), "
-            f"for {self.quantity} is {self.observed:.2e} and should be {self.wanted:.2e}"
-        )
 
 
 class Corrector:
