@@ -63,7 +63,7 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     A layer has one verdict. Causes of the first kind that there is are roots; others follow from the worst of these.
     """
     best: dict[str, Case] = {}
-    for case in sorted(cases, key=lambda case: (rank(case.told.code), -case.finding.excess)):
+    for case in sorted(cases, key=_order):
         key = case.told.code if case.finding.layer == NETWORK else case.finding.layer
         best.setdefault(key, case)
     if not best:
@@ -86,6 +86,15 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     )
     roots[0] = replace(roots[0], consequences=names)
     return (*roots, *(replace(_verdict(case, network), root=roots[0].layer) for case in followers))
+
+
+def _order(case: Case) -> tuple[int, float, str]:
+    """Return what cases are sorted by.
+
+    Of an even number of layers the two in the middle are equally far from it, up to rounding, which differs between one
+    process and several: so excess counts to three digits, and then the name.
+    """
+    return rank(case.told.code), -float(f"{case.finding.excess:.3g}"), case.finding.layer
 
 
 def _group(case: Case, network: Network, many: set[str]) -> object:

@@ -185,3 +185,10 @@ def test_causes_of_the_network_warn_once_each():
         judge.judge(measured(step, **large), settings if step < 4 else set_by("SGD"))
         began.append([(verdict.layer, verdict.cause) for verdict in judge.began])
     assert began == [[(NETWORK, "momentum")], [], [], [(NETWORK, "rates_too_large")], []]
+
+
+@pytest.mark.parametrize("rounding", [1 - 1e-9, 1.0, 1 + 1e-9])
+def test_the_order_of_equals_does_not_go_with_rounding(rounding):
+    """As of the two layers in the middle of an even number, which are equally far from it."""
+    found = list(tree(case("c", "unknown", 9 * rounding), case("b", "unknown", 9), case("a", "unknown", 99))[0])
+    assert [layer for layer, _ in found] == ["a", "b", "c"]
