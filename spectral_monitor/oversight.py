@@ -70,7 +70,7 @@ class Oversight:
 
     @property
     def decision(self) -> str:
-        """What learning rates mean under a correction, in a sentence; empty where they mean what they did."""
+        """Return what learning rates mean under a correction, in a sentence; empty where they mean what they did."""
         return "" if self._corrector is None else self._corrector.decision
 
     @property

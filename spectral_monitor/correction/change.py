@@ -27,7 +27,7 @@ class Change:
 
     @property
     def factor(self) -> float:
-        """By how much it was changed, whichever way."""
+        """Return by how much it was changed, whichever way."""
         return max(self.after / self.before, self.before / self.after)
 
     def __str__(self) -> str:

@@ -123,7 +123,7 @@ class Corrector:
 
     @property
     def decision(self) -> str:
-        """What learning rates mean now, in a sentence; empty where they mean what they did."""
+        """Return what learning rates mean now, in a sentence; empty where they mean what they did."""
         if not self.correction.of_peak:
             return ""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -145,7 +145,7 @@ class Corrector:
 
     @property
     def expected(self) -> dict[str, float]:
-        """Operators whose updates are meant to be of another size than those of others -> how much."""
+        """Return operators whose updates are meant to be of another size than those of others -> how much."""
         if self.correction.policy != "target":
             return {}
         dense = [layer for layer in self._layers if layer.info.role in DENSE]
