@@ -25,8 +25,8 @@ MODES: tuple[str, ...] = get_args(Mode)
 BEGINNING = frozenset({"weight_natural", "drift_ratio"})
 """Measured at the first measured step, whatever their interval, if at all: they tell which layers began at zero."""
 
-DENSE = 8
-"""A correction's first steps come so close that between two of them not more than this part of all is new."""
+EARLY = 8
+"""The first steps that a correction measures are apart by the steps so far over this."""
 NAMED = 6
 """Layers that a warning names."""
 TOLD = 1.5
@@ -260,14 +260,14 @@ class Oversight:
 
 @cache
 def _first_steps(every: int) -> frozenset[int]:
-    """Return steps of which each comes an eighth of the steps so far after the one before, as long as that is sooner.
+    """Return the first steps that a correction measures: each an eighth later, until they are ``every`` steps apart.
 
-    While training begins, updates change by so much for the same learning rate in so long a time.
+    The younger a run, the faster its updates change at the same learning rate.
     """
     found, step = set(), 1
-    while step < DENSE * every:
+    while step < EARLY * every:
         found.add(step)
-        step += max(1, step // DENSE)
+        step += max(1, step // EARLY)
     return frozenset(found)
 
 

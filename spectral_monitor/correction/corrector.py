@@ -174,11 +174,8 @@ class Corrector:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        rates = {p: multiplier * peaks.get(p, 0.0) for p, multiplier in self._multiplied().items()}
+        rates = {p: m * peaks.get(p, 0.0) for i, m in self.by_layer().items() for p in self._layers[i].sources}
         return param_groups_code(names, self._optimizers, {p: rate for p, rate in rates.items() if rate > 0})
-
-    def _multiplied(self) -> dict[nn.Parameter, float]:
-        return {p: m for i, m in self.by_layer().items() for p in self._layers[i].sources}
 
     def _by_parameter(self) -> dict[nn.Parameter, float]:
         pairs = zip(self._units, self._rates, strict=True)
@@ -293,6 +290,7 @@ class Corrector:
         rows = zip(self._leaders, self._rates, self._lowest, self._since, self._trackers, strict=True)
         return {
             "policy": self.correction.policy,
+            "size": self.correction.size,
             "units": {layer.info.name: [rate, low, since, *at.state()] for layer, rate, low, since, at in rows},
             "began": dict(self._began),
             "peaks": {layer.info.name: self._peaks.state(layer.sources[0]) for layer in self._layers},
@@ -303,13 +301,15 @@ class Corrector:
         """Go on from what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: it is of other layers, of another policy or of an earlier version.
+            ValueError: it is of other layers, of another policy or size, or of an earlier version.
         """
         names = [layer.info.name for layer in self._leaders]
         if state["policy"] != self.correction.policy:
             raise ValueError(f"the saved multipliers are of policy {state['policy']!r}, not {self.correction.policy!r}")
         if "units" not in state:
             raise ValueError("the saved multipliers are of an earlier version")
+        if state["size"] != self.correction.size:
+            raise ValueError(f"the saved multipliers are for size {state['size']!r}, not {self.correction.size!r}")
         if set(state["units"]) != set(names):
             differing = sorted(set(state["units"]) ^ set(names))
             raise ValueError(f"the saved multipliers are of other layers: {', '.join(differing[:6])}")

@@ -310,7 +310,11 @@ def test_going_on_is_as_if_nothing_had_happened():
 
 def test_multipliers_of_another_policy_or_model_are_refused():
     state = correcting("target")[2].state_dict()
-    for other in (correcting("balance")[2], correcting("target", network=Tied())[2]):
+    for other in (
+        correcting("balance")[2],
+        correcting("target", network=Tied())[2],
+        correcting("target", size=0.1)[2],  # whose multipliers are learning rates
+    ):
         with pytest.raises(ValueError, match="saved"):
             other.load_state_dict(state)
 
