@@ -164,13 +164,13 @@ def named(measurements: list[Measurement]) -> dict[str, Named]:
 
 
 def examine(fault: Fault, data: Path = DATA, *, seed: int = 0, narrow: bool = False) -> dict[str, Named]:
-    """Who is named within the first 20 measurements."""
+    """Return who is named within the first 20 measurements."""
     run = begin(fault, data, seed=seed, narrow=narrow)
     return named(train(run, 20 * fault.every, fault.every)[0])
 
 
 def found(fault: Fault, told: dict[str, Named]) -> bool:
-    """Whether every layer at fault was named, the first with the right cause."""
+    """Return whether every layer at fault was named, the first with the right cause."""
     return all(layer in told for layer in fault.layers) and told[fault.layers[0]].cause == fault.cause
 
 

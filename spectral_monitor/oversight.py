@@ -214,7 +214,7 @@ class Oversight:
         )
 
     def _verdicts(self, measurement: Measurement) -> tuple[Verdict, ...]:
-        """What a correction makes larger on purpose is held against others by what it would be without."""
+        """Return what a correction makes larger on purpose is held against others by what it would be without."""
         expected, key = self._expected, "update_natural"
         self.settings = settings = hyperparameters(self._engine.layers, self._engine.optimizers.optimizers)
         values = dict(measurement.values)
@@ -228,7 +228,7 @@ class Oversight:
         )
 
     def _bands(self, measurement: Measurement) -> dict[str, torch.Tensor]:
-        """Where layers should be, those that a correction makes larger on purpose included."""
+        """Return where layers should be, those that a correction makes larger on purpose included."""
         names = [info.name for info in measurement.layers]
         found, key = bands(self._judge.findings, names), "update_natural"
         if key in found and self._expected:
@@ -236,7 +236,7 @@ class Oversight:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on, in plain types."""
+        """Return what it takes to go on, in plain types."""
         judge = self._judge.state_dict()
         if len(self._engine.settings.schedule.groups) == 1:  # each measurement has everything, so none needs others
             judge["known"] = {}

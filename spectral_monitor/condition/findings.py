@@ -73,7 +73,7 @@ class Finding:
 
     @property
     def excess(self) -> float:
-        """How far outside, as a factor >= 1; below 1 inside."""
+        """Return how far outside, as a factor >= 1; below 1 inside."""
         low, high = self.band
         if self.ratio == 0:
             return math.inf if low > 0 else 0.0
@@ -81,7 +81,7 @@ class Finding:
 
     @property
     def evidence(self) -> float:
-        """What this measurement adds: 1 is enough for a verdict, below 0 speaks against it."""
+        """Return what this measurement adds: 1 is enough for a verdict, below 0 speaks against it."""
         if self.excess == math.inf:
             return math.inf if self.scale <= 1 else 0.5  # exactly nothing moved: once may be chance
         if self.excess == 0:
@@ -89,7 +89,7 @@ class Finding:
         return math.log(self.excess) / math.log(self.scale)
 
     def inside(self, hysteresis: float = 1.0) -> bool:
-        """Whether it is in the band, or in the part of it that ``hysteresis`` leaves on the log scale."""
+        """Return whether it is in the band, or in the part of it that ``hysteresis`` leaves on the log scale."""
         low, high = self.band
         return bool(low**hysteresis <= self.ratio <= high**hysteresis)
 

@@ -64,7 +64,7 @@ class Row:
 
     @property
     def dense(self) -> bool:
-        """Whether it maps dense features, and so is compared with others."""
+        """Return whether it maps dense features, and so is compared with others."""
         return self.info.role in ("operator", "readout")
 
     @property
@@ -242,7 +242,7 @@ class Network:
 
     @cached_property
     def corrected(self) -> bool:
-        """Whether a correction multiplies learning rates; updates are then meant to have equal natural norms."""
+        """Return whether a correction multiplies learning rates; updates are then meant to have equal natural norms."""
         return any(row.values.get("lr_multiplier", 1.0) != 1.0 for row in self.rows)
 
     def _size(self, row: Row) -> float:
@@ -286,7 +286,7 @@ class Network:
 
     @cached_property
     def finished(self) -> bool:
-        """Whether no layer gets a gradient although they have moved: the loss of this batch is exactly 0."""
+        """Return whether no layer gets a gradient although they have moved: the loss of this batch is exactly 0."""
         silent = [row.get("contribution") == 0 and not row.get("lost") > 0 for row in self.peers]
         drift = geometric_median(row.get("drift_ratio") for row in self.peers)
         return bool(silent) and all(silent) and drift > 0.01
@@ -339,12 +339,12 @@ class Network:
 
     @cached_property
     def sgd_rule_under_adam(self) -> bool:
-        """Whether learning rates are spread by the rule of another family of optimizers."""
+        """Return whether learning rates are spread by the rule of another family of optimizers."""
         return self.family == "adam" and self.rule == "fan_out/fan_in" and not self.corrected
 
     @cached_property
     def ntk_rates(self) -> bool:
-        """Whether learning rates are those of the neural tangent parametrization."""
+        """Return whether learning rates are those of the neural tangent parametrization."""
         ambiguous = follows("fan_out/fan_in", self._rated)
         return self.family == "sgd" and self.rule == "1/fan_in" and not ambiguous and not self.corrected
 

@@ -20,7 +20,7 @@ _ROUNDING = 1e-6
 
 
 def decay_option(group: Group, owners: Sequence[Optimizer]) -> str:
-    """Which option is a decay apart from the gradient; empty if none is known to be.
+    """Return which option is a decay apart from the gradient; empty if none is known to be.
 
     What a group says of itself counts, then the optimizer's class; of other origin than torch's, none is known.
     """
@@ -142,12 +142,12 @@ class Part:
         return key not in _PER_PARAMETER and not _equal(value, put)
 
     def wrote_into(self, key: str) -> bool:
-        """Whether the optimizer changed the tensor that was there, and did not put another one in its place."""
+        """Return whether the optimizer changed the tensor that was there, and did not put another one in its place."""
         value = self.found[key]
         return value is self._put.get(key) and _version(value) != self._versions[key][1]
 
     def is_scaled(self, key: str) -> bool:
-        """Whether an option is the group's times or by the multiplier."""
+        """Return whether an option is the group's times or by the multiplier."""
         return key in ("lr", self._decay)
 
     def unscaled(self, key: str) -> Any:

@@ -256,7 +256,7 @@ def _is_own(hook: Any) -> bool:
 
 
 def _is_running(frame: FrameType | None, now: FrameType | None) -> bool:
-    """Whether a call has not returned yet, seen from one that runs: else an exception has ended it."""
+    """Return whether a call has not returned yet, seen from one that runs: else an exception has ended it."""
     while now is not None and now is not frame:
         now = now.f_back
     return now is frame
@@ -272,7 +272,7 @@ def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _is_hooked(optimizer: Optimizer) -> bool:
-    """Whether torch calls hooks around its step: some wrappers never call ``Optimizer.__init__``."""
+    """Return whether torch calls hooks around its step: some wrappers never call ``Optimizer.__init__``."""
     marked = getattr(type(optimizer).step, "hooked", False)
     return bool(marked) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
