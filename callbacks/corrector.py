@@ -103,5 +103,6 @@ class SpectralLRCorrector(SpectralMonitor):
 
     def _stop(self, module: pl.LightningModule) -> None:
         if self._oversight is not None:
-            self._code = self._oversight.param_groups_code()
+            with self._said("learning rates were not written down as code"):
+                self._code = self._oversight.param_groups_code()
         super()._stop(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -54,12 +55,11 @@ def param_groups_code(
                 options = {"params": [known.get(p, "?") for p in members], "lr": float(f"{rate:.4g}"), **own}
                 cells = ", ".join(f'"{key}": {_code(value)}' for key, value in options.items())
                 lines.append(f"    {{{cells}}},")
-        usual = _differing(kind, optimizer)
         lines += [
             "]",
             f"optimizer{suffix} = {module}.{kind.__name__}(",
             f'    [{{**group, "params": [named[name] for name in group["params"]]}} for group in groups{suffix}],',
-            *(f"    {key}={_code(value)}," for key, value in usual.items()),
+            *(f"    {key}={_code(value)}," for key, value in _given(optimizer).items()),
             ")",
         ]
     return "\n".join(lines)
@@ -74,14 +74,10 @@ def _by_rate(
     return found
 
 
-def _differing(kind: type[Optimizer], optimizer: Optimizer) -> dict[str, Any]:
-    """Return the defaults that the optimizer was given and its class does not have by itself."""
-    probe = nn.Parameter(next(iter(optimizer.param_groups[0]["params"])).new_zeros(2, 2))
-    try:
-        usual = kind([probe], lr=1.0).defaults  # type: ignore[call-arg]
-    except (TypeError, ValueError):  # it needs more than parameters and a learning rate
-        usual = {}
-    return {key: value for key, value in optimizer.defaults.items() if key != "lr" and usual.get(key, "-") != value}
+def _given(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the arguments that an optimizer was given and its class does not have by itself."""
+    usual = {name: each.default for name, each in signature(type(optimizer)).parameters.items() if name != "lr"}
+    return {key: value for key, value in optimizer.defaults.items() if key in usual and usual[key] != value}
 
 
 def _code(value: Any) -> str:

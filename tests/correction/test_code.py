@@ -91,6 +91,21 @@ def test_several_optimizers_are_several():
     assert set(rates(found)) == set(network.parameters())
 
 
+class Picky(torch.optim.SGD):
+    """Takes groups of its own making alone, as some do."""
+
+    def __init__(self, groups, strict, lr=0.1):
+        assert all("params" in group for group in groups)
+        super().__init__(groups, lr=lr)
+        self.defaults["strict"] = strict
+
+
+def test_it_makes_no_second_optimizer_to_know_what_was_given():
+    network = perceptron()
+    probe, _ = run(lambda net: Picky([{"params": list(net.parameters())}], "yes"), network=network, steps=3)
+    assert '    strict="yes",\n)' in probe.param_groups_code()
+
+
 def test_what_is_not_corrected_keeps_its_rate():
     network = nn.Sequential(nn.Linear(70, 16), nn.Linear(16, 5))
     probe, _ = run(lambda net: torch.optim.Adam(net.parameters(), lr=0.02), network=network, exclude=["0*"], steps=4)
