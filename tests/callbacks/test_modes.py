@@ -22,6 +22,7 @@ from spectral_monitor import (
     SpectralConditionWarning,
     SpectralLRCorrector,
     SpectralMonitor,
+    SpectralMonitorWarning,
 )
 
 FAULTY = "net.2"
@@ -328,3 +329,15 @@ def test_it_can_be_pickled():
     copy = pickle.loads(pickle.dumps(corrector))
     assert copy.correction == corrector.correction
     assert [m.verdicts for m in copy.measurements] == [m.verdicts for m in corrector.measurements]
+
+
+def test_code_that_cannot_be_written_costs_a_warning(monkeypatch):
+    def broken(self):
+        raise KeyError("on purpose")
+
+    monkeypatch.setattr("spectral_monitor.oversight.Oversight.param_groups_code", broken)
+    module, kept = Net(), []
+    module.on_train_start = lambda: kept.extend(module.trainer.optimizers)
+    with pytest.warns(SpectralMonitorWarning, match="not written down as code .*on purpose"):
+        fit(module, SpectralLRCorrector(), steps=4)
+    assert not kept[0]._optimizer_step_pre_hooks
