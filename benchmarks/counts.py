@@ -201,7 +201,7 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.operators = Operators()
-        self.spaces: list[tuple[list[list[tuple[str, str]]], Tensor]] = []
+        self.spaces: list[Counter[tuple[str, str]]] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Watch:
@@ -220,13 +220,13 @@ class Watch:
         self.operators.tally.forwards += module is self.model
 
     def _noted(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(space: Any, members: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def noted(space: Any, *args: Any, **kwargs: Any) -> Any:
             if not hasattr(space, "noted"):
-                space.noted = torch.zeros(len(space.V), dtype=torch.int64)
-                matrices = space.A.parts[0].A if space.A.parts else ()
-                self.spaces.append(([self.operators.contents.names(A) for A in matrices], space.noted))
-            space.noted += 1  # those that are decided are read along with the others
-            return step(space, members, *args, **kwargs)
+                space.noted = Counter()
+                self.spaces.append(space.noted)
+            matrices = (A for run in space.runs for part in run.A.parts for A in part.A)
+            space.noted.update({key for A in matrices for key in self.operators.contents.names(A)})
+            return step(space, *args, **kwargs)
 
         return noted
 
@@ -243,12 +243,10 @@ class Watch:
 
     def steps(self) -> dict[tuple[str, str], int]:
         """Of Lanczos in the last step, by matrix and parameter."""
-        found: dict[tuple[str, str], int] = {}
-        for names, counts in self.spaces:
-            for keys, count in zip(names, counts.tolist(), strict=True):
-                for key in keys:
-                    found[key] = max(found.get(key, 0), count)
-        return found
+        found: Counter[tuple[str, str]] = Counter()
+        for steps in self.spaces:
+            found |= steps
+        return dict(found)
 
 
 def count(model: nn.Module, optimizer: Optimizer, loss: Callable[[nn.Module], Tensor], **settings: Any) -> Counts:

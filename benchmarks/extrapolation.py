@@ -32,6 +32,10 @@ def llama() -> list[Shape]:
     return [(vocabulary, d, "embedding"), *block * 32, (vocabulary, d, "readout")]
 
 
+KINDS = 3
+"""Matrices that are measured of each weight: itself, its update and its drift."""
+
+
 def lanczos_numbers(rows: int, cols: int) -> int:
     """Numbers summed in a block step for a matrix whose rows lie in several processes.
 
@@ -61,9 +65,8 @@ def traffic(
     """
 
     found = dict.fromkeys(PURPOSES, 0.0)
-    for purpose in ("W", "dW", "drift"):
-        for m, n, _ in shapes:
-            found[purpose] += 4 * steps.get(purpose, 0.0) * lanczos_numbers(m, n) if sharded else 4 * 5
+    for m, n, _ in shapes:
+        found["matrices"] += KINDS * (4 * steps.get("matrices", 0.0) * lanczos_numbers(m, n) if sharded else 4 * 5)
     if tier == "standard":
         for m, n, role in layers or shapes:
             features = [n] if role == "embedding" else [n, m]
@@ -124,18 +127,18 @@ def extrapolate(args: argparse.Namespace) -> None:
             for tier in ("standard", "light"):
                 found = traffic(shapes, steps, sharded, rows_seen, tier)
                 total = sum(found.values())
-                asking = (["W", "dW", "drift"] if sharded else []) + (["rows"] if tier == "standard" else [])
+                asking = (["matrices"] if sharded else []) + (["rows"] if tier == "standard" else [])
                 collectives = int(steps["extra"] + 2 * max((steps[f"most {p}"] for p in asking), default=0))
                 seconds = 2 * (ranks - 1) / ranks * total / link + collectives * latency
                 cells = [f"{way}, {tier}", name, collectives, *(f"{found[p] / 1e6:.0f}" for p in PURPOSES[:-1])]
                 cells += [f"{total / 1e6:.0f}", f"{seconds * 1e3:.0f}"]
                 print("| " + " | ".join(map(str, cells)) + " |")
-    reads = {name: 2 * sum(steps[p] for p in ("W", "dW", "drift")) for name, steps in counts.items()}
+    reads = {name: 2 * KINDS * steps["matrices"] for name, steps in counts.items()}
     print("\nReads of what a process holds of the matrices (W, dW and drift together, two a block step): ", end="")
     print(", ".join(f"{name} {count:.0f}" for name, count in reads.items()), end="; ")
     print(f"of {4 * parameters / ranks / 1e9:.2f} GB in float32 each.")
     bases = sum(4 * (MAX_STEPS + 1) * BLOCK * min(m, n) for m, n, _ in shapes)
-    print(f"Krylov bases of W, dW and drift, the same in every process: at most {3 * bases / 1e9:.1f} GB.")
+    print(f"Krylov bases of W, dW and drift, the same in every process: at most {KINDS * bases / 1e9:.1f} GB.")
     print(
         f"Weights in bfloat16, gathered by any forward under FSDP2, the extra one too: {2 * parameters / 1e9:.0f} GB."
     )

@@ -44,7 +44,7 @@ from spectral_monitor.linalg.lanczos import BLOCK, KrylovSpace
 
 Shape = tuple[int, int, str]
 """fan_out, fan_in and role of a matrix."""
-PURPOSES = ("W", "dW", "drift", "rows", "inputs", "rest")
+PURPOSES = ("matrices", "rows", "inputs", "rest")
 """Norms of weights, updates and drift; of rows of features and gradients; the inputs alignments are measured on."""
 
 
@@ -103,20 +103,19 @@ class Tally:
     def watching(self) -> Iterator[None]:
         step = KrylovSpace.step
 
-        def noted(space: Any, members: Tensor, rider: Tensor) -> Any:
+        def noted(space: Any, rider: Tensor) -> Any:
             if not hasattr(space, "noted"):
-                space.noted = torch.zeros(len(space.V), dtype=torch.int64)
-                down, across = space.A.split
-                self.spaces.append((self.purpose, 2 if across else int(down), space.noted))
-            space.noted[members] += 1
-            return step(space, members, rider)
+                space.noted = torch.zeros(len(space.members), dtype=torch.int64)
+                self.spaces.append((self.purpose, 2 if space.across else int(space.split), space.noted))
+            space.noted[space.members[space.undecided]] += 1
+            return step(space, rider)
 
-        rows, stack = activations.RowStage, norms.StackNorms
+        rows, matrices = activations.RowStage, norms.MatrixNorms
         with (
             patch.object(KrylovSpace, "step", noted),
-            patch.object(stack, "_norms", self.named(stack._norms, lambda own, stack, name, need: name)),
-            patch.object(stack, "_stretch", self.named(stack._stretch, lambda *args: "inputs")),
-            patch.object(rows, "_spectrum", self.named(rows._spectrum, lambda *args: "rows")),
+            patch.object(norms, "spectral_estimates", self.named(norms.spectral_estimates, lambda *args: "matrices")),
+            patch.object(matrices, "_mapped", self.named(matrices._mapped, lambda *args: "inputs")),
+            patch.object(rows, "_solve", self.named(rows._solve, lambda *args: "rows")),
             patch.object(rows, "sample", self.named(rows.sample, lambda *args: "inputs")),
         ):
             yield

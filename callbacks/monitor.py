@@ -17,7 +17,6 @@ from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
-from spectral_monitor.engine.pending import Pending
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, described, with_needed
@@ -144,7 +143,6 @@ class SpectralMonitor(Checkpointed):
             max_overhead=max_overhead,
         )
         self._measurements: deque[Measurement] = deque(maxlen=history)
-        self._pending: Pending | None = None
         self.multipliers: dict[str, float] = {}
         self._oversight: Oversight | None = None
         self._hyperparameters: dict[str, Hyperparameters] = {}
@@ -156,8 +154,7 @@ class SpectralMonitor(Checkpointed):
 
     @property
     def measurements(self) -> deque[Measurement]:
-        """The newest ones. Those of a step on a GPU are here after the next step; who asks for them sooner waits."""
-        self._collect()
+        """The newest ones."""
         return self._measurements
 
     @property
@@ -272,15 +269,14 @@ class SpectralMonitor(Checkpointed):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure what was watched; log it, or what was measured before if its numbers had to arrive first."""
-        self._heed()
+        """Measure what was watched, log it and act on it."""
         if self._engine is None or not self._engine.armed:
             return
         automatic = pl_module.automatic_optimization
         again, roots = self._training_step, self._engine.features.roots
         if again and roots and _scaler(trainer) is not None and not again.randomness.same(roots[0].randomness):
             self._training_step = None  # it was remembered too early: something has drawn random numbers since
-        self._pending = self._engine.finish(
+        measurement = self._engine.finish(
             trainer.global_step if automatic else _batches(trainer),
             training_step=self._training_step,
             loss=loss_in(outputs) if automatic else None,
@@ -294,31 +290,19 @@ class SpectralMonitor(Checkpointed):
             self._overdue = frozenset()
         with self._said("a checkpoint will not hold the probe batch"):
             self._continuation.agree(self._engine)
-        if self._pending is not None and not self._pending.late:
-            self._heed()
+        if measurement is not None:
+            self._take(measurement)
 
-    def _collect(self) -> None:
-        """Take in what was measured last, waiting for its numbers if they are still on their way."""
-        pending, self._pending = self._pending, None
-        measurement = None if pending is None else pending.get()
-        if measurement is not None and self._oversight is not None:
-            measurement = self._oversight.see(measurement, warn_of_condition)
-            self._hyperparameters = self._oversight.settings
-            self._measurements.append(measurement)
-            self._reports.write(measurement)
-
-    def _heed(self) -> None:
-        """Act on what was measured last."""
-        self._collect()
-        if self._oversight is not None:
-            self._oversight.heed(tell)
-            self.multipliers = self._oversight.multipliers
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the monitor, with what was measured last."""
-        with self._said("a checkpoint is written without what was measured last"):
-            self._heed()
-        return super().state_dict()
+    def _take(self, measurement: Measurement) -> None:
+        """Judge a measurement, log it, and correct learning rates by it."""
+        if self._oversight is None:
+            return
+        measurement = self._oversight.judge(measurement, warn_of_condition)
+        self._hyperparameters = self._oversight.settings
+        self._measurements.append(measurement)
+        self._reports.write(measurement)
+        self._oversight.correct(measurement, tell)
+        self.multipliers = self._oversight.multipliers
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
@@ -330,7 +314,6 @@ class SpectralMonitor(Checkpointed):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the last table."""
-        self._heed()
         if self._engine is not None and self.latest and self._engine.measured > self._continuation.measured_before:
             show(rendered(measurement_rows(self.latest)))
         elif self._engine is not None:
@@ -357,10 +340,9 @@ class SpectralMonitor(Checkpointed):
     def __getstate__(self) -> dict[str, Any]:
         """Settings and measurements; what belongs to a fit or a model, and the methods Lightning adds, stay behind."""
         state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
-        return {**state, "_engine": None, "_oversight": None, "_training_step": None, "_pending": None}
+        return {**state, "_engine": None, "_oversight": None, "_training_step": None}
 
     def _stop(self, module: pl.LightningModule) -> None:
-        self._collect()
         self._reports.end()
         if self._oversight is not None:
             self._oversight.disarm()

@@ -53,7 +53,6 @@ class Oversight:
         self._judge = Judge(condition, tied)
         self.settings: dict[str, Hyperparameters] = {}
         self._flagged: set[str] = set()
-        self._unheeded: Measurement | None = None
         # A profile, or the theory, has a reference for every layer.
         self._expects = correction is not None and condition.reference == "balance"
         self._corrector = None
@@ -154,10 +153,10 @@ class Oversight:
             rescale(layers, starting_norm(self._engine.model, layers) if size is True else float(size))
         return bool(size)
 
-    def see(self, measurement: Measurement, warn: Callable[[str], None]) -> Measurement:
-        """The measurement with its verdicts; what follows from it waits for :meth:`heed`.
+    def judge(self, measurement: Measurement, warn: Callable[[str], None]) -> Measurement:
+        """Return the measurement with its verdicts.
 
-        Nothing that goes wrong here, or there, stops training.
+        Nothing that goes wrong here, or in :meth:`correct`, stops training.
 
         Args:
             measurement: the next one.
@@ -165,7 +164,6 @@ class Oversight:
         """
         try:
             measurement = self._judged(measurement)
-            self._unheeded = measurement
         except Exception as error:
             self._warn(f"a measurement was not judged ({type(error).__name__}: {error})", error)
             return measurement
@@ -177,17 +175,14 @@ class Oversight:
                 warn(announcement(verdict, measurement))
         return measurement
 
-    def heed(self, tell: Callable[[str], None] = lambda text: None) -> None:
-        """Act on the measurement that was seen last, once: put learning rates right.
-
-        This is not done when it is seen, for that may be sooner in one process, or where somebody looks at the numbers.
+    def correct(self, measurement: Measurement, tell: Callable[[str], None] = lambda text: None) -> None:
+        """Correct learning rates by a measurement.
 
         Args:
+            measurement: the newest one.
             tell: is told what was corrected, in one line.
         """
-        self._engine.learn()
-        measurement, self._unheeded = self._unheeded, None
-        if self._corrector is None or measurement is None:
+        if self._corrector is None:
             return
         try:
             changes = self._corrector.update(measurement)

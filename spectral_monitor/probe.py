@@ -18,7 +18,6 @@ from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
-from spectral_monitor.engine.pending import Pending
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, with_needed
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
@@ -142,7 +141,6 @@ class SpectralProbe:
         self.settings = settings
         self.steps = 0
         self._measurements: deque[Measurement] = deque(maxlen=settings.history)
-        self._pending: Pending | None = None
         self._engine = Engine(unwrap_model(model), optimizers, settings)
         self._oversight = Oversight(mode, condition, correction, self._engine)
         self._engine.start()
@@ -155,8 +153,7 @@ class SpectralProbe:
 
     @property
     def measurements(self) -> deque[Measurement]:
-        """The newest ones. Those of a step on a GPU are here after the next step; who asks for them sooner waits."""
-        self._collect()
+        """The newest ones."""
         return self._measurements
 
     @property
@@ -213,29 +210,16 @@ class SpectralProbe:
             raise
         finally:
             self._oversight.disarm()
-        self._heed()
         if keys:
-            self._pending = self._engine.finish(self.steps, accumulated=accumulated)
-            if self._pending is not None and not self._pending.late:
-                self._heed()
-
-    def _heed(self) -> None:
-        """Act on what was measured last."""
-        self._collect()
-        self._oversight.heed()
-
-    def _collect(self) -> None:
-        """Take in what was measured last, waiting for its numbers if they are still on their way."""
-        pending, self._pending = self._pending, None
-        measurement = None if pending is None else pending.get()
-        if measurement is not None:
-            measurement = self._oversight.see(measurement, announce)
-            self._measurements.append(measurement)
-            self._sinks.write(measurement)
+            measurement = self._engine.finish(self.steps, accumulated=accumulated)
+            if measurement is not None:
+                measurement = self._oversight.judge(measurement, announce)
+                self._measurements.append(measurement)
+                self._sinks.write(measurement)
+                self._oversight.correct(measurement)
 
     def close(self) -> None:
         """Tell the sinks that training is over; without sinks there is no need to."""
-        self._collect()
         self._sinks.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,7 +228,6 @@ class SpectralProbe:
         That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
         measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it.
         """
-        self._heed()
         state = {**self._engine.state(), "oversight": self._oversight.state_dict()}
         return {"steps": self.steps, "state": state, "tensors": self._engine.tensors()}
 

@@ -71,13 +71,13 @@ def test_a_quantity_costs_what_its_page_says(monkeypatch, key):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = SpectralProbe(model, optimizer, quantities=[key], exclude=["*.bias"])
 
-    def counting(pieces, tol, **rest):
-        estimates.extend(range(pieces.shape[0]))
-        return original(pieces, tol, **rest)
+    def counting(stacks, tol, **rest):
+        estimates.extend(k for A in stacks for k in range(A.shape[0]))
+        return original(stacks, tol, **rest)
 
-    original = norms.shared_estimate
-    monkeypatch.setattr(norms, "shared_estimate", counting)
-    monkeypatch.setattr(activations, "shared_estimate", counting)
+    original = norms.spectral_estimates
+    monkeypatch.setattr(norms, "spectral_estimates", counting)
+    monkeypatch.setattr(activations, "spectral_estimates", counting)
     Counted.forwards = 0
     with probe.step():
         model(torch.randn(100, 80)).backward()

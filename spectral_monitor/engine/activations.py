@@ -14,18 +14,19 @@ from spectral_monitor.capture.comparison import Outputs
 from spectral_monitor.capture.rows import RowPicker, sample_size
 from spectral_monitor.engine.census import Census
 from spectral_monitor.engine.norms import rows_worth
-from spectral_monitor.engine.patience import Patience
 from spectral_monitor.engine.scalars import Scalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.stacks import Member
 from spectral_monitor.functional.kernels import length
-from spectral_monitor.linalg import Exchange, Part, Pieces, Routine, abreast, in_turn, shared_estimate, totals
+from spectral_monitor.linalg import Exchange, Part, Pieces, Routine, abreast, in_turn, spectral_estimates, totals
 from spectral_monitor.placement import Range
 
 Calls = Mapping[int, Sequence[Call]]
 
-STACK_ENTRIES = 1 << 22
-"""Row matrices of one shape are measured together up to this many entries, to stay in the cache."""
+ROW_ENTRIES = 1 << 24
+"""Entries of the rows that are copied and measured in one solve, in a single process."""
+ROW_TOLERANCE = 0.05
+"""Relative tolerance of spectral norms of rows, of which a stable rank is made that differs more between batches."""
 
 
 def inputs(calls: Sequence[Call]) -> list[Tensor | None]:
@@ -119,10 +120,8 @@ class RowStage:
         exchange: Exchange | None,
         picker: RowPicker,
         out: Scalars,
-        patience: Patience,
     ) -> None:
         self._members = members
-        self._patience = patience
         self._settings = settings
         self.census = census
         self.exchange = exchange
@@ -148,9 +147,9 @@ class RowStage:
         run = in_turn if exchange is None else abreast
         if "backward_speed" in self._settings.keys:  # which is of all rows
             sizes.update({key: _rows_size(found) for key, found in plain.items() if key[1] == "b"})
-        yield from run([self._sizes(sizes), *self._measured(plain), self._of_sums(common)])
+        yield from run([self._sizes(sizes), self._measured(plain), self._of_sums(common)])
 
-    def _measured(self, rows: Mapping[tuple[int, str], Tensor | None]) -> list[Routine[None]]:
+    def _measured(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Routine[None]:
         wanted = {"h_in": "input_stable_rank", "b": "backward_stable_rank"}
         return self._spectra({key: found for key, found in rows.items() if wanted[key[1]] in self._settings.keys})
 
@@ -172,7 +171,7 @@ class RowStage:
         sums = yield shares
         summed = {key: total[:, some] for key, total, some in zip(rows, sums, cols, strict=True)}
         sizes = {key: _rows_size(some) for key, some in summed.items()}
-        yield from abreast([self._sizes(sizes), *self._measured(summed)])
+        yield from abreast([self._sizes(sizes), self._measured(summed)])
 
     def _which(self, name: str) -> str:
         return "inputs" if name == "h_in" else "outputs"
@@ -240,8 +239,8 @@ class RowStage:
             if name == "h":
                 self.out.put(i, "h.rows", numbers[k] / self._features(i, name))
 
-    def _spectra(self, rows: Mapping[tuple[int, str], Tensor | None]) -> list[Routine[None]]:
-        """Spectral and Frobenius norms of matrices of rows, those of one shape together; a fixed choice of the rows."""
+    def _spectra(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Routine[None]:
+        """Put spectral and Frobenius norms of matrices of rows, a fixed choice of those of each layer."""
         groups: dict[_Kind, list[tuple[int, str]]] = defaultdict(list)
         chosen: dict[tuple[int, str], _Chosen] = {}
         for (i, name), found in rows.items():
@@ -253,62 +252,50 @@ class RowStage:
             if some.total and width:
                 chosen[(i, name)] = some
                 groups[_Kind(some.total, width, split, like)].append((i, name))
-        routines: list[Routine[None]] = []
-        for (total, width, split, _), keys in groups.items():
-            together = (
-                len(keys) if self.exchange is not None else min(len(keys), max(1, STACK_ENTRIES // (total * width)))
-            )
-            buffer: list[Tensor] = []
+        # Stacks of one shape each; in a single process a few at a time, for they are copies.
+        batch: list[tuple[list[tuple[int, str]], Pieces]] = []
+        entries = 0
+        for kind, keys in groups.items():
+            each = kind.rows * kind.features
+            together = len(keys) if self.exchange is not None else max(1, ROW_ENTRIES // each)
             for start in range(0, len(keys), together):
-                stack = {key: chosen[key] for key in keys[start : start + together]}
-                routines.append(self._spectrum(stack, (total, width), split, buffer, together))
-        return routines
+                some_keys = keys[start : start + together]
+                if self.exchange is None and batch and entries + len(some_keys) * each > ROW_ENTRIES:
+                    yield from self._solve(batch)
+                    batch, entries = [], 0
+                batch.append((some_keys, self._pieces({key: chosen[key] for key in some_keys}, kind)))
+                entries += len(some_keys) * each
+        if batch:
+            yield from self._solve(batch)
 
-    def _spectrum(
-        self,
-        chosen: Mapping[tuple[int, str], _Chosen],
-        shape: tuple[int, int],
-        split: tuple[bool, bool],
-        buffer: list[Tensor],
-        room: int,
-    ) -> Routine[None]:
-        """Of matrices of one shape; ``buffer`` holds the memory that several such share."""
+    def _solve(self, batch: Sequence[tuple[Sequence[tuple[int, str]], Pieces]]) -> Routine[None]:
+        found = yield from spectral_estimates([pieces for _, pieces in batch], ROW_TOLERANCE, bounds=False)
+        for (keys, _), estimate in zip(batch, found, strict=True):
+            for k, (i, name) in enumerate(keys):
+                self.out.put(i, f"{name}.sigma", estimate.sigma[k])
+                self.out.put(i, f"{name}.fro", estimate.fro[k])
+
+    def _pieces(self, chosen: Mapping[tuple[int, str], _Chosen], kind: _Kind) -> Pieces:
+        """Return the rows chosen of layers of one kind, as one stack."""
         if self.exchange is None:
-            if not buffer:
-                like = next(some.rows for some in chosen.values() if some.rows is not None)
-                buffer.append(like.new_empty(room, *shape))
-            for out, some in zip(buffer[0], chosen.values(), strict=False):
+            like = next(some.rows for some in chosen.values() if some.rows is not None)
+            buffer = like.new_empty(len(chosen), kind.rows, kind.features)
+            for out, some in zip(buffer, chosen.values(), strict=True):
                 some.put(out)
-            pieces = Pieces.whole(buffer[0][: len(chosen)])
-        else:
-            pieces = self._pieces(chosen, shape, split)
-        if self._patience.is_needed(pieces.like.device, self.exchange):
-            places = {key: slice(k, k + 1) for k, key in enumerate(chosen)}
-            sigma, fro = self._patience.estimate(pieces, places, self._settings.tol, self.out)
-        else:
-            estimate = yield from shared_estimate(pieces, self._settings.tol, bounds=False)
-            sigma, fro = estimate.sigma, estimate.fro
-        for k, (i, name) in enumerate(chosen):
-            self.out.put(i, f"{name}.sigma", sigma[k])
-            self.out.put(i, f"{name}.fro", fro[k])
-
-    def _pieces(
-        self, chosen: Mapping[tuple[int, str], _Chosen], shape: tuple[int, int], split: tuple[bool, bool]
-    ) -> Pieces:
-        assert self.exchange is not None
+            return Pieces.whole(buffer)
         like = torch.empty(0, device=self.exchange.device)
         parts: dict[tuple[Range, Range], list[tuple[int, Tensor]]] = defaultdict(list)
         for k, ((i, name), some) in enumerate(chosen.items()):
             rows = some.get()
             if rows is not None and len(rows):
                 like = like.to(torch.promote_types(like.dtype, rows.dtype))
-                box = ((some.first, some.first + len(rows)), self.cols(i, name) or (0, shape[1]))
+                box = ((some.first, some.first + len(rows)), self.cols(i, name) or (0, kind.features))
                 parts[box].append((k, rows.to(like.device)))
         made = [
             Part(torch.tensor([k for k, _ in some]), slice(*box[0]), slice(*box[1]), torch.stack([x for _, x in some]))
             for box, some in parts.items()
         ]
-        return Pieces((len(chosen), *shape), tuple(made), split, self.exchange, like)
+        return Pieces((len(chosen), kind.rows, kind.features), tuple(made), kind.split, self.exchange, like)
 
     def sample(self, calls: Calls) -> Routine[None]:
         """Input rows of all processes that alignments are measured on, into ``samples``."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.anatomy import Layer
-from spectral_monitor.engine.patience import in_doubt
 from spectral_monitor.engine.scalars import Raw
 from spectral_monitor.functional.norms import geometric_median
 
@@ -32,11 +31,8 @@ SMALL_FEATURES, SMALL_CHANGE = 1e-12, 1e-17
 
 
 def sound(raw: Mapping[str, list[float]]) -> bool:
-    """Whether everything measured of a layer is finite, but for ratios to zero and norms that are in doubt."""
-    doubtful = {f"{kind}.sigma" for kind in in_doubt(raw)}
-    return all(
-        math.isfinite(value) for name, values in raw.items() if name not in RATIOS | doubtful for value in values
-    )
+    """Return whether everything measured of a layer is finite, but for ratios to zero."""
+    return all(math.isfinite(value) for name, values in raw.items() if name not in RATIOS for value in values)
 
 
 class LayerScalars:
@@ -57,12 +53,8 @@ class LayerScalars:
         return math.nan if value is None else value[0]
 
     def sound(self) -> bool:
-        """Whether everything measured of this layer is finite, but for ratios to zero and norms that are in doubt."""
+        """Return whether everything measured of this layer is finite, but for ratios to zero."""
         return sound(self._raw)
-
-    def in_doubt(self) -> bool:
-        """Whether a spectral norm of this layer is."""
-        return bool(in_doubt(self._raw))
 
     def _by_block(self, name: str) -> list[list[float]]:
         """Values of each block's taps, NaN if not measured."""

@@ -29,9 +29,9 @@ from spectral_monitor.engine.fingerprints import as_table, fingerprints
 from spectral_monitor.engine.full import ALONE, FullStage
 from spectral_monitor.engine.guards import full_precision, refuse, replaced
 from spectral_monitor.engine.matrices import MatrixStage
+from spectral_monitor.engine.measured import Measured
 from spectral_monitor.engine.memory import Memory
 from spectral_monitor.engine.norms import rows_worth
-from spectral_monitor.engine.pending import Measured, Pending
 from spectral_monitor.engine.readouts import Readouts
 from spectral_monitor.engine.replays import Again, Context, Done, Given, Replays
 from spectral_monitor.engine.scalars import Scalars
@@ -40,6 +40,7 @@ from spectral_monitor.engine.sights import sights, step_facts
 from spectral_monitor.engine.slices import ELSEWHERE, NO, YES
 from spectral_monitor.engine.stacks import Member
 from spectral_monitor.linalg import Routine, abreast
+from spectral_monitor.measurement import Measurement
 from spectral_monitor.placement import Extent, Processes, copies, flat_extents, placed, plan, reshard
 from spectral_monitor.warnings import Warner
 
@@ -130,7 +131,7 @@ class Engine(Memory):
         self._out = Scalars()
         self._rows: RowStage | None = None
         self._stage = MatrixStage(
-            self.members, self.asked, self._start, self._inputs, self._copies, self.processes, self._out, self._patience
+            self.members, self.asked, self._start, self._inputs, self._copies, self.processes, self._out
         )
 
     @property
@@ -180,8 +181,8 @@ class Engine(Memory):
         loss_scale: float = 1.0,
         context: Context = nullcontext,
         only_if_stepped: bool = False,
-    ) -> Pending | None:
-        """Measure the step that was watched, and disarm; the numbers are on their way.
+    ) -> Measurement | None:
+        """Return what is measured of the step that was watched, and disarm.
 
         Args:
             step: optimizer steps taken, this one included.
@@ -195,24 +196,24 @@ class Engine(Memory):
         Returns:
             ``None`` if the step could not be measured; a warning has said why.
         """
-        pending = None
+        measurement = None
         loss = None if loss is None else loss.detach()
         given = Given(training_step, loss, accumulated, loss_scale, context, only_if_stepped)
         try:
             with self._harmless("measuring"), full_precision():
                 if self.armed and (self.processes is not None or not self._failed):
-                    pending = self._measure(step, given)
-            if pending is not None:
-                pending.summary["overhead_ms"] = self._spent * 1e3
+                    measurement = self._measure(step, given)
+            if measurement is not None:
+                measurement.summary["overhead_ms"] = self._spent * 1e3
             if self.budget is not None and self.armed and not (only_if_stepped and self.idle):
                 self.budget.measured(step, self._spent, self._apart)
-                if pending is not None and self.budget.interval is not None:
-                    pending.summary["interval"] = float(self.budget.interval)
+                if measurement is not None and self.budget.interval is not None:
+                    measurement.summary["interval"] = float(self.budget.interval)
         finally:
             self.disarm()
-        return pending
+        return measurement
 
-    def _measure(self, step: int, given: Given) -> Pending | None:
+    def _measure(self, step: int, given: Given) -> Measurement | None:
         stage, out = self._stage, self._out
         outputs: Outputs = {}
         again, before, no_replay, part = None, None, "", NO
@@ -261,7 +262,7 @@ class Engine(Memory):
         facts = step_facts(seen, stage, given)
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         stage.unused = facts.unused
-        rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out, self._patience)
+        rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out)
         agreed(self._before_replay(rows, outputs), self.processes)
         if self.watches_features:
             full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn)
@@ -291,7 +292,7 @@ class Engine(Memory):
         self.measured += 1
         self.drifts += "feature_drift" in self.asked.keys
         measured = Measured(step, self.layers, self.anatomy.infos, self.asked, facts)
-        return Pending(out.send(), partial(self._put_together, measured), self._harmless)
+        return self._put_together(measured, out.fetch())
 
     def _before_replay(self, rows: RowStage, outputs: Outputs) -> Routine[None]:
         """Matrices, and rows as the step saw them."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.engine.gradients import contribution_here, gradient_here, gradient_norms, summed_over
-from spectral_monitor.engine.norms import StackNorms
-from spectral_monitor.engine.patience import Patience
+from spectral_monitor.engine.norms import Job, MatrixNorms
 from spectral_monitor.engine.scalars import NETWORK, Scalars
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.engine.stacks import Member, Stack, Start, stacks
+from spectral_monitor.engine.stacks import Member, Stack, Start, portions, stacks
 from spectral_monitor.functional import contribution
 from spectral_monitor.linalg import Exchange, Routine, abreast, alone, in_turn
 from spectral_monitor.snapshot.local import local_part
@@ -36,10 +36,10 @@ class _Held:
 class MatrixStage:
     """What one measured step reads off the parameters; created anew for each.
 
-    In a single process norms are taken right at the update, and one copy of the weights is held at a time. Where
-    several measure, that waits for :meth:`routine`, for nothing may be asked of others in the middle of a step; but
-    then each process holds only what it measures. With ``low_memory`` copies are held by the host, and layers are
-    measured one by one.
+    In a single process norms are taken right at the update: all in one solve or, of models with many weights, in three,
+    of weights, updates and drift, which lie in the same memory one after the other. Where several measure, that waits
+    for :meth:`routine`, for nothing may be asked of others in the middle of a step; but then each process holds only
+    what it measures. With ``low_memory`` copies are held by the host, and layers are measured one by one.
 
     ``inputs``: layer index -> chosen rows of its input, those of all processes, if there are any.
 
@@ -60,12 +60,11 @@ class MatrixStage:
         copies: Callable[[Tensor], int],
         exchange: Exchange | None,
         out: Scalars,
-        patience: Patience,
     ) -> None:
         self.members = dict(enumerate(members))
         self.settings = settings
         self.start = start
-        self._norms = StackNorms(settings, inputs, out, patience)
+        self._norms = MatrixNorms(settings, inputs, out)
         self._copies = copies
         self._exchange = exchange
         self._out = out
@@ -74,7 +73,7 @@ class MatrixStage:
         self._host = settings.low_memory
         self._room: dict[torch.device, int] = {}  # bytes that the largest of what waits in host memory takes
         self._slots: dict[torch.device, Tensor] = {}
-        self._total = sum(math.prod(member.layer.info.shape) for member in members)
+        self._jobs: list[Job] = []
         self._waiting: list[Routine[None]] = []
         self._steps = 0
         self.lr: dict[int, float] = {}
@@ -132,10 +131,7 @@ class MatrixStage:
         held = self._held.pop(id(optimizer))
         self.stepped.update(held.members)
         shares: dict[int, Tensor] = {}
-        for stack in held.stacks:
-            for part in stack.portions():
-                self._measure(part.here(), shares)
-            stack.buffers = []
+        self._measure_all(held.stacks, partial(self._changes, shares=shares))
         if shares:
             self._sum(self._contributions(shares, self._arrivals(held, shares)))
         if "g" in self.settings.needs:
@@ -146,53 +142,78 @@ class MatrixStage:
                 changed = ((now != then) & ~(now.isnan() & then.isnan())).any().float().reshape(1)
             self._sum(self._network(held, changed))
 
-    def _measure(self, part: Stack, shares: dict[int, Tensor]) -> None:
-        """Everything that is read off some layers, whose weights before the update these are."""
+    def _measure_all(self, found: Sequence[Stack], measure: Callable[[Sequence[Stack], bool], None]) -> None:
+        """Measure stacks with memory, as many at a time as there is room for; that is gone then."""
+        if self._exchange is not None or self._host:
+            for stack in found:
+                measure([stack.here()], self._host)
+                stack.buffers = []
+            return
+        for portion in portions(found, len(self.settings.needs & {"dW", "W0", "W1"})):
+            measure([stack.here() for stack in portion.stacks], portion.in_place)
+            self._solve()
+
+    def _changes(self, found: Sequence[Stack], in_place: bool, shares: dict[int, Tensor]) -> None:
+        """Measure everything that is read off some layers, whose weights before the update these are."""
         needs = self.settings.needs
-        self._weights(part)
+        self._weights(found, in_place)
         if "dW" in needs:
-            part = part.change()
-            self._do(self._norms.update, part)
+            found = [stack.change(in_place=in_place) for stack in found]
+            self._do("dW", found, in_place)
             if "g" in needs:
-                shares.update((i, self._share(i, part)) for i, m in part.members.items() if self._is_known(i, m))
+                for stack in found:
+                    known = [i for i, member in stack.members.items() if self._is_known(i, member)]
+                    shares.update((i, self._share(i, stack)) for i in known)
         if "W0" in needs:
-            self._do(self._norms.drift, part.change(self.start))
+            self._do("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
         if "W1" in needs:
-            self._do(self._norms.after, part.now())
+            self._do("W1", [stack.now(in_place=in_place) for stack in found], in_place)
 
     @torch.no_grad()
     def rest(self) -> None:
         """Measure the weights and the drift of what no optimizer has stepped."""
         if self.settings.needs & {"W", "W0"}:
-            for stack in self._stacks({i: m for i, m in self.members.items() if i not in self.stepped}):
-                for part in stack.portions():
-                    part.load()
-                    part = part.here()
-                    self._weights(part)
-                    if "W0" in self.settings.needs:
-                        self._do(self._norms.drift, part.change(self.start))
+            found = self._stacks({i: m for i, m in self.members.items() if i not in self.stepped})
+            for stack in found:
+                stack.load()
+            self._measure_all(found, self._unchanged)
+
+    def _unchanged(self, found: Sequence[Stack], in_place: bool) -> None:
+        self._weights(found, in_place)
+        if "W0" in self.settings.needs:
+            self._do("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
 
     def routine(self) -> Routine[None]:
-        """What waits for other processes."""
+        """Measure what waits for other processes."""
         waiting, self._waiting = self._waiting, []
+        jobs, self._jobs = self._jobs, []
         # What there is no memory for must show now, before others wait for this process.
         self._slots.update((on, torch.empty(size, dtype=torch.uint8, device=on)) for on, size in self._room.items())
-        yield from (in_turn if self._host else abreast)(waiting)
+        if self._host:
+            yield from in_turn(waiting)
+        else:
+            yield from abreast([self._norms.measure(jobs), *waiting])
         self._slots.clear()
 
     def _stacks(self, members: dict[int, Member]) -> list[Stack]:
-        return stacks(members, self._exchange, self._total, single=self._host)
+        return stacks(members, self._exchange, single=self._host)
 
-    def _do(self, measure: Callable[[Stack], Routine[None]], part: Stack) -> None:
-        """Measure some layers now or, where others take part, when their turn comes."""
-        if self._exchange is None:
-            alone(measure(part))
-        elif self._host:
-            away, device = part.away(), part.like.device
-            self._room[device] = max(self._room.get(device, 0), away.nbytes)
-            self._waiting.append(_fetched(measure, away, self._slots))
-        else:
-            self._waiting.append(measure(part))
+    def _do(self, name: str, found: Sequence[Stack], in_place: bool) -> None:
+        """Measure matrices now, before others take their place, or with everything else."""
+        self._jobs += [Job(stack, name) for stack in found]
+        if self._host and self._exchange is not None:
+            for job in self._jobs:
+                away, device = job.stack.away(), job.stack.like.device
+                self._room[device] = max(self._room.get(device, 0), away.nbytes)
+                self._waiting.append(_fetched(self._norms, Job(away, name), self._slots))
+            self._jobs = []
+        elif in_place:
+            self._solve()
+
+    def _solve(self) -> None:
+        """Measure what has been put off; of a single process."""
+        jobs, self._jobs = self._jobs, []
+        alone(self._norms.measure(jobs))
 
     def _sum(self, routine: Routine[None]) -> None:
         """The same of what takes no matrices."""
@@ -201,9 +222,9 @@ class MatrixStage:
         else:
             self._waiting.append(routine)
 
-    def _weights(self, part: Stack) -> None:
+    def _weights(self, found: Sequence[Stack], in_place: bool) -> None:
         if "W" in self.settings.needs:
-            self._do(self._norms.weight, part)
+            self._do("W", found, in_place)
 
     def _is_known(self, i: int, member: Member) -> bool:
         """Whether it can be said what a layer contributes; if its parameters are divided, they are counted as such."""
@@ -222,7 +243,7 @@ class MatrixStage:
             if gradient is None:
                 return nothing
             contents = stack.members[i].contents(gradient)
-            parts = [contribution(contents[k][:, rows], dW) for k, rows, dW in stack.entries(i)]
+            parts = [contribution(g, dW) for g, dW in zip(contents, stack.entries(i), strict=True)]
         total: Tensor = torch.stack(parts).sum() if parts else nothing
         return total
 
@@ -261,21 +282,21 @@ def start_norms(
 ) -> Routine[Scalars]:
     """Raw scalars ``W0.sigma`` and ``W0.fro`` of the weights at the start."""
     out = Scalars()
-    norms = StackNorms(settings, lambda i: None, out, None)
-    total = sum(math.prod(member.layer.info.shape) for member in members)
-    found = stacks(dict(enumerate(members)), exchange, total, single=settings.low_memory)
-    routines = (_started(part, start, norms) for stack in found for part in stack.portions())
-    yield from (in_turn if exchange is None or settings.low_memory else abreast)(routines)
+    norms = MatrixNorms(settings, lambda i: None, out)
+    found = stacks(dict(enumerate(members)), exchange, single=settings.low_memory)
+    if exchange is not None and not settings.low_memory:
+        for stack in found:
+            stack.begin(start)
+        yield from norms.measure([Job(stack.here(), "W0") for stack in found])
+        return out
+    for stack in found:
+        stack.begin(start)
+        yield from norms.measure([Job(stack.here(), "W0")])
+        stack.buffers = []
     return out
 
 
-def _started(part: Stack, start: Start, norms: StackNorms) -> Routine[None]:
-    part.begin(start)
-    yield from norms.start(part.here())
-
-
-def _fetched(
-    measure: Callable[[Stack], Routine[None]], away: Stack, slots: Mapping[torch.device, Tensor]
-) -> Routine[None]:
-    """What is measured of layers that the host holds, when their turn comes."""
-    yield from measure(away.here(slots[away.like.device]))
+def _fetched(norms: MatrixNorms, away: Job, slots: Mapping[torch.device, Tensor]) -> Routine[None]:
+    """Measure layers that the host holds, when their turn comes."""
+    stack = away.stack.here(slots[away.stack.like.device])
+    yield from norms.measure([Job(stack, away.name)])

@@ -16,8 +16,7 @@ from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.engine.budget import Budget
 from spectral_monitor.engine.guards import full_precision
 from spectral_monitor.engine.matrices import start_norms
-from spectral_monitor.engine.patience import Patience
-from spectral_monitor.engine.pending import Measured
+from spectral_monitor.engine.measured import Measured
 from spectral_monitor.engine.readouts import Readouts
 from spectral_monitor.engine.replays import Replays
 from spectral_monitor.engine.scalars import Raw
@@ -70,8 +69,6 @@ class Memory:
         self._start: dict[int, list[Tensor]] = {}
         self._start_norms: Raw = {}
         self._reasons: dict[tuple[str, ...], dict[str, str]] = {}
-        self._patience = Patience()
-        self._unheeded: Raw = {}
 
     def _run(self, routine: Routine[T]) -> T:
         """To its end, with the other processes if there are any."""
@@ -98,20 +95,11 @@ class Memory:
         self._start_norms = self._run(start_norms(self.members, start, self.settings, self.processes)).fetch()
 
     def _put_together(self, measured: Measured, raw: Raw) -> Measurement:
-        self._unheeded = raw
         for i, norms in self._start_norms.items():
             raw.setdefault(i, {}).update(norms)
         measurement = measured.table(raw, self._reasons, self.skipped_updates)
         self.skipped_updates = int(measurement.summary["skipped_updates"])
         return measurement
-
-    def learn(self) -> None:
-        """Let the next measured step know how long the norms of the last one took.
-
-        Not when its numbers are put together, which is sooner if somebody looks at them.
-        """
-        raw, self._unheeded = self._unheeded, {}
-        self._patience.learn(raw)
 
     def correct_roles(self, changed: Mapping[int, Layer]) -> None:
         """Put layers whose role has changed in the place of what they were."""

@@ -1,29 +1,20 @@
-"""Norms of stacks of matrices, and what the layers' inputs become in them."""
+"""Norms of matrices, all in one solve, and what the layers' inputs become in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from spectral_monitor.anatomy import Layout
-from spectral_monitor.engine.patience import Patience
 from spectral_monitor.engine.scalars import Scalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.stacks import Stack
-from spectral_monitor.engine.streams import Streamed
 from spectral_monitor.functional.features import mean_alignment
 from spectral_monitor.functional.lengths import largest, lengths
-from spectral_monitor.linalg import (
-    Routine,
-    abreast,
-    frobenius,
-    in_cache,
-    in_turn,
-    joined_estimates,
-    shared_estimate,
-)
+from spectral_monitor.linalg import Routine, abreast, frobenius, spectral_estimates
 from spectral_monitor.quantities import QUANTITIES
 
 PRODUCT_BUDGET = 1 << 25
@@ -41,70 +32,66 @@ def rows_worth(layout: Layout) -> int:
     return min(MOST_ROWS, max(64, PRODUCT_BUDGET // max(weights, 1)))
 
 
-class StackNorms:
-    """Puts raw scalars of stacks: norms by name, and alignments with the layers' inputs."""
+class Job(NamedTuple):
+    """Matrices of some layers, and what is measured of them.
 
-    def __init__(
-        self, settings: Settings, inputs: Callable[[int], Tensor | None], out: Scalars, patience: Patience | None
-    ) -> None:
-        """``patience``: for devices that are not to be waited for; without it they are."""
-        self._patience = patience
+    Attributes:
+        stack: the matrices.
+        name: of the raw scalars: ``W`` before the update, ``dW``, ``W1`` after it, ``drift`` or ``W0`` at the start.
+    """
+
+    stack: Stack
+    name: str
+
+
+NEEDS = {"W": "W", "dW": "dW", "W1": "W1", "drift": "W0", "W0": "W0"}
+"""What a quantity needs that is read off these matrices."""
+MAPS = {"W": ("alignment", ""), "dW": ("update_alignment", "feature_change_local")}
+"""Quantities that say what matrices make of the layers' inputs: how well they are aligned, and their length."""
+
+
+class MatrixNorms:
+    """Puts raw scalars of matrices: norms by name, and what the layers' inputs become in them."""
+
+    def __init__(self, settings: Settings, inputs: Callable[[int], Tensor | None], out: Scalars) -> None:
         self._settings = settings
         self._inputs = inputs
         self._out = out
 
-    def weight(self, stack: Stack) -> Routine[None]:
-        """Of weights before the update."""
-        yield from self._both(stack, "W", "alignment")
+    def measure(self, jobs: Sequence[Job]) -> Routine[None]:
+        """Measure everything at once: one solve for all spectral norms."""
+        wanted = [job for job in jobs if self._quantities(job)]
+        spectral = [job for job in wanted if not self._quantities(job) <= FROBENIUS_KEYS]
+        others = [job for job in wanted if job not in spectral]
+        mapped = [job for job in jobs if set(MAPS.get(job.name, ())) & set(self._settings.keys)]
+        routines: list[Routine[Any]] = [
+            spectral_estimates([job.stack.pieces for job in spectral], self._settings.tol, bounds=False),
+            abreast([job.stack.pieces.combined(frobenius, 2) for job in others]),
+            abreast([self._row_norms(job) for job in wanted]),
+            abreast([self._mapped(job) for job in mapped]),
+        ]
+        estimates, fros, _, products = yield from abreast(routines)
+        sigmas = {job: found.sigma for job, found in zip(spectral, estimates, strict=True)}
+        norms = {job: found.fro for job, found in zip(spectral, estimates, strict=True)}
+        norms.update(zip(others, fros, strict=True))
+        for job in wanted:
+            for i, span in job.stack.spans.items():
+                self._out.put(i, f"{job.name}.fro", norms[job][span])
+                if job in sigmas:
+                    self._out.put(i, f"{job.name}.sigma", sigmas[job][span])
+        for job, found in zip(mapped, products, strict=True):
+            self._put_maps(job, found, sigmas.get(job))
 
-    def update(self, stack: Stack) -> Routine[None]:
-        """Of updates."""
-        yield from self._both(stack, "dW", "update_alignment", "feature_change_local")
+    def _quantities(self, job: Job) -> set[str]:
+        """Return the quantities that norms of these matrices are needed for."""
+        return {key for key in self._settings.keys if NEEDS[job.name] in QUANTITIES[key].needs} - {"contribution"}
 
-    def after(self, stack: Stack) -> Routine[None]:
-        """Of weights after the update."""
-        yield from self._norms(stack, "W1", "W1")
-
-    def drift(self, stack: Stack) -> Routine[None]:
-        """Of the weights after the update less those at the start."""
-        yield from self._norms(stack, "drift", "W0")
-
-    def start(self, stack: Stack) -> Routine[None]:
-        """Of the weights at the start."""
-        yield from self._norms(stack, "W0", "W0")
-
-    def _norms(self, stack: Stack, name: str, need: str) -> Routine[Tensor | None]:
-        """The norms that some quantity with this need is read off; spectral ones are returned too."""
-        wanted = {key for key in self._settings.keys if need in QUANTITIES[key].needs} - {"contribution"}
-        if not wanted:
-            return None
-        sigma = None
-        if wanted <= FROBENIUS_KEYS:
-            fro = yield from stack.pieces.combined(frobenius, 2)
-        elif self._patience is not None and self._patience.is_needed(stack.like.device, stack.exchange):
-            places = {(i, name): span for i, span in stack.spans.items()}
-            sigma, fro = self._patience.estimate(stack.pieces, places, self._settings.tol, self._out)
-        else:
-            run = in_turn if stack.exchange is None else abreast
-            pieces = stack.pieces
-            cut = (
-                [pieces] if isinstance(pieces, Streamed) else in_cache(pieces)
-            )  # what is streamed goes by small pieces
-            found = yield from run([shared_estimate(part, self._settings.tol, bounds=False) for part in cut])
-            estimate = joined_estimates(found)
-            sigma, fro = estimate.sigma, estimate.fro
-        for i, span in stack.spans.items():
-            self._out.put(i, f"{name}.fro", fro[span])
-            if sigma is not None:
-                self._out.put(i, f"{name}.sigma", sigma[span])
+    def _row_norms(self, job: Job) -> Routine[None]:
+        """Put the largest RMS over the rows of embedding tables."""
+        stack, across = job.stack, job.stack.split[1]
         tables = [i for i, member in stack.members.items() if member.layer.info.role == "embedding"]
-        if tables:
-            yield from self._row_norms(stack, name, tables)
-        return sigma
-
-    def _row_norms(self, stack: Stack, name: str, tables: list[int]) -> Routine[None]:
-        """The largest RMS over the rows of embedding tables."""
-        across = stack.split[1]
+        if not tables:
+            return
         found = []
         for i in tables:
             rows = stack.like.new_zeros(stack.members[i].count, stack.shape[1], dtype=torch.float64)
@@ -116,29 +103,11 @@ class StackNorms:
             found = yield found
         for i, rows in zip(tables, found, strict=True):
             longest = rows.amax()
-            self._out.put(i, f"{name}.row", (longest.sqrt() if across else longest) / stack.shape[2] ** 0.5)
+            self._out.put(i, f"{job.name}.row", (longest.sqrt() if across else longest) / stack.shape[2] ** 0.5)
 
-    def _both(self, stack: Stack, name: str, key: str, length: str = "") -> Routine[None]:
-        """Norms and, side by side if others take part, what the matrices make of the layers' inputs."""
-        stretched: dict[int, tuple[Tensor, Tensor]] = {}
-        sigma: list[Tensor | None] = []
-        routines = [self._kept(self._norms(stack, name, name), sigma)]
-        if {key, length} & set(self._settings.keys):
-            routines.append(self._stretch(stack, stretched))
-        yield from (in_turn if stack.exchange is None else abreast)(routines)
-        for i, (products, x) in stretched.items():
-            layout = stack.members[i].layer.layout
-            if key in self._settings.keys and sigma[0] is not None:
-                norms = sigma[0][stack.spans[i]].view(layout.taps, layout.blocks)
-                self._out.put(i, key, mean_alignment(products, x, norms))
-            if length in self._settings.keys and layout.taps == 1:
-                self._out.put(i, f"{name}.h", (products.square().sum() / products.shape[2]).sqrt())
-
-    def _kept(self, routine: Routine[Tensor | None], result: list[Tensor | None]) -> Routine[None]:
-        result.append((yield from routine))
-
-    def _stretch(self, stack: Stack, result: dict[int, tuple[Tensor, Tensor]]) -> Routine[None]:
-        """Lengths (taps, blocks, R) of ``A x``, and (blocks or 1, R) of the layers' inputs ``x``."""
+    def _mapped(self, job: Job) -> Routine[dict[int, tuple[Tensor, Tensor]]]:
+        """Return lengths (taps, blocks, R) of ``A x``, and (blocks or 1, R) of the layers' inputs ``x``."""
+        stack = job.stack
         if stack.exchange is not None:
             yield []  # the inputs are on their way
         found: dict[int, tuple[Tensor, Tensor]] = {}
@@ -155,9 +124,22 @@ class StackNorms:
         if stack.exchange is not None and products:
             products = yield products if across else [product.square() for product in products]
             products = [lengths(y) if across else y.sqrt() for y in products]
+        result = {}
         for (i, (sizes, of_x)), of_Ax in zip(found.items(), products, strict=True):
             layout = stack.members[i].layer.layout
             result[i] = of_Ax.view(layout.taps, layout.blocks, -1) * sizes, of_x * sizes
+        return result
+
+    def _put_maps(self, job: Job, found: Mapping[int, tuple[Tensor, Tensor]], sigma: Tensor | None) -> None:
+        """Put alignments, and lengths of what matrices make of the inputs."""
+        alignment, length = MAPS[job.name]
+        for i, (products, x) in found.items():
+            layout = job.stack.members[i].layer.layout
+            if alignment in self._settings.keys and sigma is not None:
+                norms = sigma[job.stack.spans[i]].view(layout.taps, layout.blocks)
+                self._out.put(i, alignment, mean_alignment(products, x, norms))
+            if length in self._settings.keys and layout.taps == 1:
+                self._out.put(i, f"{job.name}.h", (products.square().sum() / products.shape[2]).sqrt())
 
 
 def _products(stack: Stack, i: int, x: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from spectral_monitor.quantities import QUANTITIES
 
 ROUNDED = "its change is too close to the rounding of its outputs"
 UNCHOSEN = "none of its max_rows rows is of the samples that are run again: raise max_rows or replay_samples"
-IN_DOUBT = "a norm could not be told within the tolerance; more is spent on it from the next measured step on"
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
 REPLACED = "since training began its weight was replaced, pruned or parametrized"
 UNFIT = "its outputs are not its inputs times its weight"
@@ -118,7 +117,7 @@ def _value(key: str, i: int, scalars: LayerScalars, facts: StepFacts) -> float:
 def _undefined(scalars: LayerScalars) -> str:
     if not scalars.sound():
         return "NaN or inf in its values"
-    return IN_DOUBT if scalars.in_doubt() else "undefined: it divides by a norm that is zero"
+    return "undefined: it divides by a norm that is zero"
 
 
 def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepFacts) -> str:

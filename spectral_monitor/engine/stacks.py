@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from spectral_monitor.anatomy import Layer
-from spectral_monitor.engine.streams import ROWS, Source, Streamed
 from spectral_monitor.linalg import Exchange, Part, Pieces, compute_dtype
 from spectral_monitor.linalg.lanczos import BLOCK, MORE_ROOM, ROOM
 from spectral_monitor.placement import Holding, Range, Rectangle
 from spectral_monitor.snapshot.local import local_part
 from spectral_monitor.snapshot.room import kept, room
 
-SPARE = 0.045
-"""Memory that measuring may take besides the copies, as a share of theirs: vectors, and what is converted."""
+SPARE, SPARE_BYTES = 0.045, 1 << 27
+"""Memory that measuring may take besides the copy of the weights: a share of that, or 128 MB if that is more."""
 VECTORS = (2 * ROOM + MORE_ROOM + 8) * BLOCK
 """Those of a Lanczos iteration while its basis is moved to where there is more room, and those in passing."""
-LEAST = 1 << 18
-"""Entries that are measured together whatever that takes."""
-CONVERTED = 200
-"""Of so many entries in half precision one at a time is there in the dtype it is measured in."""
-LEAST_CONVERTED = 1 << 16
-"""Entries that are converted at a time at the least."""
 
 Start = Mapping[int, Sequence[Tensor]]
 """Layer index -> the weights drift is counted from, as the contents of the layer's rectangles in host memory."""
@@ -71,33 +65,24 @@ class Member:
 class Stack:
     """Matrices of some layers; ``spans`` says which are a layer's, among those of all processes.
 
-    Copies of the same rectangle of several matrices lie in one buffer, in the dtype of the weights. What is measured
-    is what lies there or, of weights in half precision, what is read from there through a
-    :class:`~spectral_monitor.engine.streams.Source`.
+    Copies of the same rectangle of several matrices lie in one buffer: in the dtype of the weights, and after
+    :meth:`here` in the one they are measured in.
     """
 
-    def __init__(self, members: dict[int, Member], exchange: Exchange | None, total: int, single: bool) -> None:
+    def __init__(self, members: dict[int, Member], exchange: Exchange | None) -> None:
         """Without memory so far.
 
         Args:
             members: layer index -> what all have one kind of.
             exchange: those who measure with this process.
-            total: entries of all stacks.
-            single: whether stacks are measured one after the other, so that each needs memory in its turn only.
         """
         self.members = members
         self.exchange = exchange
-        self._single = single
         self.spans: dict[int, slice] = {}
         kind = next(iter(members.values())).kind
         self.split = kind.split
         self.dtype = kind.dtype
         self.like = torch.empty(0, dtype=compute_dtype(kind.dtype), device=kind.device)
-        # Other processes need all of what is measured side by side at once.
-        self._streams = exchange is None and self.like.dtype != kind.dtype
-        self._in_place = exchange is None or single
-        self._total = total
-        self._converted = max(LEAST_CONVERTED, total // CONVERTED)
         total = 0
         held: dict[tuple[Range, Range], list[tuple[int, int, Rectangle]]] = defaultdict(list)
         for i, member in members.items():
@@ -123,67 +108,37 @@ class Stack:
                 places.sort(key=lambda place: members[i].holding.rectangles.index(place[0]))
         self.buffers: list[Tensor] = []
         self._host = False
-        self._source: Source | None = None
 
-    def portions(self) -> list[Stack]:
-        """The same layers, a few at a time, in the same memory.
+    def working_bytes(self, copies: int) -> int:
+        """Return the memory that each matrix takes while it is measured, with so many copies of it besides."""
+        _, m, n = self.shape
+        copies += self.dtype != self.like.dtype
+        return (VECTORS * min(m, n) * max(copies, 1) + m * n * copies) * self.like.dtype.itemsize
 
-        What several processes measure side by side stays together.
-        """
-        count, m, n = self.shape
-        spare = SPARE * self._total * self.dtype.itemsize
-        if self._streams:
-            spare -= self._converted * self.like.dtype.itemsize
-        vectors = VECTORS * min(m, n) * self.like.dtype.itemsize
-        together = max(int(spare / vectors), LEAST // (m * n))
-        if self.exchange is not None or self._single or count <= together:
-            return [self]
-        groups: list[dict[int, Member]] = []
-        left = 0
-        for i, member in self.members.items():
-            if member.count > left or not groups:
-                groups.append({})
-                left = together
-            groups[-1][i] = member
-            left -= member.count
-        found = []
-        for group in groups:
-            first, last = self.spans[next(iter(group))].start, self.spans[next(reversed(group))].stop
-            portion = Stack(group, None, self._total, self._single)
-            portion.buffers = [buffer[first:last] for buffer in self.buffers]  # one, for all of each matrix is here
-            found.append(portion)
-        return found
+    def subset(self, members: Iterable[int]) -> Stack:
+        """Return some layers, which come one after the other, in the same memory; of a single process."""
+        stack = Stack({i: self.members[i] for i in members}, None)
+        spans = [self.spans[i] for i in stack.members]
+        stack.buffers = [buffer[spans[0].start : spans[-1].stop] for buffer in self.buffers]  # one, for all is here
+        stack._host = self._host
+        return stack
 
     @property
     def pieces(self) -> Pieces:
         """As norms are computed of it."""
-        if self._streams:
-            return Streamed.of(self._read())
         parts = []
         for k, ((rows, cols), buffer) in enumerate(zip(self.boxes, self.buffers, strict=True)):
             members = None if self.exchange is None else self.indices[k]
             parts.append(Part(members, slice(*rows), slice(*cols), buffer))
         return Pieces(self.shape, tuple(parts), self.split, self.exchange, self.like)
 
-    def entries(self, i: int) -> Iterator[tuple[int, slice, Tensor]]:
-        """Entries (count, rows, cols) of layer ``i``'s rectangles, which one and which of its rows.
-
-        Each is there until the next one is.
-        """
-        for k, (_, buffer, place) in enumerate(self.places[i]):
-            if self._streams:
-                for rows, part in self._read().blocks(ROWS, place):
-                    yield k, rows, part
-            else:
-                part = self.buffers[buffer][place]
-                yield k, slice(0, part.shape[1]), part
+    def entries(self, i: int) -> list[Tensor]:
+        """Return the entries (count, rows, cols) of each of layer ``i``'s rectangles."""
+        return [self.buffers[buffer][place] for _, buffer, place in self.places[i]]
 
     def parts(self, i: int) -> Iterator[tuple[Rectangle, Tensor]]:
-        """The same with the rectangles that they are."""
-        for k, rows, part in self.entries(i):
-            whole = self.places[i][k][0]
-            first = whole.rows[0]
-            yield replace(whole, rows=(first + rows.start, first + rows.stop)), part
+        """Yield the same with the rectangles that they are."""
+        yield from zip((rectangle for rectangle, _, _ in self.places[i]), self.entries(i), strict=True)
 
     def load(self, host: bool = False) -> None:
         """Fill with the weights as they are now, in memory of its own: the ``host``'s or the device's."""
@@ -197,29 +152,23 @@ class Stack:
         self._refill(lambda i: start[i])
 
     def _refill(self, contents: Callable[[int], Sequence[Tensor]]) -> None:
-        self._source = None
         for i, places in self.places.items():
             if places:
                 for (_, buffer, place), part in zip(places, contents(i), strict=True):
                     self.buffers[buffer][place].copy_(part, non_blocking=True)
 
-    def now(self) -> Stack:
-        """The weights as they are now: in this memory, if nobody else needs it."""
-        stack = self._target()
+    def now(self, *, in_place: bool) -> Stack:
+        """Return the weights as they are now; ``in_place``: in this memory."""
+        stack = self._target(in_place)
         stack._refill(lambda i: self.members[i].contents(self.members[i].layer.weight()))
         return stack
 
-    def change(self, start: Start | None = None) -> Stack:
-        """The weights as they are now less what lies here, or less those at the start; in this memory, if nobody else
-        needs it.
+    def change(self, start: Start | None = None, *, in_place: bool) -> Stack:
+        """Return the weights as they are now less what lies here, or less those at the start.
+
+        ``in_place``: in this memory, which is lost then.
         """
-        if self._streams:
-            if start is not None:
-                self._refill(lambda i: start[i])
-            self._source = None
-            self._read([(self.places[i][0][2], m.contents(m.layer.weight())[0]) for i, m in self.members.items()])
-            return self
-        target = self._target()
+        target = self._target(in_place)
         for i, places in self.places.items():
             if not places:
                 continue
@@ -233,8 +182,8 @@ class Stack:
                 torch.sub(new[k], old, out=out)
         return target
 
-    def _target(self) -> Stack:
-        return self if self._in_place else self._with([self.like.new_empty(size) for size in self.sizes])
+    def _target(self, in_place: bool) -> Stack:
+        return self if in_place else self._with([self.like.new_empty(size) for size in self.sizes])
 
     def away(self) -> Stack:
         """The same in the host's memory, whatever happens to the weights."""
@@ -242,7 +191,7 @@ class Stack:
 
     def here(self, slot: Tensor | None = None) -> Stack:
         """The same on the device, if need be in the bytes of ``slot``, and as it is read."""
-        dtype = self.dtype if self._streams else self.like.dtype
+        dtype = self.like.dtype
         if not self._host:
             return self._with([buffer.to(dtype) for buffer in self.buffers])
         sizes = [buffer.numel() for buffer in self.buffers]
@@ -258,21 +207,58 @@ class Stack:
     def _with(self, buffers: list[Tensor], host: bool = False) -> Stack:
         """The same matrices in other memory."""
         stack = copy(self)
-        stack.buffers, stack._host, stack._source = buffers, host, None
+        stack.buffers, stack._host = buffers, host
         return stack
 
-    def _read(self, new: Sequence[tuple[slice, Tensor]] = ()) -> Source:
-        if self._source is None:
-            self._source = Source(self.buffers[0], new, self.like, self._converted)
-        return self._source
 
-
-def stacks(members: dict[int, Member], exchange: Exchange | None, total: int, single: bool) -> list[Stack]:
-    """Layers grouped into stacks, in every process alike; ``single``: each by itself. ``total``: see :class:`Stack`."""
+def stacks(members: dict[int, Member], exchange: Exchange | None, single: bool) -> list[Stack]:
+    """Group layers into stacks, in every process alike; ``single``: each by itself."""
     groups: dict[tuple[Kind, int], dict[int, Member]] = defaultdict(dict)
     for i, member in members.items():
         groups[(member.kind, i if single else 0)][i] = member
-    return [Stack(group, exchange, total, single) for group in groups.values()]
+    return [Stack(group, exchange) for group in groups.values()]
+
+
+class Portion(NamedTuple):
+    """Stacks of a single process, or parts of them, that are measured together.
+
+    Attributes:
+        stacks: with memory.
+        in_place: whether updates must take the place of the weights before, for want of memory.
+    """
+
+    stacks: list[Stack]
+    in_place: bool
+
+
+def portions(found: Sequence[Stack], copies: int) -> list[Portion]:
+    """Return stacks of a single process in portions that fit into memory, all in one if they do.
+
+    Args:
+        found: all stacks, with memory.
+        copies: that one solve for everything would take besides: of updates, and so on.
+    """
+    spare = max(
+        SPARE * sum(sum(math.prod(size) for size in stack.sizes) * stack.dtype.itemsize for stack in found), SPARE_BYTES
+    )
+    if sum(stack.shape[0] * stack.working_bytes(copies) for stack in found) <= spare:
+        return [Portion(list(found), in_place=False)]
+    result: list[Portion] = []
+    left = 0.0
+    for stack in found:
+        some: list[int] = []
+        for i, member in stack.members.items():
+            needed = member.count * stack.working_bytes(0)
+            if needed > left:  # a layer that is too large has a portion of its own
+                if some:
+                    result[-1].stacks.append(stack.subset(some))
+                    some = []
+                result.append(Portion([], in_place=True))
+                left = spare
+            some.append(i)
+            left -= needed
+        result[-1].stacks.append(stack.subset(some))
+    return result
 
 
 def host_copies(parts: Iterable[Tensor]) -> list[Tensor]:

@@ -133,7 +133,7 @@ def frobenius_norm(A: Tensor) -> Tensor:
         >>> frobenius_norm(torch.ones(2, 8))
         tensor(4.0000)
     """
-    _, fro, scale, _ = alone(tame(Pieces.whole(as_stack(A).to(compute_dtype(A.dtype)))))
+    _, fro, scale, _ = alone(tame([Pieces.whole(as_stack(A).to(compute_dtype(A.dtype)))]))
     return (fro * scale).reshape(A.shape[:-2])
 
 

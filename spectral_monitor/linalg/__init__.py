@@ -1,16 +1,13 @@
 """Norms of large matrices in a small, counted number of passes, wherever their entries lie."""
 
-from spectral_monitor.linalg.blind import blind_estimate
 from spectral_monitor.linalg.estimate import (
     DOUBT,
     MAX_STEPS,
     SpectralEstimate,
     compute_dtype,
     frobenius,
-    in_cache,
-    joined_estimates,
-    shared_estimate,
     spectral_estimate,
+    spectral_estimates,
     tame,
 )
 from spectral_monitor.linalg.pieces import Part, Pieces
@@ -37,17 +34,14 @@ __all__ = [
     "SpectralEstimate",
     "abreast",
     "alone",
-    "blind_estimate",
     "compute_dtype",
     "frobenius",
-    "in_cache",
     "in_turn",
     "joined",
-    "joined_estimates",
     "resumed",
-    "shared_estimate",
     "shares",
     "spectral_estimate",
+    "spectral_estimates",
     "tame",
     "together",
     "totals",

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spectral_monitor.linalg.lanczos import BLOCK, KrylovSpace
+from spectral_monitor.linalg.lanczos import KrylovSpace, ritz
 from spectral_monitor.linalg.pieces import Pieces
-from spectral_monitor.linalg.rounds import Routine, alone
+from spectral_monitor.linalg.rounds import Routine, abreast, alone
 
 SMALL = 72
 """Up to this min(m, n) the Gram matrix is diagonalized: cheaper than Lanczos, and exact."""
-CACHE_ENTRIES = 1 << 22
-"""Stacks of up to this many entries are measured together on a CPU."""
-MAX_STEPS = 32
+LOOKS = (2, 4, 7, 10, 13, 17, 24, 32)
+"""Lanczos steps after which is asked what is decided: each is a wait for the device, and costs about a step."""
+MAX_STEPS = LOOKS[-1]
+PADDED = 2
+"""Padding makes a basis that matrices of several sizes share at most this much larger."""
 EXACT = 1e-5
 """Tolerance where the Gram matrix of a small matrix cannot be had, for its short side is split over processes."""
 DOUBT = 0.01
@@ -25,7 +30,7 @@ DOUBT = 0.01
 
 @dataclass(frozen=True)
 class SpectralEstimate:
-    """What is known about the largest singular values of a stack of K matrices; NaN for those with NaN or inf entries.
+    """Largest singular values of a stack of K matrices, with bounds; NaN for those with NaN or inf entries.
 
     Attributes:
         sigma: (K,) the estimate, a Rayleigh quotient and so a lower bound up to rounding.
@@ -62,7 +67,7 @@ def frobenius(A: Tensor) -> Tensor:
 
 @torch.no_grad()
 def spectral_estimate(A: Tensor, *, tol: float = 0.01, exact: bool = False) -> SpectralEstimate:
-    """Largest singular value of each matrix of a stack.
+    """Return the largest singular value of each matrix of a stack.
 
     Block Lanczos (two passes a step, at most 32 steps) runs on a matrix until a singular value above ``(1 + tol)``
     times the estimate would have shown, but for one random start in a hundred. The start is fixed and the result is
@@ -88,155 +93,286 @@ def spectral_estimate(A: Tensor, *, tol: float = 0.01, exact: bool = False) -> S
     if 0 in A.shape:
         zero = converted.new_zeros(len(A))
         return SpectralEstimate(zero, zero, zero, zero, zero, passes=0)
-    stack = Pieces.whole(converted)
     with torch.autocast(A.device.type, enabled=False):
-        found = joined_estimates([alone(shared_estimate(part, tol, exact)) for part in in_cache(stack)])
+        (found,) = alone(spectral_estimates([Pieces.whole(converted)], tol, exact))
     return replace(found, passes=found.passes + int(converted.dtype != A.dtype))
 
 
-def in_cache(stack: Pieces) -> list[Pieces]:
-    """The stack as one, on a CPU in parts: what does not fit its cache is read from memory at every pass."""
-    K, m, n = stack.shape
-    size = max(1, m * n // (stack.exchange.size if stack.exchange is not None and any(stack.split) else 1))
-    together = max(1, CACHE_ENTRIES // size) if stack.like.device.type == "cpu" else max(K, 1)
-    return [stack.select(first, min(first + together, K)) for first in range(0, K, together)]
+def spectral_estimates(
+    stacks: Sequence[Pieces], tol: float, exact: bool = False, bounds: bool = True
+) -> Routine[list[SpectralEstimate]]:
+    """Return the same of several stacks in one solve, whether they are all here or lie in several processes.
 
+    Results are the same in every process.
 
-def joined_estimates(parts: list[SpectralEstimate]) -> SpectralEstimate:
-    """Estimates of stacks as that of one."""
-    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(SpectralEstimate)}
-    passes = max(columns.pop("passes"))
-    return SpectralEstimate(**{name: torch.cat(column) for name, column in columns.items()}, passes=passes)
-
-
-def shared_estimate(A: Pieces, tol: float, exact: bool = False, bounds: bool = True) -> Routine[SpectralEstimate]:
-    """The same for matrices of which every process holds rectangles, with the same result in every process.
-
-    ``A`` is not empty, and of the dtype it is measured in; ``exact`` is for stacks that are all here. Without
-    ``bounds``, which take a while for small matrices, those are NaN.
+    Args:
+        stacks: not empty, and of the dtypes they are measured in.
+        tol: relative tolerance.
+        exact: use a float64 SVD; for stacks that are all here.
+        bounds: without them, which take a while for small matrices, those are NaN.
     """
-    if A.exchange is None or any(A.split):
-        found = yield from _estimate(A, tol, exact, bounds)
-        return found
-    values = A.like.new_zeros(5, A.shape[0])
-    passes = 0
-    for part in A.parts:
-        found = alone(_estimate(Pieces.whole(part.A), tol, exact, bounds))
-        columns = (found.sigma, found.sigma_low, found.error_bound, found.sigma_high, found.fro)
-        values[:, part.members if part.members is not None else slice(None)] = torch.stack(columns)
-        passes = max(passes, found.passes)
-    (values,) = yield [values]
-    sigma, low, error, high, fro = values
-    return SpectralEstimate(sigma, low, error, high, fro, passes)
+    solves: dict[object, list[int]] = defaultdict(list)
+    for k, A in enumerate(stacks):
+        dealt = A.exchange is not None and not any(A.split)
+        solves["dealt" if dealt else (A.like.dtype, A.like.device)].append(k)
+    routines = []
+    for kind, which in solves.items():
+        some = [stacks[k] for k in which]
+        routines.append(_dealt(some, tol, bounds) if kind == "dealt" else _solve(some, tol, exact, bounds))
+    found = yield from abreast(routines)
+    results = {
+        k: e for which, some in zip(solves.values(), found, strict=True) for k, e in zip(which, some, strict=True)
+    }
+    return [results[k] for k in range(len(stacks))]
 
 
-def _estimate(A: Pieces, tol: float, exact: bool, bounds: bool) -> Routine[SpectralEstimate]:
-    _, m, n = A.shape
-    # A sum of max(m, n) rounded products is off by about sqrt(max(m, n)) eps; 8 leaves a margin.
-    slack = 8 * torch.finfo(A.like.dtype).eps * math.sqrt(max(m, n))
-    A, fro, scale, passes = yield from tame(A)
-    error = unseen = torch.zeros_like(fro)
-    short = A if m < n else A.mT  # its rows are the short side
-    if min(m, n) == 1:
-        sigma = fro
-    elif exact:
-        matrices = A.parts[0].A
-        sigma = torch.linalg.svdvals(matrices.double())[:, 0].to(fro)
-        passes += 1 + int(matrices.dtype != torch.float64)
-    elif min(m, n) <= SMALL and not short.split[0]:
-        gram = short.gram()
-        if short.split[1]:
-            (gram,) = yield [gram]
-        # Some builds of LAPACK do not converge on float32 matrices as small as 1e-7.
-        unit = torch.where(fro > 0, fro, 1.0).double()
-        squares = torch.linalg.eigvalsh(gram.double() / unit.square()[:, None, None])[:, -1]
-        sigma = (squares.clamp(min=0).sqrt() * unit).to(fro)
-        passes += 1
-    else:
-        sigma, error, unseen, reads = yield from _lanczos(short.mT, fro, tol, slack, bounds)
-        passes += reads
+def _dealt(stacks: Sequence[Pieces], tol: float, bounds: bool) -> Routine[list[SpectralEstimate]]:
+    """Return estimates of stacks whose matrices are each whole in one process; the others hear what it found."""
+    held = [(k, part) for k, A in enumerate(stacks) for part in A.parts]
+    here = [Pieces.whole(part.A) for _, part in held]
+    estimates = alone(spectral_estimates(here, tol, bounds=bounds)) if here else []
+    columns = [A.like.new_zeros(5, A.shape[0]) for A in stacks]
+    passes = [0] * len(stacks)
+    for (k, part), e in zip(held, estimates, strict=True):
+        members = slice(None) if part.members is None else part.members
+        columns[k][:, members] = torch.stack([e.sigma, e.sigma_low, e.error_bound, e.sigma_high, e.fro])
+        passes[k] = max(passes[k], e.passes)
+    columns = yield columns
+    found = []
+    for rows, reads in zip(columns, passes, strict=True):
+        sigma, low, error, high, fro = rows
+        found.append(SpectralEstimate(sigma, low, error, high, fro, reads))
+    return found
 
-    if not bounds:
-        sigma, fro = sigma * torch.where(scale.isfinite(), scale, math.nan), fro * scale
-        unknown = torch.full_like(sigma, math.nan)
-        return SpectralEstimate(sigma, unknown, unknown, unknown, fro, passes)
+
+class _Norms(NamedTuple):
+    """Norms of the K matrices of some stacks, one after the other, before rounding is accounted for.
+
+    Attributes:
+        sigma, error: (K,) the norm and its residual.
+        unseen: (K,) squared Frobenius norm of what has not been seen.
+        passes: how often each stack was read.
+    """
+
+    sigma: Tensor
+    error: Tensor
+    unseen: Tensor
+    passes: list[int]
+
+    @classmethod
+    def exact(cls, sigma: Tensor, passes: list[int]) -> _Norms:
+        """Return norms of which everything has been seen."""
+        return cls(sigma, torch.zeros_like(sigma), torch.zeros_like(sigma), passes)
+
+    def split(self, counts: Sequence[int]) -> list[_Norms]:
+        """Return those of each stack, of which these are the numbers of matrices."""
+        columns = (x.split(list(counts)) for x in (self.sigma, self.error, self.unseen))
+        rows = zip(*columns, self.passes, strict=True)
+        return [_Norms(sigma, error, unseen, [passes]) for sigma, error, unseen, passes in rows]
+
+
+def _solve(stacks: Sequence[Pieces], tol: float, exact: bool, bounds: bool) -> Routine[list[SpectralEstimate]]:
+    """Return estimates of stacks of one dtype on one device."""
+    tamed, fro, scale, read = yield from tame(stacks)
+    counts = [A.shape[0] for A in tamed]
+    fros = fro.split(counts)
+    # Which stacks are measured how.
+    trivial: list[int] = []
+    small: dict[int, Pieces] = {}
+    large: dict[float, dict[int, Pieces]] = defaultdict(dict)  # by tolerance
+    for k, A in enumerate(tamed):
+        short = A if A.shape[1] < A.shape[2] else A.mT  # its rows are the short side
+        if short.shape[1] == 1:
+            trivial.append(k)
+        elif exact or (short.shape[1] <= SMALL and not short.split[0]):
+            small[k] = short
+        elif short.shape[1] <= SMALL:  # elsewhere the norm of such a matrix is exact
+            large[EXACT][k] = short.mT if short.split[1] else short
+        else:
+            large[tol][k] = short.mT
+    bases = [(wanted, basis) for wanted, some in large.items() for basis in _bases(some)]
+    gram = _svd if exact else _gram
+    routines = [gram(list(small.values()), [fros[k] for k in small])] if small else []
+    routines += [_lanczos(list(some.values()), [fros[k] for k in some], wanted, bounds) for wanted, some in bases]
+    found = yield from abreast(routines)
+    # Back in the order of the stacks.
+    norms = {k: _Norms.exact(fros[k], [0]) for k in trivial}
+    for some, result in zip([small] * bool(small) + [basis for _, basis in bases], found, strict=True):
+        norms.update(zip(some, result.split([counts[k] for k in some]), strict=True))
+    ordered = [norms[k] for k in range(len(tamed))]
+    columns = _certain(tamed, ordered, fro, scale) if bounds else _plain(ordered, fro, scale)
+    passes = [read + some.passes[0] for some in ordered]
+    return [SpectralEstimate(*some) for some in zip(*(x.split(counts) for x in columns), passes, strict=True)]
+
+
+def _plain(found: Sequence[_Norms], fro: Tensor, scale: Tensor) -> list[Tensor]:
+    """Return the columns of an estimate of tamed stacks, NaN for bounds."""
+    unknown = torch.full_like(fro, math.nan)
+    sigma = torch.cat([some.sigma for some in found]) * torch.where(scale.isfinite(), scale, math.nan)
+    return [sigma, unknown, unknown, unknown, fro * scale]
+
+
+def _certain(stacks: Sequence[Pieces], found: Sequence[_Norms], fro: Tensor, scale: Tensor) -> list[Tensor]:
+    """Return the columns of an estimate of tamed stacks, with bounds that hold in spite of rounding."""
+    slack = torch.cat([fro.new_full((A.shape[0],), _slack(A)) for A in stacks])
+    sigma, error, unseen = (torch.cat(column) for column in zip(*(some[:3] for some in found), strict=True))
     high = torch.minimum(torch.sqrt(sigma.square() + unseen), fro) * (1 + slack)
     values = torch.stack([sigma, sigma * (1 - slack), error + slack * sigma, torch.maximum(high, sigma)])
     sigma, low, error, high = values * torch.where(scale.isfinite(), scale, math.nan)
     # Results so small that they are rounded themselves are moved outwards by a last digit.
     low = torch.nextafter(low, torch.zeros_like(low))
     error, high = (torch.where(fro > 0, torch.nextafter(x, torch.full_like(x, math.inf)), x) for x in (error, high))
-    return SpectralEstimate(sigma, low, error, high, fro * scale, passes)
+    return [sigma, low, error, high, fro * scale]
 
 
-def tame(A: Pieces) -> Routine[tuple[Pieces, Tensor, Tensor, int]]:
-    """The stack made safe to square, its Frobenius norms, the scale to multiply results with, passes made.
+def _slack(A: Pieces) -> float:
+    """Return the relative rounding of products: of max(m, n) it is about sqrt(max(m, n)) eps; 8 leaves a margin."""
+    return 8 * torch.finfo(A.like.dtype).eps * math.sqrt(max(A.shape[1:]))
 
-    The scale is 1 but for matrices of extreme entries; a matrix with NaN or inf becomes 0, of norm 1 and scale NaN
+
+def _bases(stacks: Mapping[int, Pieces]) -> list[dict[int, Pieces]]:
+    """Deal stacks to as few bases as padding allows, the widest first."""
+    bases: list[dict[int, Pieces]] = []
+    widest = padded = entries = 0
+    for k, A in sorted(stacks.items(), key=lambda some: -some[1].shape[2]):
+        padded, entries = padded + A.shape[0] * widest, entries + A.shape[0] * A.shape[2]
+        if not bases or padded > PADDED * entries:
+            bases.append({})
+            widest, padded = A.shape[2], A.shape[0] * A.shape[2]
+            entries = padded
+        bases[-1][k] = A
+    return bases
+
+
+def tame(stacks: Sequence[Pieces]) -> Routine[tuple[list[Pieces], Tensor, Tensor, int]]:
+    """Make stacks safe to square; return them, Frobenius norms (K,), scales (K,) to multiply results with, and passes.
+
+    A scale is 1 but for matrices of extreme entries; a matrix with NaN or inf becomes 0, of norm 1 and scale NaN
     or inf.
     """
-    fro = yield from A.combined(frobenius, 2)
-    limits = torch.finfo(A.like.dtype)
+    fro = torch.cat((yield from abreast([A.combined(frobenius, 2) for A in stacks])))
+    limits = torch.finfo(fro.dtype)
     safe = (fro > limits.tiny**0.3) & (fro < limits.max**0.4)  # 4e-12 to 3e15 in float32
-    if 0 in A.shape or bool(safe.all()):
-        return A, fro, torch.ones_like(fro), 1
-    largest = yield from A.combined(lambda B: torch.linalg.vector_norm(B, ord=math.inf, dim=(1, 2)), math.inf)
+    if bool(safe.all()):
+        return list(stacks), fro, torch.ones_like(fro), 1
+    largest = torch.cat((yield from abreast([A.combined(_largest, math.inf) for A in stacks])))
     safe |= largest == 0
     if bool(safe.all()):
-        return A, fro, torch.ones_like(fro), 2
+        return list(stacks), fro, torch.ones_like(fro), 2
     finite = torch.isfinite(largest)
     scale = torch.where(safe, 1.0, largest)
+    splits = [x.split([A.shape[0] for A in stacks]) for x in (safe, finite, scale)]
+    tamed = [
+        A if bool(fine.all()) else A.map(_Tamer(known, divisor))
+        for A, fine, known, divisor in zip(stacks, *splits, strict=True)
+    ]
+    again = torch.cat((yield from abreast([A.combined(frobenius, 2) for A in tamed])))
+    return tamed, torch.where(finite, again, 1.0), scale, 5
 
-    def tamed(B: Tensor, members: Tensor | None) -> Tensor:
-        known, divisor = (finite, scale) if members is None else (finite[members], scale[members])
+
+class _Tamer(NamedTuple):
+    """Divides matrices by their scale, and replaces those that are not finite by 0."""
+
+    known: Tensor
+    divisor: Tensor
+
+    def __call__(self, B: Tensor, members: Tensor | None) -> Tensor:
+        known, divisor = self if members is None else (self.known[members], self.divisor[members])
         return torch.where(known[:, None, None], B, 0.0) / torch.where(known, divisor, 1.0)[:, None, None]
 
-    A = A.map(tamed)
-    again = yield from A.combined(frobenius, 2)
-    return A, torch.where(finite, again, 1.0), scale, 5
+
+def _largest(A: Tensor) -> Tensor:
+    size: Tensor = torch.linalg.vector_norm(A, ord=math.inf, dim=(1, 2))
+    return size
 
 
-def _lanczos(
-    A: Pieces, fro: Tensor, tol: float, slack: float, bounds: bool
-) -> Routine[tuple[Tensor, Tensor, Tensor, int]]:
-    """sigma, its error bound, the Frobenius norm squared of what Lanczos has not seen, and passes.
+def _svd(stacks: Sequence[Pieces], fros: Sequence[Tensor]) -> Routine[_Norms]:
+    """Return norms by float64 SVD."""
+    yield from ()
+    matrices = [A.parts[0].A for A in stacks]
+    sigma = [torch.linalg.svdvals(A.double())[:, 0].to(fro) for A, fro in zip(matrices, fros, strict=True)]
+    return _Norms.exact(torch.cat(sigma), [1 + int(A.dtype != torch.float64) for A in matrices])
 
-    ``A`` (K, m, n) with m >= n. All processes stop at the same step: each looks for itself, and what the first one
-    saw counts, which the others hear with the next sums.
+
+def _gram(stacks: Sequence[Pieces], fros: Sequence[Tensor]) -> Routine[_Norms]:
+    """Return exact norms of stacks (k, s, n) with few rows, by one eigenvalue call for all that have as many."""
+    grams = [A.gram() for A in stacks]
+    if any(A.split[1] for A in stacks):
+        summed = iter((yield [gram for A, gram in zip(stacks, grams, strict=True) if A.split[1]]))
+        grams = [next(summed) if A.split[1] else gram for A, gram in zip(stacks, grams, strict=True)]
+    found: dict[int, Tensor] = {}
+    for size in {A.shape[1]: None for A in stacks}:
+        some = [k for k, A in enumerate(stacks) if A.shape[1] == size]
+        fro = torch.cat([fros[k] for k in some])
+        # Some builds of LAPACK do not converge on float32 matrices as small as 1e-7.
+        unit = torch.where(fro > 0, fro, 1.0).double()
+        squares = torch.linalg.eigvalsh(torch.cat([grams[k] for k in some]).double() / unit.square()[:, None, None])
+        sigma = (squares[:, -1].clamp(min=0).sqrt() * unit).to(fro)
+        found.update(zip(some, sigma.split([stacks[k].shape[0] for k in some]), strict=True))
+    return _Norms.exact(torch.cat([found[k] for k in range(len(stacks))]), [1] * len(stacks))
+
+
+class _Look(NamedTuple):
+    """What is seen of undecided matrices.
+
+    Attributes:
+        places: in the basis.
+        T: projected.
+        sigma: their norms, in units.
+        done: which of them are decided.
     """
-    K, _, n = A.shape
-    max_steps = min(MAX_STEPS, n // BLOCK - 1)
-    if n <= SMALL:  # elsewhere the norm of such a matrix is exact
-        tol, max_steps = EXACT, -(-n // BLOCK) + 1
-        A = A.mT if A.split[1] and not A.split[0] else A
-    space = KrylovSpace(A, max_steps, fro)
-    found = torch.zeros(3, K, dtype=torch.float64)
-    undecided = torch.arange(K)
-    first = A.exchange is None or A.exchange.rank == 0
-    done: Tensor | None = None
-    T = torch.empty(0)
-    while len(undecided):
-        told = fro.new_zeros(0) if done is None else done.to(fro) * first
-        told = yield from space.step(undecided, told)
-        if done is not None:
-            done = told.to("cpu") > 0.5
-            found[:, undecided[done]] = _ritz(space, T[done], slack) if bounds else space.square[done].sqrt()
-            undecided, done = undecided[~done], None
-        last = space.steps == max_steps
-        # A look costs about as much as a step, and the more the larger the space is.
-        if not len(undecided) or (not last and (space.steps in (1, 3) or (space.steps > 8 and space.steps % 2))):
+
+    places: Tensor
+    T: Tensor
+    sigma: Tensor
+    done: Tensor
+
+
+def _lanczos(stacks: Sequence[Pieces], fros: Sequence[Tensor], tol: float, bounds: bool) -> Routine[_Norms]:
+    """Return norms of stacks (k, m, n) by block Lanczos on their n columns.
+
+    All processes stop at the same step. Each looks for itself, and what the first one saw counts, which the others hear
+    with the next sums.
+    """
+    counts, fro = [A.shape[0] for A in stacks], torch.cat(list(fros))
+    space = KrylovSpace(stacks, fro, MAX_STEPS)
+    exchange = stacks[0].exchange
+    speaks = float(exchange is None or exchange.rank == 0)
+    found = torch.zeros(3, len(fro), dtype=torch.float64)  # sigma, error, unseen; in units
+    reads = torch.zeros(len(fro), dtype=torch.int64)
+    told = nothing = fro.new_zeros(0)
+    look: _Look | None = None
+    while bool(space.undecided.any()):
+        told = yield from space.step(told)
+        if look is not None:  # the others have heard of it now
+            look = look._replace(done=told.to("cpu") > 0.5)
+        elif space.steps in LOOKS:
+            look = _look(space, tol)
+            if space.split and space.steps < MAX_STEPS:
+                told = look.done.to(fro) * speaks
+                continue
+        if look is None:
             continue
-        T = space.projected(undecided)
-        done = (space.doubt(T, tol) <= DOUBT) | last
-        if last or not any(A.split):  # then all processes know it at once
-            found[:, undecided[done]] = _ritz(space, T[done], slack) if bounds else space.square[done].sqrt()
-            undecided, done = undecided[~done], None
+        places = look.places[look.done]
+        decided = space.members[places]
+        found[:, decided] = _ritz(look) if bounds else torch.stack([look.sigma[look.done]] * 3)
+        reads[decided] = 2 * space.steps
+        space.decide(places)
+        look, told = None, nothing
+    found[2] += 2 * torch.repeat_interleave(torch.tensor([_slack(A) for A in stacks]), torch.tensor(counts))
     sigma, error, unseen = found.to(fro.dtype).to(fro.device) * fro
-    return sigma, error, unseen * fro, space.passes
+    return _Norms(sigma, error, unseen * fro, [int(some.max()) for some in reads.split(counts)])
 
 
-def _ritz(space: KrylovSpace, T: Tensor, slack: float) -> Tensor:
-    """sigma, its error bound and the share of the squares that has not been seen, in units."""
-    sigma, residual, seen = space.ritz(T)
+def _look(space: KrylovSpace, tol: float) -> _Look:
+    places = space.undecided.nonzero()[:, 0]
+    T = space.projected(places)
+    doubt, sigma = space.doubt(T, places, tol)
+    return _Look(places, T, sigma, (doubt <= DOUBT) | (space.steps == MAX_STEPS))
+
+
+def _ritz(look: _Look) -> Tensor:
+    """Return sigma, its error bound and the share of the squares that has not been seen, in units."""
+    sigma, residual, seen = ritz(look.T[look.done])
     # (u, w) is an eigenvector of [[0, A], [A^T, 0]] up to the residual, and of length sqrt(2).
-    return torch.stack([sigma, residual / math.sqrt(2), (1 - seen).clamp(min=0) + 2 * slack])
+    return torch.stack([sigma, residual / math.sqrt(2), (1 - seen).clamp(min=0)])

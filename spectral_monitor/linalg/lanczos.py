@@ -1,14 +1,23 @@
-"""Block Lanczos: the largest singular value of each matrix of a stack.
+"""Block Lanczos for many matrices at once: the largest singular value of each.
 
 The Krylov space of ``A^T A`` grows from four random directions at once (Golub and Underwood 1977), and its largest
 Ritz value approaches the largest squared singular value from below. One read of ``A`` serves all four. A single
 direction is now and then almost orthogonal to the leading singular vector, and then a lesser singular value passes
 for the largest; four at once hardly ever are, and how improbable it is can be computed. Nothing is kept between calls.
+
+This differs from the textbook in three ways:
+
+1. Matrices of all shapes share one basis ``V`` (K, rows, n), shorter ones padded with zero columns, which stay zero. So
+   each small operation is one call for the whole network. Only the products with the matrices go shape by shape.
+2. A block is orthogonalized twice against all earlier ones, so ``T`` is a full projection and needs no recurrence.
+3. A matrix that is decided takes no part in later products, and leaves the basis once a quarter of it is decided.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -29,8 +38,9 @@ TINY = 1e-30
 
 @lru_cache(maxsize=256)
 def start_block(size: int, block: int) -> Tensor:
-    """Fixed random orthonormal rows, (block, size) float64 on the CPU, 0 if there are no more; the global generator is
-    not touched.
+    """Return fixed random orthonormal rows, (block, size) float64 on the CPU, 0 if there are no more.
+
+    The global generator is not touched.
     """
     generator = torch.Generator("cpu").manual_seed(0x5EC7 + size)
     columns = torch.randn(size, block, generator=generator, dtype=torch.float64, device="cpu")
@@ -39,134 +49,211 @@ def start_block(size: int, block: int) -> Tensor:
     return rows
 
 
-def orthonormal(rows: Tensor, basis: Tensor) -> Tensor:
-    """Orthonormal rows for what (K, b, n) rows span outside an orthonormal basis (K, k, n); 0 in place of rounding."""
+def orthonormal(rows: Tensor, basis: Tensor, one: Tensor) -> Tensor:
+    """Return orthonormal rows for what (K, b, n) rows span outside an orthonormal basis (K, k, n); 0 for rounding.
+
+    ``one`` is the unit matrix (K, b, b).
+    """
     eps, tiny = torch.finfo(rows.dtype).eps, torch.finfo(rows.dtype).tiny
-    one = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
-    ridge, ones = 16 * eps * one, one.expand(len(rows), -1, -1)
     # What the first round makes of a row in the span of the others is far shorter than 1.
-    rounding = 16 * eps * torch.linalg.vector_norm(rows, dim=2, keepdim=True)
-    for floor in (rounding.clamp(min=tiny), 0.1):  # the reciprocal of less than that may be infinite
+    rounding = torch.linalg.vector_norm(rows, dim=2, keepdim=True).mul_(16 * eps).clamp_(min=tiny)
+    for floor in (rounding, 0.1):
         rows = torch.baddbmm(rows, torch.bmm(rows, basis.mT), basis, alpha=-1)
         length = torch.linalg.vector_norm(rows, dim=2, keepdim=True)
-        rows = rows * torch.where(length > floor, length.reciprocal(), 0.0)
-        lower, _ = torch.linalg.cholesky_ex(torch.baddbmm(ridge, rows, rows.mT))
+        rows = rows / length.masked_fill_(length <= floor, math.inf)
+        lower, _ = torch.linalg.cholesky_ex(torch.baddbmm(one, rows, rows.mT, beta=16 * eps))
         # The inverse of so small a triangle, and a product: far faster than solving for long rows.
-        rows = torch.bmm(torch.linalg.solve_triangular(lower, ones, upper=False), rows)
+        rows = torch.bmm(torch.linalg.solve_triangular(lower, one, upper=False), rows)
     return rows
 
 
-class KrylovSpace:
-    """A growing orthonormal basis ``V`` of the Krylov space, and ``T = V (A^T A) V^T / unit^2``.
-
-    Every process has all of it, whatever rectangles of the matrices it holds.
+@dataclass(frozen=True)
+class Run:
+    """Consecutive undecided matrices of one stack.
 
     Attributes:
-        steps: blocks whose images are known; ``V`` has one block more.
-        passes: how often the matrices were read.
-        square: the leading Ritz values when :meth:`doubt` was asked last.
+        A: (k, m, n) the matrices.
+        at: where they lie in the basis.
     """
 
-    def __init__(self, A: Pieces, max_steps: int, unit: Tensor, block: int = BLOCK) -> None:
-        """``A`` (K, m, n); ``unit`` (K,), the size of each matrix, takes its scale out of all that follows."""
-        self.A = A
-        self.block, self.steps, self.passes = block, 0, 0
-        self._scale = torch.where(unit > 0, unit, 1.0).reciprocal()[:, None, None]
-        K, _, size = A.shape
-        self._max_steps, room = max_steps, min(max_steps, ROOM)
-        self.V = A.like.new_empty(K, (room + 1) * block, size)
-        self.V[:, :block] = start_block(size, block).to(self.V.device, self.V.dtype, non_blocking=True)
-        self.T = A.like.new_zeros(K, (room + 1) * block, room * block)
-        self.square = A.like.new_zeros(K)
+    A: Pieces
+    at: slice
 
-    def step(self, members: Tensor, rider: Tensor) -> Routine[Tensor]:
-        """One more block: the image under ``A^T A`` of the newest, what is new in it, and its components.
+    @property
+    def size(self) -> int:
+        """Columns of the matrices, the rest of the basis being padding."""
+        return self.A.shape[2]
+
+
+class KrylovSpace:
+    """Growing orthonormal bases ``V`` (K, rows, n) of the Krylov spaces of K matrices, and what they see of each.
+
+    ``T`` (K, rows, rows - b) is ``V (A^T A) V^T / unit^2``. Every process has all of both, whatever rectangles of the
+    matrices it holds.
+
+    Attributes:
+        members: (K,) which matrices, on the CPU, counted over all stacks.
+        undecided: (K,) which of these are still multiplied, on the CPU.
+        runs: the undecided matrices.
+        split, across: whether anything, or columns, lie in several processes.
+        steps: blocks whose images are known; ``V`` has one block more.
+    """
+
+    def __init__(self, stacks: Sequence[Pieces], units: Tensor, max_steps: int) -> None:
+        """Start from random directions.
 
         Args:
-            members: (indices on the CPU) who still needs it; of the others no sums are asked for.
+            stacks: matrices (k, m, n), of one dtype and on one device.
+            units: (K,) the size of each matrix, which takes its scale out of all that follows.
+            max_steps: that will be made at most.
+        """
+        self._stacks = stacks
+        self.across, self.split = any(A.split[1] for A in stacks), any(any(A.split) for A in stacks)
+        self._max_steps, room, self.steps = max_steps, min(max_steps, ROOM), 0
+        counts = [A.shape[0] for A in stacks]
+        self._first = [sum(counts[:k]) for k in range(len(stacks))]
+        self.members = torch.arange(sum(counts))
+        self.undecided = torch.ones(sum(counts), dtype=torch.bool)
+        self._scale = torch.where(units > 0, units, 1.0).reciprocal()[:, None, None]
+        sizes = [A.shape[2] for A in stacks]
+        self._sizes = torch.repeat_interleave(torch.tensor(sizes), torch.tensor(counts))
+        like = stacks[0].like
+        self.V = like.new_empty(sum(counts), (room + 1) * BLOCK, max(sizes))
+        begin = torch.zeros(len(stacks), BLOCK, max(sizes), dtype=torch.float64)
+        for k, size in enumerate(sizes):
+            begin[k, :, :size] = start_block(size, BLOCK)
+        begin = begin.repeat_interleave(torch.tensor(counts), dim=0)
+        self.V[:, :BLOCK] = begin.to(like.device, like.dtype, non_blocking=True)
+        self.T = like.new_zeros(sum(counts), (room + 1) * BLOCK, room * BLOCK)
+        self._one = torch.eye(BLOCK, dtype=like.dtype, device=like.device).expand(sum(counts), -1, -1)
+        self.runs = list(self._undecided_runs())
+
+    def step(self, rider: Tensor) -> Routine[Tensor]:
+        """Add one more block: the image under ``A^T A`` of the newest, what is new in it, and its components.
+
+        Args:
             rider: is summed over processes besides, if any sum is asked for.
 
         Returns:
             The rider's sum; the rider itself, if there was no sum.
         """
-        start, end = self.steps * self.block, (self.steps + 1) * self.block
-        image = self.A.times(self.V[:, start:end] * self._scale)  # squares of a small unit might be 0
-        down, across = self.A.split
-        if across:
-            image, rider = yield from _summed(image, members, rider)
-            image = self.A.mT.times(image)
-            image, _ = yield from _summed(image, members, rider[:0])
-        elif down:
-            image = self.A.mT.times(image)
-            image, rider = yield from _summed(image, members, rider)
-        else:
-            image = self.A.mT.times(image)
-        image = image * self._scale
-        if end + self.block > self.V.shape[1]:  # most matrices are decided before that
+        start, end = self.steps * BLOCK, (self.steps + 1) * BLOCK
+        newest = self.V[:, start:end] * self._scale  # squares of a small unit might be 0
+        # y = A x, (k, b, m): to be summed where columns lie in several processes.
+        images = [run.A.times(newest[run.at, :, : run.size]) for run in self.runs]
+        if self.across:
+            images, rider = yield from _summed(images, [run.A.split[1] for run in self.runs], rider)
+        # A^T y, (k, b, n): to be summed where anything lies in several processes.
+        images = [run.A.mT.times(y) for run, y in zip(self.runs, images, strict=True)]
+        split = [any(run.A.split) for run in self.runs]
+        if any(split):
+            images, rest = yield from _summed(images, split, rider[:0] if self.across else rider)
+            rider = rider if self.across else rest
+        image = self._joined(images) * self._scale
+        # The new block and T's new columns.
+        if end + BLOCK > self.V.shape[1]:  # most matrices are decided before that
             self._make_room()
-        self.V[:, end : end + self.block] = orthonormal(image, self.V[:, :end])
-        self.T[:, : end + self.block, start:end] = torch.bmm(self.V[:, : end + self.block], image.mT)
+        self.V[:, end : end + BLOCK] = orthonormal(image, self.V[:, :end], self._one)
+        self.T[:, : end + BLOCK, start:end] = torch.bmm(self.V[:, : end + BLOCK], image.mT)
         self.steps += 1
-        self.passes += 2
         return rider
 
-    def _make_room(self) -> None:
-        K, rows, size = self.V.shape
-        more = min(MORE_ROOM * self.block, (self._max_steps + 1) * self.block - rows)
-        self.V = torch.cat([self.V, self.V.new_empty(K, more, size)], dim=1)
-        self.T = torch.nn.functional.pad(self.T, (0, more, 0, more))
+    def decide(self, places: Tensor) -> None:
+        """Multiply the matrices at these places (indices into :attr:`members`, on the CPU) no more."""
+        self.undecided[places] = False
+        left = self.undecided.nonzero()[:, 0]
+        if len(left) <= 0.75 * len(self.members):  # less is not worth the copy
+            here = left.to(self.V.device)
+            self.V, self.T, self._scale = self.V[here], self.T[here], self._scale[here]
+            self.members, self.undecided, self._one = self.members[left], self.undecided[left], self._one[: len(left)]
+        self.runs = list(self._undecided_runs())
 
     def projected(self, members: Tensor) -> Tensor:
-        """``T`` of these members (indices on the CPU) and, below it, its coupling to the newest block.
+        """Return ``T`` of some (indices on the CPU) and, below it, its coupling to the newest block.
 
         (members, end + b, end), float64 on the CPU: one copy from the device.
         """
-        end = self.steps * self.block
-        T = self.T[:, : end + self.block, :end].to("cpu").double()
+        end = self.steps * BLOCK
+        T = self.T[:, : end + BLOCK, :end].to("cpu").double()
         return T if len(members) == len(T) else T[members]
 
-    def leading(self, T: Tensor) -> Tensor:
-        """The leading Ritz value: sigma squared, in units squared."""
-        square: Tensor = torch.linalg.eigvalsh(T[:, : T.shape[2]])[:, -1].clamp(min=TINY)  # reads the lower triangle
-        return square
-
-    def doubt(self, T: Tensor, tol: float) -> Tensor:
-        """A bound on how probable a start is that leaves a singular value above ``(1 + tol) sigma`` unseen.
+    def doubt(self, T: Tensor, members: Tensor, tol: float) -> tuple[Tensor, Tensor]:
+        """Return a bound on how probable a start is that hides a singular value above ``(1 + tol) sigma``; and sigma.
 
         The components of its vector along the first block are a known b x b matrix G times those along the newest
         block, which are below 1. That b Gaussians of variance 1/n come out that small, shorter than ``|G|``, has a
         probability of at most ``(n/2)^(b/2) / Gamma(b/2 + 1) |G|^b``. (For b = 1: Hochstenbach 2013.)
+
+        Args:
+            T: of these members, as :meth:`projected` returns it.
+            members: indices into :attr:`members`, on the CPU.
+            tol: relative tolerance.
         """
-        b, n, end = self.block, self.V.shape[2], T.shape[2]
-        self.square = self.leading(T)
-        beyond = (1 + tol) ** 2 * self.square[:, None, None] * torch.eye(end, dtype=T.dtype, device=T.device) - T[
-            :, :end
-        ]
+        b, end = BLOCK, T.shape[2]
+        square = torch.linalg.eigvalsh(T[:, :end])[:, -1].clamp(min=TINY)  # reads the lower triangle
+        beyond = (1 + tol) ** 2 * square[:, None, None] * torch.eye(end, dtype=T.dtype) - T[:, :end]
         lower, _ = torch.linalg.cholesky_ex(beyond)
         G = torch.cholesky_solve(T[:, end:].mT, lower)[:, :b]
-        size: Tensor = torch.linalg.vector_norm(G, dim=(1, 2))
-        bound: Tensor = (n / 2) ** (b / 2) / math.gamma(b / 2 + 1) * size**b
-        return bound
+        n = self._sizes[self.members[members]].double()
+        bound = (n / 2) ** (b / 2) / math.gamma(b / 2 + 1) * torch.linalg.vector_norm(G, dim=(1, 2)) ** b
+        return bound, square.sqrt()
 
-    def ritz(self, T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """sigma, residual and seen.
+    def _undecided_runs(self) -> Iterator[Run]:
+        """Yield undecided matrices of each stack, those side by side together."""
+        places = self.undecided.nonzero()[:, 0]
+        if not len(places):
+            return
+        members = self.members[places].tolist()
+        for k, A in enumerate(self._stacks):
+            first = self._first[k]
+            mine = [
+                (p, j - first) for p, j in zip(places.tolist(), members, strict=True) if 0 <= j - first < A.shape[0]
+            ]
+            start = 0
+            for end in range(1, len(mine) + 1):
+                if end < len(mine) and mine[end][0] - mine[end - 1][0] == 1 == mine[end][1] - mine[end - 1][1]:
+                    continue
+                some, (place, index) = end - start, mine[start]
+                matrices = A if some == A.shape[0] else A.select(index, index + some)
+                yield Run(matrices, slice(place, place + some))
+                start = end
 
-        * sigma: the root of the leading Ritz value, in units.
-        * residual: ``|A^T u - sigma w|`` in units, for ``w`` the leading Ritz vector and ``u = A w / sigma``.
-        * seen: ``|A V^T|_F^2``, in units squared.
-        """
-        end = T.shape[2]
-        values, vectors = torch.linalg.eigh(T[:, :end])
-        square = values[:, -1].clamp(min=TINY)
-        residual = torch.linalg.vector_norm(torch.bmm(T[:, end:], vectors[:, :, -1:]), dim=(1, 2)) / square.sqrt()
-        return square.sqrt(), residual, values.sum(1)
+    def _joined(self, images: Sequence[Tensor]) -> Tensor:
+        """Return images of runs as those of all matrices (K, b, n), 0 for what is decided and for padding."""
+        K, _, n = self.V.shape
+        parts, end = [], 0
+        for run, image in zip(self.runs, images, strict=True):
+            if run.at.start > end:
+                parts.append(image.new_zeros(run.at.start - end, BLOCK, n))
+            parts.append(image if run.size == n else torch.nn.functional.pad(image, (0, n - run.size)))
+            end = run.at.stop
+        if end < K:
+            parts.append(self.V.new_zeros(K - end, BLOCK, n))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _make_room(self) -> None:
+        K, rows, size = self.V.shape
+        more = min(MORE_ROOM * BLOCK, (self._max_steps + 1) * BLOCK - rows)
+        self.V = torch.cat([self.V, self.V.new_empty(K, more, size)], dim=1)
+        self.T = torch.nn.functional.pad(self.T, (0, more, 0, more))
 
 
-def _summed(x: Tensor, members: Tensor, rider: Tensor) -> Routine[tuple[Tensor, Tensor]]:
-    """``x`` (K, ...) of these members summed over processes, that of the others 0; and the rider's sum."""
-    if len(members) == len(x):
-        x, rider = yield [x, rider]
-        return x, rider
-    index = members.to(x.device)
-    some, rider = yield [x[index], rider]
-    return torch.zeros_like(x).index_copy_(0, index, some), rider
+def ritz(T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sigma, residual and seen of projected matrices (K, end + b, end).
+
+    * sigma: the root of the leading Ritz value, in units.
+    * residual: ``|A^T u - sigma w|`` in units, for ``w`` the leading Ritz vector and ``u = A w / sigma``.
+    * seen: ``|A V^T|_F^2``, in units squared.
+    """
+    end = T.shape[2]
+    values, vectors = torch.linalg.eigh(T[:, :end])
+    square = values[:, -1].clamp(min=TINY)
+    residual = torch.linalg.vector_norm(torch.bmm(T[:, end:], vectors[:, :, -1:]), dim=(1, 2)) / square.sqrt()
+    return square.sqrt(), residual, values.sum(1)
+
+
+def _summed(images: list[Tensor], split: list[bool], rider: Tensor) -> Routine[tuple[list[Tensor], Tensor]]:
+    """Sum images over processes where they are ``split``, and the rider."""
+    *sums, rider = yield [*(image for image, some in zip(images, split, strict=True) if some), rider]
+    summed = iter(sums)
+    return [next(summed) if some else image for image, some in zip(images, split, strict=True)], rider

@@ -259,8 +259,8 @@ def fails(*args, **kwargs):
 
 
 OURS = {  # where it happens, and how many of six steps are measured all the same
-    "estimate, weights": (norms, "shared_estimate", 0),
-    "estimate, features": (activations, "shared_estimate", 0),
+    "estimate, weights": (norms, "spectral_estimates", 0),
+    "estimate, features": (activations, "spectral_estimates", 0),
     "weights at the start": (memory, "start_norms", 6),
     "copy of the weights": (matrices, "stacks", 0),
     "remembering a call": (replay, "iterators_in", 0),
@@ -269,8 +269,8 @@ OURS = {  # where it happens, and how many of six steps are measured all the sam
     "loss of a call": (replay.RootCall, "keep_loss", 0),
     "snapshot": (preserve.Snapshot, "__init__", 0),
     "change of the features": (changes.ChangeStage, "measure", 0),
-    "rows of the table": (pending, "layer_row", 0),
-    "summary": (pending, "summarize", 0),
+    "rows of the table": (measured, "layer_row", 0),
+    "summary": (measured, "summarize", 0),
     "arming": (features.FeatureCapture, "arm", 0),
     "batch": (callback, "TrainingStep", 0),
     "muting": (callback, "aside", 6),

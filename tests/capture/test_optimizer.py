@@ -15,7 +15,6 @@ from spectral_monitor.anatomy import dissect
 from spectral_monitor.capture.optimizer import OptimizerCapture
 from spectral_monitor.engine import Settings
 from spectral_monitor.engine.matrices import MatrixStage
-from spectral_monitor.engine.patience import Patience
 from spectral_monitor.engine.scalars import Scalars
 from spectral_monitor.engine.stacks import Member
 from spectral_monitor.placement import plan
@@ -162,7 +161,7 @@ def test_the_measured_update_is_the_difference_of_the_weights(name, flags):
         members = [Member(layer, held) for layer, held in zip(layers, plan(layers, {}, None), strict=True)]
         start = {i: member.contents(member.layer.weight().clone()) for i, member in enumerate(members)}
         settings = Settings(quantities="light")
-        stage = KeptUpdates(members, settings, start, lambda i: None, lambda p: 1, None, Scalars(), Patience())
+        stage = KeptUpdates(members, settings, start, lambda i: None, lambda p: 1, None, Scalars())
         capture = OptimizerCapture([optimizer], lambda o: None, stage.before, stage.ready, stage.after)
         closure_for(model, optimizer)()
         start = snapshot(model)

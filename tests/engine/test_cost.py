@@ -55,13 +55,13 @@ def test_only_what_is_asked_for_is_paid_for(monkeypatch, quantities, estimates, 
     probe = SpectralProbe(model, optimizer, quantities=quantities, exclude=["*.bias"])
     runs = []
 
-    def counting(pieces, tol, **rest):
-        runs.append(pieces.shape[0])
-        return original(pieces, tol, **rest)
+    def counting(stacks, tol, **rest):
+        runs.extend(A.shape[0] for A in stacks)
+        return original(stacks, tol, **rest)
 
-    original = norms.shared_estimate
-    monkeypatch.setattr(norms, "shared_estimate", counting)
-    monkeypatch.setattr(activations, "shared_estimate", counting)
+    original = norms.spectral_estimates
+    monkeypatch.setattr(norms, "spectral_estimates", counting)
+    monkeypatch.setattr(activations, "spectral_estimates", counting)
     Counted.seen = 0
     with probe.step():
         model(torch.randn(100, WIDTH)).backward()

@@ -245,13 +245,13 @@ def test_only_what_is_due_is_paid_for(monkeypatch, step, forwards, hooked, estim
     quantities = ["update_norm", "weight_norm", "drift_ratio", "feature_rms", "feature_change"]
     intervals = {"light": 2, "feature_rms": 3, "feature_change": 4}
     probe = SpectralProbe(net, optimizer, every_n_steps=intervals, quantities=quantities, exclude=["*.bias"])
-    estimate = norms.shared_estimate
+    estimate = norms.spectral_estimates
 
-    def counting(pieces, *more, **others):
-        runs.append(pieces.shape[0])
-        return estimate(pieces, *more, **others)
+    def counting(stacks, *more, **others):
+        runs.extend(A.shape[0] for A in stacks)
+        return estimate(stacks, *more, **others)
 
-    monkeypatch.setattr(norms, "shared_estimate", counting)
+    monkeypatch.setattr(norms, "spectral_estimates", counting)
     for now in range(1, step + 1):
         Counted.forwards = 0
         runs.clear()

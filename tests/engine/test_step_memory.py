@@ -1,4 +1,4 @@
-"""Memory of a measured step: the measured weights once, in their own dtype, and 5 %; or two layers of them."""
+"""Memory of a measured step: the measured weights once, in their own dtype, and 5 % or 128 MB; or two layers."""
 
 from __future__ import annotations
 
@@ -89,12 +89,16 @@ class Run:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("network", NETWORKS)
-def test_a_measured_step_takes_one_copy_of_the_weights(network, dtype):
+def test_a_measured_step_takes_one_copy_of_the_weights(network, dtype, monkeypatch):
+    """Of a model as small as these that takes weights that are measured a layer at a time; else it may take 128 MB."""
+    monkeypatch.setattr(stacks, "SPARE_BYTES", 0)
     run = Run(network, DTYPES[dtype])
     run.peaks()  # makes fixed start vectors, which stay
     (plain, _), (measured, left) = run.peaks()
     assert run.probe.latest is not None
-    assert 1.0 <= (measured - plain) / sum(run.sizes) <= 1.05
+    # Weights in half precision are converted a layer at a time, which takes twice its memory, and its vectors.
+    spare = 0.05 * sum(run.sizes) + 2.5 * run.sizes[-1] * (dtype == "bfloat16")
+    assert sum(run.sizes) <= measured - plain <= sum(run.sizes) + spare
     assert left == 0
 
 
@@ -125,7 +129,8 @@ def test_with_low_memory_it_takes_two_layers(network, dtype, monkeypatch):
         peaks.append(storages.peak["cpu"])
     assert run.probe.latest is not None
     assert sum(on_host) == 2 * sum(run.sizes), "once before the update, once before the extra forward"
-    assert peaks[1] - peaks[0] <= run.sizes[-1] + run.sizes[-2]
+    most = run.sizes[-1] + run.sizes[-2] if dtype == "float32" else 2.5 * run.sizes[-1]  # where it is converted
+    assert peaks[1] - peaks[0] <= most
 
 
 def test_what_is_guarded_is_compared_a_few_entries_at_a_time():

@@ -16,16 +16,13 @@ from spectral_monitor.linalg import (
     abreast,
     alone,
     frobenius,
-    in_cache,
     in_turn,
-    joined_estimates,
     lanczos,
     resumed,
-    shared_estimate,
     spectral_estimate,
+    spectral_estimates,
     together,
 )
-from spectral_monitor.linalg import estimate as estimate_module
 
 sys.path.append(str(Path(__file__).parent))
 from simulated import Room
@@ -133,9 +130,8 @@ def measured(stacks, how, count, tol=0.01, patience=20.0):
     hows = [how] * len(stacks) if isinstance(how, str) else how
 
     def job(member):
-        lists = [in_cache(cut(A, h, member)) for A, h in zip(stacks, hows, strict=True)]
-        found = together(abreast([abreast([shared_estimate(p, tol) for p in some]) for some in lists]), member)
-        return [joined_estimates(some) for some in found]
+        pieces = [cut(A, h, member) for A, h in zip(stacks, hows, strict=True)]
+        return together(spectral_estimates(pieces, tol), member)
 
     return room.run(job), room
 
@@ -246,19 +242,6 @@ def test_stacks_of_several_shapes_side_by_side():
         agree([found[i] for found in results], A, tol=1e-4)
     alone_counts = [len(measured([A], how, 4)[1].sizes) for A, how in zip(stacks, hows, strict=True)]
     assert len(room.sizes) == max(alone_counts)
-
-
-@pytest.mark.parametrize("how", ["rows", "columns", "flat", "whole", "mixed"])
-def test_parts_of_a_stack_that_does_not_fit_the_cache(monkeypatch, how):
-    A = gaussian(7, 80, 100)
-    expected = len(measured([A], how, 2)[1].sizes)
-    monkeypatch.setattr(estimate_module, "CACHE_ENTRIES", 80 * 100)
-    lengths = []
-    results, room = measured([A], how, 2)
-    Room(2).run(lambda member: lengths.append(len(in_cache(cut(A, how, member)))))
-    agree([found for (found,) in results], A)
-    assert lengths == ([7] * 2 if how == "whole" else [4] * 2)  # half of a matrix is here
-    assert len(room.sizes) == expected
 
 
 def test_the_tolerance_is_kept():
@@ -377,9 +360,9 @@ def test_only_the_first_process_decides(monkeypatch, shape, how, lie):
     honest, room = measured([A], how, 4)
     sizes, true = room.sizes, lanczos.KrylovSpace.doubt
 
-    def doubt(self, T, tol):
-        found = true(self, T, tol)
-        return found if threading.current_thread() is first[0] else torch.full_like(found, lie)
+    def doubt(self, T, members, tol):
+        found, sigma = true(self, T, members, tol)
+        return (found if threading.current_thread() is first[0] else torch.full_like(found, lie)), sigma
 
     first = []
     monkeypatch.setattr(lanczos.KrylovSpace, "doubt", doubt)
@@ -388,7 +371,7 @@ def test_only_the_first_process_decides(monkeypatch, shape, how, lie):
     def job(member):
         if member.rank == 0:
             first.append(threading.current_thread())
-        return together(shared_estimate(cut(A, how, member), 0.01), member)
+        return together(spectral_estimates([cut(A, how, member)], 0.01), member)[0]
 
     results = room.run(job)
     assert room.sizes == sizes
@@ -403,12 +386,12 @@ def test_what_the_first_process_sees_counts(monkeypatch, lie, steps):
     true = lanczos.KrylovSpace.doubt
     room = Room(3, patience=10)
 
-    def doubt(self, T, tol):
-        found = true(self, T, tol)
-        return torch.full_like(found, lie) if room.rank == 0 else found
+    def doubt(self, T, members, tol):
+        found, sigma = true(self, T, members, tol)
+        return (torch.full_like(found, lie) if room.rank == 0 else found), sigma
 
     monkeypatch.setattr(lanczos.KrylovSpace, "doubt", doubt)
-    results = room.run(lambda member: together(shared_estimate(cut(A, "rows", member), 0.01), member))
+    results = room.run(lambda member: together(spectral_estimates([cut(A, "rows", member)], 0.01), member)[0])
     assert [found.passes for found in results] == [1 + 2 * steps] * 3
     assert len(room.sizes) == 1 + steps
     for found in results[1:]:

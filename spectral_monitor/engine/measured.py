@@ -1,11 +1,8 @@
-"""A measurement between the device and the host: what was measured is certain, the numbers are on their way."""
+"""From the numbers of a measured step to a measurement."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +11,7 @@ from spectral_monitor.anatomy import Layer
 from spectral_monitor.engine.assemble import sound, summarize
 from spectral_monitor.engine.properties import properties
 from spectral_monitor.engine.rows import StepFacts, layer_row
-from spectral_monitor.engine.scalars import LOSS_CHANGE, NETWORK, Raw, Sent
+from spectral_monitor.engine.scalars import LOSS_CHANGE, NETWORK, Raw
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.quantities import TIERS
@@ -59,32 +56,3 @@ class Measured:
         if set(values) >= set(TIERS["full"]):
             summary.update(properties(values, summary, self.layers, raw, facts.eps))
         return Measurement(self.step, self.infos, values, summary, reasons=reasons[keys])
-
-
-class Pending:
-    """A measurement that can be had as soon as its numbers have arrived.
-
-    Attributes:
-        late: whether to ask for it at once would mean to wait for the device.
-        summary: what is added to the measurement's own: ``overhead_ms`` so far, and more.
-    """
-
-    def __init__(
-        self, sent: Sent, finish: Callable[[Raw], Measurement], harmless: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
-        self.late = sent.late
-        self.summary: dict[str, float] = {}
-        self._sent = sent
-        self._finish = finish
-        self._harmless = harmless
-
-    def get(self) -> Measurement | None:
-        """The measurement, once its numbers are here; ``None`` if something went wrong, which has been said."""
-        measurement = None
-        with self._harmless("putting numbers together"):
-            raw = self._sent.get()
-            begin = time.perf_counter()
-            measurement = self._finish(raw)
-            measurement.summary.update(self.summary)
-            measurement.summary["overhead_ms"] += (time.perf_counter() - begin) * 1e3  # waiting is no work
-        return measurement
