@@ -101,7 +101,7 @@ class SpectralProbe:
         exclude: Sequence[str] | None = None,
         roles: Mapping[str, str] | None = None,
         blocks: Mapping[str, int] | None = None,
-        max_rows: int | None = 4096,
+        max_rows: int | None = 512,
         replay_samples: int | None = None,
         tol: float = 0.01,
         drift_every: int = 5,

@@ -11,11 +11,9 @@ from torch import Tensor
 from spectral_monitor.anatomy import Layer
 from spectral_monitor.capture.rows import RowPicker, count_rows, rows_of
 from spectral_monitor.capture.samples import Portion
+from spectral_monitor.functional.feature_speed import inner
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.snapshot.local import local_part
-
-CHUNK = 1 << 18
-"""Entries that are compared at a time: they stay in the cache, and a flat float32 sum over them is good to 1e-6."""
 
 KERNEL_ROWS = 256
 """Rows of a call whose inner products are compared."""
@@ -123,6 +121,8 @@ class Replay:
         there = [change for change in self._changes.get(i, []) if change is not None]
         if not there or not len(there) == len(self._changes[i]) == len(self.outputs.get(i, ())):
             return None
+        if len(there) == 1:
+            return there[0]
         products = [change.inner for change in there if change.inner is not None]
         gradients = [change.gradient for change in there if change.gradient is not None]
         after = [change.after for change in there if change.after is not None]
@@ -151,37 +151,22 @@ class Replay:
         )
 
     def _compare(self, after: Tensor, seen: CallRows) -> Change:
-        """A few rows at a time, which stay in the cache."""
         h, b = seen.h, seen.b
         dtype = compute_dtype(h.dtype)
-        step = max(1, CHUNK // max(h.shape[1], 1))
-        none = h.new_empty(0, dtype=dtype, device=after.device)
-        lengths, before, lengths_after = [none], [none], [none]
-        products, gradients = [none.new_zeros((), dtype=torch.float64)], [none.new_zeros(())]
-        sized = "feature_cancellation" in self._keys
-        for start in range(0, len(h), step):
-            some = slice(start, start + step)
-            old, new = h[some].to(after.device, dtype), after[some].to(dtype)
-            dh = new - old
-            lengths.append(torch.linalg.vector_norm(dh, dim=1))
-            before.append(torch.linalg.vector_norm(old, dim=1))
-            if sized:
-                lengths_after.append(torch.linalg.vector_norm(new, dim=1))
-            if b is not None:
-                gradient = b[some].to(dh).flatten()
-                products.append(torch.dot(gradient, dh.flatten()).double())
-                gradients.append(torch.linalg.vector_norm(gradient))
+        old, new = h.to(after.device, dtype), after.to(dtype)  # (R, m)
+        dh = new - old
+        gradient = None if b is None else b.to(dh)
         change = Change(
-            torch.cat(lengths),
-            torch.cat(before),
-            None if b is None else torch.stack(products).sum(),
-            None if b is None else torch.linalg.vector_norm(torch.stack(gradients)),
+            torch.linalg.vector_norm(dh, dim=1),
+            torch.linalg.vector_norm(old, dim=1),
+            None if gradient is None else inner(gradient, dh),
+            None if gradient is None else torch.linalg.vector_norm(gradient),
             h.numel(),
             len(h),
             seen.count,
         )
-        if sized:
-            change.after = torch.cat(lengths_after)
+        if "feature_cancellation" in self._keys:
+            change.after = torch.linalg.vector_norm(new, dim=1)
         if "kernel_change" in self._keys:
             kept = self._picker.choose(len(h), KERNEL_ROWS, after.device)
             old = h.to(after.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,9 +97,9 @@ class ChangeStage:
             self.unchosen |= seen.keys() - found.keys()
         else:
             found = yield from self._everywhere(changes)
+        means = _mean_ratios({i: change for i, (change, ratios) in found.items() if ratios is None})
         for i, (change, ratios) in found.items():
-            mean = mean_ratio(change.lengths, change.before) if ratios is None else ratios
-            self._rows.out.put(i, name, mean)
+            self._rows.out.put(i, name, means[i] if ratios is None else ratios)
             if size:
                 self._rows.out.put(i, "dh.norm", torch.linalg.vector_norm(change.lengths))
                 self._rows.out.put(i, "dh.size", torch.tensor(float(change.size)))
@@ -162,3 +163,15 @@ class ChangeStage:
             change = Change(dh.reshape(1), h.reshape(1), total[k, 4], b, int(size), int(seen), int(of))
             found[i] = (change, mean)
         return found
+
+
+def _mean_ratios(changes: Mapping[int, Change]) -> dict[int, Tensor]:
+    """Return the mean relative change of each layer's rows, all layers with as many rows at once."""
+    groups: dict[tuple[int, torch.dtype, torch.device], list[int]] = defaultdict(list)
+    for i, change in changes.items():
+        groups[(len(change.lengths), change.lengths.dtype, change.lengths.device)].append(i)
+    found: dict[int, Tensor] = {}
+    for some in groups.values():
+        columns = (torch.stack([getattr(changes[i], name) for i in some]) for name in ("lengths", "before"))
+        found.update(zip(some, mean_ratio(*columns), strict=True))
+    return found

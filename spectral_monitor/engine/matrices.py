@@ -16,7 +16,7 @@ from spectral_monitor.engine.norms import Job, MatrixNorms
 from spectral_monitor.engine.scalars import NETWORK, Scalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.stacks import Member, Stack, Start, portions, stacks
-from spectral_monitor.functional import contribution
+from spectral_monitor.functional.feature_speed import inner
 from spectral_monitor.linalg import Exchange, Routine, abreast, alone, in_turn
 from spectral_monitor.snapshot.local import local_part
 from spectral_monitor.snapshot.room import kept
@@ -233,18 +233,19 @@ class MatrixStage:
     def _share(self, i: int, stack: Stack) -> Tensor:
         """What this process's part of a layer contributes; of tied weights the first one counts."""
         layer = stack.members[i].layer
-        nothing: Tensor = stack.like.new_zeros(())
         if layer.tied_to or i in self.unused:
-            return nothing
+            return stack.like.new_zeros(())
         if layer.compute is not None or i in self._originals:  # to first order this is the same
             parts = [contribution_here(p, old) / n for p, old, n in self._originals.pop(i, ()) if p.grad is not None]
         else:
             gradient = gradient_here(layer.sources[0])
             if gradient is None:
-                return nothing
+                return stack.like.new_zeros(())
             contents = stack.members[i].contents(gradient)
-            parts = [contribution(g, dW) for g, dW in zip(contents, stack.entries(i), strict=True)]
-        total: Tensor = torch.stack(parts).sum() if parts else nothing
+            parts = [-inner(g, dW, dW.dtype) for g, dW in zip(contents, stack.entries(i), strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        total: Tensor = torch.stack(parts).sum() if parts else stack.like.new_zeros(())
         return total
 
     def _arrivals(self, held: _Held, layers: Iterable[int]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ class MatrixNorms:
     def __init__(self, settings: Settings, inputs: Callable[[int], Tensor | None], out: Scalars) -> None:
         self._settings = settings
         self._inputs = inputs
+        self._inputs_of: dict[tuple[int, ...], _Rows | None] = {}
         self._out = out
 
     def measure(self, jobs: Sequence[Job]) -> Routine[None]:
@@ -80,7 +81,10 @@ class MatrixNorms:
                 if job in sigmas:
                     self._out.put(i, f"{job.name}.sigma", sigmas[job][span])
         for job, found in zip(mapped, products, strict=True):
-            self._put_maps(job, found, sigmas.get(job))
+            if found is not None:
+                self._put_maps(job, found, sigmas.get(job))
+            if job.name == "dW":
+                self._inputs_of.pop(tuple(job.stack.members), None)
 
     def _quantities(self, job: Job) -> set[str]:
         """Return the quantities that norms of these matrices are needed for."""
@@ -105,62 +109,77 @@ class MatrixNorms:
             longest = rows.amax()
             self._out.put(i, f"{job.name}.row", (longest.sqrt() if across else longest) / stack.shape[2] ** 0.5)
 
-    def _mapped(self, job: Job) -> Routine[dict[int, tuple[Tensor, Tensor]]]:
-        """Return lengths (taps, blocks, R) of ``A x``, and (blocks or 1, R) of the layers' inputs ``x``."""
+    def _mapped(self, job: Job) -> Routine[Tensor | None]:
+        """Return lengths (K, R) of what the matrices make of the layers' inputs; ``None`` if no inputs are at hand."""
         stack = job.stack
         if stack.exchange is not None:
             yield []  # the inputs are on their way
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        products: list[Tensor] = []
-        for i, member in stack.members.items():
-            rows = self._inputs(i) if member.layer.info.role in ("operator", "readout") else None
-            if rows is not None and len(rows):
-                rows = rows.to(stack.like, copy=True)
-                size = largest(rows, 1)
-                x = member.layer.layout.inputs(rows.div_(size))  # products are then as large as the matrices are
-                found[i] = size.squeeze(1), lengths(x)
-                products.append(_products(stack, i, x))
-        across = stack.split[1]
-        if stack.exchange is not None and products:
-            products = yield products if across else [product.square() for product in products]
-            products = [lengths(y) if across else y.sqrt() for y in products]
-        result = {}
-        for (i, (sizes, of_x)), of_Ax in zip(found.items(), products, strict=True):
-            layout = stack.members[i].layer.layout
-            result[i] = of_Ax.view(layout.taps, layout.blocks, -1) * sizes, of_x * sizes
-        return result
+        rows = self._rows(stack)
+        if rows is None:
+            return None
+        products = stack.pieces.times(rows.x)  # (K, R, m), what is here of them
+        if stack.exchange is None:
+            return lengths(products)
+        if stack.split[1]:
+            (whole,) = yield [products]
+            return lengths(whole)
+        (squares,) = yield [lengths(products).square()]
+        return squares.sqrt()
 
-    def _put_maps(self, job: Job, found: Mapping[int, tuple[Tensor, Tensor]], sigma: Tensor | None) -> None:
+    def _rows(self, stack: Stack) -> _Rows | None:
+        """Return input rows for each matrix of a stack, which are the same for weights and updates."""
+        key = tuple(stack.members)
+        if key not in self._inputs_of:
+            self._inputs_of[key] = _rows_of(stack, self._inputs)
+        return self._inputs_of[key]
+
+    def _put_maps(self, job: Job, products: Tensor, sigma: Tensor | None) -> None:
         """Put alignments, and lengths of what matrices make of the inputs."""
         alignment, length = MAPS[job.name]
-        for i, (products, x) in found.items():
-            layout = job.stack.members[i].layer.layout
-            if alignment in self._settings.keys and sigma is not None:
-                norms = sigma[job.stack.spans[i]].view(layout.taps, layout.blocks)
-                self._out.put(i, alignment, mean_alignment(products, x, norms))
-            if length in self._settings.keys and layout.taps == 1:
-                self._out.put(i, f"{job.name}.h", (products.square().sum() / products.shape[2]).sqrt())
+        rows = self._rows(job.stack)
+        assert rows is not None
+        wanted = set(self._settings.keys)
+        aligned = None if sigma is None or alignment not in wanted else mean_alignment(products, rows.lengths, sigma)
+        squares = (products * rows.sizes).square().sum(1) if length in wanted else None
+        for i, count in rows.counts.items():
+            span = job.stack.spans[i]
+            if aligned is not None:
+                self._out.put(i, alignment, aligned[span])
+            if squares is not None and job.stack.members[i].layer.layout.taps == 1:
+                self._out.put(i, f"{job.name}.h", (squares[span].sum() / count).sqrt())
 
 
-def _products(stack: Stack, i: int, x: Tensor) -> Tensor:
-    """What a layer's matrices make of rows (blocks or 1, R, n), as far as they are here.
+class _Rows(NamedTuple):
+    """Input rows of the K matrices of a stack, as many for each, zeros where there are fewer.
 
-    The lengths (count, R) of the rows ``A x``, float64; where columns are split the rows themselves (count, R, m), to
-    be summed.
+    Attributes:
+        x: (K, R, n), each row divided by its largest entry: products are then as large as the matrices are.
+        sizes: (K, R) what rows were divided by.
+        lengths: (K, R) of the rows of ``x``.
+        counts: layer -> how many rows it has; only layers with inputs are there.
     """
-    layout, (_, m, _) = stack.members[i].layer.layout, stack.shape
-    size = (stack.members[i].count, x.shape[1])
-    total = x.new_zeros((*size, m)) if stack.split[1] else x.new_zeros(size, dtype=torch.float64)
-    for rectangle, part in stack.parts(i):
-        some = x[:, :, slice(*rectangle.cols)]
-        first, last = rectangle.index, rectangle.index + rectangle.count
-        if len(x) == 1:  # all see the same inputs: one product, which is far faster
-            rows = some[0] @ part.flatten(0, 1).T
-            product = rows.view(x.shape[1], rectangle.count, -1).transpose(0, 1)
-        else:
-            product = some[torch.arange(first, last, device=x.device) % layout.blocks] @ part.mT
-        if stack.split[1]:
-            total[first:last, :, slice(*rectangle.rows)] = product
-        else:  # of all rows that come one after the other
-            total[first:last] = torch.hypot(total[first:last], lengths(product))
-    return total
+
+    x: Tensor
+    sizes: Tensor
+    lengths: Tensor
+    counts: dict[int, int]
+
+
+def _rows_of(stack: Stack, inputs: Callable[[int], Tensor | None]) -> _Rows | None:
+    """Return the input rows of a stack; ``None`` if no layer has any."""
+    found: dict[int, Tensor] = {}
+    for i, member in stack.members.items():
+        rows = inputs(i) if member.layer.info.role in ("operator", "readout") else None
+        if rows is not None and len(rows):
+            found[i] = rows.to(stack.like)
+    if not found:
+        return None
+    counts = {i: len(rows) for i, rows in found.items()}
+    K, _, n = stack.shape
+    x = stack.like.new_zeros(K, max(counts.values()), n)
+    for i, rows in found.items():
+        layout = stack.members[i].layer.layout
+        x[stack.spans[i], : len(rows)] = layout.inputs(rows).repeat(layout.taps, 1, 1)
+    sizes = largest(x, 2)
+    x /= sizes
+    return _Rows(x, sizes.squeeze(2), torch.linalg.vector_norm(x, dim=2), counts)

@@ -44,7 +44,7 @@ class Settings:
     exclude: Sequence[str] | None = None
     roles: Mapping[str, str] | None = None
     blocks: Mapping[str, int] | None = None
-    max_rows: int | None = 4096
+    max_rows: int | None = 512
     tol: float = 0.01
     drift_every: int = 5
     history: int = 1000

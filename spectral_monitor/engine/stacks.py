@@ -19,7 +19,7 @@ from spectral_monitor.placement import Holding, Range, Rectangle
 from spectral_monitor.snapshot.local import local_part
 from spectral_monitor.snapshot.room import kept, room
 
-SPARE, SPARE_BYTES = 0.045, 1 << 27
+SPARE, SPARE_BYTES = 0.035, 1 << 27
 """Memory that measuring may take besides the copy of the weights: a share of that, or 128 MB if that is more."""
 VECTORS = (2 * ROOM + MORE_ROOM + 8) * BLOCK
 """Those of a Lanczos iteration while its basis is moved to where there is more room, and those in passing."""

@@ -12,7 +12,8 @@ from spectral_monitor.functional.lengths import common_dtype, largest, whole_len
 from spectral_monitor.functional.norms import ratio
 from spectral_monitor.linalg import compute_dtype
 
-_CHUNK = 1 << 16
+_CHUNK, _COPIED = 1 << 18, 1 << 16
+"""Entries that are multiplied at a time: a flat float32 sum over them is good to 1e-6; fewer where they are copied."""
 
 
 def require_alike(**pair: Tensor) -> None:
@@ -42,10 +43,10 @@ def inner(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Entries of two tensors of one shape, flat, a few at a time: what lies otherwise is not copied as a whole."""
-    if a.numel() <= _CHUNK or (a.is_contiguous() and b.is_contiguous()):
+    if a.numel() <= _COPIED or (a.is_contiguous() and b.is_contiguous()):
         yield from zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True)
         return
-    rows = max(1, _CHUNK * len(a) // a.numel())
+    rows = max(1, _COPIED * len(a) // a.numel())
     for x, y in zip(a.split(rows), b.split(rows), strict=True):
         yield from _chunks(*((x, y) if len(x) > 1 else (x[0], y[0])))
 

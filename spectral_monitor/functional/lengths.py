@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spectral_monitor.linalg import compute_dtype
 
-CHUNK, DEVICE_CHUNK = 1 << 15, 1 << 22
+CHUNK, DEVICE_CHUNK = 1 << 17, 1 << 22
 """Entries that are copied to float64 at a time: on a CPU what fits its cache, elsewhere enough to keep it busy."""
 
 

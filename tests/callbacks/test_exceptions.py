@@ -16,7 +16,7 @@ from torch import nn, optim
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.capture import features, replay
-from spectral_monitor.engine import activations, changes, matrices, memory, norms, pending
+from spectral_monitor.engine import activations, changes, matrices, measured, memory, norms
 from spectral_monitor.snapshot import preserve, randomness
 
 # Exceptions: no hook, no attribute, no changed group is left.
