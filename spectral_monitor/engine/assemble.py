@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.anatomy import Layer
-from spectral_monitor.engine.scalars import Raw
+from spectral_monitor.engine.scalars import Raw, Values
 from spectral_monitor.functional.norms import geometric_median
 
 Norm = Literal["sigma", "fro"]
@@ -30,9 +30,13 @@ SMALL_FEATURES, SMALL_CHANGE = 1e-12, 1e-17
 """Float32 ends at 1e-38, so squares of entries below 1e-17 lose digits or are 0."""
 
 
-def sound(raw: Mapping[str, list[float]]) -> bool:
+def sound(raw: Mapping[str, Values]) -> bool:
     """Return whether everything measured of a layer is finite, but for ratios to zero."""
-    return all(math.isfinite(value) for name, values in raw.items() if name not in RATIOS for value in values)
+    return all(_finite(values) for name, values in raw.items() if name not in RATIOS)
+
+
+def _finite(values: Values) -> bool:
+    return bool(values.isfinite().all()) if isinstance(values, Tensor) else all(map(math.isfinite, values))
 
 
 class LayerScalars:
@@ -42,7 +46,7 @@ class LayerScalars:
     Plain numbers: there are thousands, and a tensor operation on each would cost more than all the matrices.
     """
 
-    def __init__(self, layer: Layer, raw: Mapping[str, list[float]]) -> None:
+    def __init__(self, layer: Layer, raw: Mapping[str, Values]) -> None:
         self.layer = layer
         self._raw = raw
         self._blocks = layer.layout.blocks
@@ -50,21 +54,30 @@ class LayerScalars:
     def get(self, name: str) -> float:
         """A single number, NaN if it was not measured."""
         value = self._raw.get(name)
-        return math.nan if value is None else value[0]
+        return math.nan if value is None else float(value[0])
 
     def sound(self) -> bool:
         """Return whether everything measured of this layer is finite, but for ratios to zero."""
         return sound(self._raw)
 
-    def _by_block(self, name: str) -> list[list[float]]:
-        """Values of each block's taps, NaN if not measured."""
-        values = self._raw.get(name, [math.nan] * self._blocks)
-        return [values[block :: self._blocks] for block in range(self._blocks)]
+    def _by_block(self, name: str) -> Tensor:
+        """Return values (taps, blocks), NaN if not measured."""
+        values = self._raw.get(name)
+        if values is None:
+            return torch.full((1, self._blocks), math.nan, dtype=torch.float64)
+        return torch.as_tensor(values, dtype=torch.float64).view(-1, self._blocks)
 
     def _norms(self, name: str, norm: Norm) -> list[float]:
-        """Norm of each block."""
-        blocks = self._by_block(f"{name}.{norm}")
-        return [sum(taps) if norm == "sigma" else math.hypot(*taps) for taps in blocks]
+        """Return the norm of each block."""
+        values = self._raw.get(f"{name}.{norm}")
+        if values is None:
+            return [math.nan] * self._blocks
+        if len(values) == self._blocks:  # a single tap
+            return values.tolist() if isinstance(values, Tensor) else values
+        taps = self._by_block(f"{name}.{norm}")
+        blocks = taps.sum(0) if norm == "sigma" else torch.linalg.vector_norm(taps, dim=0)
+        found: list[float] = blocks.tolist()
+        return found
 
     def norm(self, name: str, norm: Norm = "sigma") -> float:
         """Spectral or Frobenius norm."""
@@ -89,16 +102,21 @@ class LayerScalars:
         return math.nan if any(math.isnan(value) for value in ratios) else max(ratios)
 
     def stable_rank(self, name: str) -> float:
-        """Stable rank; zero taps and blocks have none and are left out."""
-        sigmas, fros = self._raw.get(f"{name}.sigma", [math.nan]), self._raw.get(f"{name}.fro", [math.nan])
-        if any(math.isnan(sigma) for sigma in sigmas):
-            return math.nan
-        return max(((fro / sigma) ** 2 for sigma, fro in zip(sigmas, fros, strict=True) if sigma > 0), default=math.nan)
+        """Return the stable rank; zero taps and blocks have none and are left out."""
+        if len(self._raw.get(f"{name}.sigma", ())) == 1:
+            return self.row_stable_rank(name)
+        sigma, fro = self._by_block(f"{name}.sigma"), self._by_block(f"{name}.fro")
+        ranks = (fro / sigma)[sigma != 0].square()
+        return float(ranks.amax()) if ranks.numel() else math.nan
 
     def alignment(self, name: str) -> float:
-        """Mean over taps; taps and blocks without one are left out."""
-        known = ([value for value in taps if not math.isnan(value)] for taps in self._by_block(name))
-        return max((sum(taps) / len(taps) for taps in known if taps), default=math.nan)
+        """Return the mean over taps; taps and blocks without one are left out."""
+        values: Values = self._raw.get(name, [])
+        if len(values) == 1:
+            return float(values[0])
+        means = self._by_block(name).nanmean(0)
+        means = means[~means.isnan()]
+        return float(means.amax()) if means.numel() else math.nan
 
     def row_stable_rank(self, name: str) -> float:
         """Stable rank of a matrix of rows."""
@@ -194,7 +212,9 @@ def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -
     summary: dict[str, float] = {}
     operators = [i for i, layer in enumerate(layers) if layer.info.role in ("operator", "readout")]
     if "contribution" in values:
-        parts = [v[0] for some in raw.values() for name, v in some.items() if name.partition(".")[0] == "contribution"]
+        parts = [
+            float(v[0]) for some in raw.values() for name, v in some.items() if name.partition(".")[0] == "contribution"
+        ]
         known = bool(parts) and not bool(values["contribution"].isinf().any())
         summary["loss_change_predicted"] = -sum(parts) if known else math.nan
         shares = values["contribution"][operators]

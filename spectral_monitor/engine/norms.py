@@ -19,6 +19,8 @@ from spectral_monitor.quantities import QUANTITIES
 
 PRODUCT_BUDGET = 1 << 25
 """Multiply-adds spent on the rows ``W h'`` of one layer; 64 rows are always used, and all with max_rows=None."""
+RATIO_BUDGET = 1 << 18
+"""Rows times matrices of one shape whose alignments are taken: of a depthwise convolution's thousands few rows do."""
 MOST_ROWS = 256
 """Rows that are enough: what they have in common is seen in 256 to a few percent, and several processes send them."""
 
@@ -130,7 +132,8 @@ class MatrixNorms:
         """Return input rows for each matrix of a stack, which are the same for weights and updates."""
         key = tuple(stack.members)
         if key not in self._inputs_of:
-            self._inputs_of[key] = _rows_of(stack, self._inputs)
+            most = None if self._settings.max_rows is None else max(1, RATIO_BUDGET // stack.matrices)
+            self._inputs_of[key] = _rows_of(stack, self._inputs, most)
         return self._inputs_of[key]
 
     def _put_maps(self, job: Job, products: Tensor, sigma: Tensor | None) -> None:
@@ -165,21 +168,23 @@ class _Rows(NamedTuple):
     counts: dict[int, int]
 
 
-def _rows_of(stack: Stack, inputs: Callable[[int], Tensor | None]) -> _Rows | None:
-    """Return the input rows of a stack; ``None`` if no layer has any."""
+def _rows_of(stack: Stack, inputs: Callable[[int], Tensor | None], most: int | None) -> _Rows | None:
+    """Return the input rows of a stack, at most so many of each layer; ``None`` if no layer has any."""
     found: dict[int, Tensor] = {}
     for i, member in stack.members.items():
         rows = inputs(i) if member.layer.info.role in ("operator", "readout") else None
         if rows is not None and len(rows):
-            found[i] = rows.to(stack.like)
+            found[i] = rows
     if not found:
         return None
-    counts = {i: len(rows) for i, rows in found.items()}
     K, _, n = stack.shape
+    if most is not None:
+        found = {i: rows[:: -(-len(rows) // most)] for i, rows in found.items()}
+    counts = {i: len(rows) for i, rows in found.items()}
     x = stack.like.new_zeros(K, max(counts.values()), n)
     for i, rows in found.items():
         layout = stack.members[i].layer.layout
-        x[stack.spans[i], : len(rows)] = layout.inputs(rows).repeat(layout.taps, 1, 1)
+        x[stack.spans[i], : len(rows)] = layout.inputs(rows.to(x)).repeat(layout.taps, 1, 1)
     sizes = largest(x, 2)
     x /= sizes
     return _Rows(x, sizes.squeeze(2), torch.linalg.vector_norm(x, dim=2), counts)

@@ -13,8 +13,14 @@ NETWORK = -1
 LOSS_CHANGE = "loss.change"
 """Name of the loss after the step less that before it."""
 
-Raw = dict[int, dict[str, list[float]]]
-"""Layer index -> name -> values, on the host."""
+MANY = 64
+"""Values beyond which they are kept as a tensor: of a depthwise convolution there are thousands."""
+
+Values = list[float] | Tensor
+"""Numbers on the host; many of them as a float64 tensor."""
+
+Raw = dict[int, dict[str, Values]]
+"""Layer index -> name -> values."""
 
 
 class Scalars:
@@ -40,8 +46,11 @@ class Scalars:
         for dtypes in groups.values():
             # All as float64, which holds the others.
             flat = torch.cat([torch.cat([self._items[key] for key in keys]).double() for keys in dtypes.values()])
-            values, end = flat.tolist(), 0
-            for layer, name in (key for keys in dtypes.values() for key in keys):
-                start, end = end, end + self._items[(layer, name)].numel()
-                raw[layer][name] = values[start:end]
+            flat, end = flat.cpu(), 0
+            keys = [key for keys in dtypes.values() for key in keys]
+            sizes = [self._items[key].numel() for key in keys]
+            few = iter(torch.cat([part for part in flat.split(sizes) if len(part) <= MANY]).tolist())
+            for (layer, name), size in zip(keys, sizes, strict=True):
+                start, end = end, end + size
+                raw[layer][name] = flat[start:end] if size > MANY else [next(few) for _ in range(size)]
         return dict(raw)

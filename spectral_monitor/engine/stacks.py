@@ -91,6 +91,7 @@ class Stack:
                 held[(rectangle.rows, rectangle.cols)].append((i, total + rectangle.index, rectangle))
             total += member.count
         self.shape = (total, kind.fan_out, kind.fan_in)
+        self.matrices = total  # of the whole stack, if this becomes a part of one
         self.boxes = list(held)
         self.indices: list[Tensor] = []
         self.sizes: list[tuple[int, int, int]] = []
@@ -120,7 +121,7 @@ class Stack:
         stack = Stack({i: self.members[i] for i in members}, None)
         spans = [self.spans[i] for i in stack.members]
         stack.buffers = [buffer[spans[0].start : spans[-1].stop] for buffer in self.buffers]  # one, for all is here
-        stack._host = self._host
+        stack._host, stack.matrices = self._host, self.matrices
         return stack
 
     @property
