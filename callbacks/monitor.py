@@ -6,7 +6,8 @@ import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -86,7 +87,8 @@ class SpectralMonitor(Checkpointed):
             memory, and measure one layer at a time: slower, with at most two layers' worth of memory on the device.
         max_overhead: share of training time that measuring may take, such as ``0.01``: steps that are due are passed
             over until the time since the last measured one makes up for what that took, and a line says how far apart
-            they are. The first two of a run, which take longest, are not waited for. ``None``: nothing is timed.
+            they are. The first two of a run, which take longest, are not waited for. ``"auto"`` is 0.01 from step 100
+            on where ``every_n_steps`` is the default and nothing is corrected, else ``None``: nothing is timed.
 
     Attributes:
         measurements: the newest ones.
@@ -123,7 +125,7 @@ class SpectralMonitor(Checkpointed):
         heatmap_every: int = 20,
         histograms: bool = False,
         low_memory: bool = False,
-        max_overhead: float | None = None,
+        max_overhead: float | Literal["auto"] | None = "auto",
     ) -> None:
         super().__init__()
         self.mode, self.condition, self.correction = mode, condition, checked(mode, condition, correction)
@@ -151,6 +153,7 @@ class SpectralMonitor(Checkpointed):
         self._training_step: TrainingStep | None = None
         self._loss_scale = 1.0
         self._overdue: frozenset[str] = frozenset()
+        self._began = self._spent = 0.0
 
     @property
     def measurements(self) -> deque[Measurement]:
@@ -177,7 +180,8 @@ class SpectralMonitor(Checkpointed):
         """Take the model apart, refuse what cannot be measured, print the role table."""
         refuse(trainer, pl_module)
         processes, wrapper = surroundings(trainer)
-        self._engine = Engine(pl_module, trainer.optimizers, self.settings, processes, wrapper)
+        corrected = self.mode == "correct"
+        self._engine = Engine(pl_module, trainer.optimizers, self.settings, processes, wrapper, corrected)
         self._engine.features.redirected = trainer.strategy.model is not pl_module
         check_together(trainer, self)
         self._oversight = Oversight(self.mode, self.condition, self.correction, self._engine)
@@ -199,6 +203,7 @@ class SpectralMonitor(Checkpointed):
         self.multipliers = self._oversight.multipliers
         self._oversight.arm()
         self._reports.begin(trainer, place(trainer, self))
+        self._began, self._spent = perf_counter(), 0.0
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -297,12 +302,14 @@ class SpectralMonitor(Checkpointed):
         """Judge a measurement, log it, and correct learning rates by it."""
         if self._oversight is None:
             return
+        begin = perf_counter()
         measurement = self._oversight.judge(measurement, warn_of_condition)
         self._hyperparameters = self._oversight.settings
         self._measurements.append(measurement)
         self._reports.write(measurement)
         self._oversight.correct(measurement, tell)
         self.multipliers = self._oversight.multipliers
+        self._spent += measurement.summary["overhead_ms"] / 1e3 + perf_counter() - begin
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
@@ -313,9 +320,11 @@ class SpectralMonitor(Checkpointed):
         save_profile(self.measurements, path, self._hyperparameters)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the last table."""
+        """Print the last table, and what measuring took."""
         if self._engine is not None and self.latest and self._engine.measured > self._continuation.measured_before:
             show(rendered(measurement_rows(self.latest)))
+            share = self._spent / max(perf_counter() - self._began, 1e-9)
+            tell(f"spectral monitor: measuring took {100 * share:.2g} % of training time")
         elif self._engine is not None:
             steps, every = trainer.global_step, self.settings.every_n_steps
             show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={every!r}")

@@ -150,10 +150,10 @@ of modules and parameters, random numbers and buffers as they were.
 
 Spectral norms are Lanczos estimates from below, within 1 % (`tol=0.01`); see [how good the norms are](estimator.md).
 
-Rows of features: at most `max_rows` (4096) per layer, a fixed choice; the products with weights behind `alignment`
+Rows of features: at most `max_rows` (512) per layer, a fixed choice; the products with weights behind `alignment`
 and `update_alignment` use 256 of them, in layers so large that those would cost more than 2^25 multiply-adds fewer, but
-at least 64. The stable ranks of inputs and gradients use at least 512, and fewer than all only in matrices
-of more than 2^18 entries. `max_rows=None` takes all rows everywhere. Where not all rows are compared, `sensitivity` takes
+at least 64, and of convolutions with thousands of groups a few. The stable ranks of inputs and gradients use at most
+512 too, and are right within 10 %. `max_rows=None` takes all rows everywhere. Where not all rows are compared, `sensitivity` takes
 those that are not to lower the loss as much as those that are.
 
 A step changes features by little, and the change must not drown in rounding. `bfa` and `bfa_cos` are NaN unless the

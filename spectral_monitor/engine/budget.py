@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
+from spectral_monitor.engine.settings import Settings
+
+MAX_OVERHEAD, FREE_STEPS = 0.01, 100
+"""Share of training time that measuring may take by default, and the first steps that it does not hold for."""
 WINDOW, SLOWEST = 64, 8
 """Unmeasured steps whose times are kept; of these one in eight, the slowest ones, is left out of their mean."""
 WARM_UP = 2
@@ -76,6 +81,18 @@ def steps_apart(paid: Sequence[Paid], measured: int, plain: float, share: float)
     return max(last, sum(min(wait, last) for wait in waits) - (paid[-1].step - paid[0].step))
 
 
+def budget_for(settings: Settings, several: bool, corrected: bool) -> Budget | None:
+    """Return the budget that settings ask for, if any.
+
+    A correction has none but on demand: training must not depend on a clock.
+    """
+    share = settings.max_overhead
+    if share != "auto":
+        return None if share is None else Budget(share, several)
+    timed = settings.every_n_steps == DEFAULT_SCHEDULE and not corrected
+    return Budget(MAX_OVERHEAD, several, FREE_STEPS) if timed else None
+
+
 class Budget:
     """Decides which of the steps that are due are measured, by a clock.
 
@@ -88,16 +105,17 @@ class Budget:
     Args:
         share: of training time that measuring may take, in (0, 1).
         several: whether other processes have to decide the same.
+        free: the first steps, at which everything that is due is measured; they are not made up for.
 
     Attributes:
         interval: steps between the last two measured ones, once there are two.
         news: what is to be said of the latest decision; mostly nothing.
     """
 
-    def __init__(self, share: float, several: bool = False) -> None:
+    def __init__(self, share: float, several: bool = False, free: int = 0) -> None:
         self.interval: int | None = None
         self.news = ""
-        self._share, self._several = share, several
+        self._share, self._several, self._free = share, several, free
         self._times: deque[float] = deque(maxlen=WINDOW)
         self._paid: list[Paid] = []
         self._measured = 0
@@ -147,7 +165,7 @@ class Budget:
     def granted(self, step: int, keys: frozenset[str]) -> frozenset[str]:
         """What is measured at a step: what is due, and what was due at steps that were passed over; or nothing."""
         self.news = ""
-        if not keys or not self._paid:
+        if not keys or not self._paid or step <= self._free:
             return keys
         apart = self._apart
         now = step - self._paid[-1].step >= apart

@@ -22,7 +22,7 @@ from spectral_monitor.capture.replay import RootCall
 from spectral_monitor.capture.rows import RowPicker
 from spectral_monitor.engine.activations import RowStage, input_rows
 from spectral_monitor.engine.agreement import agreed
-from spectral_monitor.engine.budget import Budget
+from spectral_monitor.engine.budget import budget_for
 from spectral_monitor.engine.census import Sight, Step, census
 from spectral_monitor.engine.changes import ChangeStage
 from spectral_monitor.engine.fingerprints import as_table, fingerprints
@@ -70,14 +70,17 @@ class Engine(Memory):
         settings: Settings,
         processes: Processes | None = None,
         wrapper: nn.Module | None = None,
+        corrected: bool = False,
     ) -> None:
-        """``processes``: those that train together; ``wrapper``: FSDP's, which is called in the model's place."""
+        """``processes``: those that train together; ``wrapper``: FSDP's, which is called in the model's place;
+        ``corrected``: whether learning rates depend on what is measured.
+        """
         super().__init__()
         self.model = model
         self._wrapper = wrapper or model
         self.settings = self.asked = settings
         self.processes = processes
-        self.budget = None if settings.max_overhead is None else Budget(settings.max_overhead, processes is not None)
+        self.budget = budget_for(settings, processes is not None, corrected)
         reshard(self._wrapper)
         dissected = partial(self._dissect, optimizers)
         anatomy, compiled, flat = dissected() if processes is None else processes.all_or_none(dissected)

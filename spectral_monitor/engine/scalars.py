@@ -46,11 +46,15 @@ class Scalars:
         for dtypes in groups.values():
             # All as float64, which holds the others.
             flat = torch.cat([torch.cat([self._items[key] for key in keys]).double() for keys in dtypes.values()])
-            flat, end = flat.cpu(), 0
             keys = [key for keys in dtypes.values() for key in keys]
-            sizes = [self._items[key].numel() for key in keys]
-            few = iter(torch.cat([part for part in flat.split(sizes) if len(part) <= MANY]).tolist())
-            for (layer, name), size in zip(keys, sizes, strict=True):
-                start, end = end, end + size
-                raw[layer][name] = flat[start:end] if size > MANY else [next(few) for _ in range(size)]
+            found = _unpacked(flat.cpu(), [self._items[key].numel() for key in keys])
+            for (layer, name), values in zip(keys, found, strict=True):
+                raw[layer][name] = values
         return dict(raw)
+
+
+def _unpacked(flat: Tensor, sizes: list[int]) -> list[Values]:
+    """Return values of these sizes, which lie one after the other on the host."""
+    parts = flat.split(sizes)
+    few = iter(torch.cat([flat[:0], *(part for part in parts if len(part) <= MANY)]).tolist())
+    return [part if len(part) > MANY else [next(few) for _ in range(len(part))] for part in parts]

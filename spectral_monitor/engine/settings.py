@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from spectral_monitor.engine.schedule import Interval, Timetable
 from spectral_monitor.quantities import needs, resolve
@@ -31,7 +32,8 @@ class Settings:
         history: measurements that are kept.
         replay_samples: samples of the batch that are run again after the step, the first ones; ``None`` for all.
         low_memory: keep the weights before the update in host memory and measure one layer at a time.
-        max_overhead: share of training time that measuring may take; ``None`` for whatever the intervals come to.
+        max_overhead: share of training time that measuring may take; ``None`` for whatever the intervals come to;
+            ``"auto"`` for 0.01 from step 100 on, at the default schedule and without a correction.
 
     Raises:
         ValueError: a number out of range, an unknown tier or key.
@@ -50,7 +52,7 @@ class Settings:
     history: int = 1000
     replay_samples: int | None = None
     low_memory: bool = False
-    max_overhead: float | None = None
+    max_overhead: float | Literal["auto"] | None = None
     schedule: Timetable = field(init=False)
     keys: tuple[str, ...] = field(init=False)
     needs: frozenset[str] = field(init=False)
@@ -65,9 +67,11 @@ class Settings:
         if isinstance(self.tol, bool) or not isinstance(self.tol, int | float) or not 0 < self.tol < 1:
             raise ValueError(f"tol must be a number in (0, 1), got {self.tol!r}")
         share = self.max_overhead
-        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
+        if share not in (None, "auto") and (
+            isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1
+        ):
             raise ValueError(
-                f"max_overhead must be a share of training time in (0, 1), such as 0.01, or None; got {share!r}"
+                f"max_overhead must be a share of training time in (0, 1), such as 0.01, 'auto' or None; got {share!r}"
             )
         if not isinstance(self.low_memory, bool):
             raise ValueError(f"low_memory must be True or False, got {self.low_memory!r}")

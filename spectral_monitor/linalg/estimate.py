@@ -17,7 +17,7 @@ from spectral_monitor.linalg.rounds import Routine, abreast, alone
 
 SMALL = 72
 """Up to this min(m, n) the Gram matrix is diagonalized: cheaper than Lanczos, and exact."""
-LOOKS = (2, 4, 7, 10, 13, 17, 24, 32)
+LOOKS = (2, 4, 7, 11, 15, 20, 26, 32)
 """Lanczos steps after which is asked what is decided: each is a wait for the device, and costs about a step."""
 MAX_STEPS = LOOKS[-1]
 PADDED = 2
@@ -253,7 +253,7 @@ def tame(stacks: Sequence[Pieces]) -> Routine[tuple[list[Pieces], Tensor, Tensor
     fro = torch.cat((yield from abreast([A.combined(frobenius, 2) for A in stacks])))
     limits = torch.finfo(fro.dtype)
     safe = (fro > limits.tiny**0.3) & (fro < limits.max**0.4)  # 4e-12 to 3e15 in float32
-    if bool(safe.all()):
+    if not any(A.shape[1] and A.shape[2] for A in stacks) or bool(safe.all()):
         return list(stacks), fro, torch.ones_like(fro), 1
     largest = torch.cat((yield from abreast([A.combined(_largest, math.inf) for A in stacks])))
     safe |= largest == 0

@@ -57,6 +57,7 @@ class Loop:
     own: object = lambda k: 0.0
     keys: frozenset = KEYS
     several: bool = False
+    free: int = 0
     steps: list = field(default_factory=list)
     costs: list = field(default_factory=list)
     news: list = field(default_factory=list)
@@ -64,7 +65,7 @@ class Loop:
     budget: Budget = None
 
     def __post_init__(self):
-        self.budget = self.budget or Budget(self.share, self.several)
+        self.budget = self.budget or Budget(self.share, self.several, self.free)
         self.timetable = Timetable.of(self.every, sorted(self.keys))
 
     def run(self, steps):
@@ -131,6 +132,25 @@ def test_the_first_two_are_not_waited_for(clock):
     cheap = {0: 1.0, 1: 0.0}
     loop = Loop(clock, share=0.1, every=10, cost=lambda k: cheap.get(k, 5.0)).run(range(1, 200))
     assert loop.steps == [10, 20, 30, 80, 130, 180], "10 + 10 + 0 + 50 is not later than 30 + 50"
+
+
+def test_the_first_steps_may_be_free(clock):
+    """Those are measured whatever that takes, and are not made up for; afterwards the share holds."""
+    loop = Loop(clock, every="1, 2, 4, ..., every 100", cost=lambda k: 3.0, free=100)
+    steps = loop.run(range(1, 2000)).steps
+    assert steps[:8] == [1, 2, 4, 8, 16, 32, 64, 100]
+    assert {later - earlier for earlier, later in pairwise(steps[7:])} == {300}
+
+
+def test_the_default_schedule_has_a_budget_and_what_a_user_names_has_none():
+    def found(corrected=False, **arguments):
+        made = budget.budget_for(SpectralMonitor(**arguments).settings, False, corrected)
+        return None if made is None else (made._share, made._free)
+
+    assert found() == (0.01, 100)
+    assert found(max_overhead=0.05) == (0.05, 0)
+    assert found(corrected=True, max_overhead=0.05) == (0.05, 0)
+    assert found(max_overhead=None) is found(every_n_steps=50) is found(corrected=True) is None
 
 
 def test_the_monitors_own_clock_is_the_least_it_costs(clock):

@@ -475,7 +475,11 @@ def test_no_more_rows_are_held_than_will_be_compared():
         with pytest.MonkeyPatch.context() as patch:
             small_samples(patch)
             probe = SpectralProbe(
-                model, torch.optim.SGD(model.parameters(), lr=0.1), replay_samples=few, exclude=["*.bias"]
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                replay_samples=few,
+                exclude=["*.bias"],
+                max_rows=4096,
             )
             for _ in range(2):
                 found = held(probe, lambda: (torch.randn(rows, WIDTH),), model)
@@ -490,7 +494,7 @@ def test_rows_that_were_let_go_change_nothing_else(monkeypatch):
     kept = []
     for few in (None, 300):
         torch.manual_seed(1)
-        probe, _, _ = trained(Net, replay_samples=few, sizes=(3000,) * 3)
+        probe, _, _ = trained(Net, replay_samples=few, sizes=(3000,) * 3, max_rows=4096)
         kept.append(probe.measurements)
     for one, other in zip(*kept, strict=True):
         keys = set(one.values) - set(COMPARED)
