@@ -5,8 +5,8 @@ begin with entries of size ``1/sqrt(n)``: U is the applied matrix over ``sqrt(n)
 so that one learning rate that does not depend on n is muP.
 
 At infinite width every column of U and every row of V stays a combination of the d + k Gaussian vectors that the
-columns of U and the rows of V are at the start. Their coefficients follow the same recursion as a network of width d + k
-that begins with ``U = [su 1; 0]`` and ``V = [0, sv 1]``. That is exact for any loss, batch and number of steps.
+columns of U and the rows of V are at the start. Their coefficients follow the same recursion as a network of width
+d + k that begins with ``U = [su 1; 0]`` and ``V = [0, sv 1]``. That is exact for any loss, batch and number of steps.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from spectral_monitor.scaling.parametrization import Parametrization, Power, Rul
 SUPPORTED = "nn.Sequential of an nn.Linear or nn.Embedding and an nn.Linear"
 
 UNCHANGED = frozenset(
-    [
+    {
         "feature_change",
         "feature_drift",
         "kernel_change",
@@ -34,7 +34,7 @@ UNCHANGED = frozenset(
         "weight_stable_rank",
         "input_stable_rank",
         "backward_stable_rank",
-    ]
+    }
 )
 """Quantities whose value on the twin is that at infinite width."""
 
@@ -95,26 +95,26 @@ def twin(module: nn.Module, parametrization: Parametrization, lr: float) -> Twin
     lr_u = lr * _limit(parametrization, "sgd", parametrization.input, "in", fan_in, power=1)
     lr_v = lr * _limit(parametrization, "sgd", parametrization.readout, "out", k, power=-1)
     dtype, device = readout.weight.dtype, readout.weight.device
-    net: nn.Sequential = nn.Sequential(
-        nn.Embedding(d, d + k, dtype=dtype, device=device)
-        if embeds
-        else nn.Linear(d, d + k, bias=first.bias is not None, dtype=dtype, device=device),
-        nn.Linear(d + k, k, bias=readout.bias is not None, dtype=dtype, device=device),
-    )
+    new: nn.Linear | nn.Embedding
+    if isinstance(first, nn.Embedding):
+        new, bias = nn.Embedding(d, d + k, dtype=dtype, device=device), None
+    else:
+        new = nn.Linear(d, d + k, bias=first.bias is not None, dtype=dtype, device=device)
+        bias = new.bias
+    out = nn.Linear(d + k, k, bias=readout.bias is not None, dtype=dtype, device=device)
     with torch.no_grad():
-        for parameter in net.parameters():
+        for parameter in (*new.parameters(), *out.parameters()):
             parameter.zero_()
-        weight = net[0].weight.T if embeds else net[0].weight  # (d + k, d)
-        weight[:d].fill_diagonal_(su)
-        net[1].weight[:, d:].fill_diagonal_(sv)
-    groups: list[dict[str, Any]] = [{"params": [net[0].weight], "lr": lr_u}]
-    if not embeds and first.bias is not None:
+        (new.weight.T if embeds else new.weight)[:d].fill_diagonal_(su)  # [su 1; 0], (d + k, d)
+        out.weight[:, d:].fill_diagonal_(sv)  # [0, sv 1], (k, d + k)
+    groups: list[dict[str, Any]] = [{"params": [new.weight], "lr": lr_u}]
+    if bias is not None:
         lr_b = lr * _limit(parametrization, "sgd", parametrization.input, "in", 1, power=1)
-        groups.append({"params": [net[0].bias], "lr": lr_b})
-    groups.append({"params": [net[1].weight], "lr": lr_v})
+        groups.append({"params": [bias], "lr": lr_b})
+    groups.append({"params": [out.weight], "lr": lr_v})
     if readout.bias is not None:  # k numbers, which do not depend on the width
-        groups.append({"params": [net[1].bias], "lr": lr * parametrization.readout.sgd.at(1, k, 2)})
-    return Twin(net, groups)
+        groups.append({"params": [out.bias], "lr": lr * parametrization.readout.sgd.at(1, k, 2)})
+    return Twin(nn.Sequential(new, out), groups)
 
 
 def at_infinite_width(key: str, value: float, *, layer: Literal["hidden", "readout"], size: int) -> float:
@@ -151,13 +151,15 @@ def _pair(module: nn.Module) -> tuple[nn.Linear | nn.Embedding, nn.Linear]:
     layers = list(module)
     if len(layers) != 2:
         raise ValueError(f"{name} of {len(layers)} modules has no exact limit here: supported is {SUPPORTED}")
-    for index, layer in enumerate(layers):
-        allowed = (nn.Linear, nn.Embedding) if index == 0 else (nn.Linear,)
-        if type(layer) not in allowed:
-            raise ValueError(f"{index!r}, a {type(layer).__name__}, has no exact limit here: supported is {SUPPORTED}")
     first, readout = layers
+    if type(first) is not nn.Linear and type(first) is not nn.Embedding:
+        raise ValueError(f"'0', a {type(first).__name__}, has no exact limit here: supported is {SUPPORTED}")
+    if type(readout) is not nn.Linear:
+        raise ValueError(f"'1', a {type(readout).__name__}, has no exact limit here: supported is {SUPPORTED}")
     if isinstance(first, nn.Embedding) and (first.padding_idx is not None or first.max_norm is not None):
-        raise ValueError("0, an Embedding with padding_idx or max_norm, has no exact limit here: leave them out")
+        raise ValueError("'0', an Embedding with padding_idx or max_norm, has no exact limit here: leave them out")
+    assert isinstance(first, (nn.Linear, nn.Embedding))
+    assert isinstance(readout, nn.Linear)
     return first, readout
 
 

@@ -80,8 +80,8 @@ def test_wide_modules_come_close_to_the_twin(tokens, momentum):
     ("module", "message"),
     [
         (nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)), "Sequential of 3 modules"),
-        (nn.Sequential(nn.Conv1d(2, 8, 1), nn.Linear(8, 1)), "0, a Conv1d"),
-        (nn.Sequential(nn.Linear(2, 8), nn.Embedding(8, 1)), "1, a Embedding"),
+        (nn.Sequential(nn.Conv1d(2, 8, 1), nn.Linear(8, 1)), "'0', a Conv1d"),
+        (nn.Sequential(nn.Linear(2, 8), nn.Embedding(8, 1)), "'1', a Embedding"),
         (nn.Linear(2, 8), "Linear has no exact limit"),
         (nn.Sequential(nn.Embedding(4, 8, padding_idx=0), nn.Linear(8, 1)), "padding_idx"),
     ],
