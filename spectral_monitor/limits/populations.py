@@ -2,9 +2,10 @@
 
 Notation: L hidden layers, N particles in each population, S indices (step, example) so far; ``x^l_t`` are features of
 population l at index t, ``dx^l_t`` what they receive from above, ``h^l_t`` inputs of the activation,
-``delta^l_t = phi'(h^l_t) dx^l_t``. Each is a vector of N particles. A population holds Gaussians F_t, which stand for the
-start of the matrix below applied to features, and G_t, which stand for the transpose of the matrix above applied to deltas.
-Expectations are means within one population; populations meet only in those numbers.
+``delta^l_t = phi'(h^l_t) dx^l_t``. Each is a vector of N particles. A
+population holds Gaussians F_t, which stand for the start of the matrix below applied to features, and G_t, which stand
+for the transpose of the matrix above applied to deltas. Expectations are means within one population; populations meet
+only in those numbers.
 """
 
 from __future__ import annotations

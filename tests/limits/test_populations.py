@@ -45,7 +45,7 @@ def test_one_hidden_layer_tanh_is_what_wide_networks_do():
 
 
 def test_two_hidden_layers_tanh():
-    np.testing.assert_allclose(limit(2, torch.tanh, 3.0, ONES, ALTERNATING, n=200_000), TANH_TWO, rtol=0.02)
+    np.testing.assert_allclose(limit(2, torch.tanh, 3.0, ONES, ALTERNATING, n=1_000_000), TANH_TWO, rtol=0.02)
 
 
 def test_without_the_term_of_the_same_step_it_is_wrong(monkeypatch):
@@ -57,7 +57,7 @@ def test_without_the_term_of_the_same_step_it_is_wrong(monkeypatch):
         return [*found[:-1], 0.0] if leaves is self._layers[1].below.values else found
 
     monkeypatch.setattr(Populations, "_derivatives", as_printed)
-    found = limit(2, torch.tanh, 3.0, ONES, ALTERNATING, n=200_000)
+    found = limit(2, torch.tanh, 3.0, ONES, ALTERNATING, n=1_000_000)
     np.testing.assert_allclose(found, [0.5, 1.858, 1.975, 8.21, 12.2], rtol=0.02)
     assert not np.allclose(found, TANH_TWO, rtol=0.02)
 
