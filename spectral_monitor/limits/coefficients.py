@@ -1,4 +1,4 @@
-"""Two hidden layers without activation at infinite width, exactly: each variable is a vector of coefficients.
+"""Two hidden layers without activation at infinite width: each variable is a vector of coefficients.
 
 Population 1 has the basis ``U_1..U_d, G_0, G_1, ...``, population 2 the basis ``V, F_0, F_1, ...``. Gram matrices of the
 bases are ``diag(su^2, sw^2 D)`` and ``diag(sv^2, sw^2 C)``, with C(s, t) = E[x_s x_t] and D(s, t) = E[delta_s delta_t].
@@ -31,7 +31,7 @@ class LinearPopulations:
         >>> import torch
         >>> limit = LinearPopulations(1, lr=0.5, steps=2)
         >>> [limit.step(torch.tensor([x]), lambda f, y=x: f - y) for x in (1.0, -1.0)]
-        [0.0, -0.5]
+        [0.0, -1.5]
     """
 
     def __init__(
