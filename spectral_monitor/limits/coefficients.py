@@ -1,7 +1,8 @@
 """Two hidden layers without activation at infinite width: each variable is a vector of coefficients.
 
-Population 1 has the basis ``U_1..U_d, G_0, G_1, ...``, population 2 the basis ``V, F_0, F_1, ...``. Gram matrices of the
-bases are ``diag(su^2, sw^2 D)`` and ``diag(sv^2, sw^2 C)``, with C(s, t) = E[x_s x_t] and D(s, t) = E[delta_s delta_t].
+Population 1 has the basis ``U_1..U_d, G_0, G_1, ...``, population 2 the basis ``V, F_0, F_1, ...``. Gram matrices
+of the bases are ``diag(su^2, sw^2 D)`` and ``diag(sv^2, sw^2 C)``, with C(s, t) = E[x_s x_t] and
+D(s, t) = E[delta_s delta_t].
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def test_two_hidden_layers():
 
 def test_two_hidden_layers_decoupled():
     found = losses(LinearPopulations(1, lr=0.5, steps=5, decoupled=True))
-    # Outputs are 0, -1, 1, 1/16: particles gave .435 and 1.20 for the last two losses, to two digits.
+    # Outputs are 0, -1, 1, 1/16: the design's .435 and 1.20 are less exact. The last is as found.
     np.testing.assert_allclose(found, [0.5, 0, 2.0, (15 / 16) ** 2 / 2, 1.19137], atol=1e-4)
 
 
