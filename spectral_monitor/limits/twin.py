@@ -1,0 +1,189 @@
+"""The infinite-width twin of a module: an ordinary module of width d + k, trained by plain SGD.
+
+It exists where a linear map follows an embedding or a linear map with nothing between: word vectors, LoRA pairs, matrix
+factorization, probes with a bottleneck.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from spectral_monitor.scaling.parametrization import Parametrization, Power, Rule
+
+SUPPORTED = "nn.Sequential of an nn.Linear or nn.Embedding and an nn.Linear"
+
+UNCHANGED = frozenset(
+    {
+        "feature_change",
+        "feature_drift",
+        "kernel_change",
+        "alignment",
+        "update_alignment",
+        "bfa",
+        "bfa_cos",
+        "bfk_ratio",
+        "contribution",
+        "drift_ratio",
+        "drift_fro_ratio",
+        "update_stable_rank",
+        "weight_stable_rank",
+        "input_stable_rank",
+        "backward_stable_rank",
+    }
+)
+"""Quantities whose value on the twin is that at infinite width."""
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The coefficients of an infinitely wide module, as a module of width d + k.
+
+    Attributes:
+        module: reads what the original reads, and returns the outputs that it has at infinite width.
+        param_groups: for ``torch.optim.SGD``, with the learning rates at infinite width.
+    """
+
+    module: nn.Sequential
+    param_groups: list[dict[str, Any]]
+
+
+def twin(module: nn.Module, parametrization: Parametrization, lr: float) -> Twin:
+    """Return the infinite-width limit of a module as an ordinary module.
+
+    Plain SGD on it, momentum, weight decay and clipping by the norm included, is the limit of the same on the original.
+    Adam is not: it acts on entries, and the coefficients are in other axes.
+
+    Args:
+        module: an ``nn.Sequential`` of an ``nn.Linear`` or ``nn.Embedding`` and an ``nn.Linear``. Its weights are not
+            read: the twin begins where the parametrization begins.
+        parametrization: with maximal updates, such as ``MUP``.
+        lr: the learning rate that the parametrization's factors multiply.
+
+    Raises:
+        ValueError: another module, by name; a parametrization without this limit; a learning rate that is none.
+
+    Source: "Feature Learning in Infinite-Width Neural Networks", Theorem D.1.
+
+    Example:
+        >>> import torch
+        >>> from spectral_monitor.scaling import MUP
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 512), torch.nn.Linear(512, 2, bias=False))
+        >>> limit = twin(net, MUP, lr=0.1)
+        >>> limit.module
+        Sequential(
+          (0): Linear(in_features=4, out_features=6, bias=True)
+          (1): Linear(in_features=6, out_features=2, bias=False)
+        )
+        >>> [round(group["lr"], 4) for group in limit.param_groups]
+        [0.025, 0.1, 0.2]
+    """
+    if not 0 < lr < math.inf:
+        raise ValueError(f"lr must be a finite number > 0, got {lr!r}")
+    first, readout = _pair(module)
+    embeds = isinstance(first, nn.Embedding)
+    d = first.num_embeddings if isinstance(first, nn.Embedding) else first.in_features
+    k = readout.out_features
+    fan_in = 1 if embeds else d
+    # Numbers of the limit: entries of U stay, those of V go as 1/n, rates as n and 1/n.
+    su = _limit(parametrization, "std", parametrization.input, "in", fan_in, power=0)
+    sv = _limit(parametrization, "std", parametrization.readout, "out", k, power=-1)
+    lr_u = lr * _limit(parametrization, "sgd", parametrization.input, "in", fan_in, power=1)
+    lr_v = lr * _limit(parametrization, "sgd", parametrization.readout, "out", k, power=-1)
+    dtype, device = readout.weight.dtype, readout.weight.device
+    new: nn.Linear | nn.Embedding
+    if isinstance(first, nn.Embedding):
+        new, bias = nn.Embedding(d, d + k, dtype=dtype, device=device), None
+    else:
+        new = nn.Linear(d, d + k, bias=first.bias is not None, dtype=dtype, device=device)
+        bias = new.bias
+    out = nn.Linear(d + k, k, bias=readout.bias is not None, dtype=dtype, device=device)
+    with torch.no_grad():
+        for parameter in (*new.parameters(), *out.parameters()):
+            parameter.zero_()
+        (new.weight.T if embeds else new.weight)[:d].fill_diagonal_(su)  # [su 1; 0], (d + k, d)
+        out.weight[:, d:].fill_diagonal_(sv)  # [0, sv 1], (k, d + k)
+    groups: list[dict[str, Any]] = [{"params": [new.weight], "lr": lr_u}]
+    if bias is not None:
+        lr_b = lr * _limit(parametrization, "sgd", parametrization.input, "in", 1, power=1)
+        groups.append({"params": [bias], "lr": lr_b})
+    groups.append({"params": [out.weight], "lr": lr_v})
+    if readout.bias is not None:  # k numbers, which do not depend on the width
+        groups.append({"params": [out.bias], "lr": lr * parametrization.readout.sgd.at(1, k, 2)})
+    return Twin(nn.Sequential(new, out), groups)
+
+
+def at_infinite_width(key: str, value: float, *, layer: Literal["hidden", "readout"], size: int) -> float:
+    """Return the value at infinite width of a quantity that was measured on a twin.
+
+    Args:
+        key: name of the quantity.
+        value: as measured on the twin.
+        layer: ``"hidden"`` for the first matrix, ``"readout"`` for the second.
+        size: width d + k of the twin.
+
+    Returns:
+        The value; NaN for norms that go with the width, which have no limit.
+
+    Example:
+        >>> at_infinite_width("feature_rms", 0.5, layer="hidden", size=16)
+        2.0
+    """
+    if key in UNCHANGED:
+        return value
+    hidden = layer == "hidden"
+    if key in ("feature_rms", "sensitivity"):
+        return value * math.sqrt(size) if hidden else value
+    if key in ("weight_natural", "update_natural"):
+        return value * math.sqrt(size) if hidden else value / math.sqrt(size)
+    return math.nan
+
+
+def _pair(module: nn.Module) -> tuple[nn.Linear | nn.Embedding, nn.Linear]:
+    """Return the two layers of a supported module, or refuse it by name."""
+    name = type(module).__name__
+    if type(module) is not nn.Sequential:
+        raise ValueError(f"{name} has no exact limit here: supported is {SUPPORTED}")
+    layers = list(module)
+    if len(layers) != 2:
+        raise ValueError(f"{name} of {len(layers)} modules has no exact limit here: supported is {SUPPORTED}")
+    first, readout = layers
+    if type(first) is not nn.Linear and type(first) is not nn.Embedding:
+        raise ValueError(f"'0', a {type(first).__name__}, has no exact limit here: supported is {SUPPORTED}")
+    if type(readout) is not nn.Linear:
+        raise ValueError(f"'1', a {type(readout).__name__}, has no exact limit here: supported is {SUPPORTED}")
+    if isinstance(first, nn.Embedding) and (first.padding_idx is not None or first.max_norm is not None):
+        raise ValueError("'0', an Embedding with padding_idx or max_norm, has no exact limit here: leave them out")
+    assert isinstance(first, (nn.Linear, nn.Embedding))
+    assert isinstance(readout, nn.Linear)
+    return first, readout
+
+
+def _limit(
+    parametrization: Parametrization,
+    what: Literal["std", "sgd"],
+    rule: Rule,
+    side: Literal["in", "out"],
+    fan: int,
+    *,
+    power: int,
+) -> float:
+    """Return the limit of a rule's value over ``n^power`` for widths n, or refuse a rule of another power."""
+
+    def value(n: int) -> float:
+        fans = (fan, n) if side == "in" else (n, fan)
+        powers: tuple[Power, ...] = rule.std if what == "std" else (rule.sgd,)
+        return min(each.at(*fans, 2) for each in powers) / float(n) ** power
+
+    large, larger = value(2**40), value(2**42)
+    if not math.isclose(large, larger, rel_tol=1e-6):
+        place = "input" if side == "in" else "readout"
+        raise ValueError(
+            f"{parametrization.name} has no feature-learning limit: {what} of the {place} must go as n^{power} in the "
+            "width n, as in MUP"
+        )
+    return larger
