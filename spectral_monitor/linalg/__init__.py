@@ -4,11 +4,8 @@ from spectral_monitor.linalg.estimate import (
     DOUBT,
     MAX_STEPS,
     SpectralEstimate,
-    compute_dtype,
-    frobenius,
     spectral_estimate,
     spectral_estimates,
-    tame,
 )
 from spectral_monitor.linalg.pieces import Part, Pieces
 from spectral_monitor.linalg.rounds import (
@@ -23,6 +20,7 @@ from spectral_monitor.linalg.rounds import (
     together,
     totals,
 )
+from spectral_monitor.linalg.scale import compute_dtype, frobenius, tame
 
 __all__ = [
     "DOUBT",
