@@ -57,4 +57,5 @@ def test_a_recipe_ends_alike_from_any_rate():
     assert max(ends) / min(ends) < 1.05
     far = [one(("MLP, SGD", "plain", start, 0), "development")[1] for start in (1.0, 0.01)]
     assert far[1] > 1.2 * far[0], "which is not so by itself"
-    assert ends[0] < 1.25 * far[0]
+    # Without the larger data digits are learnt by heart, and ratios of what little loss is left say nothing.
+    assert ends[0] - far[0] < 0.1 * (far[1] - far[0])
