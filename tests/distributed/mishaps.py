@@ -50,13 +50,19 @@ class Refuses(RecordingLogger):
         super().log_metrics(metrics, step)
 
 
-@contextmanager
-def broken(name: str, only: int = 1, times: int = 1) -> Iterator[None]:
-    """A part of the engine raises on one process, the first ``times`` it is called."""
+def owner_of(name: str) -> tuple[Any, str]:
+    """Return what holds a part of the engine, and the attribute it has there."""
     module, *owners, attribute = name.split(".")
     target = importlib.import_module(f"spectral_monitor.engine.{module}")
     for owner in owners:
         target = getattr(target, owner)
+    return target, attribute
+
+
+@contextmanager
+def broken(name: str, only: int = 1, times: int = 1) -> Iterator[None]:
+    """A part of the engine raises on one process, the first ``times`` it is called."""
+    target, attribute = owner_of(name)
     original, left = getattr(target, attribute), [times]
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +83,7 @@ PARTS = {
     "weights": "matrices.MatrixStage.before",  # inside the optimizer's step
     "update": "matrices.MatrixStage.after",
     "inputs": "activations.input_rows",
-    "rows": "pending.layer_row",  # when all is sent and done
+    "rows": "measured.layer_row",  # when all is sent and done
     "replay": "replays.Replays._same_batch",
 }
 

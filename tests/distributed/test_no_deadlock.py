@@ -3,7 +3,7 @@
 import pytest
 
 from distributed.jobs import task
-from distributed.mishaps import PARTS, STEPS
+from distributed.mishaps import PARTS, STEPS, owner_of
 
 LIMIT = 120
 
@@ -34,6 +34,13 @@ def mishaps():
             if part == "replay" and way != "ddp":
                 continue  # a forward that all run together waits for all, in training as in a replay
             yield pytest.param(of(way, part), training(way), id=f"{part}, {way}")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_is_broken_below_exists(part):
+    """The long runs are slow tests: a part that has moved is to be seen in the quick ones."""
+    target, attribute = owner_of(PARTS[part])
+    assert callable(getattr(target, attribute))
 
 
 @pytest.mark.slow
