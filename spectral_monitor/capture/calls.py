@@ -21,7 +21,7 @@ class Call:
     """One call of one layer: chosen rows of its input (a sample), its output and the gradient of its output.
 
     Attributes:
-        count: rows that were chosen of the output.
+        count: rows of the output that were chosen to stand for all.
         index: which those are; ``None`` for all.
         root: the outermost call it was part of.
         features: of the output.
@@ -29,8 +29,10 @@ class Call:
         norm: of all rows of the output, as far as those say that were chosen at first.
         watched: whether the gradient of the output is waited for.
         original: the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed.
-        compared: how many of the chosen rows are kept, if it is known that only the first will be compared.
-        b_sample: rows of the gradient that stand for all, where those kept do not.
+        first: rows of the output, the first ones, that the forward after the step will have, if it is known that it
+            will be of some samples only; ``h_out`` and ``b`` are of these, not of those that stand for all.
+        first_index: which of them; ``None`` for all.
+        b_sample: rows of the gradient that stand for all, where those in ``b`` do not.
         inputs: rows of the input, chosen or not.
         split_in: whether the input's rows are shared out among processes with the same batch.
         split_out: whether the output's are.
@@ -52,7 +54,8 @@ class Call:
     watched: bool = False
     b: Kept | None = None
     b_count: int = 0
-    compared: int | None = None
+    first: int | None = None
+    first_index: Tensor | None = None
     b_sample: Tensor | None = None
     inputs: int = 0
     split_in: bool = False
@@ -65,23 +68,37 @@ class Call:
         """Of the output, if it arrived exactly once and nobody has overwritten it."""
         return self.b.get() if self.b is not None and self.b_count == 1 else None
 
-    def thin(self, picker: RowPicker, room: int, compared: int | None, device: torch.device) -> None:
-        """Keep at most ``room`` of the rows that were chosen, those that would have been chosen so; ``compared`` of
-        them will be compared.
-        """
+    def gradient_sample(self) -> Tensor | None:
+        """Return rows of the same that stand for all."""
+        b = self.gradient()
+        return b if b is None or self.b_sample is None else self.b_sample
+
+    def thin(self, picker: RowPicker, room: int, device: torch.device) -> None:
+        """Keep at most ``room`` of the rows that were chosen, those that would have been chosen so."""
         if self.count <= room:
             return
         index = picker.choose(self.outputs, room, device)
         assert index is not None
-        place = (index if self.index is None else torch.searchsorted(self.index, index))[:compared]
+        if self.first is None:
+            self._keep(self.index, index)
+        else:
+            first = picker.choose(self.first, -(-room * self.first // self.outputs), device)
+            if first is not None:
+                self._keep(self.first_index, first)
+                self.first_index = first
+        self.index, self.count = index, len(index)
+
+    def _keep(self, before: Tensor | None, index: Tensor) -> None:
+        """Keep some of the rows, which were those of ``before``."""
+        place = index if before is None else torch.searchsorted(before, index)
         self.h_out, self.b = self.h_out.part(place), None if self.b is None else self.b.part(place)
-        self.index, self.count, self.compared, self.original = index, len(index), compared, None
+        self.original = None
 
     def rows(self, h: Tensor) -> CallRows:
-        """What is kept of it, ``h`` of the output."""
-        index, b = self.index, self.gradient()
-        index = None if index is None else index[: len(h)]
-        return CallRows(index, h, None if b is None else b[: len(h)], self.outputs, self.count, self.outputs)
+        """Return what is compared of it, ``h`` of the output."""
+        index = self.index if self.first is None else self.first_index
+        pool = self.outputs if self.first is None else self.first
+        return CallRows(index, h, self.gradient(), self.outputs, pool, len(h), self.outputs)
 
 
 def joined(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -21,14 +21,15 @@ KERNEL_ROWS = 256
 
 @dataclass(frozen=True)
 class CallRows:
-    """Rows of one call that are kept: those chosen, or the first of those.
+    """Rows of one call that are compared with those after the step.
 
     Attributes:
-        index: which they are, in order; ``None`` for all, or simply the first.
+        index: which they are, in order; ``None`` for the first ones.
         h: their values.
         b: their gradients where they count.
         count: rows the call had.
-        chosen: how many of them were chosen.
+        pool: how many of them, the first ones, these were chosen from.
+        chosen: how many were chosen.
         again: rows it has to have when it is run again, the first of those it had.
     """
 
@@ -36,12 +37,15 @@ class CallRows:
     h: Tensor
     b: Tensor | None
     count: int
+    pool: int
     chosen: int
     again: int
 
     def first(self, rows: int, picker: RowPicker) -> CallRows:
         """Those that are among the first ``rows`` of the call, when only these are run again."""
-        before, _ = picker.share(self.count, self.chosen, rows, self.count, self.h.device)
+        if self.pool <= rows:
+            return replace(self, again=rows)
+        before, _ = picker.share(self.pool, self.chosen, rows, self.pool, self.h.device)
         index = None if self.index is None else self.index[:before]
         b = None if self.b is None else self.b[:before]
         return replace(self, index=index, h=self.h[:before], b=b, again=rows)

@@ -236,13 +236,18 @@ class FeatureCapture:
             count = count_rows(out, layer.channels_first, spatial)
             index = self._chosen(i, count, out.device)
             h_out = rows_of(out, layer.channels_first, spatial, index)
-            compared = self._compared((i, len(self.calls.get(i, ()))), count, len(h_out), out.device)
-            copy = i not in self._lasting and h_out.data_ptr() == out.data_ptr() and compared is None
-            kept = Kept(h_out[:compared].clone() if copy or compared is not None else h_out)
-            original = h_out if copy and i not in self._overwritten else None
             eps, norm = torch.finfo(out.dtype).eps, length(h_out) * math.sqrt(count / max(len(h_out), 1))
-            call = Call(None, kept, len(h_out), eps, index, self._root, h_out.shape[1], count, norm, original)
-            call.compared = compared
+            first, chosen = self._first((i, len(self.calls.get(i, ()))), out, count), len(h_out)
+            first_index = None
+            if first is not None:
+                room = -(-first * chosen // count) if i in self._shares else self._max_rows or first
+                first_index = self._picker.choose(first, room, out.device)
+                h_out = rows_of(_first_rows(out, first, count), layer.channels_first, spatial, first_index)
+            copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
+            kept = Kept(h_out.clone() if copy else h_out)
+            original = h_out if copy and first is None and i not in self._overwritten else None
+            call = Call(None, kept, chosen, eps, index, self._root, h_out.shape[1], count, norm, original)
+            call.first, call.first_index = first, first_index
             if self.traced:
                 call.node, call.place = whole.grad_fn, self._count
                 self._count += 1
@@ -281,17 +286,15 @@ class FeatureCapture:
         share = self._shares.get(i, 1.0)
         if math.ceil(share * count) + sum(call.count for call in calls) > self._max_rows:
             share = self._shares[i] = self._max_rows / (2 * total)
-            for n, call in enumerate(calls):
+            for call in calls:
                 room = math.ceil(share * call.outputs)
-                call.thin(self._picker, room, self._compared((i, n), call.outputs, room, device), device)
+                call.thin(self._picker, room, device)
         return self._picker.choose(count, math.ceil(share * count), device)
 
-    def _compared(self, call: tuple[int, int], count: int, chosen: int, device: torch.device) -> int | None:
-        """How many of the rows that were chosen will be compared, the first ones; ``None`` for all."""
+    def _first(self, call: tuple[int, int], out: Tensor, count: int) -> int | None:
+        """Return how many rows of the output, the first ones, will be there again; ``None`` for all."""
         rows = None if self._portion is None else self._portion.rows(call, count)
-        if rows is None or rows == count:
-            return None
-        return self._picker.share(count, chosen, rows, count, device)[0]
+        return None if rows is None or rows == count or len(out) * rows % count else rows
 
     def _recomputed(self, i: int, output: Any) -> None:
         """Activation checkpointing computes the forward once more in the backward pass.
@@ -316,21 +319,24 @@ class FeatureCapture:
         layer = self.layers[i]
         with self._harmless(f"the backward pass of {layer.info.name}"):
             call.b_count += 1
-            rows = rows_of(local_part(gradient), layer.channels_first, len(layer.info.shape) - 2, call.index)
-            call.b = Kept(self._needed(i, call, rows))
+            b, spatial = local_part(gradient), len(layer.info.shape) - 2
+            if call.first is None:
+                call.b = Kept(rows_of(b, layer.channels_first, spatial, call.index))
+            else:
+                few = _first_rows(b, call.first, call.outputs)
+                call.b = Kept(rows_of(few, layer.channels_first, spatial, call.first_index).clone())
+                if self._ranked:
+                    rows = rows_of(b, layer.channels_first, spatial, call.index)
+                    call.b_sample = self._sample(i, rows.clone() if call.index is None else rows)
             if self.checks is not None and call.checked is not None:
                 self.checks.backward(call.checked, gradient)
 
-    def _needed(self, i: int, call: Call, rows: Tensor) -> Tensor:
-        """What is kept of a gradient: all, or what will be compared if a sample, or none, of the others will do."""
-        if call.compared is None or (self._ranked and (self._apart or len(self.calls[i]) > 1)):
+    def _sample(self, i: int, rows: Tensor) -> Tensor:
+        """Return the rows of a gradient that its stable rank is measured on, as far as that is known."""
+        if self._apart or len(self.calls[i]) > 1:
             return rows
-        if self._ranked:
-            index = self._picker.choose(len(rows), sample_size(rows.shape[1]), rows.device)
-            if index is None:
-                return rows
-            call.b_sample = rows.index_select(0, index)
-        return rows[: call.compared].clone()
+        index = self._picker.choose(len(rows), sample_size(rows.shape[1]), rows.device)
+        return rows if index is None else rows.index_select(0, index)
 
     def outputs(self) -> Outputs:
         """Which rows of each call were kept, what they were, and their gradients; of layers that still have them all.
@@ -374,7 +380,7 @@ class FeatureCapture:
             if rows is None or layer is None:
                 return {}
             index = self._chosen_inputs(self.calls[i][0].inputs, call.inputs, rows.shape[1], rows.device)
-            found.append(CallRows(index, rows, None, call.inputs, len(rows), call.inputs))
+            found.append(CallRows(index, rows, None, call.inputs, call.inputs, len(rows), call.inputs))
         return {i: found} if found else {}
 
     def _chosen_inputs(self, first: int, rows: int, features: int, device: torch.device) -> Tensor | None:
@@ -396,6 +402,11 @@ class FeatureCapture:
             yield
         finally:
             self._replayed = ()
+
+
+def _first_rows(x: Tensor, first: int, count: int) -> Tensor:
+    """Return the part of ``x`` that holds the first of its ``count`` rows."""
+    return x.narrow(0, 0, len(x) * first // count)
 
 
 def nothing(root: RootCall) -> None:

@@ -41,8 +41,7 @@ def gradients(calls: Sequence[Call]) -> list[Tensor | None]:
 
 def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
     """The same over all its calls, in the dtype they are measured in, or the sample of them that is."""
-    found = gradients(calls)
-    return joined([b if call.b_sample is None else call.b_sample for call, b in zip(calls, found, strict=True)])
+    return joined([call.gradient_sample() for call in calls])
 
 
 def input_rows(calls: Sequence[Call]) -> Tensor | None:

@@ -35,11 +35,11 @@ class Unrolled(nn.Module):
         return total
 
 
-def stepped(sizes, look=None, **settings):
+def stepped(sizes, look=None, quantities=KEYS, **settings):
     torch.manual_seed(0)
     model = Unrolled(sizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    probe = SpectralProbe(model, optimizer, quantities=KEYS, mode="observe", **settings)
+    probe = SpectralProbe(model, optimizer, quantities=quantities, mode="observe", **settings)
     x = torch.randn(max(sizes), 32)
     for _ in range(2):
         with probe.step():
@@ -88,8 +88,17 @@ def test_with_the_first_samples_alone_too():
         assert some.value(key, "cell") == pytest.approx(every.value(key, "cell"), rel=0.25), key
 
 
+def test_rows_are_chosen_among_those_that_are_there_again():
+    """Of 2000 rows 20 are chosen to stand for all, of which none need be among the first two."""
+    some = stepped([2000], max_rows=20, replay_samples=2)
+    every = stepped([2000], max_rows=None, replay_samples=2)
+    for key in ("feature_change", "bfa_cos"):
+        assert some.value(key, "cell") == pytest.approx(every.value(key, "cell"), rel=1e-4), key
+
+
 def test_where_none_of_the_rows_is_of_the_first_samples_it_says_so():
-    latest = stepped([2000], max_rows=20, replay_samples=2)
+    """Where other quantities need rows of all samples, those are kept."""
+    latest = stepped([2000], quantities=[*KEYS, "kernel_change"], max_rows=20, replay_samples=2)
     for key in ("feature_change", "bfa_cos"):
         assert math.isnan(latest.value(key, "cell"))
         assert latest.why(key, "cell").startswith("none of its max_rows rows is of the samples that are run again")
