@@ -63,7 +63,8 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 | name | what it says |
 |---|---|
 | `loss_change_predicted` | minus the sum of all contributions, every parameter with a gradient counted once: what the step should do to the loss to first order. Under gradient clipping it is the clipped gradient's, smaller by the clipping factor. |
-| `loss_change` | what the step did to the loss, on the same batch with the same randomness. Known where the replayed forward returns the loss (as nanoGPT's and Hugging Face's models do) or the training step itself is replayed. |
+| `loss_change` | what the step did to the loss, on the same batch with the same randomness. Known where the replayed forward returns the loss (as nanoGPT's and Hugging Face's models do) or the training step itself is replayed, on the whole batch: with `replay_samples=None`, or where a few samples will not do. |
+| `feature_error` | how far `feature_change` may be from that of the whole batch where a few samples were run again, relative to it: the largest standard error of all layers; 0 where all rows were compared. |
 | `contribution_spread` | largest over smallest contribution of the operators; 1 is perfect balance, NaN if one goes uphill. |
 | `final_layer_alignment` | `alignment` of the readout, the smallest of several. |
 | `worst_layer_ratio` | the operator whose `update_natural` is furthest from the operators' median: by what factor, up or down. |

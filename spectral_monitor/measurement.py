@@ -66,6 +66,8 @@ class Measurement:
         values: quantity -> (L,) float32 CPU tensor, NaN where it does not apply or could not be had.
         summary: values of the whole network.
         verdicts: what is off, roots first, the worst first; empty until something judges.
+        errors: quantity -> (L,) standard errors of values that are of some rows of the features, against those of all
+            rows of the batch; 0 where all were used.
         states: every matrix -> its :class:`LayerState`; empty until something judges.
         flags: every layer that ever did -> 1 if it does now, 0 if not.
         bands: quantity -> (L, 3): the lowest and the highest value that are in order, and the reference between them,
@@ -84,6 +86,7 @@ class Measurement:
     flags: dict[str, float] = field(default_factory=dict)
     bands: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, LayerState] = field(default_factory=dict)
+    errors: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def roots(self) -> tuple[Verdict, ...]:

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -51,10 +51,11 @@ class SpectralProbe:
             guess in :meth:`role_table` is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
         max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
-        replay_samples: samples that are run again after the step, the first ones of the batch (of each process's), to
-            make that cheaper; ``None`` for all. What is compared is then of these, and ``summary/loss_change`` is not
-            known. Only where they give alone what they give among the others, which is seen at the first measured
-            step; not with dropout, nor with batch normalization in training mode: else all are run, with a warning.
+        replay_samples: samples that are run again after the step, the first ones of the batch (of each process's);
+            ``None`` for all. What is compared is then of these, ``summary/feature_error`` says how far it may be from
+            that of all, and ``summary/loss_change`` is not known. ``"auto"`` runs few, and more of them while that
+            error is above a tenth. All are run where some do not give alone what they give among the others, which
+            is seen at the first measured step: with dropout, or batch normalization in training mode.
         tol: relative tolerance of spectral norms.
         drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step that has features.
         history: measurements kept in :attr:`measurements`.
@@ -102,7 +103,7 @@ class SpectralProbe:
         roles: Mapping[str, str] | None = None,
         blocks: Mapping[str, int] | None = None,
         max_rows: int | None = 512,
-        replay_samples: int | None = None,
+        replay_samples: int | Literal["auto"] | None = "auto",
         tol: float = 0.01,
         drift_every: int = 5,
         history: int = 1000,

@@ -11,7 +11,6 @@ from torch import Tensor
 from spectral_monitor.anatomy import Layer
 from spectral_monitor.capture.rows import RowPicker, count_rows, rows_of
 from spectral_monitor.capture.samples import Portion
-from spectral_monitor.functional.feature_speed import inner
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.snapshot.local import local_part
 
@@ -74,10 +73,18 @@ def first_outputs(outputs: Outputs, portion: Portion, picker: RowPicker) -> Outp
 
 @dataclass
 class Change:
-    """dh of some rows: the norm of each, the norm of h of each, the inner product of all with b, and the norm of b.
+    """What changed in some rows, each tensor (rows,).
 
-    ``rows``: how many they are; ``of``: how many there are, seen or not. ``after``: the norm of h + dh of each row;
-    ``pairs``: some rows of h and of h + dh. Both only where asked for.
+    Attributes:
+        lengths: the norm of dh.
+        before: the norm of h.
+        inner: the inner product of dh with b; ``None`` where gradients are not at hand.
+        gradient: the norm of b.
+        size: entries of all these rows.
+        calls: rows of each call.
+        of: rows there are, seen or not.
+        after: the norm of h + dh, where asked for.
+        pairs: some rows of h and of h + dh, where asked for.
     """
 
     lengths: Tensor
@@ -85,7 +92,7 @@ class Change:
     inner: Tensor | None
     gradient: Tensor | None
     size: int
-    rows: int
+    calls: tuple[int, ...]
     of: int
     after: Tensor | None = None
     pairs: tuple[Tensor, Tensor] | None = None
@@ -97,11 +104,19 @@ class Replay:
     Attributes:
         outputs: those compared with.
         inputs: the same of the inputs of some layers, if that was asked for.
+        samples: how many samples their rows are of; ``None`` for all, of which these rows are a random choice.
     """
 
-    def __init__(self, outputs: Outputs, keys: Collection[str] = (), inputs: Outputs | None = None) -> None:
+    def __init__(
+        self,
+        outputs: Outputs,
+        keys: Collection[str] = (),
+        inputs: Outputs | None = None,
+        samples: int | None = None,
+    ) -> None:
         """``keys``: quantities; some ask for more of each change."""
         self.outputs = outputs
+        self.samples = samples
         self._keys = keys
         self._picker = RowPicker(KERNEL_ROWS)
         self._changes: dict[int, list[Change | None]] = {}
@@ -134,10 +149,10 @@ class Replay:
         return Change(
             torch.cat([change.lengths for change in there]),
             torch.cat([change.before for change in there]),
-            torch.stack(products).sum() if len(products) == len(there) else None,
-            torch.linalg.vector_norm(torch.stack(gradients)) if len(gradients) == len(there) else None,
+            torch.cat(products) if len(products) == len(there) else None,
+            torch.cat(gradients) if len(gradients) == len(there) else None,
             sum(change.size for change in there),
-            sum(change.rows for change in there),
+            sum((change.calls for change in there), ()),
             sum(change.of for change in there),
             torch.cat(after) if after else None,
             (torch.cat([old for old, _ in pairs]), torch.cat([new for _, new in pairs])) if pairs else None,
@@ -163,10 +178,10 @@ class Replay:
         change = Change(
             torch.linalg.vector_norm(dh, dim=1),
             torch.linalg.vector_norm(old, dim=1),
-            None if gradient is None else inner(gradient, dh),
-            None if gradient is None else torch.linalg.vector_norm(gradient),
+            None if gradient is None else (gradient * dh).sum(1, dtype=torch.float64),
+            None if gradient is None else torch.linalg.vector_norm(gradient, dim=1),
             h.numel(),
-            len(h),
+            (len(h),),
             seen.count,
         )
         if "feature_cancellation" in self._keys:

@@ -32,7 +32,7 @@ SMALL_FEATURES, SMALL_CHANGE = 1e-12, 1e-17
 
 def sound(raw: Mapping[str, Values]) -> bool:
     """Return whether everything measured of a layer is finite, but for ratios to zero."""
-    return all(_finite(values) for name, values in raw.items() if name not in RATIOS)
+    return all(_finite(values) for name, values in raw.items() if name not in RATIOS and not name.endswith(".error"))
 
 
 def _finite(values: Values) -> bool:
@@ -201,6 +201,19 @@ FORMULAS: dict[str, Callable[[LayerScalars], float]] = {
     "backward_speed": lambda s: s.speed("b"),
 }
 """How each measured quantity is read off the raw scalars of a layer."""
+
+
+ERRORS: dict[str, Callable[[LayerScalars], float]] = {
+    "feature_change": lambda s: s.get("feature_change.error"),
+    "feature_change_local": lambda s: s.get("dW.h.error") * s.local_change(),
+    "feature_drift": lambda s: s.get("feature_drift.error"),
+    "alignment": lambda s: s.get("alignment.error"),
+    "update_alignment": lambda s: s.get("update_alignment.error"),
+    "bfa": lambda s: s.get("bfa_cos.error") / math.sqrt(max(1 - s.cosine() ** 2, 1e-12)),
+    "bfa_cos": lambda s: s.get("bfa_cos.error"),
+    "sensitivity": lambda s: s.get("sensitivity.error"),
+}
+"""How the standard error of a quantity is read off them, 0 where all rows were looked at."""
 
 
 def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -> dict[str, float]:

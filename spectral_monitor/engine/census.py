@@ -64,6 +64,7 @@ class Step:
         drifts: those of them that ``feature_drift`` was asked of.
         probe: whether the probe batch has been taken.
         part: whether the first samples will do where the forward is run again: 0 no, 1 that is to be seen, 2 yes.
+        samples: how many those would be; 0 for all.
         apart: steps from the measured step before to the next one, at least, by this process's clock.
     """
 
@@ -77,6 +78,7 @@ class Step:
     drifts: float = 0.0
     probe: float = 0.0
     part: float = 0.0
+    samples: float = 0.0
     apart: float = 0.0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from spectral_monitor.engine.full import FullStage
 from spectral_monitor.engine.replays import Done
 from spectral_monitor.engine.rows import StepFacts
 from spectral_monitor.engine.scalars import LOSS_CHANGE, NETWORK
-from spectral_monitor.functional.features import mean_ratio, ratio_sum
-from spectral_monitor.functional.norms import ratio
+from spectral_monitor.engine.sums import DH, INNER, Found, group_sums, spread, statistics
+from spectral_monitor.functional.errors import GROUPS, standard_error
+from spectral_monitor.functional.features import row_ratios
 from spectral_monitor.linalg import Routine, abreast, in_turn, joined, shares, totals
 from spectral_monitor.placement import Processes
 
@@ -90,88 +91,107 @@ class ChangeStage:
         """
         layers = sorted(self._rows.census.wherever_called("lasted"))
         changes = {i: None if replay is None else replay.change(i) for i in layers}
-        found: dict[int, tuple[Change, Tensor | None]]
         if self._rows.exchange is None:
             seen = {i: change for i, change in changes.items() if change is not None}
-            found = {i: (change, None) for i, change in seen.items() if change.size}
+            there = {i: change for i, change in seen.items() if change.size}
+            groups = GROUPS if replay is None else min(GROUPS, replay.samples or GROUPS)
+            found = {
+                i: Found(sums, there[i].size, sum(there[i].calls), there[i].of, there[i].inner is not None)
+                for i, sums in group_sums(there, groups).items()
+            }
             self.unchosen |= seen.keys() - found.keys()
         else:
-            found = yield from self._everywhere(changes)
-        means = _mean_ratios({i: change for i, (change, ratios) in found.items() if ratios is None})
-        for i, (change, ratios) in found.items():
-            self._rows.out.put(i, name, means[i] if ratios is None else ratios)
-            if size:
-                self._rows.out.put(i, "dh.norm", torch.linalg.vector_norm(change.lengths))
-                self._rows.out.put(i, "dh.size", torch.tensor(float(change.size)))
-                self._rows.out.put(i, "dh.share", torch.tensor(change.rows / change.of))
-                self._rows.out.put(i, "h.compared", torch.linalg.vector_norm(change.before))
-                if change.inner is not None and change.gradient is not None:
-                    self._rows.out.put(i, "b.dh", change.inner)
-                    self._rows.out.put(i, "b.compared", change.gradient)
+            found = yield from self._everywhere(changes, None if replay is None else replay.samples)
+        devices: dict[torch.device, list[int]] = defaultdict(list)
+        for i, some in found.items():
+            devices[some.sums.device].append(i)
+        for every in devices.values():
+            self._put(every, [found[i] for i in every], name, size)
         if size and replay is not None:
             self._full.compared(replay)
         return set(found)
 
-    def _everywhere(self, changes: Mapping[int, Change | None]) -> Routine[dict[int, tuple[Change, Tensor | None]]]:
-        """The changes of all processes as one, and the mean relative change; of layers that all have seen."""
+    def _put(self, layers: list[int], found: list[Found], name: str, size: bool) -> None:
+        """Put what sums over rows say of some layers, and how far that may be from what all rows would say."""
+        out, census = self._rows.out, self._rows.census
+        groups = torch.stack([some.sums for some in found])  # (L, G, 7)
+        means, errors = statistics(groups.sum(1)), standard_error(groups, statistics)  # (L, 3)
+        lengths = groups[..., DH:].sum(1).sqrt()  # (L, 3): dh, h, b
+        inner = groups[..., INNER].sum(1)
+        every = torch.tensor([some.rows == some.of for some in found], device=groups.device)
+        errors = torch.where(every[:, None], torch.where(means.isnan(), means, 0.0), errors)
+        for k, (i, some) in enumerate(zip(layers, found, strict=True)):
+            out.put(i, name, means[k, 0])
+            out.put(i, f"{name}.error", errors[k, 0])
+            if size:
+                out.put(i, "dh.norm", lengths[k, 0])
+                out.put(i, "dh.size", torch.tensor(float(some.size)))
+                out.put(i, "dh.share", torch.tensor(some.rows / some.of))
+                out.put(i, "h.compared", lengths[k, 1])
+            if size and some.graded:
+                out.put(i, "b.dh", inner[k])
+                # What processes have of b of common outputs are shares of a sum, whose norm is known.
+                out.put(i, "b.compared", out.get(i, "b.norm") if i in census.common else lengths[k, 2])
+                if i not in census.common:
+                    out.put(i, "bfa_cos.error", errors[k, 1])
+                    out.put(i, "sensitivity.error", errors[k, 2] * some.rows / some.of)
+
+    def _everywhere(self, changes: Mapping[int, Change | None], samples: int | None) -> Routine[dict[int, Found]]:
+        """Return the changes of all processes as one, of layers that all have seen; ``samples``: those of this one."""
         exchange, census = self._rows.exchange, self._rows.census
         assert exchange is not None
         if not changes:
             return {}
-        called = census.layers("called")
-        # missing, sum of ratios, of how many, size, b dh, rows compared, rows there are
-        numbers = torch.zeros(len(changes), 7, device=exchange.device)
-        norms = torch.zeros(len(changes), 3, device=exchange.device)  # dh, h, b
+        called, graded = census.layers("called"), census.wherever_called("graded")
+        mine = -(-GROUPS // census.batch_count)  # groups of each batch
+        used = min(mine, samples or mine)
+        here = group_sums({i: change for i, change in changes.items() if change is not None and change.size}, used)
+        sums = torch.zeros(len(changes), mine, 7, device=exchange.device)
+        known = torch.zeros(len(changes), 4, device=exchange.device)  # missing, entries, rows compared, rows there are
         squares = []
         for k, (i, change) in enumerate(changes.items()):
             place, across = census.rows(i, "outputs"), self._rows.cols(i, "h") is not None
-            rows = norms.new_zeros(place.total if across else 0, 2)
+            rows = sums.new_zeros(place.total if across else 0, 2)
             squares.append(rows)
             if change is None:
-                numbers[k, 0] = float(bool(called[i][census.rank]))
+                known[k, 0] = float(bool(called[i][census.rank]))
                 continue
+            if i not in here:
+                continue
+            some = torch.cat([here[i][:, :DH], here[i][:, DH:].sqrt()], 1).to(sums)
             # Of gradients of outputs that all batches have in common each has its share.
-            speaks = census.first_of_batch if i in census.common else place.speaks
-            if change.inner is not None and (across or speaks):
-                numbers[k, 4] = change.inner
-            if change.size and (across or place.speaks):
-                numbers[k, 1], numbers[k, 2] = ratio_sum(change.lengths, change.before)
-                numbers[k, 3] = change.size
-                numbers[k, 5], numbers[k, 6] = change.rows, change.of
-                norms[k, 0] = torch.linalg.vector_norm(change.lengths)
-                norms[k, 1] = torch.linalg.vector_norm(change.before)
-                if change.gradient is not None:
-                    norms[k, 2] = change.gradient
-            if change.size and across:  # a row's length is not known before all features are
-                some = torch.stack([change.lengths, change.before], dim=1).square()
-                rows[place.offset : place.offset + len(some)] = some
-        tables = [shares(numbers, exchange), shares(norms, exchange)]
-        table, lengths, *squares = yield [*tables, *squares]
-        total, length = joined(table, 1), joined(lengths, 2)
-        found: dict[int, tuple[Change, Tensor | None]] = {}
-        for k, (i, (missing, _, _, size, _, seen, of)) in enumerate(zip(changes, total.tolist(), strict=True)):
+            if across or (census.first_of_batch if i in census.common else place.speaks):
+                sums[k, :used, INNER] = some[:, INNER]
+            if across or place.speaks:
+                sums[k, :used, :INNER], sums[k, :used, DH:] = some[:, :INNER], some[:, DH:]
+                known[k, 1:] = torch.tensor([change.size, sum(change.calls), change.of])
+            if across:  # a row's length is not known before all features are
+                both = torch.stack([change.lengths, change.before], dim=1).square()
+                rows[place.offset : place.offset + len(both)] = both
+        table, whole, *squares = yield [shares(sums, exchange), shares(known, exchange), *squares]
+        groups = _by_batch(table.double(), census.batches)
+        found = {}
+        for k, (i, (missing, size, seen, of)) in enumerate(zip(changes, joined(whole, 1).tolist(), strict=True)):
             if not missing and not size:
                 self.unchosen.add(i)
             if missing or not size:
                 continue
-            mean = ratio(total[k, 1], total[k, 2])
             if len(squares[k]):
-                mean = mean_ratio(*squares[k].sqrt().unbind(1))
-            dh, h, b = length[k].unbind()
-            if i in census.common:  # what processes have of b are shares of a sum, whose norm is known
-                b = self._rows.out.get(i, "b.norm") if i in census.wherever_called("graded") else b
-            change = Change(dh.reshape(1), h.reshape(1), total[k, 4], b, int(size), int(seen), int(of))
-            found[i] = (change, mean)
+                ratios, counted = row_ratios(*squares[k].double().sqrt().unbind(1))
+                index = spread(len(ratios), used * census.batch_count, groups.device)
+                rows = torch.stack([torch.ones_like(ratios), ratios, counted], 1)
+                groups[k, :, :INNER] = 0.0
+                groups[k, :, :INNER].index_add_(0, index, rows)
+            found[i] = Found(groups[k], int(size), int(seen), int(of), i in graded)
         return found
 
 
-def _mean_ratios(changes: Mapping[int, Change]) -> dict[int, Tensor]:
-    """Return the mean relative change of each layer's rows, all layers with as many rows at once."""
-    groups: dict[tuple[int, torch.dtype, torch.device], list[int]] = defaultdict(list)
-    for i, change in changes.items():
-        groups[(len(change.lengths), change.lengths.dtype, change.lengths.device)].append(i)
-    found: dict[int, Tensor] = {}
-    for some in groups.values():
-        columns = (torch.stack([getattr(changes[i], name) for i in some]) for name in ("lengths", "before"))
-        found.update(zip(some, mean_ratio(*columns), strict=True))
-    return found
+def _by_batch(table: Tensor, batches: Sequence[int]) -> Tensor:
+    """Return sums (L, batches * G, 7) from those of processes (P, L, G, 7), where norms are not squared.
+
+    Processes with the same batch have parts of the same rows.
+    """
+    squared = torch.cat([table[..., :DH], table[..., DH:].square()], -1)
+    index = torch.tensor([sorted(set(batches)).index(batch) for batch in batches], device=table.device)
+    joint = table.new_zeros(len(set(batches)), *table.shape[1:]).index_add_(0, index, squared)
+    return joint.transpose(0, 1).flatten(1, 2)

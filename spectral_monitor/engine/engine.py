@@ -245,6 +245,7 @@ class Engine(Memory):
             drifts=self.drifts,
             probe=self.probe_taken,
             part=part,
+            samples=self._replays.slices.samples,
             apart=0.0 if self.budget is None else self.budget.wait,
         )
         seen = self._run(census(mine, seen_here, prints, self.processes))
@@ -271,6 +272,8 @@ class Engine(Memory):
             full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn)
             full.checks()
             part = min(int(some.part) for some in seen.steps)
+            if not self._replays.slices.agree([int(some.samples) for some in seen.steps]):
+                part = NO
             replay = full.replay(outputs, self._replays.slices.portion if part == YES else None)
             self.features.drop_inputs()
             codes = {some.again for some in seen.steps}
@@ -287,7 +290,8 @@ class Engine(Memory):
             self._run(stage_after.measure(done, facts, before if known else None))
             if stage_after.off and not self._replays.slices.off:
                 self._replays.slices.give_up()
-                self._warn(f"replay_samples is of no use: {ELSEWHERE}; the whole batch is run again")
+                if not self._replays.slices.automatic:
+                    self._warn(f"replay_samples is of no use: {ELSEWHERE}; the whole batch is run again")
             if stage_after.probe_lost:
                 self._replays.probe = None
             with self._harmless("running the forward again with a graph"):
@@ -295,7 +299,10 @@ class Engine(Memory):
         self.measured += 1
         self.drifts += "feature_drift" in self.asked.keys
         measured = Measured(step, self.layers, self.anatomy.infos, self.asked, facts)
-        return self._put_together(measured, out.fetch())
+        measurement = self._put_together(measured, out.fetch())
+        if part == YES:
+            self._replays.slices.widen(measurement.summary.get("feature_error", 0.0))
+        return measurement
 
     def _before_replay(self, rows: RowStage, outputs: Outputs) -> Routine[None]:
         """Matrices, and rows as the step saw them."""

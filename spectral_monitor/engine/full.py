@@ -80,7 +80,7 @@ class FullStage:
         if portion is not None:
             outputs = self._features.first(outputs, portion)
             inputs = None if inputs is None else self._features.first(inputs, portion)
-        return Replay(outputs, self._keys, inputs)
+        return Replay(outputs, self._keys, inputs, None if portion is None else portion.samples)
 
     def checks(self) -> None:
         """What the step's own passes showed, if they were looked at."""

@@ -10,7 +10,7 @@ import torch
 from spectral_monitor.anatomy import Layer
 from spectral_monitor.engine.assemble import sound, summarize
 from spectral_monitor.engine.properties import properties
-from spectral_monitor.engine.rows import StepFacts, layer_row
+from spectral_monitor.engine.rows import StepFacts, layer_errors, layer_row
 from spectral_monitor.engine.scalars import LOSS_CHANGE, NETWORK, Raw
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.measurement import LayerInfo, Measurement
@@ -38,15 +38,24 @@ class Measured:
         keys, facts, network = self.asked.keys, self.facts, raw.get(NETWORK, {})
         (change,) = network.pop(LOSS_CHANGE, [math.nan])
         facts.rewritten = any(any(value) for name, value in network.items() if name.startswith("g.changed"))
-        rows, missing = [], {}
+        rows, errors, missing = [], [], {}
         for i, layer in enumerate(self.layers):
             row, why = layer_row(i, layer, keys, raw, facts)
             rows.append(row)
+            errors.append(layer_errors(i, layer, row, raw, facts, self.asked.max_rows is None))
             missing.update({f"{key}/{layer.info.name}": reason for key, reason in why.items()})
         if missing != reasons.get(keys):
             reasons[keys] = missing
         values = {key: torch.tensor([row[key] for row in rows], dtype=torch.float32) for key in keys}
+        off = {
+            key: torch.tensor([row[key] for row in errors], dtype=torch.float32)
+            for key in (errors[0] if errors else ())
+        }
         summary = summarize(values, self.layers, raw)
+        if "feature_change" in values:
+            pairs = [(error["feature_change"], row["feature_change"]) for error, row in zip(errors, rows, strict=True)]
+            known = (error / change for error, change in pairs if change > 0 and not math.isnan(error))
+            summary["feature_error"] = max(known, default=math.nan)
         if facts.rewritten or facts.closures > 1:
             summary["loss_change_predicted"] = math.nan
         if "dh" in self.asked.needs:
@@ -55,4 +64,4 @@ class Measured:
         summary["skipped_updates"] = float(skipped)
         if set(values) >= set(TIERS["full"]):
             summary.update(properties(values, summary, self.layers, raw, facts.eps))
-        return Measurement(self.step, self.infos, values, summary, reasons=reasons[keys])
+        return Measurement(self.step, self.infos, values, summary, reasons=reasons[keys], errors=off)

@@ -12,7 +12,7 @@ from spectral_monitor.anatomy import Layout
 from spectral_monitor.engine.scalars import Scalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.stacks import Stack
-from spectral_monitor.functional.features import mean_alignment
+from spectral_monitor.functional.features import mean_alignment, mean_alignment_error, standard_error_of_mean
 from spectral_monitor.functional.lengths import largest, lengths
 from spectral_monitor.linalg import Routine, abreast, frobenius, spectral_estimates
 from spectral_monitor.quantities import QUANTITIES
@@ -143,13 +143,25 @@ class MatrixNorms:
         assert rows is not None
         wanted = set(self._settings.keys)
         aligned = None if sigma is None or alignment not in wanted else mean_alignment(products, rows.lengths, sigma)
-        squares = (products * rows.sizes).square().sum(1) if length in wanted else None
+        squares = (products * rows.sizes).square() if length in wanted else None  # (K, R)
+        totals = None if squares is None else squares.sum(1)
+        errors = off = None
+        if self._settings.max_rows is not None:
+            if aligned is not None and sigma is not None:
+                errors = mean_alignment_error(products, rows.lengths, sigma)
+            if squares is not None and totals is not None:
+                there = rows.lengths > 0
+                off = standard_error_of_mean(squares, there) * there.sum(1) / totals / 2  # of the root, relative to it
         for i, count in rows.counts.items():
             span = job.stack.spans[i]
             if aligned is not None:
                 self._out.put(i, alignment, aligned[span])
-            if squares is not None and job.stack.members[i].layer.layout.taps == 1:
-                self._out.put(i, f"{job.name}.h", (squares[span].sum() / count).sqrt())
+            if errors is not None:
+                self._out.put(i, f"{alignment}.error", errors[span].amax())
+            if totals is not None and job.stack.members[i].layer.layout.taps == 1:
+                self._out.put(i, f"{job.name}.h", (totals[span].sum() / count).sqrt())
+                if off is not None:
+                    self._out.put(i, f"{job.name}.h.error", off[span].amax())
 
 
 class _Rows(NamedTuple):

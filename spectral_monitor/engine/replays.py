@@ -16,6 +16,7 @@ from spectral_monitor.capture.comparison import Outputs, Replay
 from spectral_monitor.capture.features import FeatureCapture, Watcher
 from spectral_monitor.capture.rehearsal import Alone, Rehearsal
 from spectral_monitor.capture.replay import RootCall
+from spectral_monitor.capture.samples import batch_size
 from spectral_monitor.engine.rows import MOVED, StepFacts
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.slices import DRAWS, NO, UNSEEN, YES, Slices
@@ -165,7 +166,7 @@ class Replays:
         if not self.needs & {"dh", "probe"}:
             return NO
         stand, never = self.slices.look(again, self._features.calls)
-        if never:
+        if never and not self.slices.automatic:
             warn(f"replay_samples is of no use: {never}; the whole batch is run again")
         return stand
 
@@ -223,7 +224,7 @@ class Replays:
             return Ran(None, None)
         if rehearsal is not None:
             why = self.slices.settle(rehearsal)
-            if why:
+            if why and not self.slices.automatic:
                 warn(f"replay_samples is of no use: {why}; the whole batch is run again")
         if self.probe is None and "probe" in self.needs:
             outputs, portion = replay.outputs, self.slices.portion
@@ -256,7 +257,7 @@ class Replays:
         return Rehearsal(parts[0], parts[1], portion, wrong)
 
     def _probe_batch(self, probe: Probe, facts: StepFacts, context: Context, warn: Warner) -> Ran:
-        replay = Replay(probe.outputs)
+        replay = Replay(probe.outputs, samples=batch_size(probe.again.given) if probe.part else None)
         try:
             loss = self._run(probe.again, context, replay)
             if probe.part:

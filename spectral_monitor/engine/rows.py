@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from spectral_monitor.anatomy import Layer
-from spectral_monitor.engine.assemble import FORMULAS, VECTOR_KEYS, LayerScalars
+from spectral_monitor.engine.assemble import ERRORS, FORMULAS, VECTOR_KEYS, LayerScalars
 from spectral_monitor.engine.scalars import NETWORK, Raw
 from spectral_monitor.measurement import LOST
 from spectral_monitor.quantities import QUANTITIES
@@ -112,6 +112,19 @@ def _value(key: str, i: int, scalars: LayerScalars, facts: StepFacts) -> float:
     value = FORMULAS[key](scalars)
     # b was the gradient of the divided and scaled loss.
     return value * facts.loss_scale / facts.accumulated if key == "sensitivity" else value
+
+
+def layer_errors(
+    i: int, layer: Layer, values: Mapping[str, float], raw: Raw, facts: StepFacts, exact: bool
+) -> dict[str, float]:
+    """Return the standard errors of those of the values that are known of some rows; 0 if all rows were used."""
+    scalars = LayerScalars(layer, raw.get(i, {}))
+    errors = {}
+    for key in (key for key in ERRORS if key in values):
+        scale = facts.loss_scale / facts.accumulated if key == "sensitivity" else 1.0
+        known = math.nan if math.isnan(values[key]) else 0.0
+        errors[key] = known if math.isnan(known) or (exact and key in ONE_HOT) else abs(ERRORS[key](scalars) * scale)
+    return errors
 
 
 def _undefined(scalars: LayerScalars) -> str:

@@ -30,7 +30,8 @@ class Settings:
         tol: relative tolerance of spectral norms.
         drift_every: ``feature_drift``, which needs a forward of its own, at every n-th measured step that has features.
         history: measurements that are kept.
-        replay_samples: samples of the batch that are run again after the step, the first ones; ``None`` for all.
+        replay_samples: samples of the batch that are run again after the step, the first ones; ``None`` for all,
+            ``"auto"`` for as few as give numbers that are close to those of all.
         low_memory: keep the weights before the update in host memory and measure one layer at a time.
         max_overhead: share of training time that measuring may take; ``None`` for whatever the intervals come to;
             ``"auto"`` for 0.01 from step 100 on, at the default schedule and without a correction.
@@ -50,7 +51,7 @@ class Settings:
     tol: float = 0.01
     drift_every: int = 5
     history: int = 1000
-    replay_samples: int | None = None
+    replay_samples: int | Literal["auto"] | None = "auto"
     low_memory: bool = False
     max_overhead: float | Literal["auto"] | None = None
     schedule: Timetable = field(init=False)
@@ -60,10 +61,14 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("max_rows", "replay_samples", "drift_every", "history"):
             value = getattr(self, name)
-            if value is None and name in ("max_rows", "replay_samples"):
+            if (value is None and name in ("max_rows", "replay_samples")) or (name, value) == (
+                "replay_samples",
+                "auto",
+            ):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+                others = " or 'auto'" if name == "replay_samples" else ""
+                raise ValueError(f"{name} must be an integer >= 1{others}, got {value!r}")
         if isinstance(self.tol, bool) or not isinstance(self.tol, int | float) or not 0 < self.tol < 1:
             raise ValueError(f"tol must be a number in (0, 1), got {self.tol!r}")
         share = self.max_overhead

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from statistics import median_low
+from typing import Any, Literal, Protocol
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -29,6 +30,11 @@ STATISTICS = "batch normalization in training mode takes its statistics from the
 NO_BATCH = "the model is given no tensor with entries for samples, or one that is sparse, nested or distributed"
 BEFORE = "an earlier part of this run has seen that the first samples will not do"
 
+ROWS, SAMPLES = 256, 4
+"""With ``"auto"`` as few samples are run as have this many rows in the layer in the middle, but no fewer."""
+MOST_ERROR = 0.1
+"""Twice as many are run from the next time on where ``feature_change`` may be off by more, relative to it."""
+
 ELSEWHERE = "in another process samples depend on each other, or the forward of some of them fails"
 
 
@@ -52,9 +58,10 @@ class Slices:
         noise: layer index -> how far its outputs are off for the first samples alone, relative to them: by roundings.
     """
 
-    def __init__(self, samples: int | None, model: nn.Module) -> None:
-        """``samples``: how many are to be run; ``None`` for all. ``model``: where what is called has its name."""
-        self._samples, self._model = samples, model
+    def __init__(self, asked: int | Literal["auto"] | None, model: nn.Module) -> None:
+        """``asked``: how many are to be run; ``None`` for all. ``model``: where what is called has its name."""
+        self._asked, self._model = asked, model
+        self._samples = None if asked == "auto" else asked
         # Fingerprints, which are the same in another process: how a call is built -> of each leaf of its arguments the
         # values it has had, None for too many; that with the values and the layers called -> which calls are common.
         self._values: dict[str, list[list[str] | None]] = {}
@@ -76,6 +83,8 @@ class Slices:
 
     def look(self, again: Sliceable | None, calls: Mapping[int, Sequence[Call]]) -> tuple[int, str]:
         """Whether the first samples will do for a forward and its calls, and why they never will if that is new."""
+        if self.automatic and self._samples is None and again is not None:
+            self._samples = _enough(again, calls)
         self.portion = None if again is None else self._cut(again)
         if again is None or self.portion is None:
             nothing = again is not None and self._samples is not None and batch_size(again.given) is None
@@ -106,6 +115,27 @@ class Slices:
             return ""
         self.portion = None
         return why or ""
+
+    @property
+    def automatic(self) -> bool:
+        """Whether nobody asked for so many samples, so that nobody is told where all have to be run."""
+        return self._asked == "auto"
+
+    @property
+    def samples(self) -> int:
+        """Return how many are to be run; 0 if that is not known, or all."""
+        return self._samples or 0
+
+    def agree(self, samples: Sequence[int]) -> bool:
+        """Settle on the most that any process would run; whether that is what all would."""
+        if self.automatic:
+            self._samples = max(samples) or None
+        return len(set(samples)) == 1
+
+    def widen(self, error: float) -> None:
+        """Run more samples from now on if numbers from these may be so far off, relative to them."""
+        if self.automatic and self.portion is not None and error > MOST_ERROR:
+            self._samples = 2 * self.portion.samples
 
     def give_up(self) -> None:
         """From now on all samples are run."""
@@ -143,10 +173,11 @@ class Slices:
 
     def state_dict(self) -> dict[str, Any] | None:
         """What is known, in plain types; layers by index."""
-        if self._samples is None:
+        if self._asked is None:
             return None
         return {
-            "samples": self._samples,
+            "samples": self._asked,
+            "count": self._samples,
             "off": self.off,
             "values": [[form, had] for form, had in self._values.items()],
             "known": [[*key, sorted(map(list, common))] for key, common in self._known.items()],
@@ -155,13 +186,23 @@ class Slices:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from what :meth:`state_dict` gave, of a model with the same layers, if it is of as many samples."""
-        if state is None or state["samples"] != self._samples:
+        if state is None or state["samples"] != self._asked:
             return
+        self._samples = state.get("count", self._samples)
         self.off = bool(state["off"])
         self._before = BEFORE if self.off else ""
         self._values = {form: list(had) for form, had in state["values"]}
         self._known = {(key, calls): frozenset((i, n) for i, n in common) for key, calls, common in state["known"]}
         self.noise = {int(i): float(noise) for i, noise in state["noise"]}
+
+
+def _enough(again: Sliceable, calls: Mapping[int, Sequence[Call]]) -> int | None:
+    """Return how many samples have enough rows in the layer in the middle; ``None`` if there are no samples."""
+    size = batch_size(again.given)
+    if not size or not calls:
+        return None
+    rows = median_low(sum(call.outputs for call in some) for some in calls.values())
+    return max(SAMPLES, -(-ROWS * size // max(rows, 1)))
 
 
 def _short(tree: Any) -> str:

@@ -24,10 +24,15 @@ def ratio_sum(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
 
     Unlike means, sums and counts add up over batches and processes. NaN and inf are not left out with a row.
     """
+    ratios, counted = row_ratios(numerator, denominator)
+    return ratios.sum(-1), counted.sum(-1)
+
+
+def row_ratios(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``numerator / denominator``, 0 where the denominator is, and where it is not."""
     counted = denominator != 0
     left_out = ~counted & numerator.isfinite()
-    ratios = torch.where(left_out, 0.0, numerator / torch.where(counted, denominator, 1.0))
-    return ratios.sum(-1), counted.sum(-1)
+    return torch.where(left_out, 0.0, numerator / torch.where(counted, denominator, 1.0)), counted
 
 
 def mean_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -119,6 +124,20 @@ def mean_alignment(products: Tensor, lengths: Tensor, norm: Tensor) -> Tensor:
         A scalar in [0, 1]; NaN if ``A`` or every row is 0.
     """
     return ratio(*scaled_stretch_sum(products, lengths, norm))
+
+
+def mean_alignment_error(products: Tensor, lengths: Tensor, norm: Tensor) -> Tensor:
+    """Return the standard error of :func:`mean_alignment` if the rows are a random choice of many; NaN of one row."""
+    ratios, counted = row_ratios(products, lengths)
+    return standard_error_of_mean(ratios, counted) / torch.where(norm == 0, torch.nan, norm)
+
+
+def standard_error_of_mean(values: Tensor, counted: Tensor) -> Tensor:
+    """Return the standard error of the mean of those of the values (..., rows) that count; NaN of less than two."""
+    n = counted.sum(-1)
+    mean = torch.where(counted, values, 0.0).sum(-1) / n
+    squares = torch.where(counted, values - mean.unsqueeze(-1), 0.0).square().sum(-1)
+    return (squares / (n - 1) / n).sqrt()
 
 
 @torch.no_grad()

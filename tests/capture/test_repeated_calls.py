@@ -39,6 +39,7 @@ def stepped(sizes, look=None, quantities=KEYS, **settings):
     torch.manual_seed(0)
     model = Unrolled(sizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    settings.setdefault("replay_samples", None)
     probe = SpectralProbe(model, optimizer, quantities=quantities, mode="observe", **settings)
     x = torch.randn(max(sizes), 32)
     for _ in range(2):

@@ -30,11 +30,13 @@ def tokens(repeats: int) -> torch.Tensor:
 
 
 @functools.cache
-def counted(tier: str, width: int = 96, depth: int = 2, repeats: int = 1) -> tuple[Counts, int]:
-    """Counts of a measured step, and the number of parameters."""
+def counted(
+    tier: str, width: int = 96, depth: int = 2, repeats: int = 1, samples: str | None = "auto"
+) -> tuple[Counts, int]:
+    """Return counts of a measured step, and the number of parameters."""
     model, batch = network(width, depth), tokens(repeats)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    counts = count(model, optimizer, lambda model: model(*batch), quantities=tier, max_rows=64)
+    counts = count(model, optimizer, lambda model: model(*batch), quantities=tier, max_rows=64, replay_samples=samples)
     return counts, sum(p.numel() for p in model.parameters())
 
 
@@ -92,7 +94,7 @@ def forward_bytes(repeats: int) -> int:
 
 def test_tier_standard_grows_with_the_batch_by_one_forward_alone():
     """Beyond it are statistics of rows, of at most ``max_rows`` of them: both batches have more."""
-    (small, _), (large, _) = counted("standard"), counted("standard", repeats=4)
+    (small, _), (large, _) = (counted("standard", repeats=repeats, samples=None) for repeats in (1, 4))
     assert small.forwards == large.forwards == 1
     assert large.operators == small.operators
     growth = forward_bytes(4) - forward_bytes(1)
@@ -100,3 +102,12 @@ def test_tier_standard_grows_with_the_batch_by_one_forward_alone():
     more = large.read - small.read
     assert more <= growth
     assert large.crossings == small.crossings
+
+
+def test_by_default_it_grows_with_neither():
+    """Batches of 16 and of 64 samples of 32 rows: eight are run again. Arguments are kept, copied once."""
+    (small, _), (large, _) = counted("standard", repeats=4), counted("standard", repeats=16)
+    assert small.forwards == large.forwards == 1
+    assert large.operators == small.operators
+    kept = 3 * (tokens(16).nbytes - tokens(4).nbytes)
+    assert abs(large.read - small.read) <= kept

@@ -86,7 +86,7 @@ def test_only_the_first_samples_are_run_again():
 
 
 def test_without_it_all_are():
-    _, _, forwards = trained(Net, steps=4)
+    _, _, forwards = trained(Net, steps=4, replay_samples=None)
     assert forwards == [[BATCH, BATCH], [BATCH, BATCH], [BATCH, BATCH, BATCH], [BATCH, BATCH]]
 
 
@@ -587,3 +587,78 @@ def test_what_is_rounded_differently_alone_widens_the_margin(monkeypatch):
 def test_it_is_a_number_of_samples(bad):
     with pytest.raises(ValueError, match="replay_samples must be an integer >= 1"):
         Settings(replay_samples=bad)
+
+
+# ------------------------------------------------------------------------------------------------ as many as are needed
+
+
+class Tokens(Net):
+    """Thirty rows for each sample."""
+
+    def batch(self, size=BATCH):
+        return (torch.randn(size, 30, WIDTH),)
+
+
+MANY = 40
+ENOUGH = 9  # samples of 30 rows have 256
+
+
+def test_by_default_as_few_samples_as_have_256_rows():
+    probe, said, forwards = trained(Tokens, sizes=[MANY] * 4, steps=4)
+    assert forwards == [[MANY, ENOUGH, ENOUGH, MANY], [MANY, ENOUGH], [MANY, ENOUGH, ENOUGH], [MANY, ENOUGH]]
+    assert not said
+    assert all(0 < m.summary["feature_error"] < 0.1 for m in probe.measurements)
+
+
+def test_no_fewer_than_four_samples():
+    class Long(Net):
+        def batch(self, size=BATCH):
+            return (torch.randn(size, 500, WIDTH),)
+
+    _, _, forwards = trained(Long, steps=2)
+    assert forwards[1] == [BATCH, 4]
+
+
+def test_small_batches_are_run_whole():
+    probe, said, forwards = trained(Net)
+    assert forwards[1] == [BATCH, BATCH]
+    assert not said
+    assert [m.summary["feature_error"] for m in probe.measurements] == [0.0] * 3
+
+
+@pytest.mark.parametrize("make", [Dropout, Statistics, Contrast], ids=lambda make: make.__name__)
+def test_nobody_is_told_where_nobody_asked(make):
+    whole, _, _ = trained(make, sizes=[300] * 3, replay_samples=None)
+    few, said, forwards = trained(make, sizes=[300] * 3)
+    assert not said
+    assert forwards[1] == [300, 300]
+    for one, other in zip(whole.measurements, few.measurements, strict=True):
+        assert same(values(one), values(other))
+
+
+def test_more_samples_are_run_where_few_say_too_little(monkeypatch):
+    monkeypatch.setattr(slices, "MOST_ERROR", 0.0)
+    _, _, forwards = trained(Tokens, sizes=[MANY] * 4, steps=4, quantities=["feature_change"])
+    assert [sizes[1] for sizes in forwards[1:]] == [ENOUGH, 2 * ENOUGH, 4 * ENOUGH]
+
+
+def test_errors_hold_what_all_samples_say():
+    """Of every layer at every step: three standard errors, which are not wide."""
+    whole, _, _ = trained(Tokens, sizes=[MANY] * 8, steps=8, replay_samples=None, max_rows=None)
+    few, _, _ = trained(Tokens, sizes=[MANY] * 8, steps=8)
+    compared = outside = 0
+    for one, other in zip(whole.measurements, few.measurements, strict=True):
+        for key, errors in other.errors.items():
+            for truth, found, error in zip(one.values[key], other.values[key], errors, strict=True):
+                if not found.isnan() and key != "feature_drift":
+                    compared += 1
+                    outside += bool((found - truth).abs() > 3 * error + 1e-6 * truth.abs())
+                    assert error < 0.5 * truth.abs() or key in ("sensitivity", "bfa", "bfa_cos")
+    assert compared > 60
+    assert outside <= 0.02 * compared
+
+
+@pytest.mark.parametrize("wrong", ["few", "Auto", 0, -1, 2.5, True])
+def test_what_is_no_number_of_samples(wrong):
+    with pytest.raises(ValueError, match="replay_samples must be an integer >= 1 or 'auto'"):
+        trained(Net, steps=1, replay_samples=wrong)

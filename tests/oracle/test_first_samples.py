@@ -153,12 +153,15 @@ def measured_rows(max_rows, replay_samples=None):
 CHOSEN = ["sensitivity", "bfa_cos", "feature_change", "feature_rms"]
 
 
-@pytest.mark.parametrize(("room", "samples"), [(30, None), (30, 20)])
+def chosen(count, room):
+    return torch.randperm(count, generator=torch.Generator().manual_seed(count))[:room].sort().values.numpy()
+
+
+@pytest.mark.parametrize(("room", "samples"), [(30, None), (30, 20), (30, 50)])
 def test_rows_that_are_not_compared_add_to_the_loss_decrease_like_those_that_are(room, samples):
     """So a sensitivity does not depend on how many rows are looked at, but for which they are."""
     records = records_of("mlp", torch.float64)
-    index = torch.randperm(70, generator=torch.Generator().manual_seed(70))[:room].sort().values.numpy()
-    compared = index if samples is None else index[index < samples]
+    index, compared = (chosen(count, room) for count in (70, samples or 70))
     assert 3 < len(compared) < 70
     for measurement, record in list(zip(measured_rows(room, samples), records, strict=True))[1:]:
         for layer in (layer for layer in record.layers if layer.module):
