@@ -11,11 +11,14 @@ import argparse
 import math
 import statistics
 import sys
+import time
 from collections import defaultdict
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from matrices import NORMAL, Case, singular_values, specs
+from sections import write
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -70,9 +73,11 @@ def single_lanczos(A: Tensor) -> float:
     v = torch.randn(A.shape[1], generator=torch.Generator().manual_seed(0)).to(A)
     basis = (v / v.norm()).unsqueeze(0)
     for _ in range(LANCZOS_STEPS - 1):
-        v = A.T @ (A @ basis[-1])
+        v = image = A.T @ (A @ basis[-1])
         for _ in range(2):  # once leaves rounding
             v = v - basis.T @ (basis @ v)
+        if v.norm() <= 1e-6 * image.norm():  # nothing is left to be found
+            break
         basis = torch.cat([basis, (v / v.norm()).unsqueeze(0)])
     return float(torch.linalg.matrix_norm(A @ basis.T, 2)) * float(scale)
 
@@ -114,21 +119,23 @@ SUMMARY = ["family", "matrices", "failed", "median passes", "most passes", "wors
 SUMMARY += ["power: worst %", "over 1 %", f"{LANCZOS_STEPS} Lanczos: worst %", "over 1 %"]
 
 
-def show(header: list[str], table: list[list[str]], words: int, markdown: bool) -> None:
+def shown(header: list[str], table: list[list[str]], words: int, markdown: bool) -> str:
     if markdown:
-        print("| " + " | ".join(header) + " |\n|" + "---|" * words + "---:|" * (len(header) - words))
-        print("\n".join("| " + " | ".join(cells) + " |" for cells in table))
-        return
+        lines = ["| " + " | ".join(header) + " |", "|" + "---|" * words + "---:|" * (len(header) - words)]
+        return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in table)])
     widths = [max(map(len, column)) for column in zip(header, *table, strict=True)]
+    lines = []
     for cells in (header, *table):
         columns = enumerate(zip(cells, widths, strict=True))
-        print("  ".join(c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in columns).rstrip())
+        lines.append("  ".join(c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in columns).rstrip())
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"leave out what is wider than {NORMAL}")
     parser.add_argument("--markdown", action="store_true", help="print Markdown, for the documentation")
+    parser.add_argument("--write", metavar="PAGE", help="write the summary into a page")
     parser.add_argument("--summary", action="store_true", help="print the summary only")
     parser.add_argument(
         "--threads", type=int, default=1, help="CPU threads; 1 is best where cores are shared (default)"
@@ -140,11 +147,16 @@ def main() -> None:
         rows += [measure(case) for case in spec.cases()]
     rows.sort(key=lambda row: row.case.family)
     if not args.summary:
-        show(COLUMNS, [row.cells() for row in rows], ALIGN_LEFT, args.markdown)
-        print()
-    show(SUMMARY, summary(rows), 1, args.markdown)
+        print(shown(COLUMNS, [row.cells() for row in rows], ALIGN_LEFT, args.markdown) + "\n")
+    print(shown(SUMMARY, summary(rows), 1, args.markdown))
     failed = sum(not row.good for row in rows)
-    print(f"\n{len(rows)} matrices, {failed} failed")
+    told = f"{len(rows)} matrices, {failed} failed"
+    print(f"\n{told}")
+    if args.write:
+        width = f"up to {NORMAL if args.quick else max(max(row.case.matrix.shape) for row in rows)} wide"
+        machine = f"torch {torch.__version__.partition('+')[0]}, {time.strftime('%Y-%m-%d')}, two cores"
+        text = f"{shown(SUMMARY, summary(rows), 1, markdown=True)}\n\n{told}, {width}; {machine}."
+        write(Path(args.write), "battery", text)
     sys.exit(failed > 0)
 
 

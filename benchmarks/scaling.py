@@ -2,6 +2,7 @@
 
     python benchmarks/scaling.py          # 1, 2 and 4 processes; 4, 16 and 64 weights; DDP and FSDP2
     python benchmarks/scaling.py --quick  # 1 and 2 processes; 4 and 16 weights
+    python benchmarks/scaling.py --write docs/scaling.md
 
 It starts its processes itself, on this machine, over gloo. Within one run steps take turns plain and measured, so that
 the ratios are of one run; still they are noisy, and where there are fewer cores than processes they include waiting.
@@ -34,6 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from char_transformer import CharTransformer, loader, read_text
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from sections import write
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -266,20 +268,26 @@ def bound(found: dict[str, Any], steps: int) -> int:
     return 4 * steps * sum(m + n for m, n, _ in found["shapes"]) * 4
 
 
-def report(results: dict[Case, dict[str, Any]]) -> None:
-    """The tables, as Markdown."""
-    print("Noisy: time of a measured step in plain steps, median (least to most).\n")
-    print("| strategy | tier | weights in blocks | ranks | measured / plain | plain step, s |")
-    print("|---|---|---|---|---|---|")
+def times(results: dict[Case, dict[str, Any]]) -> str:
+    """The table of times, as Markdown."""
+    lines = [
+        "| strategy | tier | weights in blocks | ranks | measured / plain | plain step, s |",
+        "|---|---|---|---|---|---|",
+    ]
     for case, found in results.items():
         ratios = found["ratios"]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         way = "one process" if case.ranks == 1 else case.strategy
-        print(f"| {way} | {case.tier} | {4 * case.blocks} | {case.ranks} | {spread} | {found['plain']:.2f} |")
-    print("\nExact: one measured step of one process. KB handed to sums, by purpose; block steps of Lanczos.")
+        cells = [way, case.tier, 4 * case.blocks, case.ranks, spread, f"{found['plain']:.2f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def counts(results: dict[Case, dict[str, Any]]) -> str:
+    """The table of one measured step of one process: KB handed to sums, by purpose; block steps of Lanczos."""
     head = ["strategy", "tier", "weights in blocks", "ranks", "collectives", "of Lanczos", "KB", *PURPOSES]
     head += ["block steps, mean", "most", "KB / bound, block steps", "KB / bound, directions"]
-    print("\n| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for case, found in results.items():
         if case.ranks == 1:
             continue
@@ -289,7 +297,8 @@ def report(results: dict[Case, dict[str, Any]]) -> None:
         cells += [f"{size / 1e3:.0f}" for size in (found["bytes"], *(found["by"][purpose] for purpose in PURPOSES))]
         cells += [f"{mean:.1f}", most]
         cells += [f"{found['bytes'] / bound(found, times * most):.2f}" if most else "" for times in (1, BLOCK)]
-        print("| " + " | ".join(map(str, cells)) + " |")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
 
 
 def table_of_cases(args: argparse.Namespace) -> list[Case]:
@@ -309,10 +318,16 @@ def main() -> None:
     parser.add_argument("--data", default=None, help="text file to train on; without one the licence text")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of a plain and a measured step that count")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller runs")
+    parser.add_argument("--write", metavar="PAGE", help="write the tables into a page too")
     args = parser.parse_args()
-    begin = time.perf_counter()
-    report(run(table_of_cases(args)))
-    print(f"\n{os.cpu_count()} CPU cores, gloo, torch {torch.__version__}; {time.perf_counter() - begin:.0f} s.")
+    results = run(table_of_cases(args))
+    where = (
+        f"{os.cpu_count()} CPU cores, gloo, torch {torch.__version__.partition('+')[0]}, {time.strftime('%Y-%m-%d')}."
+    )
+    for name, text in (("times", f"{times(results)}\n\n{where}"), ("counts", counts(results))):
+        print(f"{text}\n")
+        if args.write:
+            write(Path(args.write), name, text)
 
 
 if __name__ == "__main__":

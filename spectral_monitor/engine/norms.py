@@ -99,8 +99,10 @@ class MatrixNorms:
         if not tables:
             return
         found = []
+        # Squares need the range of float64, and one such tensor has all that goes with it sent as float64.
+        wide = torch.float64 if across or stack.exchange is None else stack.like.dtype
         for i in tables:
-            rows = stack.like.new_zeros(stack.members[i].count, stack.shape[1], dtype=torch.float64)
+            rows = stack.like.new_zeros(stack.members[i].count, stack.shape[1], dtype=wide)
             for rectangle, part in stack.parts(i):
                 first, last = rectangle.index, rectangle.index + rectangle.count
                 rows[first:last, slice(*rectangle.rows)] = lengths(part).square() if across else lengths(part)
