@@ -44,6 +44,27 @@ def warn_of_condition(text: str) -> None:
     announce(text)
 
 
+def every(steps: object) -> str:
+    """Return at which steps is measured, in words; nothing where each quantity has steps of its own.
+
+    Example:
+        >>> every(50), every("1, 2, 4, ..., every 100"), every({"light": 10})
+        ('every 50 steps', 'at steps 1, 2, 4, ..., every 100', '')
+    """
+    if isinstance(steps, int):
+        return f"every {steps} steps" if steps > 1 else "at every step"
+    return f"at steps {steps}" if isinstance(steps, str) else ""
+
+
+def shortest(folder: Path) -> str:
+    """Return a folder as it is called from here, or in full where that is shorter."""
+    try:
+        relative = os.path.relpath(folder)
+    except ValueError:  # another drive
+        return str(folder)
+    return min(relative, str(folder), key=len)
+
+
 class LoggerSink:
     """Gives a Lightning logger every number under its key.
 
@@ -78,6 +99,9 @@ class Reports:
         settings: for tables of hyperparameters.
         warn: is told of a sink that fails; each time something else, once.
 
+    Attributes:
+        folder: of the run, where its file of measurements is; ``None`` without one.
+
     Raises:
         TypeError: something is no sink.
         ValueError: ``heatmap_every`` is no number of measurements.
@@ -93,6 +117,7 @@ class Reports:
         self._warn = warn
         self._all: Sinks | None = None
         self._status = StatusLine()
+        self.folder: Path | None = None
 
     def begin(self, trainer: pl.Trainer, place: int) -> None:
         """Training starts; ``place``: which of the trainer's monitors it is, from 1."""
@@ -105,9 +130,9 @@ class Reports:
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 self._warn(f"{type(logger).__name__} will not be given measurements ({what})", error)
-        folder = next(filter(None, map(_folder, trainer.loggers)), None)
-        if folder is not None:
-            found.append(JSONLinesSink(folder / run_file_name(place)))
+        self.folder = next(filter(None, map(_folder, trainer.loggers)), None)
+        if self.folder is not None:
+            found.append(JSONLinesSink(self.folder / run_file_name(place)))
         self._all = Sinks([*found, *self.sinks], self._warn)
         self._status.begin(trainer)
 

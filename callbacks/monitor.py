@@ -22,12 +22,13 @@ from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, described, with_needed
 from spectral_monitor.reporting.console import rendered
+from spectral_monitor.reporting.role_table import role_rows
 from spectral_monitor.reporting.sinks import Sink
-from spectral_monitor.reporting.table import measurement_rows, role_rows
+from spectral_monitor.reporting.table import measurement_rows
 
 from .again import TrainingStep, aside, can_run_again
 from .checkpoints import Checkpointed
-from .logs import Reports, show, tell, warn_of_condition
+from .logs import Reports, every, shortest, show, tell, warn_of_condition
 from .strategies import refuse, surroundings
 from .together import check_together, place
 
@@ -89,6 +90,8 @@ class SpectralMonitor(Checkpointed):
             over until the time since the last measured one makes up for what that took, and a line says how far apart
             they are. The first two of a run, which take longest, are not waited for. ``"auto"`` is 0.01 from step 100
             on where ``every_n_steps`` is the default and nothing is corrected, else ``None``: nothing is timed.
+        verbose: what is printed besides warnings: 0 nothing; 1 what was found in the model and the last table, in
+            which equal places of the blocks share a row; 2 both with a row for every matrix.
 
     Attributes:
         measurements: the newest ones.
@@ -126,8 +129,12 @@ class SpectralMonitor(Checkpointed):
         histograms: bool = False,
         low_memory: bool = False,
         max_overhead: float | Literal["auto"] | None = "auto",
+        verbose: int = 1,
     ) -> None:
         super().__init__()
+        if verbose not in (0, 1, 2):
+            raise ValueError(f"verbose must be 0, 1 or 2, got {verbose!r}")
+        self.verbose = int(verbose)
         self.mode, self.condition, self.correction = mode, condition, checked(mode, condition, correction)
         self.settings = Settings(
             every_n_steps=every_n_steps,
@@ -185,11 +192,13 @@ class SpectralMonitor(Checkpointed):
         self._engine.features.redirected = trainer.strategy.model is not pl_module
         check_together(trainer, self)
         self._oversight = Oversight(self.mode, self.condition, self.correction, self._engine)
-        show(rendered(role_rows(self._engine.anatomy)))
-        if self.mode != "observe" and (recipe := self._oversight.recipe):
-            tell(f"spectral monitor: {recipe}")
-        if decision := self._oversight.decision:
-            tell(f"spectral monitor: {decision}")
+        if self.verbose:
+            when = every(self.settings.every_n_steps)
+            show(rendered(role_rows(self._engine.anatomy, folded=self.verbose < 2, when=when)))
+            if self.mode != "observe" and (recipe := self._oversight.recipe):
+                self._tell(f"spectral monitor: {recipe}")
+            if decision := self._oversight.decision:
+                self._tell(f"spectral monitor: {decision}")
         if not trainer.loggers and trainer.is_global_zero:
             self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
 
@@ -243,7 +252,7 @@ class SpectralMonitor(Checkpointed):
         return self._overdue
 
     def _at(self, step: int) -> frozenset[str]:
-        return frozenset() if self._oversight is None else self._oversight.due(step, tell)
+        return frozenset() if self._oversight is None else self._oversight.due(step, self._tell)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What comes now is no part of a step."""
@@ -307,7 +316,7 @@ class SpectralMonitor(Checkpointed):
         self._hyperparameters = self._oversight.settings
         self._measurements.append(measurement)
         self._reports.write(measurement)
-        self._oversight.correct(measurement, tell)
+        self._oversight.correct(measurement, self._tell)
         self.multipliers = self._oversight.multipliers
         self._spent += measurement.summary["overhead_ms"] / 1e3 + perf_counter() - begin
 
@@ -321,13 +330,22 @@ class SpectralMonitor(Checkpointed):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the last table, and what measuring took."""
-        if self._engine is not None and self.latest and self._engine.measured > self._continuation.measured_before:
-            show(rendered(measurement_rows(self.latest)))
+        if self._engine is None or not self.verbose:
+            return
+        if self.latest and self._engine.measured > self._continuation.measured_before:
+            show(rendered(measurement_rows(self.latest, folded=self.verbose < 2)))
             share = self._spent / max(perf_counter() - self._began, 1e-9)
-            tell(f"spectral monitor: measuring took {100 * share:.2g} % of training time")
-        elif self._engine is not None:
-            steps, every = trainer.global_step, self.settings.every_n_steps
-            show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={every!r}")
+            self._tell(f"spectral monitor: measuring took {100 * share:.2g} % of training time")
+            if self._reports.folder is not None:
+                self._tell(f"spectral monitor: for all of it, spectral-monitor report {shortest(self._reports.folder)}")
+        else:
+            steps, each = trainer.global_step, self.settings.every_n_steps
+            show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={each!r}")
+
+    def _tell(self, text: str) -> None:
+        """Say something in a line among Lightning's own, unless nothing is to be said."""
+        if self.verbose:
+            tell(text)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave no hook behind if a batch was skipped after this callback had seen it start, which ends the epoch."""

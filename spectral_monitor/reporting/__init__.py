@@ -1,8 +1,9 @@
 """What people see: tables, panels, pictures, files."""
 
 from spectral_monitor.reporting.jsonlines import JSONLinesSink, read_measurements
+from spectral_monitor.reporting.role_table import role_table
 from spectral_monitor.reporting.sinks import Sink, Sinks
-from spectral_monitor.reporting.table import measurement_table, role_table
+from spectral_monitor.reporting.table import measurement_table
 from spectral_monitor.reporting.tensorboard import TensorBoardSink
 from spectral_monitor.reporting.wandb import WandbSink
 

@@ -214,9 +214,23 @@ def test_what_is_printed(capsys):
     fit(monitor, max_epochs=2)
     out = capsys.readouterr().out
     assert out.count("3 matrices and 3 biases and gains are measured") == 1
-    assert out.index("readout by its place") < out.index("spectral monitor, step 12")
+    assert out.index("guessed: the last matrix") < out.index("spectral monitor, step 12")
     assert out.count("spectral monitor, step") == 1
     assert monitor.table() in out
+
+
+def test_how_much_is_printed(capsys):
+    said = {}
+    for verbose in (0, 1, 2):
+        fit(SpectralMonitor(every_n_steps=2, verbose=verbose), max_epochs=1)
+        said[verbose] = capsys.readouterr().out
+    assert "spectral" not in said[0]
+    assert said[1].count("spectral monitor") == said[2].count("spectral monitor") == 2
+    assert "every 2 steps" in said[1]
+    fit(SpectralMonitor(every_n_steps=50, verbose=0))
+    assert "nothing was measured" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="verbose must be 0, 1 or 2, got 3"):
+        SpectralMonitor(verbose=3)
 
 
 def test_that_nothing_was_measured_is_said(capsys):

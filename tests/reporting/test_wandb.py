@@ -155,7 +155,7 @@ def test_the_table_of_verdicts_is_logged_when_they_change(faulty):
         "value": pytest.approx(verdict.value),
         "low": pytest.approx(verdict.band[0]),
         "high": pytest.approx(verdict.band[1]),
-        "vs typical": pytest.approx(verdict.ratio),
+        "vs. typical": pytest.approx(verdict.ratio),
         "for steps": 0,
         "cause": "lr_too_large",
         "what to do": verdict.sentence,

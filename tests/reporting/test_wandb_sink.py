@@ -178,7 +178,7 @@ def test_of_a_deep_network_a_root_is_one_alert_whatever_follows_from_it(tmp_path
     file = RunFile(tmp_path)
     begin, end = file.alerts
     assert begin.title == f"Spectral monitor: {gpt.ROOTS[0]} off"
-    told = f"step 60: {gpt.ROOTS[0]}: {gpt.SENTENCE}. 19 other layers are disturbed by it."
+    told = f"step 60: h.7.mlp.c_fc: {gpt.SENTENCE}. 19 other layers are disturbed by it."
     assert begin.text.splitlines()[0] == told
     assert end.text == f"step 100: {gpt.ROOTS[1]}, {gpt.ROOTS[0]} healthy again"
     (row,) = file.media("spectral/verdicts")[60]["spectral/verdicts"]["data"]
@@ -247,8 +247,7 @@ def test_titles_are_short_enough_and_texts_not_endless(tmp_path):
     for alert, what in ((begin, "off"), (end, "healthy again")):
         assert len(alert.title) < 64
         assert alert.title.endswith(f"deep.0 and 39 more {what}")
-    assert f"{names[2]} and 37 more: lower it" in begin.text
-    assert names[3] not in begin.text
+    assert begin.text.startswith("step 1: deep.* x40: lower it")
     assert "and 30 more healthy again" in end.text
 
 
