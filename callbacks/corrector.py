@@ -23,7 +23,7 @@ class SpectralLRCorrector(SpectralMonitor):
     Whatever learning rate the optimizer has, its schedule keeps its shape, and at the peak each step changes what a
     layer makes of its inputs by the part that ``size`` says; the best one hardly depends on the width of the network.
     Schedulers, checkpoints and ``LearningRateMonitor`` see the optimizer's own learning rates; what they are multiplied
-    with is in :attr:`multipliers`, in the logs as ``spectral/lr_multiplier/<layer>``, and in checkpoints.
+    with is in :attr:`multipliers`, in the logs as ``spectral_lr_multiplier/<layer>``, and in checkpoints.
 
     Args:
         policy: ``"target"``, ``"balance"``, ``"reference"`` or ``"fsc"``: see

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.essentials import Log, checked_log, essentials
 from spectral_monitor.reporting.headline import brief
+from spectral_monitor.reporting.history import History
 from spectral_monitor.reporting.jsonlines import JSONLinesSink, run_file_name
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks, is_remote, need_room
 from spectral_monitor.reporting.tally import is_judged
 from spectral_monitor.reporting.tensorboard import TensorBoardSink, can_write_to
 from spectral_monitor.reporting.wandb import WandbSink
+from spectral_monitor.reporting.whole_page import whole_page
 from spectral_monitor.warnings import Warner, announce
 
 from .status import StatusLine
 
 log = logging.getLogger("lightning.pytorch.spectral_monitor")
+
+OFFSET = -1
+"""Lightning logs what belongs to the first optimizer step at 0; a measurement counts the steps taken."""
+PAGE = "spectral_monitor.html"
+_REFUSED = re.compile(r"[^\w\-. /]")
+"""Characters that MLflow takes in no key."""
 
 
 @rank_zero_only
@@ -66,25 +77,43 @@ def shortest(folder: Path) -> str:
 
 
 class LoggerSink:
-    """Gives a Lightning logger every number under its key.
+    """Gives a Lightning logger the essential numbers, and in the end the page, if it takes files (MLflow, Comet).
 
     What the logger keeps for later it is told to save at once, and only while the disk has room: lines of ours that it
     cannot write when training ends would be an error of the trainer's.
     """
 
-    def __init__(self, logger: Logger) -> None:
+    def __init__(self, logger: Logger, log: Log = "essential", asked: Sequence[str] = ()) -> None:
         self._logger = logger
         self.name = type(logger).__name__
+        self._log, self._asked = log, tuple(asked)
+        self._history = History() if isinstance(logger, MLFlowLogger | CometLogger) else None
 
     def write(self, measurement: Measurement) -> None:
-        """All scalars in one call."""
+        """Give it all scalars in one call."""
         if isinstance(self._logger, CSVLogger):
             need_room(self._logger.log_dir)
-        self._logger.log_metrics(measurement.scalars(), step=measurement.step)
+        scalars = essentials(measurement, self._log, self._asked)
+        if isinstance(self._logger, MLFlowLogger):
+            scalars = {_REFUSED.sub("_", key): value for key, value in scalars.items()}
+        self._logger.log_metrics(scalars, step=measurement.step + OFFSET)
         self._logger.save()
+        if self._history is not None:
+            self._history.add(measurement)
 
     def close(self) -> None:
-        """The trainer closes its loggers itself."""
+        """Give it the page; the trainer closes its loggers itself."""
+        history, self._history = self._history, None
+        text = None if history is None else whole_page(history)
+        if text is None:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / PAGE
+            path.write_text(text, encoding="utf-8", errors="replace")
+            if isinstance(self._logger, MLFlowLogger):
+                self._logger.experiment.log_artifact(self._logger.run_id, str(path))
+            elif isinstance(self._logger, CometLogger):
+                self._logger.experiment.log_asset(str(path), file_name=PAGE, copy_to_tmp=True)
 
 
 class Reports:
@@ -96,7 +125,9 @@ class Reports:
         sinks: the user's.
         heatmap_every: measurements from one set of pictures to the next; 0 for none.
         histograms: whether TensorBoard gets some.
-        settings: for tables of hyperparameters.
+        settings: for the config of W&B.
+        log: which numbers loggers are given.
+        asked: quantities that are essential because the user has named them.
         warn: is told of a sink that fails; each time something else, once.
 
     Attributes:
@@ -108,11 +139,19 @@ class Reports:
     """
 
     def __init__(
-        self, sinks: Sequence[Sink], heatmap_every: int, histograms: bool, settings: Mapping[str, Any], warn: Warner
+        self,
+        sinks: Sequence[Sink],
+        heatmap_every: int,
+        histograms: bool,
+        settings: Mapping[str, Any],
+        warn: Warner,
+        log: Log = "essential",
+        asked: Sequence[str] = (),
     ) -> None:
         if isinstance(heatmap_every, bool) or not isinstance(heatmap_every, int) or heatmap_every < 0:
             raise ValueError(f"heatmap_every must be an integer >= 0, got {heatmap_every!r}")
         self.sinks, self.heatmap_every, self.histograms = checked_sinks(sinks), heatmap_every, histograms
+        self.log, self._asked = checked_log(log), tuple(asked)
         self._settings = dict(settings)
         self._warn = warn
         self._all: Sinks | None = None
@@ -156,10 +195,14 @@ class Reports:
 
     def _sink(self, logger: Logger) -> Sink:
         if isinstance(logger, TensorBoardLogger) and can_write_to(logger.experiment):
-            return TensorBoardSink(logger.experiment, self._settings, self.heatmap_every, self.histograms)
+            return TensorBoardSink(logger.experiment, self.heatmap_every, self.histograms, **self._how)
         if isinstance(logger, WandbLogger):
-            return WandbSink(logger.experiment, self._settings, self.heatmap_every)
-        return LoggerSink(logger)
+            return WandbSink(logger.experiment, self._settings, self.heatmap_every, **self._how)
+        return LoggerSink(logger, self.log, self._asked)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"log": self.log, "asked": self._asked, "offset": OFFSET}
 
 
 def _folder(logger: Logger) -> Path | None:

@@ -22,6 +22,7 @@ from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, described, with_needed
 from spectral_monitor.reporting.console import rendered
+from spectral_monitor.reporting.essentials import Log
 from spectral_monitor.reporting.role_table import role_rows
 from spectral_monitor.reporting.sinks import Sink
 from spectral_monitor.reporting.table import measurement_rows
@@ -42,9 +43,10 @@ class SpectralMonitor(Checkpointed):
     meanwhile. Where the training step calls the model in several parts, it is the training step that is run once
     more: with ``self.log`` and the loggers muted, but a file it writes is written twice.
 
-    What is logged, to every logger of the trainer, at the number of optimizer steps taken:
-    ``spectral/<quantity>/<layer>`` and ``spectral/summary/<name>``; what is NaN is left out, and
-    ``monitor.latest.why(quantity, layer)`` says why it is.
+    What is logged, to every logger of the trainer, on the axis of Lightning's own metrics (which begins at 0):
+    ``spectral_<quantity>/<layer>`` and ``spectral/summary/<name>``; in networks of more than 16 matrices, instead of
+    every layer, ``lowest``, ``median`` and ``highest`` of ``all`` and of each family, the same place in each block.
+    What is NaN is left out, and ``monitor.latest.why(quantity, layer)`` says why it is.
 
     Checkpoints hold what it takes to go on: counters in the checkpoint, and beside it one file
     ``spectral-monitor-<hash>.pt`` with the weights drift is counted from and the batch ``feature_drift`` is measured
@@ -81,8 +83,8 @@ class SpectralMonitor(Checkpointed):
         mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
             ``"correct"`` also puts learning rates right. Only that changes training.
         sinks: what else is given every measurement, such as a :class:`~spectral_monitor.reporting.JSONLinesSink`.
-        heatmap_every: pictures of layer by step, for loggers that take pictures, at every n-th measured step and at
-            the end; 0 for none. They need matplotlib.
+        heatmap_every: pictures of layer by step, for loggers that take pictures, after measurements 3 and 10, every
+            n-th and at the end; 0 for none. They need matplotlib.
         histograms: of the layers' values, for TensorBoard.
         low_memory: keep the weights before the update, and the copy that guards them during the extra forward, in host
             memory, and measure one layer at a time: slower, with at most two layers' worth of memory on the device.
@@ -92,6 +94,9 @@ class SpectralMonitor(Checkpointed):
             on where ``every_n_steps`` is the default and nothing is corrected, else ``None``: nothing is timed.
         verbose: what is printed besides warnings: 0 nothing; 1 what was found in the model and the last table, in
             which equal places of the blocks share a row; 2 both with a row for every matrix.
+        log: which numbers loggers are given; all are in the run's own file. ``"essential"``: at most 600 of 100
+            matrices; ``"all"``: every number too, as ``spectral/<quantity>/<layer>``; or patterns, such as
+            ``["contribution/*", "*/head"]``, of single numbers besides.
 
     Attributes:
         measurements: the newest ones.
@@ -130,6 +135,7 @@ class SpectralMonitor(Checkpointed):
         low_memory: bool = False,
         max_overhead: float | Literal["auto"] | None = "auto",
         verbose: int = 1,
+        log: Log = "essential",
     ) -> None:
         super().__init__()
         if verbose not in (0, 1, 2):
@@ -156,7 +162,8 @@ class SpectralMonitor(Checkpointed):
         self._oversight: Oversight | None = None
         self._hyperparameters: dict[str, Hyperparameters] = {}
         settings = described(mode, condition, self.correction)
-        self._reports = Reports(sinks, heatmap_every, histograms, settings, self._warn)
+        asked = () if isinstance(quantities, str) else tuple(quantities)
+        self._reports = Reports(sinks, heatmap_every, histograms, settings, self._warn, log, asked)
         self._training_step: TrainingStep | None = None
         self._loss_scale = 1.0
         self._overdue: frozenset[str] = frozenset()

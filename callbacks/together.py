@@ -35,7 +35,7 @@ def check_together(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
         if not layers or not keys:
             continue
         found = (
-            f"{_called(other)} and {_called(monitor)} would both log spectral/{keys[0]}/{layers[0]} and other numbers "
+            f"{_called(other)} and {_called(monitor)} would both log spectral_{keys[0]}/{layers[0]} and other numbers "
             f"of the same {len(layers)} layers"
         )
         correcting = [one.correction for one in (other, monitor) if one.correction is not None]
