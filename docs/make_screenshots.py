@@ -117,7 +117,7 @@ def ready(address: str, steps: int) -> bool:
         pictures = [get(f"{address}/data/plugin/images/images?{query}") for query in queries]
     except OSError:
         return False
-    return all(of_run and of_run[-1]["step"] == steps for of_run in pictures)
+    return all(of_run and of_run[-1]["step"] == steps - 1 for of_run in pictures)
 
 
 def capture(page: Any, name: str, bottom: float) -> None:

@@ -72,6 +72,16 @@ def log2_of(quantity: str) -> str:
     return LOG2 if quantity == "update_natural" else f"{quantity}_{LOG2}"
 
 
+def family_key(family: str) -> str:
+    """Return what a family is called in a key, in which W&B and MLflow take no ``*``.
+
+    Example:
+        >>> family_key("h.*.mlp.c_fc")
+        'h.N.mlp.c_fc'
+    """
+    return family.replace("*", "N")
+
+
 @dataclass(frozen=True)
 class Groups:
     """How the matrices of a network are logged.
@@ -128,7 +138,7 @@ def essentials(measurement: Measurement, log: Log = "essential", asked: Sequence
         for i in (*groups.singles, *told):
             found[f"{group(key)}/{names[i]}"] = values[i]
         for family, places in groups.families.items():
-            found |= _spread(f"{group(key)}/{family}", [values[i] for i in places])
+            found |= _spread(f"{group(key)}/{family_key(family)}", [values[i] for i in places])
         overall = _spread(f"{group(key)}/{ALL}", [values[i] for i in groups.matrices])
         if groups.families:
             found |= overall

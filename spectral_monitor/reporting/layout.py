@@ -7,7 +7,17 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.measurement import LayerInfo
-from spectral_monitor.reporting.essentials import ALL, LIMITS, PREFIX, SPREAD, Groups, group, grouped, log2_of
+from spectral_monitor.reporting.essentials import (
+    ALL,
+    LIMITS,
+    PREFIX,
+    SPREAD,
+    Groups,
+    family_key,
+    group,
+    grouped,
+    log2_of,
+)
 from spectral_monitor.reporting.names import unprefixed
 from spectral_monitor.reporting.panels import PANELS, Panel
 from spectral_monitor.reporting.typical import VS_TYPICAL
@@ -94,7 +104,7 @@ def _of_quantities(
             if compared and panel is PANELS[0]:
                 yield from _of_families(key, title, groups, layers, tags)
             else:
-                families = [_pattern(key, list(groups.families), "/median")]
+                families = [_pattern(key, list(map(family_key, groups.families)), "/median")]
                 yield f"{title}: median of each family", [*families, *_singles(key, groups, layers, tags)]
 
 
@@ -108,7 +118,7 @@ def _of_families(
     if singles:
         yield f"{title}: single layers", [*singles, *limits]
     for family in groups.families:
-        yield f"{title}: {bare[family]}", [_pattern(key, [family], _one_of(SPREAD)), *limits]
+        yield f"{title}: {bare[family]}", [_pattern(key, [family_key(family)], _one_of(SPREAD)), *limits]
 
 
 def _singles(key: str, groups: Groups, layers: tuple[LayerInfo, ...], tags: Collection[str]) -> list[str]:

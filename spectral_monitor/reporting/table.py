@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from spectral_monitor.condition import Verdict
 
 _COLUMNS = {
-    "weight_natural": ("|W|", 9, "|W|: most that the weight stretches its inputs, usually 0.5 to 10"),
-    "update_natural": ("|dW|", 7, "|dW|: the same of the update"),
+    "weight_natural": ("|W|", 9, "|W|: most that the weight stretches inputs, usually 0.5 to 10"),
+    "update_natural": ("|dW|", 7, "|dW|: most that the update stretches inputs"),
     "update_ratio": ("|dW|/|W|", 12, "|dW|/|W|: the update over the weight"),
     "drift_ratio": ("drift", 11, "drift: of the weight since the start, over its size then"),
-    "feature_change": ("dh/h", 3, "dh/h: change of the outputs by this step (0.03 is 3 %)"),
+    "feature_change": ("dh/h", 3, "dh/h: relative change of the outputs"),
     "alignment": ("align", 10, "align: do inputs lie where the weight stretches most; 1 if all do"),
 }
 """Quantity -> title, how soon its column is left out where there is no room for all, and what it says."""
@@ -142,7 +142,7 @@ def summary_line(measurement: Measurement) -> str:
     if s.get("skipped_updates"):
         parts.append(f"{s['skipped_updates']:.0f} measured steps with NaN, inf or no update")
     if "overhead_ms" in s:
-        parts.append(f"{s['overhead_ms']:.0f} ms a measured step")
+        parts.append(f"took {s['overhead_ms']:.0f} ms")
     return "   ".join(parts)
 
 

@@ -38,7 +38,7 @@ class TensorBoardSink:
     """Writes measurements with a ``torch.utils.tensorboard.SummaryWriter``.
 
     In the tab Scalars the essential numbers are found as ``spectral_<quantity>/<layer>``, a group for each quantity; of
-    a deep network ``spectral_<quantity>/<family>/lowest``, ``median`` and ``highest``, and the same of ``all`` layers.
+    a deep network ``spectral_<quantity>/h.N.mlp/lowest``, ``median`` and ``highest``, and the same of ``all`` layers.
     ``spectral_vs_typical_log2`` is the size of updates against typical, as a power of two, with the limits. In Custom
     Scalars there is a category for each question; in Images, ``spectral/heatmap/<quantity>``, pictures of layer by
     step; in Text, ``spectral/verdicts``, the answer and the root verdicts whenever they change; in HParams, if the run
