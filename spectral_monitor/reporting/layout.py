@@ -40,7 +40,7 @@ TITLES = {
     "update_alignment": "alignment of inputs and update",
     "update_stable_rank": "stable rank of the update",
     "weight_stable_rank": "stable rank of the weights",
-    "bfa_cos": "cosine of how outputs move and where the loss wants them",
+    "bfa_cos": "do outputs move downhill, cosine",
     "contribution": "decrease of the loss that the update promises",
     "lr_multiplier": "what the learning rate is multiplied with",
     "lr": "learning rate",

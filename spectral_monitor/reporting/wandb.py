@@ -157,7 +157,8 @@ class WandbSink:
         elif key in (VERDICTS, PAGE) or key.startswith(f"{PICTURES}/"):
             how = {}
         elif len(self._defined) >= EXACT:
-            name = "/".join([*key.split("/")[:2], "*"])
+            of = key.split("/")
+            name = "/".join([*of[: 2 if of[0] == PREFIX else 1], "*"])  # the quantity's
         if name not in self._defined:
             self._run.define_metric(name, step_metric=AXIS, **how)
             self._defined.add(name)

@@ -12,7 +12,7 @@ import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from quickfit import fit, recording
 from spectral_monitor.callbacks import logs
 
@@ -112,7 +112,7 @@ class Experiment:
 def test_comet(monkeypatch):
     """By a stand-in for its package, which is not installed."""
     experiment = Experiment()
-    monkeypatch.setattr(CometLogger, "__init__", lambda self: Logger.__init__(self))
+    monkeypatch.setattr(CometLogger, "__init__", lambda self: setattr(self, "_experiment", experiment))
     monkeypatch.setattr(CometLogger, "experiment", property(lambda self: experiment))
     for name in ("name", "version", "save_dir"):
         monkeypatch.setattr(CometLogger, name, None)

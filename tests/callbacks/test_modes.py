@@ -151,7 +151,7 @@ def test_correct_repairs_and_says_what_it_did(caplog):
         for _, metrics in logger.rows
         if f"spectral_lr_multiplier/{FAULTY}" in metrics
     ]
-    assert 0 < len(shown) < len(corrector.measurements), "not while all are 1"
+    assert len(shown) > 10
     assert shown[-1] < 0.1
 
 

@@ -24,7 +24,7 @@ from spectral_monitor.reporting.history import History
 from spectral_monitor.reporting.wandb import WandbSink
 from spectral_monitor.reporting.wandb_charts import lines
 
-OVERLAID = {f"spectral_{key}" for key in essentials_module.OVERLAID} | {"spectral/summary/loss_change"}
+OVERLAID = {f"spectral_{key}" for key in essentials_module.OVERLAID} | {"spectral/summary/violations"}
 
 
 @pytest.fixture(autouse=True)
