@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from spectral_monitor.condition import Verdict
 
 _COLUMNS = {
-    "weight_natural": ("|W|", 9, "|W|: most that the weight stretches inputs, usually 0.5 to 10"),
-    "update_natural": ("|dW|", 7, "|dW|: most that the update stretches inputs"),
+    "weight_natural": ("|W|", 9, "|W|: largest stretch by the weight, usually 0.5 to 10"),
+    "update_natural": ("|dW|", 7, "|dW|: largest stretch by the update"),
     "update_ratio": ("|dW|/|W|", 12, "|dW|/|W|: the update over the weight"),
     "drift_ratio": ("drift", 11, "drift: of the weight since the start, over its size then"),
     "feature_change": ("dh/h", 3, "dh/h: relative change of the outputs"),
