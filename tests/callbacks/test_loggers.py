@@ -119,7 +119,7 @@ def test_comet(monkeypatch):
     monkeypatch.setattr(
         CometLogger, "log_metrics", lambda self, metrics, step: experiment.metrics.append((step, metrics))
     )
-    for name in ("log_hyperparams", "finalize"):
+    for name in ("log_hyperparams", "log_graph", "finalize"):
         monkeypatch.setattr(CometLogger, name, lambda self, *args, **kwargs: None)
     monitor = SpectralMonitor(every_n_steps=2)
     fit(monitor, logger=CometLogger())

@@ -148,3 +148,24 @@ def test_what_is_not_finite_is_left_out():
 def test_what_cannot_be_logged_is_refused(log, message):
     with pytest.raises(ValueError, match=message):
         checked_log(log)
+
+
+def with_gains(names):
+    """The matrices, and two vectors for each of half of them."""
+    one = network([*names, *(f"{name}.{kind}" for name in names[::2] for kind in ("bias", "gain"))])
+    roles = ["operator" if i < len(names) else "vector" for i in range(len(one.layers))]
+    return replace(one, layers=tuple(replace(info, role=role) for info, role in zip(one.layers, roles, strict=True)))
+
+
+@pytest.mark.parametrize("names", [gpt.MATRICES, NETWORKS["a hundred in a row"]], ids=["GPT", "a hundred"])
+def test_a_measured_step_takes_a_quarter_of_the_bytes_that_every_number_takes(names):
+    """In TensorBoard's protocol buffers, and as W&B writes an item: the key, and the value as JSON."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    def sizes(scalars):
+        board = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()])
+        return board.ByteSize(), sum(len(key) + len(repr(value)) for key, value in scalars.items())
+
+    one = with_gains(names)
+    for few, every in zip(sizes(essentials(one)), sizes(one.scalars()), strict=True):
+        assert few <= every / 4
