@@ -153,7 +153,7 @@ class WandbSink:
         if key.startswith(f"{CHARTS}/"):  # no metric, but its points are, and W&B looks for them in the summary
             name, how = f"{name}_table", {"hidden": True}
         elif key in SHOWN or key in WORST:
-            how = {"hidden": key not in SHOWN, "summary": "last,max" if key in WORST else "last"}
+            how = {"hidden": key not in SHOWN, **({"summary": "last,max"} if key in WORST else {})}
         elif key in (VERDICTS, PAGE) or key.startswith(f"{PICTURES}/"):
             how = {}
         elif len(self._defined) >= EXACT:

@@ -87,6 +87,8 @@ def _answer(history: History, panel: Panel) -> tuple[str, dict[str, list[tuple[i
     """The first quantity of a panel that was measured, and its lines."""
     for quantity in panel.quantities:
         drawn = lines(history, quantity, shown(panel, history.layers))
+        if quantity == "lr_multiplier" and all(value == 1 for points in drawn.values() for _, value in points):
+            return "", {}  # nothing was corrected
         if drawn:
             return quantity, drawn
     return "", {}

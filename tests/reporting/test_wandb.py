@@ -128,7 +128,6 @@ def test_charts_are_in_the_row_of_every_fifth_measurement_and_of_the_end(faulty)
                 "alignment",
                 "update_stable_rank",
                 "bfa_cos",
-                "lr_multiplier",
             )
         }
         points = {}

@@ -88,7 +88,7 @@ def test_a_hundred_layers_make_some_twenty_panels(tmp_path, deep, like_lightning
         "spectral/verdicts",
         "spectral/page",
         *(f"spectral/charts/{key}" for key in ("update_natural", "feature_change", "weight_natural", "alignment")),
-        *(f"spectral/charts/{key}" for key in ("update_stable_rank", "bfa_cos", "lr_multiplier")),
+        *(f"spectral/charts/{key}" for key in ("update_stable_rank", "bfa_cos")),
         *(f"spectral/heatmaps/{key}" for key in ("update_natural", "feature_change", "bfa_cos")),
     }
     assert not [key for key in file.summary if key.count("/") == 2 and "layers." in key]
