@@ -86,8 +86,11 @@ def main() -> None:
     monitor, after = train("repaired", repaired, args.logdir, args.epochs)
     print(headline(monitor.latest) if monitor.latest else "nothing was measured")
 
-    print(f"{LINE}\nWon: {100 * broken:.0f} % of the digits were read rightly with the fault, ", end="")
-    print(f"{100 * after:.0f} % are after the repair\n({100 * before:.0f} % in the healthy run). ", end="")
+    print(
+        f"{LINE}\nWon: {100 * broken:.0f} % of the digits were right with the fault, {100 * after:.0f} % are after ",
+        end="",
+    )
+    print(f"the repair\n({100 * before:.0f} % in the healthy run). ", end="")
     print(f"The fault was named at step {first.step}.\nThe page about the broken run: {page}")
 
 
