@@ -122,9 +122,13 @@ def _of_families(
 
 
 def _singles(key: str, groups: Groups, layers: tuple[LayerInfo, ...], tags: Collection[str]) -> list[str]:
-    """Return the pattern of all layers that are logged one by one, those that have had a verdict among them."""
-    names = [info.name for info in layers if f"{group(key)}/{info.name}" in tags]
-    return [_pattern(key, names, "")] if names else []
+    """Return the pattern of all layers that are logged one by one, those that have had a verdict among them.
+
+    It is the same whichever these are: of two runs with different charts of one title TensorBoard shows one.
+    """
+    if not any(f"{group(key)}/{info.name}" in tags for info in layers):
+        return []
+    return [re.escape(f"{group(key)}/") + rf"(?!{LIMITS}/)(?:(?!{_one_of(SPREAD)}$).)*$"]
 
 
 def _limits(key: str, tags: Collection[str]) -> list[str]:
