@@ -3,16 +3,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
 
-.PHONY: demo test test-all lint types docs tests bench bench-check clean
+.PHONY: demo demo-width test test-all lint types docs tests bench bench-check clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-demo: $(READY)
-	$(BIN)/python examples/quickstart.py
+# Only what the demo needs, unless everything is there already.
+$(DEMO): pyproject.toml constraints.txt
+	[ $(READY) -nt pyproject.toml ] || $(PYTHON) -m venv $(VENV)
+	[ $(READY) -nt pyproject.toml ] || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo]"
+	touch $@
+
+demo: $(DEMO)
+	$(BIN)/python examples/demo.py
+
+demo-width: $(DEMO)
 	$(BIN)/python examples/repair.py
 
 test: lint types docs tests

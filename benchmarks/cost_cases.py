@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from tqdm.auto import tqdm
 
 from spectral_monitor import SpectralMonitor
+from spectral_monitor.reporting.essentials import essentials
 
 UNMEASURED = "an unmeasured step"
 FROBENIUS = "Frobenius norms alone"
@@ -165,6 +166,6 @@ def writing(quick: bool) -> list[dict[str, Any]]:
             logging_cost.SINKS, f"writing {'with' if bias else 'without'} biases", leave=False, disable=None
         ):
             cost = logging_cost.cost(name, measurements, every, rounds)
-            numbers = len(measurements[-1].scalars())
+            numbers = len(measurements[-1].scalars() if name == "JSON lines" else essentials(measurements[-1]))
             found.append({"sink": name, "biases": bias, "numbers": numbers, "matrices": matrices, **asdict(cost)})
     return found

@@ -68,11 +68,13 @@ takes as many steps as it needs. `make bench-check` counts again, and fails if o
 WRITING = """## Writing it down
 
 `benchmarks/logging_cost.py`: a network of {matrices} matrices, all quantities, per measured step, until everything is
-in the file. Means include pictures at every 20th measurement:
+in the file. TensorBoard and W&B get the [essential numbers](panels.md#what-is-logged), the run's own file all of them.
+Means include pictures at every 20th measurement; the page, which W&B gets once, some 5 MB, is not in it:
 """
 NAMES = """Most of what TensorBoard and W&B write is the names of the numbers, again at every step: 40 and 56 bytes a
-number, which neither file format can do without. `exclude=["*.bias"]` or a list of quantities makes it less. W&B's own
-process, which is told of every key once, takes some 15 s of another core's time for 3,000 of them.
+number, which neither file format can do without. With `log="all"`, all 3,000 numbers, it is a hundred kilobytes and
+more, and W&B's own process, which is told of every key once, takes some 15 s of another core's time.
+Milliseconds of TensorBoard and W&B are still those of all numbers, and so are too many.
 """
 RANKS = """## Several processes
 

@@ -86,7 +86,9 @@ SINKS = {"TensorBoard": tensorboard, "JSON lines": json_lines, "W&B, offline": w
 
 
 def size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    """Bytes of all files but the page, which W&B gets once in a run."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(path.stat().st_size for path in files if path.suffix != ".html")
 
 
 @dataclass(frozen=True)

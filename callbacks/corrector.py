@@ -23,7 +23,7 @@ class SpectralLRCorrector(SpectralMonitor):
     Whatever learning rate the optimizer has, its schedule keeps its shape, and at the peak each step changes what a
     layer makes of its inputs by the part that ``size`` says; the best one hardly depends on the width of the network.
     Schedulers, checkpoints and ``LearningRateMonitor`` see the optimizer's own learning rates; what they are multiplied
-    with is in :attr:`multipliers`, in the logs as ``spectral/lr_multiplier/<layer>``, and in checkpoints.
+    with is in :attr:`multipliers`, in the logs as ``spectral_lr_multiplier/<layer>``, and in checkpoints.
 
     Args:
         policy: ``"target"``, ``"balance"``, ``"reference"`` or ``"fsc"``: see
@@ -33,8 +33,8 @@ class SpectralLRCorrector(SpectralMonitor):
         reference: the file of a profile, for ``"reference"``.
         spectral_init: rescale the weights before the first step, a number to that natural norm, ``True`` to the norm
             that suits the network, ``"auto"`` only weights that were just drawn.
-        include, exclude, roles, blocks, history, condition, sinks: as for the monitor. Layers that are not measured
-            keep the optimizer's learning rate.
+        include, exclude, roles, blocks, history, condition, sinks, verbose: as for the monitor. Layers that are not
+            measured keep the optimizer's learning rate.
         correction: the rest of the settings of :class:`~spectral_monitor.correction.LRCorrection`.
 
     Raises:
@@ -64,6 +64,7 @@ class SpectralLRCorrector(SpectralMonitor):
         history: int = 1000,
         condition: SpectralCondition = SpectralCondition(),
         sinks: Sequence[Sink] = (),
+        verbose: int = 1,
         **correction: Any,
     ) -> None:
         named = [name for name in signature(SpectralLRCorrector).parameters if name != "correction"]
@@ -83,6 +84,7 @@ class SpectralLRCorrector(SpectralMonitor):
             history=history,
             condition=condition,
             sinks=sinks,
+            verbose=verbose,
             correction=rule,
             mode="correct",
         )

@@ -22,12 +22,14 @@ from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, described, with_needed
 from spectral_monitor.reporting.console import rendered
+from spectral_monitor.reporting.essentials import Log
+from spectral_monitor.reporting.role_table import role_rows
 from spectral_monitor.reporting.sinks import Sink
-from spectral_monitor.reporting.table import measurement_rows, role_rows
+from spectral_monitor.reporting.table import measurement_rows
 
 from .again import TrainingStep, aside, can_run_again
 from .checkpoints import Checkpointed
-from .logs import Reports, show, tell, warn_of_condition
+from .logs import Reports, every, shortest, show, tell, warn_of_condition
 from .strategies import refuse, surroundings
 from .together import check_together, place
 
@@ -41,9 +43,10 @@ class SpectralMonitor(Checkpointed):
     meanwhile. Where the training step calls the model in several parts, it is the training step that is run once
     more: with ``self.log`` and the loggers muted, but a file it writes is written twice.
 
-    What is logged, to every logger of the trainer, at the number of optimizer steps taken:
-    ``spectral/<quantity>/<layer>`` and ``spectral/summary/<name>``; what is NaN is left out, and
-    ``monitor.latest.why(quantity, layer)`` says why it is.
+    What is logged, to every logger of the trainer, on the axis of Lightning's own metrics (which begins at 0):
+    ``spectral_<quantity>/<layer>`` and ``spectral/summary/<name>``; in networks of more than 16 matrices, instead of
+    every layer, ``lowest``, ``median`` and ``highest`` of ``all`` and of each family, the same place in each block.
+    What is NaN is left out, and ``monitor.latest.why(quantity, layer)`` says why it is.
 
     Checkpoints hold what it takes to go on: counters in the checkpoint, and beside it one file
     ``spectral-monitor-<hash>.pt`` with the weights drift is counted from and the batch ``feature_drift`` is measured
@@ -81,8 +84,8 @@ class SpectralMonitor(Checkpointed):
         mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
             ``"correct"`` also puts learning rates right. Only that changes training.
         sinks: what else is given every measurement, such as a :class:`~spectral_monitor.reporting.JSONLinesSink`.
-        heatmap_every: pictures of layer by step, for loggers that take pictures, at every n-th measured step and at
-            the end; 0 for none. They need matplotlib.
+        heatmap_every: pictures of layer by step, for loggers that take pictures, after measurements 3 and 10, every
+            n-th and at the end; 0 for none. They need matplotlib.
         histograms: of the layers' values, for TensorBoard.
         low_memory: keep the weights before the update, and the copy that guards them during the extra forward, in host
             memory, and measure one layer at a time: slower, with at most two layers' worth of memory on the device.
@@ -90,6 +93,11 @@ class SpectralMonitor(Checkpointed):
             over until the time since the last measured one makes up for what that took, and a line says how far apart
             they are. The first two of a run, which take longest, are not waited for. ``"auto"`` is 0.01 from step 100
             on where ``every_n_steps`` is the default and nothing is corrected, else ``None``: nothing is timed.
+        verbose: what is printed besides warnings: 0 nothing; 1 what was found in the model and the last table, in
+            which equal places of the blocks share a row; 2 both with a row for every matrix.
+        log: which numbers loggers are given; all are in the run's own file. ``"essential"``: at most 600 of 100
+            matrices; ``"all"``: every number too, as ``spectral/<quantity>/<layer>``; or patterns, such as
+            ``["contribution/*", "*/head"]``, of single numbers besides.
 
     Attributes:
         measurements: the newest ones.
@@ -127,8 +135,13 @@ class SpectralMonitor(Checkpointed):
         histograms: bool = False,
         low_memory: bool = False,
         max_overhead: float | Literal["auto"] | None = "auto",
+        verbose: int = 1,
+        log: Log = "essential",
     ) -> None:
         super().__init__()
+        if verbose not in (0, 1, 2):
+            raise ValueError(f"verbose must be 0, 1 or 2, got {verbose!r}")
+        self.verbose = int(verbose)
         self.mode, self.condition, self.correction = mode, condition, checked(mode, condition, correction)
         self.settings = Settings(
             every_n_steps=every_n_steps,
@@ -150,7 +163,8 @@ class SpectralMonitor(Checkpointed):
         self._oversight: Oversight | None = None
         self._hyperparameters: dict[str, Hyperparameters] = {}
         settings = described(mode, condition, self.correction)
-        self._reports = Reports(sinks, heatmap_every, histograms, settings, self._warn)
+        asked = () if isinstance(quantities, str) else tuple(quantities)
+        self._reports = Reports(sinks, heatmap_every, histograms, settings, self._warn, log, asked)
         self._training_step: TrainingStep | None = None
         self._loss_scale = 1.0
         self._overdue: frozenset[str] = frozenset()
@@ -186,11 +200,13 @@ class SpectralMonitor(Checkpointed):
         self._engine.features.redirected = trainer.strategy.model is not pl_module
         check_together(trainer, self)
         self._oversight = Oversight(self.mode, self.condition, self.correction, self._engine)
-        show(rendered(role_rows(self._engine.anatomy)))
-        if self.mode != "observe" and (recipe := self._oversight.recipe):
-            tell(f"spectral monitor: {recipe}")
-        if decision := self._oversight.decision:
-            tell(f"spectral monitor: {decision}")
+        if self.verbose:
+            when = every(self.settings.every_n_steps)
+            show(rendered(role_rows(self._engine.anatomy, folded=self.verbose < 2, when=when)))
+            if self.mode != "observe" and (recipe := self._oversight.recipe):
+                self._tell(f"spectral monitor: {recipe}")
+            if decision := self._oversight.decision:
+                self._tell(f"spectral monitor: {decision}")
         if not trainer.loggers and trainer.is_global_zero:
             self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
 
@@ -244,7 +260,7 @@ class SpectralMonitor(Checkpointed):
         return self._overdue
 
     def _at(self, step: int) -> frozenset[str]:
-        return frozenset() if self._oversight is None else self._oversight.due(step, tell)
+        return frozenset() if self._oversight is None else self._oversight.due(step, self._tell)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What comes now is no part of a step."""
@@ -308,7 +324,7 @@ class SpectralMonitor(Checkpointed):
         self._hyperparameters = self._oversight.settings
         self._measurements.append(measurement)
         self._reports.write(measurement)
-        self._oversight.correct(measurement, tell)
+        self._oversight.correct(measurement, self._tell)
         self.multipliers = self._oversight.multipliers
         self._spent += measurement.summary["overhead_ms"] / 1e3 + perf_counter() - begin
 
@@ -322,13 +338,22 @@ class SpectralMonitor(Checkpointed):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the last table, and what measuring took."""
-        if self._engine is not None and self.latest and self._engine.measured > self._continuation.measured_before:
-            show(rendered(measurement_rows(self.latest)))
+        if self._engine is None or not self.verbose:
+            return
+        if self.latest and self._engine.measured > self._continuation.measured_before:
+            show(rendered(measurement_rows(self.latest, folded=self.verbose < 2)))
             share = self._spent / max(perf_counter() - self._began, 1e-9)
-            tell(f"spectral monitor: measuring took {100 * share:.2g} % of training time")
-        elif self._engine is not None:
-            steps, every = trainer.global_step, self.settings.every_n_steps
-            show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={every!r}")
+            self._tell(f"spectral monitor: measuring took {100 * share:.2g} % of training time")
+            if self._reports.folder is not None:
+                self._tell(f"spectral monitor: for all of it, spectral-monitor report {shortest(self._reports.folder)}")
+        else:
+            steps, each = trainer.global_step, self.settings.every_n_steps
+            show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={each!r}")
+
+    def _tell(self, text: str) -> None:
+        """Say something in a line among Lightning's own, unless nothing is to be said."""
+        if self.verbose:
+            tell(text)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave no hook behind if a batch was skipped after this callback had seen it start, which ends the epoch."""

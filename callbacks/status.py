@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 
+from spectral_monitor.reporting.headline import ROOM
+
 KEY = "spectral"
+
+
+def shared(texts: Sequence[str]) -> str:
+    """Return the texts of several monitors in as many characters as that of one may have: what is not OK first.
+
+    Example:
+        >>> shared(["OK", "2 off"]), shared(["OK", "not judged", "1 off"])
+        ('OK; 2 off', 'not judged')
+    """
+    together = "; ".join(texts)
+    return together if len(together) <= ROOM else next((text for text in texts if text != "OK"), texts[0])
 
 
 class _Metrics:
@@ -19,7 +32,7 @@ class _Metrics:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         said = [line.text for line in self.lines if line.text]
-        return {**self.original(*args, **kwargs), **({KEY: "; ".join(said)} if said else {})}
+        return {**self.original(*args, **kwargs), **({KEY: shared(said)} if said else {})}
 
 
 class StatusLine:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
+
+from spectral_monitor.warnings import say
 
 from .checkpoints import Checkpointed
 
@@ -33,7 +35,7 @@ def check_together(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
         if not layers or not keys:
             continue
         found = (
-            f"{_called(other)} and {_called(monitor)} would both log spectral/{keys[0]}/{layers[0]} and other numbers "
+            f"{_called(other)} and {_called(monitor)} would both log spectral_{keys[0]}/{layers[0]} and other numbers "
             f"of the same {len(layers)} layers"
         )
         correcting = [one.correction for one in (other, monitor) if one.correction is not None]
@@ -42,7 +44,7 @@ def check_together(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
         if correcting:
             one = f'SpectralMonitor(mode="correct", correction=LRCorrection("{correcting[0].policy}"))'
             raise ValueError(f"{found}, of which one knows the corrections: use one callback for both, {one}")
-        rank_zero_warn(
+        _warn(
             f"{found}: use one, with an interval for each tier or quantity (every_n_steps={{'light': 10, 'standard': "
             "100}), or give each layers of its own"
         )
@@ -55,6 +57,11 @@ def place(trainer: pl.Trainer, monitor: SpectralMonitor) -> int:
 
 def _monitors(trainer: pl.Trainer) -> list[SpectralMonitor]:
     return cast("list[SpectralMonitor]", [one for one in trainer.callbacks if isinstance(one, Checkpointed)])  # type: ignore[attr-defined]
+
+
+@rank_zero_only
+def _warn(text: str) -> None:
+    say(text, UserWarning, stacklevel=4)
 
 
 def _called(monitor: SpectralMonitor) -> str:

@@ -24,7 +24,7 @@ the loss with respect to the weight as the optimizer used it (clipped, averaged 
 spectral norm, the largest factor by which a matrix stretches a vector; `‖.‖F` the Frobenius norm; `E` the mean over
 rows (samples, tokens or pixels).
 
-In logs a value is called `spectral/<quantity>/<layer>`. What is NaN is not logged;
+In logs a value is called `spectral_<quantity>/<layer>`. What is NaN is not logged;
 `monitor.latest.why(quantity, layer)` says why.
 
 *Unit*: what the layer puts out or takes in is counted in whatever units the features have; `RMS / RMS` is output over

@@ -3,7 +3,7 @@
     python docs/make_screenshots.py
 
 The fault: one layer has 30 times the learning rate of the others. There are two runs, one that only warns and one that
-puts it right. It takes a minute, and needs playwright and Chromium.
+puts it right. Then a deep network, healthy and with one layer at 100 times the rate. It takes some minutes, and needs playwright and Chromium.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from urllib.parse import urlencode
 
 import lightning as L
 import torch
+from deep_model import GPT, batches
 from lightning.pytorch.loggers import TensorBoardLogger
 from make_report_screenshot import Residual
 from PIL import Image
@@ -43,6 +44,8 @@ from quickstart import Digits, loaders  # noqa: E402
 TARGET = HERE / "img"
 RUNS = {"watched": "warn", "corrected": "correct"}
 """Name of a run -> mode of the monitor."""
+DEEP = {"healthy": (), "one layer, 100 times": ("transformer.h.7.mlp.c_fc",)}
+"""Name of a run -> layers whose learning rate is 100 times too large."""
 
 
 class Fault(Digits):
@@ -79,14 +82,34 @@ def train(logdir: Path, steps: int, every: int, heatmap_every: int) -> None:
         trainer.fit(Fault(), *loaders(100))
 
 
+def train_deep(logdir: Path, steps: int, every: int) -> None:
+    """A GPT of 75 matrices, once healthy and once with one layer that has 100 times the others' learning rate."""
+    for name, faulty in DEEP.items():
+        L.seed_everything(0, verbose=False)
+        trainer = L.Trainer(
+            max_steps=steps,
+            logger=TensorBoardLogger(logdir, name=name, version=""),
+            callbacks=[SpectralMonitor(every, verbose=0)],
+            accelerator="cpu",
+            devices=1,
+            log_every_n_steps=1,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        trainer.fit(GPT(faulty), batches(steps))
+
+
 def get(address: str | urllib.request.Request) -> Any:
     with urllib.request.urlopen(address, timeout=30) as answer:
         return json.load(answer)
 
 
 @contextmanager
-def tensorboard(logdir: Path, steps: int, deadline: float = 60.0) -> Iterator[str]:
-    """The address of a TensorBoard that has read both runs to their last step.
+def tensorboard(
+    logdir: Path, steps: int, names: Collection[str] = RUNS.keys(), deadline: float = 60.0
+) -> Iterator[str]:
+    """The address of a TensorBoard that has read the runs to their last step.
 
     Raises:
         TimeoutError: it does not answer in time, or not with the runs.
@@ -100,7 +123,7 @@ def tensorboard(logdir: Path, steps: int, deadline: float = 60.0) -> Iterator[st
     with tempfile.TemporaryFile() as said, subprocess.Popen(command, cwd=logdir.parent, stderr=said) as server:
         try:
             end = time.monotonic() + deadline
-            while not ready(address, steps):
+            while not ready(address, steps, names):
                 if time.monotonic() > end or server.poll() is not None:
                     said.seek(0)
                     raise TimeoutError(f"TensorBoard has not shown the runs: {said.read().decode()}")
@@ -110,14 +133,14 @@ def tensorboard(logdir: Path, steps: int, deadline: float = 60.0) -> Iterator[st
             server.terminate()
 
 
-def ready(address: str, steps: int) -> bool:
-    """Whether it has read both runs to their end, where the last pictures are."""
-    queries = [urlencode({"run": name, "tag": "spectral/heatmap/bfa_cos", "sample": 0}) for name in RUNS]
+def ready(address: str, steps: int, names: Collection[str]) -> bool:
+    """Whether it has read the runs to their end, where the last pictures are."""
+    queries = [urlencode({"run": name, "tag": "spectral/heatmap/bfa_cos", "sample": 0}) for name in names]
     try:
         pictures = [get(f"{address}/data/plugin/images/images?{query}") for query in queries]
     except OSError:
         return False
-    return all(of_run and of_run[-1]["step"] == steps for of_run in pictures)
+    return all(of_run and of_run[-1]["step"] == steps - 1 for of_run in pictures)
 
 
 def capture(page: Any, name: str, bottom: float) -> None:
@@ -150,6 +173,15 @@ def panels(page: Any, address: str) -> None:
     for k in range(len(PANELS) - 1, 0, -1):
         headings.nth(k).click()
     capture(page, "tensorboard_panels", bottom(headings.nth(len(PANELS) - 1)) + 10)
+
+
+def deep(page: Any, address: str) -> None:
+    """The first question of a deep network."""
+    page.goto(f"{address}/#custom_scalars")
+    cards = page.locator("tf-custom-scalar-multi-line-chart-card")
+    cards.nth(5).wait_for()
+    page.get_by_text("Matches (10)").first.wait_for()
+    capture(page, "tensorboard_deep", bottom(cards.nth(5)) + 10)
 
 
 def pictures(page: Any, address: str) -> None:
@@ -205,6 +237,11 @@ def main() -> None:
             browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             for draw in (panels, pictures, verdicts):
                 draw(browser.new_page(viewport={"width": 1240, "height": 1500}), address)
+            browser.close()
+        train_deep(Path(folder) / "deep", steps=60, every=5)
+        with tensorboard(Path(folder) / "deep", 60, DEEP.keys()) as address, sync_playwright() as tool:
+            browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            deep(browser.new_page(viewport={"width": 1240, "height": 1500}), address)
             browser.close()
 
 

@@ -20,7 +20,12 @@ class SpectralConditionWarning(UserWarning):
 
 
 def announce(text: str) -> None:
-    """Warn of a verdict that begins, in lines that fit a console.
+    """Warn of a verdict that begins, in lines that fit a console."""
+    say(text, SpectralConditionWarning, stacklevel=3)
+
+
+def say(text: str, category: type[Warning], stacklevel: int = 2) -> None:
+    """Warn, in lines that fit a console.
 
     It is a warning like any other: it can be an error, be caught, or be silenced. Only where it is printed, its text
     stands alone: the file and the line of source that Python adds to a warning are ours and say nothing to users.
@@ -31,13 +36,13 @@ def announce(text: str) -> None:
         def formatted(
             message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
         ) -> str:
-            if issubclass(category, SpectralConditionWarning):
-                return f"\n{wrapped(str(message))}\n"
+            if str(message) == text:
+                return f"\n{wrapped(text)}\n"
             return before(message, category, filename, lineno, line)
 
         warnings.formatwarning = formatted
         try:
-            warnings.warn(text, SpectralConditionWarning, stacklevel=2)
+            warnings.warn(text, category, stacklevel=stacklevel + 1)
         finally:
             warnings.formatwarning = before
 
@@ -69,7 +74,7 @@ class Warner:
         about = message if error is None else _origin(error)
         if about not in self._said and not self._silent:
             self._said.add(about)
-            warnings.warn(message, SpectralMonitorWarning, stacklevel=3)
+            say(message, SpectralMonitorWarning, stacklevel=3)
 
 
 def _origin(error: BaseException) -> tuple[str, str, int]:

@@ -20,6 +20,8 @@ from spectral_monitor.measurement import LayerInfo
 from spectral_monitor.snapshot.local import is_distributed
 
 ROLE_CHOICES = (*ROLES, "ignore")
+_DISPLAYED = {"hidden": "operator", "output": "readout"}
+"""What roles are called in tables, which users may call them too."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Anatomy:
 
     def table(self) -> str:
         """The role table as text."""
-        from spectral_monitor.reporting.table import role_table
+        from spectral_monitor.reporting.role_table import role_table
 
         return role_table(self)
 
@@ -138,7 +140,8 @@ def dissect(
         2 readout 5 2
         2.bias vector 1 2
     """
-    roles, blocks = dict(roles or {}), dict(blocks or {})
+    roles = {pattern: _DISPLAYED.get(role, role) for pattern, role in (roles or {}).items()}
+    blocks = dict(blocks or {})
     for pattern, role in roles.items():
         if role not in ROLE_CHOICES:
             raise ValueError(f"roles: {pattern!r}: unknown role {role!r}; valid roles: {', '.join(ROLE_CHOICES)}")

@@ -1,10 +1,12 @@
 """What people see: tables, panels, pictures, files."""
 
 from spectral_monitor.reporting.jsonlines import JSONLinesSink, read_measurements
+from spectral_monitor.reporting.role_table import role_table
 from spectral_monitor.reporting.sinks import Sink, Sinks
-from spectral_monitor.reporting.table import measurement_table, role_table
+from spectral_monitor.reporting.table import measurement_table
 from spectral_monitor.reporting.tensorboard import TensorBoardSink
 from spectral_monitor.reporting.wandb import WandbSink
+from spectral_monitor.reporting.workspace import wandb_workspace
 
 __all__ = [
     "JSONLinesSink",
@@ -15,4 +17,5 @@ __all__ = [
     "measurement_table",
     "read_measurements",
     "role_table",
+    "wandb_workspace",
 ]

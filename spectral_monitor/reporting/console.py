@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from spectral_monitor.measurement import HEALTHY, OFF
-from spectral_monitor.reporting.table import ARROWS, Column, Table, printable
+from spectral_monitor.reporting.gauge import DRAWN
+from spectral_monitor.reporting.lines import Column, Table, folded_line, printable, that_fit
+from spectral_monitor.reporting.table import ARROWS, WIDTH
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
 
-TEXT = 32
-"""Characters that the last column, which is wrapped, is left at least, while there are columns that can go."""
-
 
 def rendered(table: Table) -> str:
-    """The table for standard output.
+    """Return the table for standard output.
 
     Where that is a terminal and rich is installed: layers that are off in colour (not if ``NO_COLOR`` is set), as wide
-    as the window, with the columns that matter least left out if it is narrow. Else its plain text.
+    as the window, with the columns that matter least left out if it is narrow. Else plain text of 80 columns, or as
+    many as ``COLUMNS`` says.
 
     Example:
         >>> print(rendered(Table("two layers", (Column("layer", ("a", "head"), text=True), Column("x", ("1", "20"))))))
@@ -36,7 +37,8 @@ def rendered(table: Table) -> str:
             return _drawn(table, console)
     except Exception:  # without rich, or with one that is broken or of another age, the text is as good
         pass
-    return str(table)
+    columns = os.environ.get("COLUMNS", "")
+    return table.plain(int(columns) if columns.isdigit() and int(columns) else WIDTH)
 
 
 def _drawn(table: Table, console: Console) -> str:
@@ -45,43 +47,34 @@ def _drawn(table: Table, console: Console) -> str:
     from rich.table import Table as Grid
     from rich.text import Text
 
-    columns = _that_fit(table.columns, console.width)
+    width = console.width
+    columns = that_fit(table.columns, width)
     grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
     for place, column in enumerate(columns):
-        wraps = column.text and place in (0, len(columns) - 1)
+        wraps = column.text and not column.drawn and place in (0, len(columns) - 1)
         side: JustifyMethod = "left" if column.text else "right"
         grid.add_column(Text(column.title), justify=side, no_wrap=not wraps, overflow="fold")
-    for row, cells in enumerate(zip(*(column.cells for column in columns), strict=True)):
+    marks = DRAWN if "utf" in (console.encoding or "").lower() else {}
+    for row, cells in enumerate(zip(*(_cells(column, marks) for column in columns), strict=True)):
         off = bool(table.states) and table.states[row] == OFF
         grid.add_row(*(Text(cell, "bold red" if off and _marked(cell, i) else "") for i, cell in enumerate(cells)))
     judgement = {HEALTHY: "bold green", OFF: "bold red"}.get(table.state, "bold")
     with console.capture() as captured:
         for line in (table.title, *table.notes):
-            console.print(Text(printable(line), judgement))
+            for part in folded_line(printable(line), width):
+                console.print(Text(part, judgement))
         if columns:
             console.print(grid)
-        for line in table.foot:
+        for line in table.below(columns, width):
             console.print(Text(line, "dim"))
-        if gone := [column.title for column in table.columns if column not in columns]:
-            console.print(Text(f"no room for: {', '.join(gone)}", "dim"))
     return captured.get().rstrip("\n")
 
 
+def _cells(column: Column, marks: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the cells, pictures with the characters that the terminal has for them."""
+    return tuple(cell.translate(marks) for cell in column.cells) if column.drawn else column.cells
+
+
 def _marked(cell: str, place: int) -> bool:
-    """The name of the layer, and values with an arrow."""
-    return place == 0 or cell.endswith(ARROWS)
-
-
-def _that_fit(columns: Sequence[Column], width: int) -> list[Column]:
-    """Those there is room for, the last one cut to what it needs."""
-    from rich.cells import cell_len
-
-    kept = list(columns)
-    widths = {column.title: max(map(cell_len, (column.title, *column.cells))) for column in columns}
-    if kept and kept[-1].text:
-        widths[kept[-1].title] = min(widths[kept[-1].title], TEXT)
-    for column in sorted((column for column in columns if column.spare), key=lambda column: -column.spare):
-        if sum(widths[of.title] + 2 for of in kept) <= width:
-            break
-        kept.remove(column)
-    return kept
+    """Return whether a cell is the name of the layer, a value with an arrow or a gauge."""
+    return place == 0 or cell.endswith((*ARROWS, *DRAWN.values()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
-from spectral_monitor.reporting.headline import names_in
+from spectral_monitor.reporting.headline import ROOTS, names_in
 from spectral_monitor.reporting.names import unprefixed
 from spectral_monitor.reporting.panels import MATRICES
 from spectral_monitor.reporting.tally import Tally, named_by, tally
@@ -16,11 +16,11 @@ from spectral_monitor.reporting.tally import Tally, named_by, tally
 DISTURBED = "disturbed"
 """The state of a layer that follows from another one; to a measurement such a layer is off."""
 SHOWN = 16
-"""Healthy and not judged layers that each have a row; of more, most are folded."""
+"""Layers of a network in which each has a row; of more, most are folded."""
 FURTHEST = 5
 """Healthy layers that keep their row, those furthest from typical."""
 MATES = 3
-"""Layers of one cause that each have a row."""
+"""Layers of one cause that each have a row; of several causes one has."""
 
 
 @dataclass(frozen=True)
@@ -67,42 +67,45 @@ class _Rows:
         """Return every row, in its order."""
         found: list[Row] = []
         left, follow = dict.fromkeys(self.count.off), dict(self.count.disturbed)
-        for root in self.measurement.roots:
+        shown = self.measurement.roots[:ROOTS] if self.folded else self.measurement.roots
+        for root in shown:
             names = [name for name in named_by(root) if name == root.layer or name in left]
             found += self._same_cause(root, [name for name in names if name in self.place])
             found += self._following(root.layer, [name for name, of in follow.items() if of == root.layer])
             left = {name: None for name in left if name not in names}
             follow = {name: of for name, of in follow.items() if of != root.layer}
-        found += [self._row(name, OFF, what=self._why(name)) for name in left if name in self.place]
-        for gone in dict.fromkeys(follow.values()):  # roots that were lifted at this very step
-            found += self._following(gone, [name for name, of in follow.items() if of == gone])
+        rest = [name for name in left if name in self.place]
+        if self.folded and len(rest) > MATES:
+            found.append(self._fold(rest, "off", OFF, "other causes"))
+        else:
+            found += [self._row(name, OFF, self.verdicts.get(name), self._why(name)) for name in rest]
+        if self.folded and len(self.measurement.roots) > ROOTS:
+            found += self._following("", list(follow))
+        else:  # roots that were lifted at this very step
+            for gone in dict.fromkeys(follow.values()):
+                found += self._following(gone, [name for name, of in follow.items() if of == gone])
         return found + self._others()
 
     def _same_cause(self, root: Verdict, names: Sequence[str]) -> list[Row]:
         """Return a row for the root's layer and one for each other layer of its cause, many of those folded."""
         first = [
-            self._row(name, OFF, root, root.sentence)
+            self._row(name, OFF, root, root.cause.replace("_", " "))
             if name == root.layer
-            else self._row(name, OFF, self.verdicts.get(name), f"the same cause as {self.label(root.layer)}")
+            else self._row(name, OFF, self.verdicts.get(name), "same cause")
             for name in names
         ]
-        if not self.folded or len(first) <= MATES:
+        most = MATES if len(self.measurement.roots) == 1 else 2
+        if not self.folded or len(first) <= most:
             return first
-        rest = names[MATES - 1 :]
-        return [*first[: MATES - 1], self._fold(rest, "with the same cause", OFF, self._names(rest))]
+        return [*first[: most - 1], self._fold(names[most - 1 :], "off", OFF, "same cause")]
 
     def _following(self, root: str, names: Sequence[str]) -> list[Row]:
         """Return the rows of layers that follow from a root: one if there are several, unless nothing is folded."""
         names = [name for name in names if name in self.place]
         if self.folded and len(names) > 1:
-            return [self._fold(names, "that follow from it", DISTURBED, self._names(names))]
-        source = "the verdict on the network" if root == NETWORK else self.label(root)
-        found = []
-        for name in names:
-            own = self.verdicts.get(name)
-            what = own.sentence if own is not None else ""
-            found.append(self._row(name, DISTURBED, own, what or f"follows from {source}"))
-        return found
+            return [self._fold(names, "disturbed", DISTURBED, "by the above" if root else "by others")]
+        source = "by the network" if root == NETWORK else f"by {self.label(root)}"
+        return [self._row(name, DISTURBED, self.verdicts.get(name), f"disturbed {source}") for name in names]
 
     def _others(self) -> list[Row]:
         """Return the rows of all other layers: in the order of the network, or the furthest and the rest folded."""
@@ -112,7 +115,7 @@ class _Rows:
         if not names and not seen:
             names = [info.name for info in infos]  # biases alone
         reasons = {name: reason for reason, some in self.count.not_judged.items() for name in some}
-        if not self.folded or len(names) <= SHOWN:
+        if not self.folded or len(names) + len(seen) <= SHOWN or len(names) <= FURTHEST:
             return [self._other(name, reasons) for name in names]
         candidates = [name for name in names if name not in reasons] or names
         far = sorted(candidates, key=self._far)[:FURTHEST]

@@ -14,6 +14,8 @@ NAMED = 3
 """Layers, and reasons, that a sentence names."""
 ROOM = 14
 """Characters of the shortest answer; a progress bar has no room for more."""
+ROOTS = 3
+"""Causes that have a line of their own."""
 _SHORT = {"rates_too_small": "rates too low"}
 """Causes that are longer than that, in shorter words."""
 
@@ -66,14 +68,35 @@ def announcement(verdict: Verdict, measurement: Measurement) -> str:
         >>> announcement(told, Measurement(30, (), {}, {}, (told,)))
         'step 30: head: its learning rate is too large'
     """
+    return f"step {measurement.step}: {_said(verdict, measurement)}"
+
+
+def root_lines(measurement: Measurement) -> list[str]:
+    """Return a line for each root verdict on layers, the worst first; of many, how many more there are.
+
+    Example:
+        >>> told = Verdict("head", "lr", 0.1, (0.0, 1.0), 98.0, 20, 3, "lr_too_large", "its learning rate is too large")
+        >>> root_lines(Measurement(30, (), {}, {}, (told,)))
+        ['head: its learning rate is too large']
+    """
+    roots = [root for root in measurement.roots if named_by(root)]
+    lines = [_said(root, measurement, named=True) for root in roots[:ROOTS]]
+    rest = len(roots) - ROOTS
+    return [*lines, *([f"and {rest} more cause{'s' if rest > 1 else ''}"] if rest > 0 else [])]
+
+
+def _said(verdict: Verdict, measurement: Measurement, named: bool = False) -> str:
+    """Return where, what and how many other layers follow from it; ``named``: those too."""
     names = named_by(verdict)
-    where = f"{some(names)}: " if names else ""
-    follow = sum(root == verdict.layer for root in disturbed(measurement).values())
-    text = f"step {measurement.step}: {where}{verdict.sentence}"
-    if follow == 0:
+    bare = unprefixed(tuple(info.name for info in measurement.layers))
+    where = names_in(measurement, names) if len(names) > NAMED else ", ".join(bare.get(name, name) for name in names)
+    follow = [layer for layer, root in disturbed(measurement).items() if root == verdict.layer]
+    text = f"{where}: {verdict.sentence}" if where else verdict.sentence
+    if not follow:
         return text
-    more = "1 other layer is" if follow == 1 else f"{follow} other layers are"
-    return f"{text.removesuffix('.')}. {more} disturbed by it."
+    more = "1 other layer is" if len(follow) == 1 else f"{len(follow)} other layers are"
+    who = f": {names_in(measurement, follow)}" if named else "."
+    return f"{text.removesuffix('.')}. {more} disturbed by it{who}"
 
 
 def some(texts: Sequence[str], most: int = NAMED) -> str:

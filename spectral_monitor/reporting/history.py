@@ -13,6 +13,20 @@ COLUMNS = 256
 """Steps that are kept; a picture has no more room."""
 
 
+EARLY = (3, 10)
+"""Measurements after which there are pictures, whatever the interval: most happens at the beginning."""
+
+
+def is_drawn(count: int, every: int) -> bool:
+    """Return whether there are pictures after the n-th measurement, with an interval; 0 for none.
+
+    Example:
+        >>> [count for count in range(1, 61) if is_drawn(count, 20)]
+        [3, 10, 20, 40, 60]
+    """
+    return every > 0 and (count % every == 0 or (count in EARLY and count < every))
+
+
 class Thinned:
     """Measurements, thinned out evenly when they become too many: the newest and every n-th before it.
 
@@ -96,6 +110,11 @@ class History(Thinned):
         super().add(measurement)
         for key in measurement.values:
             self._of.setdefault(key, Thinned(self._columns)).add(measurement)
+
+    def every(self) -> list[Measurement]:
+        """Return all measurements that are kept of any quantity, in their order."""
+        found = {id(m): m for kept in (self, *self._of.values()) for m in kept.measurements if m.layers == self.layers}
+        return sorted(found.values(), key=lambda measurement: measurement.step)
 
     def of(self, quantity: str) -> Thinned:
         """Those that have a quantity, of the same layers; none if it was not measured."""

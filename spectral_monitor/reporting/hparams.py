@@ -1,16 +1,16 @@
-"""The monitor's settings in TensorBoard's HPARAMS tab, beside the hyperparameters a logger wrote for the same run.
+"""Numbers of a run as metrics in TensorBoard's HPARAMS tab, beside the hyperparameters that a logger wrote.
 
 Of several session infos or experiments in a run TensorBoard shows the first it reads and ignores the others; it reads
 the files of a run in the order of their names. What a logger has written is therefore read, and written once more with
-the settings added, to a file that comes before the logger's. The logger's own file is as it was, and if it is written
+the metrics added, to a file that comes before the logger's. The logger's own file is as it was, and if it is written
 to again nothing is lost: of its hyperparameters TensorBoard would have shown the first all the same. A TensorBoard that
-has read the logger's file before there is another shows the settings when it is started anew.
+has read the logger's file before there is another shows the metrics when it is started anew.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -20,12 +20,12 @@ LOOKED_AT = 200
 """Events of a file; loggers write hyperparameters at the beginning."""
 
 
-def merge(logdir: str, settings: Mapping[str, Any]) -> bool:
-    """Add settings to the hyperparameters of a run, if there are any yet.
+def merge(logdir: str, metrics: Sequence[str]) -> bool:
+    """Add metrics to the hyperparameters of a run, if there are any yet.
 
     Args:
         logdir: of the run; what was written to it must have been flushed.
-        settings: name -> number, truth value or text; shown as ``spectral/<name>``.
+        metrics: tags of scalars, whose last values are shown.
 
     Returns:
         Whether there were hyperparameters.
@@ -42,26 +42,13 @@ def merge(logdir: str, settings: Mapping[str, Any]) -> bool:
     if metadata.SESSION_START_INFO_TAG not in found:
         return False
     for content in found.values():
-        _add(content, settings)
+        _add(content, metrics)
     file = RecordWriter(tf.io.gfile.GFile(os.path.join(logdir, FIRST), "wb"))
     for event in (Event(file_version="brain.Event:2"), Event(summary=_summary(found))):
         event.wall_time = when
         file.write(event.SerializeToString())
     file.close()
     return True
-
-
-def alone(settings: Mapping[str, Any]) -> Any:
-    """A summary with the settings, for a run that has no hyperparameters; without metrics."""
-    from tensorboard.plugins.hparams import metadata
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    contents = {tag: HParamsPluginData() for tag in (metadata.EXPERIMENT_TAG, metadata.SESSION_START_INFO_TAG)}
-    contents[metadata.EXPERIMENT_TAG].experiment.SetInParent()
-    contents[metadata.SESSION_START_INFO_TAG].session_start_info.SetInParent()
-    for content in contents.values():
-        _add(content, settings)
-    return _summary(contents)
 
 
 def _first(logdir: str) -> tuple[dict[str, Any], float]:
@@ -86,24 +73,14 @@ def _first(logdir: str) -> tuple[dict[str, Any], float]:
     return found, when
 
 
-def _add(content: Any, settings: Mapping[str, Any]) -> None:
-    """Settings into an experiment, which has the names, or a session info, which has the values."""
-    from tensorboard.plugins.hparams.api_pb2 import DataType, HParamInfo
+def _add(content: Any, metrics: Sequence[str]) -> None:
+    """Metrics into an experiment; a session info has none."""
+    from tensorboard.plugins.hparams.api_pb2 import MetricInfo, MetricName
 
-    infos = content.experiment.hparam_infos
-    for key, value in settings.items():
-        name = f"spectral/{key}"
-        if content.HasField("session_start_info"):
-            plain = content.session_start_info.hparams[name]
-            if isinstance(value, bool):
-                plain.bool_value = value
-            elif isinstance(value, int | float):
-                plain.number_value = value
-            else:
-                plain.string_value = str(value)
-        elif all(info.name != name for info in infos):
-            kind = "BOOL" if isinstance(value, bool) else "FLOAT64" if isinstance(value, int | float) else "STRING"
-            infos.append(HParamInfo(name=name, type=DataType.Value(f"DATA_TYPE_{kind}")))
+    if content.HasField("experiment"):
+        known = {info.name.tag for info in content.experiment.metric_infos}
+        new = [MetricInfo(name=MetricName(tag=tag)) for tag in metrics if tag not in known]
+        content.experiment.metric_infos.extend(new)
 
 
 def _summary(contents: Mapping[str, Any]) -> Any:

@@ -8,8 +8,8 @@ OTHERS = "others"
 """Layers without a number in their name."""
 
 
-def kind(name: str) -> str:
-    """The name with its first number, mostly that of a block, taken out.
+def kind(name: str, alone: str = OTHERS) -> str:
+    """Return the name with its first number, mostly that of a block, taken out; ``alone`` where it has none.
 
     Example:
         >>> kind("blocks.3.mlp.0"), kind("net.4"), kind("head")
@@ -18,7 +18,7 @@ def kind(name: str) -> str:
     parts = name.split(".")
     place = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     if place is None:
-        return OTHERS
+        return alone
     return ".".join([*parts[:place], "*", *parts[place + 1 :]])
 
 
@@ -48,3 +48,20 @@ def folded(names: Sequence[str]) -> list[str]:
     single = found.pop(OTHERS, [])
     texts = {places[0]: f"{of} x{len(places)}" for of, places in found.items()} | {i: names[i] for i in single}
     return [text for _, text in sorted(texts.items())]
+
+
+def places_in(names: Sequence[str]) -> str:
+    """Return the first numbers of the names, runs of them as ``first..last``.
+
+    Example:
+        >>> places_in([f"h.{i}.mlp" for i in (0, 1, 2, 5, 7, 8)])
+        '0..2,5,7,8'
+    """
+    numbers = [int(next(part for part in name.split(".") if part.isdigit())) for name in names]
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

@@ -1,193 +1,160 @@
-"""The Custom Scalars tab of TensorBoard: a category for each question, in it a chart for each kind of layer."""
+"""The Custom Scalars tab of TensorBoard: a category for each question, in which the first chart answers it."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spectral_monitor.measurement import LayerInfo, Measurement
-from spectral_monitor.reporting.kinds import kinds
-from spectral_monitor.reporting.panels import PANELS, Panel, shown
+from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.reporting.essentials import (
+    ALL,
+    LIMITS,
+    PREFIX,
+    SPREAD,
+    Groups,
+    family_key,
+    group,
+    grouped,
+    log2_of,
+)
+from spectral_monitor.reporting.names import unprefixed
+from spectral_monitor.reporting.panels import PANELS, Panel
 from spectral_monitor.reporting.typical import VS_TYPICAL
 
 if TYPE_CHECKING:
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-MARGIN, SUMMARY = "spectral/margin", "spectral/summary"
-FAR = 24.0
-"""Powers of two: a value that is further from where it should be, such as 0, is drawn there."""
+SUMMARY = f"{PREFIX}/summary"
 MANY = 24
 """Of more charts than that, only the first category is open at first."""
 
-Content = frozenset[tuple[str, ...]]
-"""What there is to show: ``(quantity, kind)``, ``("margin", quantity, kind)`` and ``("summary", name)``."""
-
-# What charts are called; those of margins, where that is something else.
 TITLES = {
-    "update_natural": "size of the update",
-    "update_ratio": "size of the update over that of the weights",
+    "update_natural": "update",
+    "update_ratio": "update over weight",
     "feature_change": "change of the outputs by a step",
     "feature_drift": "change of the outputs since the start",
-    "weight_natural": "size of the weights",
+    "weight_natural": "weights",
     "drift_ratio": "change of the weights since the start",
     "alignment": "alignment of inputs and weights",
     "update_alignment": "alignment of inputs and update",
     "update_stable_rank": "stable rank of the update",
     "weight_stable_rank": "stable rank of the weights",
-    "bfa_cos": "cosine of how outputs move and where the loss wants them",
+    "bfa_cos": "do outputs move downhill, cosine",
     "contribution": "decrease of the loss that the update promises",
     "lr_multiplier": "what the learning rate is multiplied with",
     "lr": "learning rate",
 }
-OUT_OF_LINE = {
-    "update_natural": f"size of the update {VS_TYPICAL}",
-    "weight_natural": f"size of the weights {VS_TYPICAL}",
-}
+"""What charts of a quantity are called."""
 
 
-@dataclass(frozen=True)
-class Margin:
-    """Where the layers of a kind are, on a logarithmic scale: a value outside ``low .. high`` is out of line.
-
-    Attributes:
-        quantity: a key of the measurement.
-        kind: of layers.
-        value: logarithm to base 2 of value over reference, of the layer that is closest to a limit or furthest beyond
-            one; of the value itself where there is a limit but no reference.
-        low: the same of its lower limit; where it has none, somewhat below what is to be seen.
-        high: of its upper limit.
-    """
-
-    quantity: str
-    kind: str
-    value: float
-    low: float
-    high: float
-
-    def scalars(self) -> dict[str, float]:
-        """Tag -> value."""
-        tag = f"{MARGIN}/{self.quantity}/{self.kind}"
-        return {tag: self.value, f"{tag}/low": self.low, f"{tag}/high": self.high}
-
-
-def margins(measurement: Measurement) -> list[Margin]:
-    """One for each kind of layer and each quantity that is held against a band; all numbers are finite.
-
-    Example:
-        >>> import torch
-        >>> layers = tuple(LayerInfo(f"net.{i}", "operator", 8, 8, (8, 8)) for i in range(3))
-        >>> values = {"update_natural": torch.tensor([0.1, 0.1, 0.8])}
-        >>> bands = {"update_natural": torch.tensor([[0.025, 0.4, 0.1]] * 3)}
-        >>> margins(Measurement(50, layers, values, {}, bands=bands))
-        [Margin(quantity='update_natural', kind='net.*', value=3.0, low=-2.0, high=2.0)]
-    """
-    found = []
-    for panel in PANELS:
-        for quantity in panel.quantities:
-            if quantity in measurement.bands and quantity in measurement.values:
-                for kind, rows in _kinds(panel, measurement.layers).items():
-                    margin = _margin(measurement, quantity, rows)
-                    if margin is not None:
-                        found.append(Margin(quantity, kind, *margin))
-    return found
-
-
-def _margin(measurement: Measurement, quantity: str, rows: Sequence[int]) -> tuple[float, float, float] | None:
-    worst, where = -math.inf, None
-    values = measurement.values[quantity][rows].double().tolist()
-    for value, (low, high, reference) in zip(values, measurement.bands[quantity][rows].double().tolist(), strict=True):
-        if math.isnan(value) or math.isnan(low) or math.isnan(high) or (low <= 0 and math.isinf(high)):
-            continue
-        value, low, high = (_log(number, 1.0 if math.isnan(reference) else reference) for number in (value, low, high))
-        out = max(value - high, low - value)
-        if where is None or out > worst:
-            worst, where = out, (value, low, high)
-    if where is None:
-        return None
-    value, low, high = where
-    value = max(value, min(-FAR, low - 1)) if math.isfinite(low) else max(value, -FAR)
-    value = min(value, max(FAR, high + 1)) if math.isfinite(high) else min(value, FAR)
-    low = min(-abs(high), value - 1) if math.isinf(low) else low
-    high = max(abs(low), value + 1) if math.isinf(high) else high
-    return value, low, high
-
-
-def _log(value: float, reference: float) -> float:
-    return math.log2(value / reference) if value > 0 else -math.inf
-
-
-def content(layers: Sequence[LayerInfo], tags: Container[str]) -> Content:
-    """What there is to show.
-
-    Args:
-        layers: of a measurement.
-        tags: its scalars and those of its margins.
-    """
-    some: set[tuple[str, ...]] = set()
-    for panel in PANELS:
-        some |= {("summary", key) for key in panel.summaries if f"{SUMMARY}/{key}" in tags}
-        for kind, rows in _kinds(panel, layers).items():
-            some |= {("margin", key, kind) for key in panel.quantities if f"{MARGIN}/{key}/{kind}" in tags}
-            names = [layers[i].name for i in rows]
-            some |= {(key, kind) for key in panel.quantities if any(f"spectral/{key}/{name}" in tags for name in names)}
-    return frozenset(some)
-
-
-def layout(layers: Sequence[LayerInfo], some: Content) -> Layout:
-    """The charts for what there is to show, as TensorBoard's protocol buffer; no category is empty.
+def layout(layers: tuple[LayerInfo, ...], tags: Collection[str]) -> Layout:
+    """Return the charts for what there is to show, as TensorBoard's protocol buffer; no category is empty.
 
     Args:
         layers: of the measurements.
-        some: what was measured so far.
+        tags: of all numbers so far.
     """
     from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Layout
 
-    drawn = [(panel.question, list(_charts(panel, layers, some))) for panel in PANELS]
+    drawn = [(panel.question, list(_charts(panel, layers, tags))) for panel in PANELS]
     drawn = [(question, charts) for question, charts in drawn if charts]
     many = sum(len(charts) for _, charts in drawn) > MANY
     categories = [Category(title=name, chart=charts, closed=many and i > 0) for i, (name, charts) in enumerate(drawn)]
     return Layout(category=categories)
 
 
-def _charts(panel: Panel, layers: Sequence[LayerInfo], some: Content) -> Iterator[Any]:
-    """The whole network, every layer, and how far layers are out of line, kind by kind.
+def _charts(panel: Panel, layers: tuple[LayerInfo, ...], tags: Collection[str]) -> Iterator[Any]:
+    """Yield the charts of a question, the one that answers it first."""
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Chart, MultilineChartContent
 
-    The last are margin charts, in reverse: TensorBoard shows them after all others, the last one first.
+    quantities = list(_of_quantities(panel, layers, tags))
+    summaries = [
+        (f"whole network: {', '.join(names)}", [f"{re.escape(f'{SUMMARY}/{name}')}$" for name in names])
+        for names in _groups([key for key in panel.summaries if f"{SUMMARY}/{key}" in tags])
+    ]
+    place = 0 if panel.by_summary else 1
+    for title, patterns in [*quantities[:place], *summaries, *quantities[place:]]:
+        yield Chart(title=title, multiline=MultilineChartContent(tag=patterns))
+
+
+def _of_quantities(
+    panel: Panel, layers: tuple[LayerInfo, ...], tags: Collection[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the title and the tags' patterns of each chart: all layers together first, then the families.
+
+    A chart of a few lines shows a layer that is 100 times too large: TensorBoard cuts off what is above 95 % of all
+    points, unless it is told not to.
     """
-    from tensorboard.plugins.custom_scalar.layout_pb2 import Chart, MarginChartContent, MultilineChartContent
-
-    names = [info.name for info in layers]
-    of_kinds = _kinds(panel, layers)
-    for group in _groups([key for key in panel.summaries if ("summary", key) in some]):
-        tags = [f"{re.escape(f'{SUMMARY}/{key}')}$" for key in group]
-        yield Chart(title=f"whole network: {', '.join(group)}", multiline=MultilineChartContent(tag=tags))
-    pairs = [(quantity, kind) for quantity in panel.quantities for kind in of_kinds]
-    for quantity, kind in pairs:
-        if (quantity, kind) in some:
-            tag = re.escape(f"spectral/{quantity}/") + pattern([names[i] for i in of_kinds[kind]], names) + "$"
-            title = f"{kind}: {TITLES[quantity]} ({quantity})"
-            yield Chart(title=title, multiline=MultilineChartContent(tag=[tag]))
-    for quantity, kind in reversed(pairs):
-        if ("margin", quantity, kind) in some:
-            tag = f"{MARGIN}/{quantity}/{kind}"
-            series = MarginChartContent.Series(value=tag, lower=f"{tag}/low", upper=f"{tag}/high")
-            title = f"{kind}: {OUT_OF_LINE.get(quantity, TITLES[quantity])}, log2; outside the shade is out of line"
-            yield Chart(title=title, margin=MarginChartContent(series=[series]))
-
-
-def _kinds(panel: Panel, layers: Sequence[LayerInfo]) -> dict[str, list[int]]:
-    """Kind -> places of those of its layers that a panel shows."""
-    rows = shown(panel, layers)
-    found = _cached_kinds(tuple(layers[i].name for i in rows))
-    return {kind: [rows[k] for k in places] for kind, places in found.items()}
+    groups = grouped(layers)
+    for quantity in panel.quantities:
+        for key, title in (
+            (log2_of(quantity), f"{TITLES[quantity]} {VS_TYPICAL}, log2"),
+            (quantity, f"{TITLES[quantity]} ({quantity})"),
+        ):
+            if not any(tag.startswith(f"{group(key)}/") for tag in tags):
+                continue
+            compared = key != quantity
+            limits = _limits(key, tags)
+            if not groups.families:
+                names = [layers[i].name for i in groups.singles]
+                yield f"{title}{_shown(limits)}: every layer", [_pattern(key, names, ""), *limits]
+                continue
+            yield f"{title}{_shown(limits)}: all layers", [_pattern(key, [ALL], _one_of(SPREAD)), *limits]
+            if compared and panel is PANELS[0]:
+                yield from _of_families(key, title, groups, layers, tags)
+            else:
+                families = [_pattern(key, list(map(family_key, groups.families)), "/median")]
+                yield f"{title}: median of each family", [*families, *_singles(key, groups, layers, tags)]
 
 
-_cached_kinds = lru_cache(maxsize=4)(kinds)
-"""The layers are the same at every measurement."""
+def _of_families(
+    key: str, title: str, groups: Groups, layers: tuple[LayerInfo, ...], tags: Collection[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield a chart for each family, and one for all layers that are logged one by one."""
+    limits = _limits(key, tags)
+    bare = unprefixed((*groups.families, *(info.name for info in layers)))
+    singles = _singles(key, groups, layers, tags)
+    if singles:
+        yield f"{title}: single layers", [*singles, *limits]
+    for family in groups.families:
+        yield f"{title}: {bare[family]}", [_pattern(key, [family_key(family)], _one_of(SPREAD)), *limits]
+
+
+def _singles(key: str, groups: Groups, layers: tuple[LayerInfo, ...], tags: Collection[str]) -> list[str]:
+    """Return the pattern of all layers that are logged one by one, those that have had a verdict among them.
+
+    It is the same whichever these are: of two runs with different charts of one title TensorBoard shows one.
+    """
+    if not any(f"{group(key)}/{info.name}" in tags for info in layers):
+        return []
+    return [re.escape(f"{group(key)}/") + rf"(?!{LIMITS}/)(?:(?!{_one_of(SPREAD)}$).)*$"]
+
+
+def _limits(key: str, tags: Collection[str]) -> list[str]:
+    """Return the pattern of a quantity's limits, if it has any."""
+    stem = f"{group(key)}/{LIMITS}/"
+    return [f"{re.escape(stem)}(?:low|high)$"] if any(tag.startswith(stem) for tag in tags) else []
+
+
+def _shown(limits: Sequence[str]) -> str:
+    return " (OK within limits)" if limits else ""
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return f"/(?:{'|'.join(names)})"
+
+
+def _pattern(key: str, names: Sequence[str], rest: str) -> str:
+    """Return a regular expression for a quantity of some layers, and of no others.
+
+    Args:
+        key: of the quantity.
+        names: of layers or families.
+        rest: an expression for what follows a name.
+    """
+    found = "|".join(map(re.escape, names))
+    return re.escape(f"{group(key)}/") + (f"(?:{found})" if len(names) > 1 else found) + f"{rest}$"
 
 
 def _groups(names: Sequence[str]) -> list[list[str]]:
@@ -199,27 +166,3 @@ def _groups(names: Sequence[str]) -> list[list[str]]:
     """
     first = [name for name in names if not any(name.startswith(f"{other}_") for other in names)]
     return [[name for name in names if name == head or name.startswith(f"{head}_")] for head in first]
-
-
-def pattern(names: Sequence[str], among: Sequence[str]) -> str:
-    r"""A regular expression that matches these names and none of the others in full.
-
-    If one will do, it is the same for any number of layers, for TensorBoard shows equal charts of several runs as one.
-
-    Args:
-        names: to be matched.
-        among: all names there are.
-
-    Example:
-        >>> pattern(["net.0.w+b", "net.2.w+b"], ["net.0.w+b", "net.0.bias", "net.2.w+b"])
-        'net\\.\\d+\\.w\\+b'
-        >>> pattern(["net.0", "net.2"], ["net.0", "net.1", "net.2"])
-        '(?:net\\.0|net\\.2)'
-    """
-    parts = names[0].split(".")
-    place = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    if place is not None and len(names) > 1:
-        numbered = r"\.".join([r"\d+" if i == place else re.escape(part) for i, part in enumerate(parts)])
-        if {name for name in among if re.fullmatch(numbered, name)} == set(names):
-            return numbered
-    return f"(?:{'|'.join(map(re.escape, names))})" if len(names) > 1 else re.escape(names[0])

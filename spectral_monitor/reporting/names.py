@@ -13,8 +13,20 @@ NAME = 30
 LONG = 9
 """Parts of a name beyond this are taken word by word."""
 GAP = "…"
+ROLES = {"operator": "hidden", "readout": "output", "embedding": "embedding", "vector": "vector"}
+"""What roles are called where people read them."""
 _PART = re.compile(r"\.?[^.]+|\.+")
 _WORD = re.compile(r"[\W_]*(?:\d+|[^\W\d_]+)|[\W_]+")
+
+
+def role_name(role: str) -> str:
+    """Return what a role is called in displays.
+
+    Example:
+        >>> role_name("operator"), role_name("readout")
+        ('hidden', 'output')
+    """
+    return ROLES.get(role, role)
 
 
 @lru_cache(maxsize=8)  # the layers are the same in every picture

@@ -19,6 +19,7 @@ class Panel:
         quantities: that answer it, the one to look at first first.
         summaries: of the whole network, that belong to it.
         roles: of the layers that are shown.
+        by_summary: whether a number of the whole network answers it, rather than a quantity.
         reading: what is in order, and what it means if it is not; for people who have not read the papers.
     """
 
@@ -27,6 +28,7 @@ class Panel:
     reading: str
     summaries: tuple[str, ...] = ()
     roles: frozenset[str] = MATRICES
+    by_summary: bool = False
 
 
 PANELS: tuple[Panel, ...] = (
@@ -55,6 +57,7 @@ PANELS: tuple[Panel, ...] = (
         "Near 1: inputs lie where the weight stretches most, as the readout's should after a while. As small as one "
         "over the square root of the width: as good as random.",
         ("final_layer_alignment",),
+        by_summary=True,
     ),
     Panel(
         "Are updates low-rank?",

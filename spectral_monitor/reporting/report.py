@@ -11,12 +11,13 @@ from spectral_monitor.condition import NETWORK, Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.headline import headline, headlines, names_in
+from spectral_monitor.reporting.lines import Column
 from spectral_monitor.reporting.panels import MATRICES, PANELS, Panel
 from spectral_monitor.reporting.report_curves import LINES, curves, depth_colours
 from spectral_monitor.reporting.report_figures import Figure, escaped, overview
 from spectral_monitor.reporting.report_page import page
 from spectral_monitor.reporting.runs import settled
-from spectral_monitor.reporting.table import ARROWS, Column, measurement_rows, number, summary_line
+from spectral_monitor.reporting.table import ARROWS, measurement_rows, number, summary_line
 from spectral_monitor.reporting.tally import disturbed, is_judged, named_by, tally
 from spectral_monitor.reporting.typical import legend
 
@@ -188,7 +189,7 @@ def _panel(panel: Panel, name: str, summary: Mapping[str, float]) -> str:
 def _layers(now: Measurement) -> str:
     """Return a row for every layer, nothing folded, with its state."""
     table = measurement_rows(now, folded=False)
-    columns = [column for column in table.columns if column.title not in _IN_TABLE_OF_VERDICTS]
+    columns = [column for column in table.columns if column.title not in _IN_TABLE_OF_VERDICTS and not column.drawn]
     states = ["" if state == HEALTHY else state for state in table.states]
     whats = next((column.cells for column in table.columns if column.title == "what"), states)
     states = [what if state == NOT_JUDGED else state for state, what in zip(states, whats, strict=True)]

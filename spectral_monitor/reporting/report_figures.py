@@ -19,9 +19,10 @@ from spectral_monitor.condition.verdict import short
 from spectral_monitor.engine.assemble import balance_ratios
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.reporting.history import COLUMNS, Thinned
+from spectral_monitor.reporting.lines import printable
 from spectral_monitor.reporting.names import labelled, named
 from spectral_monitor.reporting.panels import HEATMAPS, MATRICES
-from spectral_monitor.reporting.table import number, printable
+from spectral_monitor.reporting.table import number
 from spectral_monitor.reporting.tally import off
 from spectral_monitor.reporting.typical import VS_TYPICAL
 

@@ -1,94 +1,45 @@
-"""A measurement and a model's roles as rows of text, and those as lines."""
+"""A measurement as rows of text, and those as lines."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.reporting.folding import Row, rows
-from spectral_monitor.reporting.headline import headlines
+from spectral_monitor.reporting.gauge import gauge, scale
+from spectral_monitor.reporting.headline import headlines, root_lines
+from spectral_monitor.reporting.lines import Column, Table, printable, text_column
+from spectral_monitor.reporting.names import role_name
 from spectral_monitor.reporting.tally import tally
-from spectral_monitor.reporting.typical import VS_TYPICAL, legend, vs_typical
+from spectral_monitor.reporting.typical import VS_TYPICAL, legend, limits, vs_typical
 
 if TYPE_CHECKING:
-    from spectral_monitor.anatomy import Anatomy
     from spectral_monitor.condition import Verdict
 
 _COLUMNS = {
-    "weight_natural": ("|W| nat", 1),
-    "update_natural": ("|dW| nat", 0),
-    "update_ratio": ("|dW|/|W|", 8),
-    "update_stable_rank": ("srank dW", 10),
-    "drift_ratio": ("drift", 7),
-    "feature_change": ("dh/h", 5),
-    "alignment": ("align", 6),
-    "bfa": ("BFA deg", 9),
-    "contribution": ("-<g,dW>", 11),
+    "weight_natural": ("|W|", 9, "|W|: largest stretch by the weight, usually 0.5 to 10"),
+    "update_natural": ("|dW|", 7, "|dW|: largest stretch by the update"),
+    "update_ratio": ("|dW|/|W|", 12, "|dW|/|W|: the update over the weight"),
+    "drift_ratio": ("drift", 11, "drift: of the weight since the start, over its size then"),
+    "feature_change": ("dh/h", 3, "dh/h: relative change of the outputs"),
+    "alignment": ("align", 10, "align: do inputs lie where the weight stretches most; 1 if all do"),
 }
-"""Quantity -> title, and how soon its column is left out where there is no room for all."""
+"""Quantity -> title, how soon its column is left out where there is no room for all, and what it says."""
 _LEAST = 12
 """From here on columns are left out before all of those."""
 ARROWS = (" ^", " v")
 """Behind a value that is off: too large, too small."""
-SENTENCE = 72
-"""Characters of a line of the last column of plain text; what is longer goes on in the next line."""
+WIDTH = 80
+"""Characters of a line where nothing else is asked for: those of a narrow terminal, and of a page of code."""
+NOTE = "! "
+"""Before a line on a cause."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of a table.
-
-    Attributes:
-        title: above it.
-        cells: one for each row.
-        text: whether it is text, which goes to the left.
-        spare: 0 for what stays; where there is no room for all, the highest goes first.
-        quantity: a key of the measurement, if that is what it shows.
-    """
-
-    title: str
-    cells: tuple[str, ...]
-    text: bool = False
-    spare: int = 0
-    quantity: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """What is shown of a measurement or a model, however it is drawn; ``str`` of it is plain text.
-
-    Attributes:
-        title: one line, the answer first.
-        columns: all of the same length, or none.
-        foot: lines below.
-        state: ``"healthy"``, ``"off"`` or ``"not judged"``; empty where the table is on something else.
-        states: of each row, ``"disturbed"`` among them; empty like ``state``.
-        notes: lines between the title and the rows.
-    """
-
-    title: str
-    columns: tuple[Column, ...]
-    foot: tuple[str, ...] = ()
-    state: str = ""
-    states: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return "\n".join([self.title, *self.notes, *aligned(self.columns), *self.foot])
-
-
-def measurement_table(measurement: Measurement, folded: bool = True) -> str:
-    """Return the table of :func:`measurement_rows` as plain text."""
-    return str(measurement_rows(measurement, folded))
-
-
-def role_table(anatomy: Anatomy) -> str:
-    """Every matrix with its role, blocks and notes; then what is not measured and why."""
-    return str(role_rows(anatomy))
+def measurement_table(measurement: Measurement, folded: bool = True, width: int | None = WIDTH) -> str:
+    """Return the table of :func:`measurement_rows` as plain text of a width; ``None`` for all of its columns."""
+    return measurement_rows(measurement, folded).plain(width)
 
 
 def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
@@ -101,39 +52,52 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
         folded: whether layers that follow from a root share a row, and so, in a network of many, do healthy layers
             that are close to typical and layers that were not judged for the same reason.
     """
-    ratios = vs_typical(measurement)
+    ratios, band = vs_typical(measurement), limits(measurement)
     found = rows(measurement, ratios, folded)
     infos, single = measurement.layers, [row.places[0] if len(row.places) == 1 else None for row in found]
     columns = [
-        _text("layer", [row.label for row in found]),
-        _text("role", [_shared({infos[i].role for i in row.places}) for row in found], spare=3),
-        _text("in -> out", [_shared({_fans(infos[i]) for i in row.places}) for row in found], spare=4),
+        text_column("layer", [row.label for row in found]),
+        text_column("role", [_shared({role_name(infos[i].role) for i in row.places}) for row in found], spare=6),
+        text_column("in -> out", [_shared({fans(infos[i]) for i in row.places}) for row in found], spare=8),
     ]
-    for key, (title, spare) in _columns(measurement).items():
-        values = (measurement.values[key].rad2deg() if key == "bfa" else measurement.values[key]).tolist()
+    if "update_natural" in measurement.values:
+        of_rows = [[ratios[i] for i in row.places] for row in found]
+        columns.append(_ratios(found, of_rows, legend(measurement)))
+        drawn = tuple(gauge(some, band) for some in of_rows)
+        columns.append(Column(scale(band), drawn, text=True, spare=2, drawn=True))
+    for key, (title, spare, says) in _columns(measurement).items():
+        values = measurement.values[key].tolist()
         cells = ["" if i is None else number(values[i]) for i in single]
         arrows = [_arrow(row.verdict, key) for row in found]
-        if any(arrow.strip() for arrow in arrows):  # with room behind the other values
+        if key != "update_natural" and any(arrow.strip() for arrow in arrows):
             cells, spare = [f"{cell}{arrow}" for cell, arrow in zip(cells, arrows, strict=True)], 0
-        columns.append(Column(title, tuple(cells), spare=spare, quantity=key))
-        if key == "update_natural":
-            columns.append(Column(VS_TYPICAL, tuple(number_range([ratios[i] for i in row.places]) for row in found)))
+        columns.append(Column(title, tuple(cells), spare=spare, quantity=key, legend=says))
     if any(row.verdict and row.verdict.quantity for row in found):
-        limits = [v.should_be if (v := row.verdict) and v.quantity else "" for row in found]
-        columns.append(_text("should be", limits, spare=2))
+        should = [v.should_be if (v := row.verdict) and v.quantity else "" for row in found]
+        columns.append(text_column("should be", should, spare=5))
     if any(row.what for row in found):
-        columns.append(_text("what", [_what(row, measurement) for row in found]))
+        columns.append(text_column("what", [_what(row, measurement) for row in found]))
     lines = headlines(measurement)
-    foot = (summary_line(measurement), legend(measurement))
     title = f"spectral monitor, step {measurement.step}: {lines[0]}"
     state, states = tally(measurement).state, tuple(row.state for row in found)
-    return Table(title, tuple(columns), tuple(filter(None, foot)), state, states, tuple(lines[1:]))
+    notes = (*lines[1:], *(f"{NOTE}{printable(line)}" for line in root_lines(measurement)))
+    foot = tuple(filter(None, (summary_line(measurement),)))
+    return Table(title, tuple(columns), foot, state, states, notes)
 
 
-def _columns(measurement: Measurement) -> dict[str, tuple[str, int]]:
-    """The usual ones that were measured; where none of them was, those that were, the first of which always stays."""
+def _ratios(found: Sequence[Row], ratios: Sequence[Sequence[float]], says: str) -> Column:
+    """Return the column of the number that layers are compared by, with an arrow where that gave a layer away."""
+    cells = [number_range(some) for some in ratios]
+    arrows = [_arrow(row.verdict, "update_natural") for row in found]
+    if any(arrow.strip() for arrow in arrows):  # with room behind the other values
+        cells = [f"{cell}{arrow}" for cell, arrow in zip(cells, arrows, strict=True)]
+    return Column(VS_TYPICAL, tuple(cells), legend=says)
+
+
+def _columns(measurement: Measurement) -> dict[str, tuple[str, int, str]]:
+    """Return the usual ones that were measured; where none was, those that were, the first of which always stays."""
     usual = {key: column for key, column in _COLUMNS.items() if key in measurement.values}
-    return usual or {key: (key, _LEAST + k if k else 0) for k, key in enumerate(measurement.values)}
+    return usual or {key: (key, _LEAST + k if k else 0, "") for k, key in enumerate(measurement.values)}
 
 
 def _arrow(verdict: Verdict | None, key: str) -> str:
@@ -155,8 +119,10 @@ def _shared(cells: set[str]) -> str:
     return next(iter(cells)) if len(cells) == 1 else ""
 
 
-def _fans(info: LayerInfo) -> str:
-    return f"{info.fan_in} -> {info.fan_out}" + (f" x{info.blocks}" if info.blocks > 1 else "")
+def fans(info: LayerInfo) -> str:
+    """Return what a layer maps: inputs to outputs, tokens to outputs, and how many such blocks are stacked in it."""
+    inputs = f"{info.shape[0]} tokens" if info.role == "embedding" and len(info.shape) > 1 else str(info.fan_in)
+    return f"{inputs} -> {info.fan_out}" + (f" x{info.blocks}" if info.blocks > 1 else "")
 
 
 def summary_line(measurement: Measurement) -> str:
@@ -164,7 +130,7 @@ def summary_line(measurement: Measurement) -> str:
     s = {key: value for key, value in measurement.summary.items() if math.isfinite(value)}
     parts = []
     if "final_layer_alignment" in s:
-        parts.append(f"readout alignment {number(s['final_layer_alignment'])}")
+        parts.append(f"output alignment {number(s['final_layer_alignment'])}")
     if "loss_change_predicted" in s:
         predicted = number(s["loss_change_predicted"])
         known = "loss_change" in s
@@ -176,51 +142,8 @@ def summary_line(measurement: Measurement) -> str:
     if s.get("skipped_updates"):
         parts.append(f"{s['skipped_updates']:.0f} measured steps with NaN, inf or no update")
     if "overhead_ms" in s:
-        parts.append(f"monitor {s['overhead_ms']:.0f} ms per measured step")
+        parts.append(f"took {s['overhead_ms']:.0f} ms")
     return "   ".join(parts)
-
-
-def role_rows(anatomy: Anatomy) -> Table:
-    """One row per matrix; below, what is not measured and why."""
-    matrices = [layer for layer in anatomy.layers if layer.is_matrix]
-    vectors = len(anatomy.layers) - len(matrices)
-    title = f"spectral monitor: {len(matrices)} matrices and {vectors} biases and gains are measured"
-    columns = []
-    if matrices:
-        infos = [layer.info for layer in matrices]
-        columns = [
-            _text("layer", [info.name for info in infos]),
-            _text("role", [info.role for info in infos]),
-            _text("in -> out", [f"{info.fan_in} -> {info.fan_out}" for info in infos]),
-            Column("blocks", tuple(str(info.blocks) for info in infos)),
-            _text("note", [layer.note for layer in matrices]),
-        ]
-        if any(info.placement != "local" for info in infos):
-            columns.insert(4, _text("placement", [info.placement for info in infos]))
-    foot = []
-    if anatomy.unmeasured:
-        foot.append(f"not measured ({len(anatomy.unmeasured)}):")
-        grouped: dict[str, list[str]] = {}
-        for item in anatomy.unmeasured:
-            grouped.setdefault(item.reason, []).append(item.name)
-        for reason, names in grouped.items():
-            shown = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
-            foot.append(printable(f"  {shown}: {reason}"))
-    return Table(title, tuple(columns), tuple(foot))
-
-
-def _text(title: str, cells: Sequence[str], spare: int = 0) -> Column:
-    return Column(title, tuple(map(printable, cells)), text=True, spare=spare)
-
-
-def printable(text: str) -> str:
-    r"""With escapes for what would break a line or steer a terminal; a layer may be called anything.
-
-    Example:
-        >>> print(printable("red\x1b[31m"))
-        red\x1b[31m
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def number(value: float) -> str:
@@ -249,30 +172,3 @@ def number_range(ratios: Sequence[float]) -> str:
     known = [ratio for ratio in ratios if not math.isnan(ratio)]
     low, high = (number(min(known)), number(max(known))) if known else ("-", "-")
     return low if low == high else f"{low} .. {high}"
-
-
-def aligned(columns: Sequence[Column]) -> list[str]:
-    """Return a line of titles and those of each row, columns two spaces apart; text to the left, numbers to the right.
-
-    A last column of long text is wrapped, so that a terminal or a file shows it without a line of its own length.
-    """
-    if not columns:
-        return []
-    *before, last = columns
-    widths = [max(len(cell) for cell in (column.title, *column.cells)) for column in before]
-    rows = [[text] for text in (last.title, *last.cells)]
-    if before and last.text:
-        rows = [wrap(text, SENTENCE) or [""] for (text,) in rows]
-    width = max(len(line) for row in rows for line in row)
-    lines = []
-    for place, row in enumerate(rows):
-        cells = [column.cells[place - 1] if place else column.title for column in before]
-        for line in row:
-            lines.append(
-                "  ".join(
-                    cell.ljust(w) if of.text else cell.rjust(w)
-                    for cell, w, of in zip([*cells, line], [*widths, width], columns, strict=True)
-                ).rstrip()
-            )
-            cells = [""] * len(before)
-    return lines

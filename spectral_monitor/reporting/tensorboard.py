@@ -1,10 +1,10 @@
-"""TensorBoard: every number, one panel for each question, pictures of layer by step and the verdicts as text."""
+"""TensorBoard: the essential numbers, a panel for each question, pictures of layer by step, verdicts as text."""
 
 from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,15 +12,18 @@ import torch
 
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.reporting import hparams
+from spectral_monitor.reporting.essentials import PREFIX, Log, checked_log, essentials
 from spectral_monitor.reporting.heatmap import can_draw, heatmap
-from spectral_monitor.reporting.history import History
-from spectral_monitor.reporting.layout import Content, content, layout, margins
+from spectral_monitor.reporting.history import History, is_drawn
+from spectral_monitor.reporting.layout import layout
 from spectral_monitor.reporting.markdown import verdict_markdown
 from spectral_monitor.reporting.panels import HEATMAPS, PANELS, shown
 from spectral_monitor.reporting.sinks import need_room
 from spectral_monitor.reporting.tally import is_judged, tally, told
 
 VERDICTS, HEATMAP, HISTOGRAM = "spectral/verdicts", "spectral/heatmap", "spectral/histogram"
+METRICS = tuple(f"{PREFIX}/summary/{key}" for key in ("violations", "worst_layer_ratio"))
+"""Shown in HParams as a run ended."""
 COLOURS = 128
 """Of a picture at most; with them its file is a third of the size."""
 NO_PICTURES = "There are no pictures of layer by step: they need matplotlib (`pip install matplotlib`)."
@@ -34,19 +37,22 @@ def can_write_to(writer: Any) -> bool:
 class TensorBoardSink:
     """Writes measurements with a ``torch.utils.tensorboard.SummaryWriter``.
 
-    In the tab Scalars every number is found under its key; in Custom Scalars there is a category for each question; in
-    Images, ``spectral/heatmap/<quantity>``, pictures of layer by step; in Text, ``spectral/verdicts``, the answer and
-    the root verdicts whenever they change; in HParams the settings, as ``spectral/<name>``.
-
-    Beyond the keys of the measurement, ``spectral/margin/<quantity>/<kind of layers>`` says how far the layer that is
-    closest to the limits of its band, or furthest beyond them, is from where it should be, as a power of two, and
-    ``.../low`` and ``.../high`` where the limits are.
+    In the tab Scalars the essential numbers are found as ``spectral_<quantity>/<layer>``, a group for each quantity; of
+    a deep network ``spectral_<quantity>/h.N.mlp/lowest``, ``median`` and ``highest``, and the same of ``all`` layers.
+    ``spectral_vs_typical_log2`` is the size of updates against typical, as a power of two, with the limits. In Custom
+    Scalars there is a category for each question; in Images, ``spectral/heatmap/<quantity>``, pictures of layer by
+    step; in Text, ``spectral/verdicts``, the answer and the root verdicts whenever they change; in HParams, if the run
+    has hyperparameters, how many root verdicts it ended with.
 
     Args:
         writer: it is not closed.
-        settings: of the monitor.
-        heatmap_every: pictures at every n-th measurement and at the end, if matplotlib is installed; 0 for none.
+        heatmap_every: pictures after measurements 3 and 10, every n-th and the last, if matplotlib is installed; 0 for
+            none.
         histograms: whether the tabs Histograms and Distributions show how the layers' values are spread.
+        log: ``"essential"``; ``"all"`` for every number too, as ``spectral/<quantity>/<layer>``; or patterns, such as
+            ``["contribution/*"]``, of single numbers that are written besides.
+        asked: quantities that are essential besides.
+        offset: added to the number of optimizer steps taken, for loggers that count from 0.
 
     Example:
         >>> # sink = TensorBoardSink(SummaryWriter("runs/mine"))
@@ -56,16 +62,20 @@ class TensorBoardSink:
     def __init__(
         self,
         writer: Any,
-        settings: Mapping[str, Any] | None = None,
         heatmap_every: int = 20,
         histograms: bool = False,
+        *,
+        log: Log = "essential",
+        asked: Sequence[str] = (),
+        offset: int = 0,
     ) -> None:
-        self._writer, self._settings = writer, dict(settings or {})
+        self._writer = writer
         self._every, self._histograms = heatmap_every, histograms
+        self._log, self._asked, self._offset = checked_log(log), tuple(asked), offset
         self._reset()
         writer._get_file_writer()  # one that was closed after an earlier fit begins another file, as for add_scalar
         with suppress(OSError):  # it is tried again at the first measurement
-            self._merge_settings()
+            self._add_metrics()
 
     def _reset(self) -> None:
         """Nothing has been written."""
@@ -75,8 +85,8 @@ class TensorBoardSink:
         self._judged: Measurement | None = None
         self._drawn: Measurement | None = None
         self._told: tuple[int, Any] | None = None  # step, and what made the text worth writing
-        self._laid_out: tuple[tuple[LayerInfo, ...], Content] = ((), frozenset())
-        self._merged = not self._settings
+        self._laid_out: tuple[tuple[LayerInfo, ...], frozenset[str]] = ((), frozenset())
+        self._merged = False
 
     def write(self, measurement: Measurement) -> None:
         """All numbers in one event; then what is to be seen of them.
@@ -85,9 +95,7 @@ class TensorBoardSink:
             OSError: the writer is closed, its folder is gone, or the disk is all but full.
         """
         self._check()
-        scalars = measurement.scalars()
-        for margin in margins(measurement):
-            scalars |= margin.scalars()
+        scalars = essentials(measurement, self._log, self._asked)
         values: list[dict[str, Any]] = [{"tag": tag, "simple_value": value} for tag, value in scalars.items()]
         first, self._latest = self._latest is None, measurement
         self._judged = measurement if is_judged(measurement) else self._judged
@@ -95,16 +103,16 @@ class TensorBoardSink:
         try:
             # All that computes something comes before the numbers: while those are written, by Python in another
             # thread, it would take many times as long.
-            values += self._layout(measurement.layers, content(measurement.layers, scalars))
+            values += self._layout(measurement.layers, scalars)
             if self._every:
                 self._history.add(measurement)
-                if self._count % self._every == 0:
+                if is_drawn(self._count, self._every):
                     values += self._pictures(measurement)
             if self._histograms:
                 self._add_histograms(measurement)
             self._tell(measurement)
             if first:
-                self._merge_settings()
+                self._add_metrics()
         finally:
             self._add(values, measurement.step)
 
@@ -119,9 +127,6 @@ class TensorBoardSink:
             return
         try:
             self._check()
-            if not self._merged:
-                # If hyperparameters have been written meanwhile, TensorBoard shows those.
-                self._writer._get_file_writer().add_summary(hparams.alone(self._settings), latest.step)
             judged = self._judged or latest
             if self._told is not None and self._told[0] != judged.step:
                 self._told = None
@@ -129,6 +134,7 @@ class TensorBoardSink:
             if self._every and self._drawn is not latest:
                 self._add(self._pictures(latest), latest.step)
             self._writer.flush()
+            self._add_metrics()
         finally:
             self._reset()
 
@@ -142,22 +148,22 @@ class TensorBoardSink:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(**value) for value in values])
-        self._writer._get_file_writer().add_summary(summary, step)
+        self._writer._get_file_writer().add_summary(summary, step + self._offset)
 
-    def _merge_settings(self) -> None:
-        """Settings beside the hyperparameters that a logger writes before training, or when it begins."""
+    def _add_metrics(self) -> None:
+        """Metrics beside the hyperparameters that a logger writes before training, or when it begins."""
         if not self._merged:
             self._check()
             self._writer.flush()
-            self._merged = hparams.merge(str(self._writer.get_logdir()), self._settings)
+            self._merged = hparams.merge(str(self._writer.get_logdir()), METRICS)
 
-    def _layout(self, layers: tuple[LayerInfo, ...], some: Content) -> list[dict[str, Any]]:
-        """The tab Custom Scalars, anew when there is more to show: some quantities are not measured at every step."""
+    def _layout(self, layers: tuple[LayerInfo, ...], tags: Iterable[str]) -> list[dict[str, Any]]:
+        """Return the tab Custom Scalars where there is more to show; some steps measure only some quantities."""
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.plugins.custom_scalar import metadata
 
-        before = self._laid_out
+        before, some = self._laid_out, frozenset(tags)
         self._laid_out = layers, (some | before[1] if layers == before[0] else some)
         if self._laid_out == before:
             return []
@@ -177,7 +183,7 @@ class TensorBoardSink:
         text = verdict_markdown(measurement)
         if self._every and not can_draw():
             text = f"{text}\n\n{NO_PICTURES}"
-        self._writer.add_text(VERDICTS, text, measurement.step)
+        self._writer.add_text(VERDICTS, text, measurement.step + self._offset)
         self._told = measurement.step, verdicts
 
     def _pictures(self, measurement: Measurement) -> list[dict[str, Any]]:
@@ -208,7 +214,7 @@ class TensorBoardSink:
         for name, values in spread.items():
             known = values[torch.isfinite(values)]
             if len(known):
-                self._writer.add_histogram(f"{HISTOGRAM}/{name}", known, measurement.step)
+                self._writer.add_histogram(f"{HISTOGRAM}/{name}", known, measurement.step + self._offset)
 
 
 def _png(pixels: Any) -> bytes:

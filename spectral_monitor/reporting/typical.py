@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.engine.assemble import balance_ratios
 from spectral_monitor.measurement import Measurement
 
-VS_TYPICAL = "vs typical"
+VS_TYPICAL = "vs. typical"
 """What the number is called, everywhere."""
 _COMPARED = ("operator", "readout")
 """Roles of the layers that the median is taken of where nothing else is known."""
@@ -41,13 +39,37 @@ def vs_typical(measurement: Measurement) -> list[float]:
 
 
 def legend(measurement: Measurement) -> str:
-    """Return one line on what ``vs typical`` is and between which values a layer is healthy; empty without values."""
+    """Return one line on what ``vs. typical`` is and between which values a layer is OK; empty without values."""
     if not any(map(math.isfinite, vs_typical(measurement))):
         return ""
-    if _has_reference(measurement):
-        limits = _limits(measurement.bands["update_natural"])
-        return f"{VS_TYPICAL}: the update's size over a typical one{limits}"
-    return f"{VS_TYPICAL}: the update's size over the median of the layers"
+    if not _has_reference(measurement):
+        return f"{VS_TYPICAL}: size of the update / median of the layers"
+    low, high = limits(measurement)
+    words = (
+        "" if math.isnan(high) else f"; OK below {power(high)}" if low == 0 else f"; OK {power(low)} to {power(high)}"
+    )
+    return f"{VS_TYPICAL}: size of the update / that of a typical layer{words}"
+
+
+def limits(measurement: Measurement, quantity: str = "update_natural") -> tuple[float, float]:
+    """Return the limits of a quantity over its reference that most layers share; NaN where each has its own.
+
+    Example:
+        >>> import torch
+        >>> from spectral_monitor import LayerInfo
+        >>> layers = tuple(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "ab")
+        >>> bands = {"update_natural": torch.tensor([[0.5, 4.0, 1.0], [1.0, 8.0, 2.0]])}
+        >>> limits(Measurement(5, layers, {}, {}, bands=bands))
+        (0.5, 4.0)
+    """
+    bands = measurement.bands.get(quantity)
+    known = None if bands is None else (bands[:, :2] / bands[:, 2:])[bands[:, 2].isfinite()]
+    if known is None or not len(known):
+        return math.nan, math.nan
+    middle = known.median(0).values  # an infinite limit stays infinite
+    share = ((known >= 0.99 * middle) & (known <= 1.01 * middle)).all(1).float().mean()
+    low, high = middle.tolist() if share > 0.5 else (math.nan, math.nan)
+    return low, high
 
 
 def power(limit: float) -> str:
@@ -63,12 +85,3 @@ def power(limit: float) -> str:
 def _has_reference(measurement: Measurement) -> bool:
     bands = measurement.bands.get("update_natural")
     return bands is not None and bool((measurement.values["update_natural"] / bands[:, 2]).isfinite().any())
-
-
-def _limits(bands: Tensor) -> str:
-    """Return the limits that layers share, as ratios; nothing where layers have their own."""
-    ratios = (bands[:, :2] / bands[:, 2:])[bands[:, 2].isfinite()]
-    if bool((ratios.amax(0) > 1.01 * ratios.amin(0)).any()):
-        return ""
-    low, high = ratios.mean(0).tolist()
-    return f"; healthy below {power(high)}" if low == 0 else f"; healthy from {power(low)} to {power(high)}"

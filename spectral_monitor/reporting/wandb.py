@@ -1,4 +1,4 @@
-"""Weights & Biases: every number of a measured step in one call, charts, verdicts, alerts and the run's profile."""
+"""Weights & Biases: the essential numbers in one call, charts, verdicts, alerts, the page and the run's profile."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from typing import Any
 from spectral_monitor.condition import Verdict, save_profile
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.essentials import OVERLAID, PREFIX, Log, checked_log, essentials
 from spectral_monitor.reporting.headline import announcement, headline, some
-from spectral_monitor.reporting.history import History
-from spectral_monitor.reporting.tally import is_judged, named_by, off, tally, told
+from spectral_monitor.reporting.history import History, is_drawn
+from spectral_monitor.reporting.tally import is_judged, named_by, off, tally
 from spectral_monitor.reporting.wandb_charts import CHARTS, PICTURES, VERDICTS, charts, pictures, verdict_table
+from spectral_monitor.reporting.whole_page import whole_page
 
 AXIS = "trainer/global_step"
 """What everything is drawn over; Lightning's name for it."""
-SUMMARY = "spectral/summary/"
-QUIET = frozenset({"overhead_ms", "interval", "skipped_updates"})
-"""Of the summary, what gets no panel of its own."""
+PAGE = "spectral/page"
+SHOWN = frozenset(
+    {*(f"{PREFIX}_{key}" for key in OVERLAID), f"{PREFIX}/summary/violations", f"{PREFIX}/summary/loss_change"}
+)
+"""Numbers that have a panel of their own: the same in every network."""
+WORST = frozenset(f"{PREFIX}/summary/{key}" for key in ("violations", "worst_layer_ratio"))
+"""Numbers of which the run's summary has the largest too."""
 POINTS = 128
 """Of a line, at most: each time a chart is logged its points go into a file of their own."""
 EXACT = 4000
@@ -42,31 +48,47 @@ TITLE = "Spectral monitor: "
 class WandbSink:
     """Logs measurements to a W&B run, each with one call of ``run.log``, over ``trainer/global_step``.
 
-    Every number goes under its key. W&B would make a panel for each: those of single layers are hidden (they can be
-    added to any panel by hand) and left out of the run's summary. What is seen at once is a chart for each question,
-    pictures of layer by step, the numbers of the whole network and a table of the root verdicts. The run's summary has
-    the answer in a sentence, the layers that are off, how many root verdicts there are, and how many there ever were.
+    It is given the essential numbers, named as in :class:`~spectral_monitor.reporting.TensorBoardSink`. W&B would make
+    a panel for each: only some ten have one, those of ``all`` layers, which have the same names in every network, so
+    that runs lie over each other. The others are hidden, can be added to any panel by hand, and are left out of the
+    run's summary. A chart for each question on a logarithmic scale, pictures of layer by step and a table of the root
+    verdicts are renewed together. The run's summary has the answer in a sentence, the layers that are off, and how many
+    root verdicts there are and were at most.
     When a root verdict begins, W&B sends an alert; layers that follow from it are counted there and send none. It sends
-    another when layers are healthy again. In the end the run's profile is saved as an artifact,
-    ``"spectral-profile"``, for ``SpectralCondition(reference=...)`` in another run.
+    another when layers are healthy again. In the end the page of ``spectral-monitor report`` is logged, if plotly is
+    installed, and the run's profile is saved as an artifact, ``"spectral-profile"``, for
+    ``SpectralCondition(reference=...)`` in another run.
 
     Args:
         run: what ``wandb.init`` returned.
         settings: of the monitor; they go into the run's config, under ``"spectral_monitor"``.
-        heatmap_every: charts and pictures at every n-th measurement and at the end; 0 for none.
+        heatmap_every: charts, pictures and the table after measurements 3 and 10, every n-th and the last; 0 for none.
+        log: ``"essential"``; ``"all"`` for every number too, as ``spectral/<quantity>/<layer>``; or patterns of single
+            numbers that are logged besides.
+        asked: quantities that are essential besides.
+        offset: added to the number of optimizer steps taken, for loggers that count from 0.
 
     Example:
         >>> # sink = WandbSink(wandb.init(project="mine"))
         >>> # probe = SpectralProbe(model, optimizer, sinks=[sink])
     """
 
-    def __init__(self, run: Any, settings: Mapping[str, Any] | None = None, heatmap_every: int = 20) -> None:
+    def __init__(
+        self,
+        run: Any,
+        settings: Mapping[str, Any] | None = None,
+        heatmap_every: int = 20,
+        *,
+        log: Log = "essential",
+        asked: Sequence[str] = (),
+        offset: int = 0,
+    ) -> None:
         self._run, self._settings, self._every = run, dict(settings or {}), heatmap_every
+        self._log_what, self._asked, self._offset = checked_log(log), tuple(asked), offset
         self._history = History(POINTS)
         self._seen: set[str] = set()  # keys
         self._defined: set[str] = set()  # names and patterns that W&B was told of
         self._alerts = _Alerts(run)
-        self._worst: dict[str, float] = {}
         self._count = 0
         self._latest: Measurement | None = None
         self._drawn: Measurement | None = None
@@ -79,19 +101,18 @@ class WandbSink:
         self._latest = measurement
         self._history.add(measurement)
         self._count += 1
-        row: dict[str, Any] = {**measurement.scalars(), AXIS: measurement.step}
+        row: dict[str, Any] = dict(essentials(measurement, self._log_what, self._asked))
         try:
-            if told(measurement) != (frozenset() if self._tabled is None else told(self._tabled)):
+            if is_drawn(self._count, self._every):
                 self._add_table(row, measurement)
-            if self._every and self._count % self._every == 0:
                 self._add_charts(row, measurement)
         finally:
-            self._log(row)  # the numbers, even if there are no charts
+            self._log(row, measurement)  # the numbers, even if there are no charts
         self._summarize(measurement)
         self._alerts.tell(measurement)
 
     def close(self) -> None:
-        """What has changed since it was last shown, in one more call, and the profile."""
+        """What has changed since it was last shown, and the page, in one more call; then the profile."""
         latest, self._latest = self._latest, None
         if latest is None:
             return
@@ -101,9 +122,11 @@ class WandbSink:
                 self._add_table(row, latest)
             if self._every and self._drawn is not latest:
                 self._add_charts(row, latest)
+            if (text := whole_page(self._history)) is not None:
+                row[PAGE] = _html(text)
         finally:
             if row:
-                self._log({**row, AXIS: latest.step})
+                self._log(row, latest)
         self._save_profile()
 
     def _begin(self) -> None:
@@ -111,15 +134,12 @@ class WandbSink:
             self._run.config.update({"spectral_monitor": self._settings}, allow_val_change=True)
         self._run.define_metric(AXIS)
         self._seen.add(AXIS)
-        for key in ("violations", "worst_layer_ratio"):
-            before = self._run.summary.get(f"spectral/{key}_most")  # of a run that is gone on with
-            self._worst[key] = float(before) if isinstance(before, int | float) else 0.0
 
-    def _log(self, row: Mapping[str, Any]) -> None:
+    def _log(self, row: Mapping[str, Any], measurement: Measurement) -> None:
         for key in row:
             if key not in self._seen:
                 self._define(key)
-        self._run.log(dict(row))
+        self._run.log({**row, AXIS: measurement.step + self._offset})
 
     def _define(self, key: str) -> None:
         """Tell W&B what to do with a key, by its full name, in which dots must be escaped: else they are levels.
@@ -132,12 +152,13 @@ class WandbSink:
         how: dict[str, Any] = {"hidden": True, "summary": "none"}
         if key.startswith(f"{CHARTS}/"):  # no metric, but its points are, and W&B looks for them in the summary
             name, how = f"{name}_table", {"hidden": True}
-        elif key.startswith(SUMMARY):
-            how = {"hidden": key.removeprefix(SUMMARY) in QUIET}
-        elif key == VERDICTS or key.startswith(f"{PICTURES}/"):
+        elif key in SHOWN or key in WORST:
+            how = {"hidden": key not in SHOWN, **({"summary": "last,max"} if key in WORST else {})}
+        elif key in (VERDICTS, PAGE) or key.startswith(f"{PICTURES}/"):
             how = {}
         elif len(self._defined) >= EXACT:
-            name = "/".join([*key.split("/")[:2], "*"])
+            of = key.split("/")
+            name = "/".join([*of[: 2 if of[0] == PREFIX else 1], "*"])  # the quantity's
         if name not in self._defined:
             self._run.define_metric(name, step_metric=AXIS, **how)
             self._defined.add(name)
@@ -155,11 +176,6 @@ class WandbSink:
         summary: dict[str, Any] = {"spectral/violating_layers": some(off(measurement), NAMED) or "none"}
         if is_judged(measurement):  # else what was said last still holds
             summary["spectral/headline"] = headline(measurement)
-        for key, most in self._worst.items():
-            value = measurement.summary.get(key, math.nan)
-            if math.isfinite(value):
-                self._worst[key] = max(value, most)
-                summary |= {f"spectral/{key}": value, f"spectral/{key}_most": self._worst[key]}
         self._run.summary.update(summary)
 
     def _save_profile(self) -> None:
@@ -174,6 +190,13 @@ class WandbSink:
             artifact = wandb.Artifact(PROFILE, type=PROFILE)
             artifact.add_file(str(path))
             self._run.log_artifact(artifact)
+
+
+def _html(text: str) -> Any:
+    """Return the page as W&B shows it; a page of its own style, so that nothing is put into it."""
+    import wandb
+
+    return wandb.Html(text, inject=False)
 
 
 class _Alerts:

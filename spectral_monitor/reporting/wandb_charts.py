@@ -36,12 +36,15 @@ def charts(history: History) -> dict[str, Any]:
     found = {}
     for panel in PANELS:
         quantity, drawn = _answer(history, panel)
+        title = f"{panel.question} ({quantity})"
+        if drawn and quantity not in SIGNED:  # the axis of W&B's charts is linear: one layer at 100 would flatten all
+            drawn, title = _logarithms(drawn), f"{panel.question} ({quantity}, log10)"
         if drawn:
             found[f"{CHARTS}/{quantity}"] = wandb.plot.line_series(
                 xs=[[step for step, _ in points] for points in drawn.values()],
                 ys=[[value for _, value in points] for points in drawn.values()],
                 keys=list(drawn),
-                title=f"{panel.question} ({quantity})",
+                title=title,
                 xname="optimizer step",
             )
     return found
@@ -84,6 +87,8 @@ def _answer(history: History, panel: Panel) -> tuple[str, dict[str, list[tuple[i
     """The first quantity of a panel that was measured, and its lines."""
     for quantity in panel.quantities:
         drawn = lines(history, quantity, shown(panel, history.layers))
+        if quantity == "lr_multiplier" and all(value == 1 for points in drawn.values() for _, value in points):
+            return "", {}  # nothing was corrected
         if drawn:
             return quantity, drawn
     return "", {}
@@ -125,6 +130,15 @@ def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, lis
     drawn |= {names[i]: values[i] for i in alone}
     points = {name: _points(drawn_of.steps, line) for name, line in drawn.items()}
     return {name: line for name, line in points.items() if line}
+
+
+def _logarithms(drawn: dict[str, list[tuple[int, float]]]) -> dict[str, list[tuple[int, float]]]:
+    """Return lines of logarithms to base 10, of what is above 0."""
+    found = {
+        name: [(step, float(f"{math.log10(value):.{DIGITS}g}")) for step, value in points if value > 0]
+        for name, points in drawn.items()
+    }
+    return {name: points for name, points in found.items() if points}
 
 
 def _mean(values: Tensor, signed: bool) -> Tensor:

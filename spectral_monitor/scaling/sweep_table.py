@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from spectral_monitor.reporting.table import Column, Table, number, printable
+from spectral_monitor.reporting.lines import Column, Table, printable
+from spectral_monitor.reporting.table import number
 from spectral_monitor.scaling.fit import CONFIDENCE
 from spectral_monitor.scaling.sweep_result import SweepResult
 from spectral_monitor.scaling.sweep_slope import TOLERANCE, Slope, exponent

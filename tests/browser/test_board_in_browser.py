@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
 ]
 STEPS = 24
-CARDS = "tf-custom-scalar-multi-line-chart-card, tf-custom-scalar-margin-chart-card"
+CARDS = "tf-custom-scalar-multi-line-chart-card"
 # What is to be seen in a card, whose parts lie in the shadow trees of several elements.
 DRAWN = """card => {
     const all = root => [...root.querySelectorAll('*')].flatMap(e => [e, ...(e.shadowRoot ? all(e.shadowRoot) : [])]);
@@ -62,12 +62,8 @@ def address(chromium, runs):
 
 def found(address, run, chart):
     """Tag -> events of a chart of a run; the request is that of TensorBoard's own page."""
-    if "multiline" in chart:
-        tags = chart["multiline"]["tag"]
-        pattern = "|".join(f"({tag})" for tag in tags) if len(tags) > 1 else tags[0]
-    else:
-        names = [name for series in chart["margin"]["series"] for name in series.values()]
-        pattern = "|".join(f"({re.escape(name)})" for name in names)
+    tags = chart["multiline"]["tag"]
+    pattern = "|".join(f"({tag})" for tag in tags) if len(tags) > 1 else tags[0]
     query = urllib.parse.urlencode({"tag": pattern, "run": run})
     answer = get(f"{address}/data/plugin/custom_scalars/scalars?{query}")
     assert answer["regex_valid"], pattern
@@ -78,43 +74,26 @@ def layout(address):
     return get(f"{address}/data/plugin/custom_scalars/layout")["category"]
 
 
-def expected_charts(panel, measurements):
-    """Charts of a panel, by what there is to see: quantities, summaries (two of the loss share one), margins."""
-    last = measurements[-1]
-    summaries = {key for key in panel.summaries if any(key in m.summary for m in measurements)}
-    banded = sum(quantity in last.bands for quantity in panel.quantities)
-    return len(panel.quantities) + len(summaries - {"loss_change_predicted"}) + banded
-
-
 def test_every_chart_of_every_question_finds_its_numbers(address, runs):
     categories = layout(address)
     assert [category["title"] for category in categories] == [panel.question for panel in PANELS]
-    for category, panel in zip(categories, PANELS, strict=True):
-        assert len(category["chart"]) == expected_charts(panel, runs[1]["watched"])
-        for name, measurements in runs[1].items():
-            shown = {}
-            for chart in category["chart"]:
-                events = found(address, name, chart)
-                assert events, f"{chart['title']!r} finds nothing in {name}"
-                assert all(math.isfinite(value) for tag in events.values() for _, _, value in tag)
-                if "margin" in chart:
-                    (series,) = chart["margin"]["series"]
-                    assert set(events) == set(series.values())
-                    value, *limits = (
-                        [step for _, step, _ in events[series[key]]] for key in ("value", "lower", "upper")
-                    )
-                    assert limits == [value, value]  # else TensorBoard draws nothing
-                else:
-                    shown |= events
-            matrices = {info.name for info in measurements[0].layers if info.role != "vector"}
-            for key in panel.quantities:
-                told = {tag for tag in shown if tag.startswith(f"spectral/{key}/")}
-                assert told == {f"spectral/{key}/{layer}" for layer in matrices}
-                for tag in told:
-                    layer = tag.rpartition("/")[2]
-                    values = {m.step: m.value(key, layer) for m in measurements}
-                    values = {step: value for step, value in values.items() if math.isfinite(value)}
-                    assert {step: value for _, step, value in shown[tag]} == pytest.approx(values, rel=1e-5)
+    shown = {}
+    for category in categories:
+        for chart in category["chart"]:
+            events = {name: found(address, name, chart) for name in runs[1]}
+            assert any(events.values()), f"{chart['title']!r} finds nothing"
+            shown[chart["title"]] = events
+    for name, measurements in runs[1].items():
+        matrices = {info.name for info in measurements[0].layers if info.role != "vector"}
+        for key in ("update_ratio", "feature_change", "weight_natural", "bfa_cos"):
+            told = {tag: some for chart in shown.values() for tag, some in chart[name].items() if f"_{key}/" in tag}
+            assert set(told) == {f"spectral_{key}/{layer}" for layer in matrices}
+            for tag, events in told.items():
+                values = {m.step - 1: m.value(key, tag.partition("/")[2]) for m in measurements}
+                values = {step: value for step, value in values.items() if math.isfinite(value)}
+                assert {step: value for _, step, value in events} == pytest.approx(values, rel=1e-5)
+    first = shown[categories[0]["chart"][0]["title"]]["watched"]
+    assert first["spectral_vs_typical_log2/net.2"][-1][2] > first["spectral_vs_typical_log2/limits/high"][-1][2]
 
 
 def test_the_tab_shows_every_chart_with_its_lines(address, page):
@@ -128,13 +107,11 @@ def test_the_tab_shows_every_chart_with_its_lines(address, page):
         card = page.locator(CARDS).nth(index)
         title = card.evaluate("card => card.title")
         chart = charts.pop(title)
-        margin = "margin" in chart
-        series = len(RUNS) if margin else sum(len(found(address, run, chart)) for run in RUNS)
+        series = sum(len(found(address, run, chart)) for run in RUNS)
         assert series, f"there is nothing in {title!r}"
         card.get_by_text(f"Matches ({series})").wait_for()
         card.scroll_into_view_if_needed()
-        # A margin is a line and a shade, every other series a line as it is and one that is smoothed.
-        drawn = [series, series] if margin else [2 * series, 0]
+        drawn = [2 * series, 0]  # every series is a line as it is and one that is smoothed
         page.wait_for_function(
             f"([card, drawn]) => '' + ({DRAWN})(card) === '' + drawn", arg=[card.element_handle(), drawn]
         )
@@ -176,22 +153,23 @@ def test_verdicts_are_to_be_read(address, page, runs):
     assert "The correction multiplies" in text["corrected"]
 
 
-def test_settings_and_hyperparameters_are_in_one_row(address, page):
-    columns = [{"hparam": name} for name in ("factor", "spectral/mode", "spectral/condition/band_high")]
+def test_the_violations_a_run_ended_with_are_beside_its_hyperparameters(address, page, runs):
+    metric = {"group": "", "tag": "spectral/summary/violations"}
     request = {
         "experimentName": "",
         "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
-        "colParams": columns,
+        "colParams": [{"hparam": "factor"}, {"metric": metric}],
         "startIndex": 0,
         "sliceSize": 10,
     }
     body = json.dumps(request).encode()
     header = {"Content-Type": "application/json"}
     rows = get(urllib.request.Request(f"{address}/data/plugin/hparams/session_groups", body, header))["sessionGroups"]
-    told = {row["name"]: row["hparams"] for row in rows}
-    assert {name: (row["factor"], row["spectral/mode"]) for name, row in told.items()} == {
-        name: (30.0, mode) for name, mode in RUNS.items()
-    }
+    for row in rows:
+        assert sorted(row["hparams"]) == ["factor", "lr", "width"], "nothing of ours"
+        values = {value["name"]["tag"]: value["value"] for value in row["metricValues"]}
+        assert values["spectral/summary/violations"] == runs[1][row["name"]][-1].summary["violations"]
+    assert len(rows) == len(RUNS)
     page.goto(f"{address}/#hparams")
-    page.get_by_text("spectral/mode").first.wait_for()
+    page.get_by_text("spectral/summary/violations").first.wait_for()
     assert page.get_by_text("factor", exact=True).first.is_visible()

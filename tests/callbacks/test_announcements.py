@@ -53,6 +53,18 @@ def test_no_file_and_no_source_is_printed():
     assert f"SpectralConditionWarning: {TEXT}" in strict.stderr
 
 
+def test_warnings_of_what_is_not_measured_show_no_file_either():
+    code = (
+        "import warnings\nfrom spectral_monitor.warnings import Warner\n"
+        "Warner()('no logger: it is kept')\nwarnings.warn('x')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr == "\n! no logger: it is kept\n<string>:4: UserWarning: x\n"
+    strict = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    done = subprocess.run(strict, capture_output=True, text=True, timeout=120)
+    assert "SpectralMonitorWarning: no logger: it is kept" in done.stderr
+
+
 def test_the_format_of_other_warnings_is_put_back():
     before = warnings.formatwarning
     with warnings.catch_warnings():

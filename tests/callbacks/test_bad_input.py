@@ -234,7 +234,7 @@ def test_nan_and_inf_are_counted_and_told_once_and_nothing_else(what, value, opt
     assert math.isfinite(whole.value("update_norm", "net.3"))
     assert math.isnan(broken.value("update_norm", "net.3"))
     assert broken.why("update_norm", "net.3") == "NaN or inf in its values"
-    assert [step for step, metrics in logger.spectral if "spectral/update_norm/net.3" in metrics] == [1, 2]
+    assert [step for step, metrics in logger.spectral if "spectral_update_ratio/net.3" in metrics] == [1, 2]
     assert all(math.isfinite(v) for _, metrics in logger.spectral for v in metrics.values())
 
 

@@ -40,7 +40,7 @@ class Looks(pl.Callback):
         of = monitor.condition
         settings["condition"] = {"persistence": of.persistence, "expected": of.expected, "ignore": list(of.ignore)}
         settings["correction"] = {"policy": monitor.correction.policy, "size": monitor.correction.size}
-        settings["mode"] = monitor.mode
+        settings |= {"mode": monitor.mode, "verbose": monitor.verbose, "log": list(monitor._reports.log)}
         reports = monitor._reports
         settings |= {"heatmap_every": reports.heatmap_every, "histograms": reports.histograms}
         settings["sinks"] = [
@@ -73,6 +73,8 @@ ARGUMENTS = {
     "histograms": True,
     "low_memory": True,
     "max_overhead": 0.5,
+    "verbose": 2,
+    "log": ["contribution/*"],
 }
 NEEDED = ["contribution", "lr", "lr_multiplier", "update_fro", "weight_fro"]
 """By the correction, besides what is asked for."""

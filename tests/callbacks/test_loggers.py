@@ -12,12 +12,13 @@ import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from quickfit import fit, recording
 from spectral_monitor.callbacks import logs
 
 from spectral_monitor import SpectralLRCorrector, SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.reporting import JSONLinesSink, read_measurements, sinks
+from spectral_monitor.reporting.essentials import essentials
 
 FILE = "spectral_monitor.jsonl"
 
@@ -68,7 +69,7 @@ def test_csv_on_another_machine(monkeypatch, tmp_path):
     monitor, logger = SpectralMonitor(every_n_steps=2), CSVLogger("memory://logs")
     fit(monitor, logger=logger)
     with fsspec.open(f"{logger.log_dir}/metrics.csv", "r") as file:
-        assert "spectral/update_natural/" in file.readline()
+        assert "spectral_update_ratio/" in file.readline()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -84,12 +85,47 @@ def test_mlflow(tmp_path, monkeypatch):
     monitor = SpectralMonitor(every_n_steps=2)
     logger = MLFlowLogger("e", tracking_uri=f"file:{tmp_path}")
     fit(monitor, logger=logger)
-    for key, value in monitor.latest.scalars().items():
+    for key, value in essentials(monitor.latest).items():
         points = logger.experiment.get_metric_history(logger.run_id, key)
-        assert points[-1].step == 6
+        assert points[-1].step == 5
         assert points[-1].value == pytest.approx(value)
     (found,) = tmp_path.rglob(FILE)
     assert steps(found) == [2, 4, 6]
+    (page,) = tmp_path.rglob("artifacts/spectral_monitor.html")
+    assert "step 6" in page.read_text()
+
+
+class Experiment:
+    """What Comet gives a logger."""
+
+    def __init__(self):
+        self.assets, self.metrics, self.id = {}, [], "comet"
+
+    def log_asset(self, path, file_name, copy_to_tmp):
+        assert copy_to_tmp
+        self.assets[file_name] = Path(path).read_text()
+
+    def log(self, step, metrics):
+        self.metrics.append((step, metrics))
+
+
+def test_comet(monkeypatch):
+    """By a stand-in for its package, which is not installed."""
+    experiment = Experiment()
+    monkeypatch.setattr(CometLogger, "__init__", lambda self: setattr(self, "_experiment", experiment))
+    monkeypatch.setattr(CometLogger, "experiment", property(lambda self: experiment))
+    for name in ("name", "version", "save_dir"):
+        monkeypatch.setattr(CometLogger, name, None)
+    monkeypatch.setattr(
+        CometLogger, "log_metrics", lambda self, metrics, step: experiment.metrics.append((step, metrics))
+    )
+    for name in ("log_hyperparams", "log_graph", "finalize"):
+        monkeypatch.setattr(CometLogger, name, lambda self, *args, **kwargs: None)
+    monitor = SpectralMonitor(every_n_steps=2)
+    fit(monitor, logger=CometLogger())
+    ours = [(step, metrics) for step, metrics in experiment.metrics if "spectral/summary/violations" in metrics]
+    assert ours == [(m.step - 1, essentials(m)) for m in monitor.measurements]
+    assert "step 6" in experiment.assets["spectral_monitor.html"]
 
 
 @pytest.mark.parametrize("make", [SpectralMonitor, SpectralLRCorrector])

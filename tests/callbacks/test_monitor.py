@@ -23,11 +23,12 @@ from wandbfile import wandb_records
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.quantities import QUANTITIES, TIERS
+from spectral_monitor.reporting.essentials import ESSENTIAL, essentials
 
 
 def expected(monitor):
     """(step, key) -> value of everything that should have been logged."""
-    return {(m.step, key): value for m in monitor.measurements for key, value in m.scalars().items()}
+    return {(m.step - 1, key): value for m in monitor.measurements for key, value in essentials(m).items()}
 
 
 def read_tensorboard(folder):
@@ -51,14 +52,14 @@ def read_wandb(folder):
 
 
 def ours(found):
-    """Without what TensorBoard needs for its charts only."""
-    wanted = {key: value for key, value in found.items() if key[1].startswith("spectral/")}
-    return {key: value for key, value in wanted.items() if not key[1].startswith("spectral/margin/")}
+    """What the monitor has logged."""
+    wanted = {key: value for key, value in found.items() if key[1].startswith("spectral")}
+    return {key: value for key, value in wanted.items() if not key[1].startswith("spectral/page")}
 
 
 def assert_logged(found, monitor):
     wanted = expected(monitor)
-    assert len(wanted) > 100
+    assert len(wanted) > 50
     assert set(ours(found)) == set(wanted)
     for key, value in wanted.items():
         assert found[key] == pytest.approx(value, rel=1e-5), key
@@ -95,7 +96,8 @@ def test_several_loggers_get_the_same(tmp_path):
     fit(monitor, logger=[board, sheet, memory])
     assert_logged(read_tensorboard(board.log_dir), monitor)
     assert_logged(read_csv(sheet.log_dir), monitor)
-    assert_logged({(step, key): value for step, metrics in memory.spectral for key, value in metrics.items()}, monitor)
+    told = {(step - 1, key): value for step, metrics in memory.spectral for key, value in metrics.items()}
+    assert_logged(told, monitor)
 
 
 def test_one_call_per_logger_and_measured_step():
@@ -112,13 +114,19 @@ def test_keys_are_quantity_and_layer():
     layers = {info.name for info in monitor.latest.layers}
     assert layers == {"net.0", "net.0.bias", "net.3", "net.3.bias", "net.5", "net.5.bias"}
     for key in metrics:
-        prefix, quantity, rest = key.split("/", 2)
-        assert prefix == "spectral"
-        assert quantity == "summary" or (quantity in QUANTITIES and rest in layers)
+        section, rest = key.split("/", 1)
+        assert section == "spectral" or section.removeprefix("spectral_").removesuffix("vs_typical_log2").rstrip(
+            "_"
+        ) in {*QUANTITIES, ""}
+        assert section == "spectral" or rest in layers or rest.startswith(("all/", "limits/"))
         assert math.isfinite(metrics[key])
+    for quantity in ESSENTIAL:
+        assert f"spectral_{quantity}/net.3" in metrics, quantity
+    assert {"spectral/summary/overhead_ms", "spectral/summary/violations"} <= set(metrics)
+    everything = recording()
+    fit(SpectralMonitor(every_n_steps=6, log="all"), logger=everything)
     for quantity in TIERS["standard"]:
-        assert f"spectral/{quantity}/net.3" in metrics, quantity
-    assert {"spectral/summary/overhead_ms", "spectral/summary/skipped_updates"} <= set(metrics)
+        assert f"spectral/{quantity}/net.3" in everything.spectral[0][1], quantity
 
 
 @pytest.mark.parametrize("quantities", ["light", ["update_norm"], ["feature_change", "lr"]], ids=str)
@@ -127,8 +135,13 @@ def test_only_what_is_asked_for(quantities):
     fit(monitor, logger=logger)
     keys = set(TIERS["light"] if quantities == "light" else quantities)
     assert set(monitor.latest.values) == keys
+    logged = (keys & set(ESSENTIAL)) | {"vs_typical_log2"} if quantities == "light" else keys
     for _, metrics in logger.spectral:
-        assert {key.split("/")[1] for key in metrics} == keys | {"summary"}
+        sections = {key.split("/")[0] for key in metrics}
+        assert sections - {"spectral_weight_natural_vs_typical_log2"} == {
+            "spectral",
+            *(f"spectral_{k}" for k in logged),
+        }
 
 
 class CountsSteps(zoo.Classifier):
@@ -170,7 +183,7 @@ def test_no_logger_is_said_once():
 
 class Broken(RecordingLogger):
     def log_metrics(self, metrics, step=None):
-        if any(key.startswith("spectral/") for key in metrics):
+        if any(key.startswith("spectral") for key in metrics):
             raise OSError("disk full")
         super().log_metrics(metrics, step)
 
@@ -214,9 +227,23 @@ def test_what_is_printed(capsys):
     fit(monitor, max_epochs=2)
     out = capsys.readouterr().out
     assert out.count("3 matrices and 3 biases and gains are measured") == 1
-    assert out.index("readout by its place") < out.index("spectral monitor, step 12")
+    assert out.index("guessed: the last matrix") < out.index("spectral monitor, step 12")
     assert out.count("spectral monitor, step") == 1
     assert monitor.table() in out
+
+
+def test_how_much_is_printed(capsys):
+    said = {}
+    for verbose in (0, 1, 2):
+        fit(SpectralMonitor(every_n_steps=2, verbose=verbose), max_epochs=1)
+        said[verbose] = capsys.readouterr().out
+    assert "spectral" not in said[0]
+    assert said[1].count("spectral monitor") == said[2].count("spectral monitor") == 2
+    assert "every 2 steps" in said[1]
+    fit(SpectralMonitor(every_n_steps=50, verbose=0))
+    assert "nothing was measured" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="verbose must be 0, 1 or 2, got 3"):
+        SpectralMonitor(verbose=3)
 
 
 def test_that_nothing_was_measured_is_said(capsys):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from quickfit import fit
-from spectral_monitor.callbacks.status import StatusLine
+from spectral_monitor.callbacks.status import StatusLine, shared
 
 from spectral_monitor import LayerInfo, Measurement, SpectralMonitor, Verdict
 from spectral_monitor.reporting.headline import brief
@@ -40,6 +40,13 @@ def test_words(verdicts, said):
 def test_nothing_is_inside_where_nothing_is_known():
     values = {"update_natural": torch.full((4,), math.nan)}
     assert brief(Measurement(5, LAYERS, values, {"violations": 0.0})) == "not judged"
+
+
+def test_several_monitors_have_no_more_room_than_one():
+    assert shared(["OK", "OK", "2 off"]) == "OK; OK; 2 off"
+    texts = ["OK", "not judged", "12 off"]
+    assert shared(texts) == "not judged"
+    assert all(len(shared(some)) <= 14 for some in (texts, ["OK"] * 4 + ["3 off"], ["diverged", "1 off"]))
 
 
 class Said:

@@ -95,7 +95,7 @@ class Forgetful(Logger):
         """Nothing."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.taken += "spectral/update_norm/net.0" in metrics
+        self.taken += "spectral_update_ratio/net.0" in metrics
 
 
 class Sampler(pl.Callback):

@@ -195,9 +195,9 @@ class RecordingLogger(Logger):
         self.run.calls.append(("add_scalar", repr((name, float(value), step))))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        ours = {key: value for key, value in metrics.items() if key.startswith("spectral/")}
-        if ours:
-            self.spectral.append((step, ours))
+        ours = {key: value for key, value in metrics.items() if key.startswith("spectral")}
+        if ours:  # with the optimizer steps taken; Lightning's axis begins at 0
+            self.spectral.append((None if step is None else step + 1, ours))
         rest = {key: value for key, value in metrics.items() if key not in ours}
         if rest:
             self.run.calls.append(("metrics", repr((sorted((k, float(v)) for k, v in rest.items()), step))))

@@ -15,7 +15,6 @@ from spectral_monitor.reporting.panels import PANELS
 
 NAMES = ("tokens", "blocks.0.w+q", "blocks.0.mlp", "blocks.1.w+q", "blocks.1.mlp", "blocks.0.mlp.bias", "a (b)|c/d")
 ROLES = ("embedding", *["operator"] * 4, "vector", "readout")
-SETTINGS = {"mode": "warn", "condition/band_low": 0.125, "correction/spectral_init": True}
 SUMMARY = {key: 0.5 for panel in PANELS for key in panel.summaries}
 
 

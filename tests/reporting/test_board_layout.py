@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 
+import gpt
 import pytest
 import torch
 from board import layers, layouts, measurement, operators, read, scalars
@@ -12,9 +12,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from spectral_monitor import Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.layout import margins
 from spectral_monitor.reporting.panels import PANELS
 from spectral_monitor.reporting.tensorboard import TensorBoardSink
+
+ROOT = "model.transformer.h.7.mlp.c_fc"
 
 
 @pytest.fixture
@@ -23,123 +24,100 @@ def writer(tmp_path):
         yield writer
 
 
-def test_margins_by_hand():
-    of = operators(("n.0", "n.1", "n.2", "head"))
-    values = {"update_natural": torch.tensor([0.2, 0.1, 0.05, 0.0])}
-    bands = {"update_natural": torch.tensor([[0.05, 0.8, 0.1], [0.05, 0.8, 0.1], [0.0625, 1.6, 0.2], [0.1, 0.4, 0.2]])}
-    kind, head = margins(Measurement(5, of, values, {}, bands=bands))
-    # Of n.*: 2 below the upper limit, 1 above the lower one, and log2(0.05 / 0.0625) = -0.32 below it: the third.
-    assert (kind.quantity, kind.kind) == ("update_natural", "n.*")
-    assert [kind.value, kind.low, kind.high] == pytest.approx([-2, math.log2(0.3125), 3], abs=1e-6)
-    assert [head.value, head.low, head.high] == pytest.approx([-24, -1, 1], abs=1e-6)  # nothing at all
-
-
-@pytest.mark.parametrize(
-    ("band", "value", "expected"),
-    [
-        ((0.0, 0.5, math.nan), 0.25, (-2, -3, -1)),  # a limit but no reference: the value itself
-        ((0.0, 0.5, math.nan), 0.9, (math.log2(0.9), math.log2(0.9) - 1, -1)),
-        ((0.25, math.inf, 1.0), 1.0, (0, -2, 2)),
-        ((0.25, math.inf, 1.0), 0.125, (-3, -2, 2)),
-        ((0.25, math.inf, 1.0), 16.0, (4, -2, 5)),
-        ((0.0, math.inf, 1.0), 1.0, None),  # nothing that could be violated
-        ((math.nan, math.nan, math.nan), 1.0, None),
-        ((0.25, 4.0, 1.0), math.nan, None),
-        ((0.25, 4.0, 1.0), 1e38, (24, -2, 2)),
-    ],
-)
-def test_limits_that_are_missing(band, value, expected):
-    bands = {"update_natural": torch.tensor([band])}
-    told = margins(Measurement(5, operators(("a",)), {"update_natural": torch.tensor([value])}, {}, bands=bands))
-    found = [(margin.value, margin.low, margin.high) for margin in told]
-    assert found == ([] if expected is None else [pytest.approx(expected, abs=1e-6)])
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_line_is_outside_the_shade_where_a_layer_is_outside_its_band_and_only_there(seed):
-    generator = torch.Generator().manual_seed(seed)
-    of = operators([f"{kind}.{i}" for kind in "abc" for i in range(4)])
-    wide = 1 if seed < 15 else 12
-    values = {"weight_natural": torch.exp2(wide * 2 * torch.randn(12, generator=generator))}
-    values["weight_natural"][torch.rand(12, generator=generator) < 0.1] = 0.0
-    low, high = (torch.exp2(sign * wide * (1 + 3 * torch.rand(12, generator=generator))) for sign in (-1, 1))
-    low[torch.rand(12, generator=generator) < 0.3] = 0.0
-    high[torch.rand(12, generator=generator) < 0.3] = math.inf
-    told = margins(
-        Measurement(5, of, values, {}, bands={"weight_natural": torch.stack([low, high, torch.ones(12)], 1)})
-    )
-    outside = (values["weight_natural"] < low) | (values["weight_natural"] > high)
-    expected = {kind: bool(outside[4 * k : 4 * k + 4].any()) for k, kind in enumerate("abc")}
-    found = {margin.kind[0]: not margin.low <= margin.value <= margin.high for margin in told}
-    assert found == expected
-    assert all(math.isfinite(number) for margin in told for number in margin.scalars().values())
-
-
-def test_the_three_lines_of_a_margin_have_the_same_steps(writer):
-    """TensorBoard draws nothing where they have not."""
-    sink = TensorBoardSink(writer)
-    for step in range(10, 60, 10):
-        told = measurement(step, banded=("update_natural", "weight_natural"))
-        told.bands["weight_natural"][:, 0] = 0.0
-        if step == 30:
-            told.bands["update_natural"][:] = math.nan
-        sink.write(told)
-    steps = {}
-    for step, tag in scalars(writer):
-        if tag.startswith("spectral/margin/"):
-            steps.setdefault(tag, []).append(step)
-    assert set(steps) == {
-        f"spectral/margin/{quantity}/{kind}{limit}"
-        for quantity in ("update_natural", "weight_natural")
-        for kind in ("blocks.*.w+q", "blocks.*.mlp", "others")
-        for limit in ("", "/low", "/high")
-    }
-    for tag, found in steps.items():
-        assert sorted(found) == ([10, 20, 40, 50] if "update_natural" in tag else [10, 20, 30, 40, 50]), tag
-
-
 def drawn(chart, tags):
-    """Tags that the plugin finds for a chart: it matches expressions at the beginning, names of margins in full."""
-    if chart.HasField("margin"):
-        return {tag for series in chart.margin.series for tag in (series.value, series.lower, series.upper)}
+    """Tags that the plugin finds for a chart: it matches expressions at the beginning."""
     pattern = "|".join(f"({tag})" for tag in chart.multiline.tag)
     return {tag for tag in tags if re.match(pattern, tag)}
 
 
-def test_every_question_has_charts_of_just_the_tags_that_belong_there(writer):
-    sink = TensorBoardSink(writer)
-    sink.write(measurement())
+def written(writer, *measurements):
+    """Scalars' tags, and categories with the tags of each of their charts."""
+    sink = TensorBoardSink(writer, heatmap_every=0)
+    for one in measurements:
+        sink.write(one)
     tags = set(read(writer).Tags()["scalars"])
-    ((_, told),) = layouts(writer)
-    assert [category.title for category in told.category] == [panel.question for panel in PANELS]
-    kinds = [("blocks.0.w+q", "blocks.1.w+q"), ("blocks.0.mlp", "blocks.1.mlp"), ("tokens", "a (b)|c/d")]
-    for category, panel in zip(told.category, PANELS, strict=True):
-        expected = [{f"spectral/{key}/{name}" for name in kind} for key in panel.quantities for kind in kinds]
-        for kind in ("blocks.*.w+q", "blocks.*.mlp", "others"):
-            tag = f"spectral/margin/update_natural/{kind}"
-            expected += [{tag, f"{tag}/low", f"{tag}/high"}] if "update_natural" in panel.quantities else []
-        together = {"loss_change", "loss_change_predicted"}
-        expected += [{f"spectral/summary/{key}"} for key in panel.summaries if key not in together]
-        expected += [{f"spectral/summary/{key}" for key in together}] if together & set(panel.summaries) else []
-        found = [drawn(chart, tags) for chart in category.chart]
-        assert sorted(map(sorted, found)) == sorted(map(sorted, expected))
-        assert all(some <= tags for some in found)
-        assert len({chart.title for chart in category.chart}) == len(category.chart)
+    _, told = layouts(writer)[-1]
+    return tags, {
+        category.title: {chart.title: drawn(chart, tags) for chart in category.chart} for category in told.category
+    }
+
+
+def test_in_a_small_network_a_chart_has_every_layer(writer):
+    tags, found = written(writer, measurement())
+    names = ("tokens", "blocks.0.w+q", "blocks.0.mlp", "blocks.1.w+q", "blocks.1.mlp", "a (b)|c/d")
+    assert list(found) == [panel.question for panel in PANELS]
+    for panel in PANELS:
+        shown = set().union(*found[panel.question].values())
+        expected = {f"spectral/summary/{key}" for key in panel.summaries} & tags
+        for key in panel.quantities:
+            expected |= {tag for tag in tags if tag in {f"spectral_{key}/{name}" for name in names}}
+        if panel is PANELS[0]:
+            expected |= {f"spectral_vs_typical_log2/{name}" for name in (*names, "limits/low", "limits/high")}
+        assert shown == expected
+    assert set().union(*(some for charts in found.values() for some in charts.values())) < tags
+
+
+def test_the_first_chart_answers_the_question(writer):
+    _, found = written(writer, measurement())
+    first = {question: next(iter(charts.values())) for question, charts in found.items()}
+    answers = dict(zip((panel.question for panel in PANELS), PANELS, strict=True))
+    for question, shown in first.items():
+        panel = answers[question]
+        key = "vs_typical_log2" if panel is PANELS[0] else panel.quantities[0]
+        stem = f"spectral/summary/{panel.summaries[0]}" if panel.by_summary else f"spectral_{key}/"
+        assert all(tag.startswith(stem) for tag in shown), question
+    assert first["Is the readout aligned?"] == {"spectral/summary/final_layer_alignment"}
+
+
+def faulty(step=60):
+    """A GPT of 75 matrices of which one is a hundred times too large."""
+    one = gpt.measured(step, roots=[gpt.root(value=10.0)])
+    keys = ("feature_drift", "drift_ratio", "alignment", "bfa_cos", "update_stable_rank")
+    more = {key: torch.rand(len(gpt.LAYERS)) for key in keys}
+    summary = {"violations": 1.0, "worst_layer_ratio": 100.0, "loss_change": -0.1, "final_layer_alignment": 0.5}
+    return Measurement(
+        step, one.layers, {**one.values, **more}, summary, one.verdicts, flags={ROOT: 1.0}, bands=one.bands,
+        states=one.states,
+    )  # fmt: skip
+
+
+def test_a_deep_network_has_at_most_400_tags_and_40_charts(writer):
+    tags, found = written(writer, gpt.measured(50), faulty())
+    assert len(tags) == 231 <= 400
+    assert sum(map(len, found.values())) == 28 <= 40
+    for charts in found.values():
+        assert all(charts.values())
+        assert all(len(title) <= 80 for title in charts)
+        assert not any("transformer" in title for title in charts), "what all layers share says nothing"
+
+
+def test_an_outlier_of_a_hundred_times_is_not_cut_off(writer):
+    """TensorBoard's own scaling goes from the 5th to the 95th percentile of all points of a chart."""
+    sink = TensorBoardSink(writer, heatmap_every=0)
+    for step in range(10, 70, 10):
+        sink.write(faulty(step))
+    points = scalars(writer)
+    tags = {tag for _, tag in points}
+    ((_, told), *_) = layouts(writer)
+    chart = told.category[0].chart[0]
+    shown = sorted(value for (_, tag), value in points.items() if tag in drawn(chart, tags))
+    assert shown[int(0.95 * (len(shown) - 1))] == pytest.approx(6.64, abs=0.01) == shown[-1]
+    family = next(chart for chart in told.category[0].chart if chart.title.endswith(": h.*.mlp.c_fc"))
+    shown = sorted(value for (_, tag), value in points.items() if tag in drawn(family, tags))
+    assert shown[int(0.95 * (len(shown) - 1))] == shown[-1] == pytest.approx(6.64, abs=0.01)
+    single = next(chart for chart in told.category[0].chart if chart.title.endswith("single layers"))
+    assert f"spectral_vs_typical_log2/{ROOT}" in drawn(single, tags)
 
 
 def test_a_question_that_nothing_was_measured_for_is_not_asked(writer):
-    sink = TensorBoardSink(writer)
-    keys = ("weight_natural", "drift_ratio", "lr", "bfa_cos")
-    told = measurement(keys=keys, banded=())
-    told.values["bfa_cos"][:] = math.nan
-    told.values["lr"][:5] = math.nan
-    sink.write(Measurement(10, told.layers, told.values, {}))
-    ((_, found),) = layouts(writer)
-    assert [category.title for category in found.category] == [
-        "Are weights the right size?",
-        "What did the corrector do?",
-    ]
-    assert [len(category.chart) for category in found.category] == [6, 1]
+    told = measurement(keys=("weight_natural", "drift_ratio", "lr", "lr_multiplier"), banded=())
+    _, found = written(writer, Measurement(10, told.layers, told.values, {}))
+    assert list(found) == ["Are weights the right size?", "What did the corrector do?"]
+    assert [len(charts) for charts in found.values()] == [2, 1]
+    told.values["lr_multiplier"][:] = 1.0
+    _, found = written(writer, Measurement(20, operators(("x", "y")), {"lr_multiplier": torch.ones(2)} | {
+        "weight_natural": torch.ones(2)}, {}))  # fmt: skip
+    assert list(found) == ["Are weights the right size?"], "nothing was corrected"
 
 
 def test_the_layout_is_written_again_when_there_is_more_to_show_and_only_then(writer):
@@ -150,29 +128,23 @@ def test_the_layout_is_written_again_when_there_is_more_to_show_and_only_then(wr
     found = layouts(writer)
     assert [step for step, _ in found] == [1, 3]
     counts = [sum(len(category.chart) for category in told.category) for _, told in found]
-    assert counts[1] == counts[0] + 3
-    other = operators(("x", "y"))
-    sink.write(measurement(6, of=other))
+    assert counts[1] == counts[0] + 1
+    sink.write(measurement(6, of=operators(("x", "y"))))
     step, last = layouts(writer)[-1]
     assert step == 6
-    assert drawn(last.category[1].chart[0], set(read(writer).Tags()["scalars"])) == {
-        "spectral/feature_change/x",
-        "spectral/feature_change/y",
-    }
-
-
-def test_biases_and_gains_of_the_same_kind_are_not_drawn_with_matrices(writer):
-    of = layers(("net.0", "net.1", "net.2"), ("operator", "vector", "operator"))
-    TensorBoardSink(writer).write(measurement(of=of))
     tags = set(read(writer).Tags()["scalars"])
-    assert "spectral/update_natural/net.1" in tags
-    ((_, told),) = layouts(writer)
-    found = set.union(*(drawn(chart, tags) for category in told.category for chart in category.chart))
-    assert "spectral/update_natural/net.0" in found
-    assert not {tag for tag in found if tag.endswith("net.1")}
+    assert drawn(last.category[1].chart[0], tags) == {"spectral_feature_change/x", "spectral_feature_change/y"}
 
 
-@pytest.mark.parametrize(("kinds", "closed"), [(1, 0), (6, 6)])
+def test_biases_and_gains_are_not_drawn_with_matrices(writer):
+    of = layers(("net.0", "net.1", "net.2"), ("operator", "vector", "operator"))
+    tags, found = written(writer, measurement(of=of))
+    assert not {tag for tag in tags if tag.endswith("net.1")}
+    shown = set().union(*found["Are updates the right size?"].values())
+    assert {"spectral_update_ratio/net.0", "spectral_update_ratio/net.2"} <= shown
+
+
+@pytest.mark.parametrize(("kinds", "closed"), [(1, 0), (12, 6)])
 def test_of_many_charts_only_the_first_category_is_open(writer, kinds, closed):
     names = [f"blocks.{i}.{kind}" for i in range(3) for kind in range(kinds)]
     TensorBoardSink(writer).write(measurement(of=operators(names)))

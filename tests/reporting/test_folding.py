@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpt import FOLLOWERS, LAYERS, MATRICES, ROOTS, measured, of_network, root
 
-from spectral_monitor.reporting.table import SENTENCE, measurement_rows, measurement_table
+from spectral_monitor.reporting.table import WIDTH, measurement_rows, measurement_table
 
 ONE = measured(roots=[root(consequences=FOLLOWERS)], followers=FOLLOWERS)
 TWO = measured(roots=[root(consequences=FOLLOWERS), root(ROOTS[1], value=5.4)], followers=FOLLOWERS)
@@ -25,8 +25,9 @@ def test_one_root_is_one_row_and_one_folded_row():
     table = measurement_rows(ONE)
     assert table.states[:2] == ("off", "disturbed")
     assert not {"off", "disturbed"} & set(table.states[2:])
+    assert cells(table, "layer", "what")[:2] == [("h.7.mlp.c_fc", "lr too large"), ("+19 disturbed", "by the above")]
     names = "h.*.attn.q_proj x9, h.*.attn.k_proj x9, lm_head"
-    assert cells(table, "layer", "what")[:2] == [("h.7.mlp.c_fc", gpt.SENTENCE), ("+19 that follow from it", names)]
+    assert table.notes == (f"! h.7.mlp.c_fc: {gpt.SENTENCE}. 19 other layers are disturbed by it: {names}",)
     assert table.title == "spectral monitor, step 60: 1 of 75 layers off: h.7.mlp.c_fc; 19 disturbed by it, 55 healthy"
 
 
@@ -35,7 +36,7 @@ def test_two_roots_are_two_and_what_follows_stands_below_its_own():
     assert table.states[:3] == ("off", "disturbed", "off")
     assert [row[0] for row in cells(table, "layer")[:3]] == [
         "h.7.mlp.c_fc",
-        "+19 that follow from it",
+        "+19 disturbed",
         "h.3.attn.v_proj",
     ]
 
@@ -48,8 +49,8 @@ def test_nothing_is_folded_where_everything_is_asked_for():
     assert set(names[1:20]) == set(FOLLOWERS)
     assert names[20] == ROOTS[1]
     assert names[21:] == [name for name in MATRICES if name not in {*ROOTS, *FOLLOWERS}]
-    assert {row[0] for row in cells(table, "what")[1:20]} == {f"follows from {ROOTS[0]}"}
-    assert measurement_table(TWO, folded=False) == str(table) != str(measurement_rows(TWO))
+    assert {row[0] for row in cells(table, "what")[1:20]} == {f"disturbed by {ROOTS[0]}"}
+    assert measurement_table(TWO, folded=False, width=None) == str(table) != str(measurement_rows(TWO))
 
 
 def test_of_the_healthy_layers_the_furthest_stay():
@@ -61,8 +62,8 @@ def test_of_the_healthy_layers_the_furthest_stay():
         "+70 healthy",
     ]
     rest = [ratios[[info.name for info in LAYERS].index(name)] for name in far[5:]]
-    assert cells(table, "vs typical")[-1] == (f"{min(rest):.2f} .. {max(rest):.2f}",)
-    assert cells(table, "|dW| nat")[-1] == ("",)
+    assert cells(table, "vs. typical")[-1] == (f"{min(rest):.2f} .. {max(rest):.2f}",)
+    assert cells(table, "|dW|")[-1] == ("",)
 
 
 def test_layers_that_were_not_judged_say_why():
@@ -89,10 +90,10 @@ def test_layers_of_one_cause_share_a_row_when_they_are_many():
     names = [f"model.transformer.h.{k}.mlp.c_fc" for k in range(12)]
     table = measurement_rows(measured(roots=[root(*names, consequences=FOLLOWERS[:1])]))
     assert cells(table, "layer", "what")[:4] == [
-        ("h.0.mlp.c_fc", gpt.SENTENCE),
-        ("h.1.mlp.c_fc", "the same cause as h.0.mlp.c_fc"),
-        ("+10 with the same cause", "h.*.mlp.c_fc x10"),
-        ("h.0.attn.q_proj", "follows from h.0.mlp.c_fc"),
+        ("h.0.mlp.c_fc", "lr too large"),
+        ("h.1.mlp.c_fc", "same cause"),
+        ("+10 off", "same cause"),
+        ("h.0.attn.q_proj", "disturbed by h.0.mlp.c_fc"),
     ]
     assert table.states[:4] == ("off", "off", "off", "disturbed")
 
@@ -100,7 +101,7 @@ def test_layers_of_one_cause_share_a_row_when_they_are_many():
 def test_a_verdict_on_the_network_is_a_line_above_the_table():
     table = measurement_rows(measured(roots=[of_network(), root()]))
     assert table.title == "spectral monitor, step 60: diverged at step 40: the loss is NaN"
-    assert table.notes == ("1 of 75 layers off: h.7.mlp.c_fc; 74 healthy",)
+    assert table.notes == ("1 of 75 layers off: h.7.mlp.c_fc; 74 healthy", f"! h.7.mlp.c_fc: {gpt.SENTENCE}")
     assert str(table).splitlines()[1] == table.notes[0]
     assert not [name for (name,) in cells(table, "layer") if "network" in name]
     lost = measurement_rows(measured(roots=[of_network()], not_judged=dict.fromkeys(MATRICES, "NaN")))
@@ -115,22 +116,50 @@ def test_every_matrix_is_in_exactly_one_row(measurement, folded):
     assert sum(counts) == 75
 
 
-def test_the_number_against_typical_is_explained_with_its_limits():
-    assert measurement_rows(ONE).foot[-1] == "vs typical: the update's size over a typical one; healthy from 1/8 to 8"
+def explained(measurement):
+    return next(column.legend for column in measurement_rows(measurement).columns if column.title == "vs. typical")
+
+
+def test_the_number_against_typical_is_explained_with_the_limits_that_most_layers_have():
+    said = "vs. typical: size of the update / that of a typical layer"
+    assert explained(ONE) == f"{said}; OK 1/8 to 8"
+    bands = [[0.1 / 8, 0.8, 0.1]] * (len(LAYERS) - 5) + [[0.001, 4.0, 0.1]] * 5
+    assert explained(replace(ONE, bands={"update_natural": torch.tensor(bands)})) == f"{said}; OK 1/8 to 8"
     own = replace(ONE, bands={"update_natural": torch.tensor([[0.01, 0.1 * k, 0.1] for k in range(1, 88)])})
-    assert measurement_rows(own).foot[-1] == "vs typical: the update's size over a typical one"
-    assert (
-        measurement_rows(replace(ONE, bands={})).foot[-1]
-        == "vs typical: the update's size over the median of the layers"
-    )
-    assert "vs typical" not in str(measurement_rows(replace(ONE, values={"lr": torch.ones(len(LAYERS))})).foot)
+    assert explained(own) == said
+    assert explained(replace(ONE, bands={})) == "vs. typical: size of the update / median of the layers"
+    assert "vs. typical" not in str(measurement_rows(replace(ONE, values={"lr": torch.ones(len(LAYERS))})))
 
 
-def test_plain_text_wraps_its_sentences():
-    long = measured(roots=[replace(root(), sentence=" ".join(["word"] * 60))])
-    lines = str(measurement_rows(long)).splitlines()
-    start = lines[1].index("what")
-    assert max(map(len, lines[2:])) <= start + SENTENCE
-    said = [line[start:] for line in lines[2:8] if line[start:].startswith("word")]
-    assert " ".join(said).split() == ["word"] * 60
-    assert all(not line[:start].strip() for line in lines[3 : 2 + len(said)])
+def roots(count):
+    """As many causes, each on three layers and with three that follow."""
+    groups = [MATRICES[6 * k + 2 : 6 * k + 8] for k in range(count)]
+    long = " ".join(["a long sentence on what it is and what to do"] * 4)
+    return [replace(root(*g[:3], consequences=g[3:]), sentence=long, cause=f"cause_{k}") for k, g in enumerate(groups)]
+
+
+@pytest.mark.parametrize("measurement", [ONE, TWO, measured(), *(measured(roots=roots(k)) for k in (1, 4, 10))])
+def test_a_deep_network_takes_forty_lines_of_a_narrow_terminal_at_most(measurement):
+    lines = measurement_table(measurement).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= WIDTH == 80
+
+
+def test_of_many_causes_the_worst_are_told_and_the_others_counted():
+    table = measurement_rows(measured(roots=roots(10)))
+    assert [note[:2] for note in table.notes] == ["! "] * 4
+    assert table.notes[-1] == "! and 7 more causes"
+    assert ("+21 off", "other causes") in cells(table, "layer", "what")
+    whole = measurement_rows(measured(roots=roots(10)), folded=False)
+    assert len(cells(whole, "layer")) == 75
+
+
+def test_where_layers_stand_is_drawn():
+    """85 times typical is 6.4 powers of two above it, each of which has 22 / 14 characters."""
+    one = measured(roots=[root(value=8.5)])
+    table = measurement_rows(replace(one, bands={"update_natural": torch.tensor([[0.1 / 16, 0.8, 0.1]] * len(LAYERS))}))
+    (column,) = (column for column in table.columns if column.drawn)
+    assert column.title == "1/128[     1    ]   128"
+    assert column.cells[0] == "     |          |    o"
+    assert column.cells[0].index("o") == round((math.log2(85) + 7) * 22 / 14)
+    assert column.cells[-1].replace("=", "") == "     |       |"

@@ -133,7 +133,7 @@ def test_of_a_deep_network_the_roots_are_told_and_what_follows_is_counted():
     assert "+19 that follow from it: h.*.attn.q_proj x9, h.*.attn.k_proj x9, lm_head" in below
     assert everything.count("disturbed") == 19
     assert all(f" {name} " in everything for name in gpt.MATRICES)
-    assert "healthy from 1/8 to 8" in everything
+    assert "OK 1/8 to 8" in everything
     red = [name for name, t in page.lines("update_natural").items() if t["line"]["color"] == "@danger"]
     assert red == [gpt.ROOTS[0]]
 
@@ -255,7 +255,7 @@ def test_without_references_updates_are_held_against_the_median():
     for found, row in zip(page.heatmap("update_natural")["z"], wanted, strict=True):
         assert found == (row if None in row else pytest.approx(row, abs=1e-3))
     titles = [note["text"] for note in page.figures["overview-figure"]["layout"]["annotations"]]
-    assert titles[0] == "<b>Size of updates</b><br><span style='font-size:11px'>vs typical: over the median</span>"
+    assert titles[0] == "<b>Size of updates</b><br><span style='font-size:11px'>vs. typical: over the median</span>"
 
 
 def test_where_layers_are_now_over_where_they_should_be():
@@ -320,7 +320,7 @@ def test_the_table_of_all_layers():
     below = page.text.split("All layers at step 30")[1]
     order = [below.index(f" {name} ") for name in ("head", "tokens", "blocks.0.mlp", "blocks.1.mlp")]
     assert order == sorted(order)
-    assert "head off readout 64 -> 64 120 120 ^ 2.00" in below
+    assert below.split("head off output ")[1].startswith("64 -> 64 2.00 ^ 120")
     assert "head.bias" not in below
 
 
@@ -434,8 +434,8 @@ def test_a_deep_network():
 def test_the_table_has_what_was_measured_where_nothing_usual_was():
     run = [replace(m, values={"bfa_cos": torch.tensor([0.11, 0.22, 0.33, 0.44, 0.55])}, bands={}) for m in RUN]
     below = page_of(*run).text.split("All layers at step 30")[1]
-    assert "layer role in -> out bfa_cos tokens embedding 64 -> 64 0.11" in below
-    assert "head readout 64 -> 64 0.44" in below
+    assert "layer role in -> out bfa_cos tokens embedding 64 tokens -> 64 0.11" in below
+    assert "head output 64 -> 64 0.44" in below
 
 
 def test_a_very_deep_network():

@@ -10,13 +10,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from board import NAMES, ROLES, SETTINGS, SUMMARY, events, images, layouts, measurement, read, scalars, texts
+from board import NAMES, ROLES, events, images, layouts, measurement, read, scalars, texts
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
-from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting import sinks as sinks_module
 from spectral_monitor.reporting import tensorboard as module
+from spectral_monitor.reporting.essentials import essentials
 from spectral_monitor.reporting.heatmap import heatmap
 from spectral_monitor.reporting.history import History
 from spectral_monitor.reporting.panels import HEATMAPS, PANELS
@@ -31,18 +31,19 @@ def writer(tmp_path):
         yield writer
 
 
-def test_every_number_is_there_under_its_key_at_its_step(writer):
-    sink = TensorBoardSink(writer)
+@pytest.mark.parametrize("log", ["essential", "all", ["contribution/*"]])
+def test_every_number_is_there_under_its_key_at_its_step(writer, log):
+    sink = TensorBoardSink(writer, log=log)
     told = [measurement(step) for step in (10, 20, 35)]
     told[1].values["alignment"][2] = math.nan
     told[2].values["alignment"][3] = math.inf
     for one in told:
         sink.write(one)
-    expected = {(one.step, tag): np.float32(value) for one in told for tag, value in one.scalars().items()}
+    expected = {(one.step, tag): np.float32(value) for one in told for tag, value in essentials(one, log).items()}
     found = scalars(writer)
-    margin = {key for key in found if key[1].startswith("spectral/margin/")}
-    assert {key: value for key, value in found.items() if key not in margin} == expected
-    assert len(expected) == 3 * (len(QUANTITIES) * len(NAMES) + len(SUMMARY) + 1) - 2 - 3  # violations is in SUMMARY
+    assert found == expected
+    assert ((10, f"spectral/lr/{NAMES[0]}") in found) == (log == "all")
+    assert ((10, f"spectral_contribution/{NAMES[0]}") in found) == isinstance(log, list)
     assert all(math.isfinite(value) for value in found.values())
 
 
@@ -51,14 +52,14 @@ def test_the_numbers_of_a_step_are_one_event(writer):
     for step in (10, 20):
         sink.write(measurement(step))
     sizes = [len(event.summary.value) for event in events(writer)]
-    assert sum(size > 100 for size in sizes) == 2
+    assert sum(size > 50 for size in sizes) == 2
     assert len(sizes) == 1 + 2 + 1  # the version, two steps, the first text
 
 
 def test_nothing_else_of_the_writer_is_touched(writer):
     writer.add_scalars("mine", {"a": 1.0}, 1)
     before = dict(writer.all_writers)
-    sink = TensorBoardSink(writer, SETTINGS)
+    sink = TensorBoardSink(writer)
     sink.write(measurement())
     sink.close()
     assert writer.all_writers == before
@@ -108,7 +109,7 @@ def test_without_matplotlib_the_text_says_so(writer, monkeypatch):
     assert images(writer) == {}
     ((_, text),) = texts(writer)
     assert module.NO_PICTURES in text
-    assert (10, "spectral/lr/tokens") in scalars(writer)
+    assert (10, "spectral_update_ratio/tokens") in scalars(writer)
 
 
 def test_a_picture_that_fails_does_not_take_the_numbers_with_it(writer, monkeypatch):
@@ -120,7 +121,7 @@ def test_a_picture_that_fails_does_not_take_the_numbers_with_it(writer, monkeypa
     with pytest.raises(RuntimeError, match="no font"):
         sink.write(measurement())
     found = scalars(writer)
-    assert {(10, tag) for tag in measurement().scalars()} <= set(found)
+    assert {(10, tag) for tag in essentials(measurement())} <= set(found)
 
 
 def test_verdicts_are_told_at_first_when_they_change_and_at_the_end(writer):
@@ -173,13 +174,13 @@ def test_no_histograms_unless_asked_for(writer):
 
 
 def test_a_full_disk_is_left_alone(writer, monkeypatch):
-    sink = TensorBoardSink(writer, SETTINGS)
+    sink = TensorBoardSink(writer)
     writer.flush()
     size = sum(event.ByteSize() for event in events(writer))
     monkeypatch.setattr(sinks_module, "ROOM", 1 << 80)
     with pytest.raises(OSError, match="no space left"):
         sink.write(measurement(10))
-    TensorBoardSink(writer, SETTINGS)  # training may start all the same
+    TensorBoardSink(writer)  # training may start all the same
     monkeypatch.undo()
     assert sum(event.ByteSize() for event in events(writer)) == size
     sink.write(measurement(20))
@@ -234,9 +235,18 @@ def test_after_closing_another_run_begins_anew(writer):
 def test_a_folder_that_is_none_of_the_system():
     fsspec = pytest.importorskip("fsspec")
     with SummaryWriter("memory://spectral/run") as writer:
-        sink = TensorBoardSink(writer, SETTINGS)
+        sink = TensorBoardSink(writer)
         sink.write(measurement())
         sink.close()
         writer.flush()
         (path,) = fsspec.filesystem("memory").glob("/spectral/run/*")
         assert fsspec.filesystem("memory").size(path) > 1000
+
+
+def test_steps_may_be_counted_from_zero(writer):
+    sink = TensorBoardSink(writer, heatmap_every=1, histograms=True, offset=-1)
+    sink.write(measurement(10))
+    assert {step for step, _ in scalars(writer)} == {9}
+    assert [step for step, _ in layouts(writer)] == [step for step, _ in texts(writer)] == [9]
+    assert [step for step, _ in images(writer)["bfa_cos"]] == [9]
+    assert "Step 10" in texts(writer)[0][1], "what people read are steps taken"

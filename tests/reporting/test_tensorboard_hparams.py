@@ -1,11 +1,11 @@
-"""The tab HPARAMS: settings of ours beside the hyperparameters that a logger writes."""
+"""The tab HPARAMS: metrics of ours beside the hyperparameters that a logger writes, and no settings."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from board import SETTINGS, measurement
+from board import measurement
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
@@ -29,7 +29,7 @@ def hyperparameters(folder):
     return [info.name for info in experiment.hparam_infos], [m.name.tag for m in experiment.metric_infos], plain
 
 
-OURS = {"spectral/mode": "warn", "spectral/condition/band_low": 0.125, "spectral/correction/spectral_init": True}
+OURS = ["spectral/summary/violations", "spectral/summary/worst_layer_ratio"]
 THEIRS = {"lr": 0.1, "net/width": 64.0, "name": "mine", "tied": True}
 
 
@@ -44,74 +44,58 @@ def log_theirs(logger):
     logger.log_hyperparams({"lr": 0.1, "net": {"width": 64}, "name": "mine", "tied": True})
 
 
-def test_settings_are_seen_beside_the_hyperparameters_of_a_logger(logger):
+def test_the_last_violations_are_a_metric_beside_the_hyperparameters_of_a_logger(logger):
     log_theirs(logger)
     logger.save()
     (path,) = Path(logger.log_dir).glob("*tfevents*")
     before, yaml = path.read_bytes(), (path.parent / "hparams.yaml").read_bytes()
     theirs = dict(logger.hparams)
-    TensorBoardSink(logger.experiment, SETTINGS)
+    TensorBoardSink(logger.experiment)
     columns, metrics, values = hyperparameters(logger.log_dir)
-    assert values == THEIRS | OURS
-    assert [type(values[name]) for name in OURS] == [str, float, bool]
-    assert sorted(columns) == sorted([*THEIRS, *OURS])
-    assert metrics == ["hp_metric"]
+    assert values == THEIRS, "nothing of ours"
+    assert sorted(columns) == sorted(THEIRS)
+    assert metrics == ["hp_metric", *OURS]
     assert path.read_bytes() == before
     logger.finalize("success")
     assert dict(logger.hparams) == theirs
     assert (path.parent / "hparams.yaml").read_bytes() == yaml
 
 
-def test_hyperparameters_that_are_logged_when_training_starts(logger):
-    sink = TensorBoardSink(logger.experiment, SETTINGS)
+def test_the_metric_is_a_number_of_the_run(logger):
     log_theirs(logger)
-    sink.write(measurement())
-    assert hyperparameters(logger.log_dir)[2] == THEIRS | OURS
-
-
-def test_settings_alone_are_written_at_the_end(logger):
-    sink = TensorBoardSink(logger.experiment, SETTINGS)
-    sink.write(measurement())
+    sink = TensorBoardSink(logger.experiment)
+    for step, outside in ((10, ("tokens",)), (20, ())):
+        sink.write(measurement(step, outside=outside))
+    sink.close()
     logger.experiment.flush()
-    assert hyperparameters(logger.log_dir) is None
-    sink.close()
-    columns, metrics, values = hyperparameters(logger.log_dir)
-    assert (sorted(columns), metrics, values) == (sorted(OURS), [], OURS)
+    found = EventAccumulator(logger.log_dir).Reload().Scalars(OURS[0])
+    assert [event.value for event in found] == [1.0, 0.0]
 
 
-def test_hyperparameters_that_are_logged_late_are_not_hidden(logger):
-    sink = TensorBoardSink(logger.experiment, SETTINGS)
-    sink.write(measurement())
-    log_theirs(logger)
-    sink.close()
-    assert hyperparameters(logger.log_dir)[2] == THEIRS
-
-
-def test_a_run_that_is_gone_on_with_in_the_same_folder(tmp_path):
-    for settings in (SETTINGS, {"mode": "observe"}):
-        logger = TensorBoardLogger(tmp_path, name="run", version="")
-        log_theirs(logger)
-        TensorBoardSink(logger.experiment, settings)
-        logger.finalize("success")
-    columns, _, values = hyperparameters(logger.log_dir)
-    assert values == THEIRS | {"spectral/mode": "observe"}
-    assert sorted(columns) == sorted(values)
-
-
-def test_a_run_without_hyperparameters_that_is_gone_on_with(tmp_path):
-    for mode in ("warn", "observe"):
-        logger = TensorBoardLogger(tmp_path, name="run", version="")
-        sink = TensorBoardSink(logger.experiment, {**SETTINGS, "mode": mode})
+@pytest.mark.parametrize("when", ["before the first number", "late"])
+def test_hyperparameters_that_are_logged_later(logger, when):
+    sink = TensorBoardSink(logger.experiment)
+    if when == "late":
         sink.write(measurement())
-        sink.close()
-        logger.finalize("success")
-    columns, metrics, values = hyperparameters(logger.log_dir)
-    assert (sorted(columns), metrics, values) == (sorted(OURS), [], OURS | {"spectral/mode": "observe"})
+    log_theirs(logger)
+    if when != "late":
+        sink.write(measurement())
+    sink.close()
+    assert hyperparameters(logger.log_dir)[1:] == (["hp_metric", *OURS], THEIRS)
 
 
-def test_no_settings_no_hyperparameters(logger):
+def test_without_hyperparameters_there_is_no_such_tab(logger):
     sink = TensorBoardSink(logger.experiment)
     sink.write(measurement())
     sink.close()
     logger.experiment.flush()
     assert hyperparameters(logger.log_dir) is None
+
+
+def test_a_run_that_is_gone_on_with_in_the_same_folder(tmp_path):
+    for _ in range(2):
+        logger = TensorBoardLogger(tmp_path, name="run", version="")
+        log_theirs(logger)
+        TensorBoardSink(logger.experiment)
+        logger.finalize("success")
+    assert hyperparameters(logger.log_dir)[1:] == (["hp_metric", *OURS], THEIRS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import getpass
 import json
+import math
 import re
 import socket
 from collections import Counter
@@ -26,6 +27,7 @@ from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.condition import SpectralCondition, load_profile, save_profile
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.oversight import described
+from spectral_monitor.reporting.essentials import essentials
 from spectral_monitor.warnings import SpectralConditionWarning
 
 
@@ -88,8 +90,8 @@ def faulty(tmp_path_factory):
 def test_every_number_of_every_measurement_is_there_at_its_step(faulty):
     measured = faulty.monitor.measurements
     assert [m.step for m in measured] == list(range(2, 47, 2))
-    wanted = {(m.step, key): value for m in measured for key, value in m.scalars().items()}
-    assert len(wanted) > 23 * 150
+    wanted = {(m.step - 1, key): value for m in measured for key, value in essentials(m).items()}
+    assert len(wanted) > 23 * 40
     assert faulty.file.numbers() == pytest.approx(wanted, rel=1e-7)
 
 
@@ -97,7 +99,7 @@ def test_a_measurement_takes_one_call_and_the_end_one_more(faulty):
     rows = faulty.file.rows
     assert [row["_step"] for row in rows] == list(range(len(rows)))
     ours = [row[AXIS] for row in rows if any(key.startswith("spectral/") for key in row)]
-    assert ours == [*range(2, 47, 2), 46]
+    assert ours == [*range(1, 46, 2), 45], "on the axis of Lightning's own metrics"
     theirs = [row[AXIS] for row in rows if "loss" in row]
     assert theirs == list(range(46)), "Lightning counts from 0"
     assert len(rows) == len(ours) + len(theirs)
@@ -115,8 +117,8 @@ def test_lightnings_own_axis_is_left_alone(faulty):
 
 def test_charts_are_in_the_row_of_every_fifth_measurement_and_of_the_end(faulty):
     charts = faulty.file.media("spectral/charts/")
-    assert list(charts) == [10, 20, 30, 40, 46]
-    for at, shown in charts.items():
+    assert list(charts) == [5, 9, 19, 29, 39, 45]
+    for at, shown in ((axis + 1, shown) for axis, shown in charts.items()):
         assert set(shown) == {
             f"spectral/charts/{quantity}_table"
             for quantity in (
@@ -126,7 +128,6 @@ def test_charts_are_in_the_row_of_every_fifth_measurement_and_of_the_end(faulty)
                 "alignment",
                 "update_stable_rank",
                 "bfa_cos",
-                "lr_multiplier",
             )
         }
         points = {}
@@ -136,27 +137,27 @@ def test_charts_are_in_the_row_of_every_fifth_measurement_and_of_the_end(faulty)
         for layer, line in points.items():
             assert [step for step, _ in line] == list(range(2, at + 1, 2))
             wanted = [m.value("update_natural", layer) for m in faulty.monitor.measurements if m.step <= at]
-            assert [value for _, value in line] == pytest.approx(wanted, rel=1e-5)
-    assert list(faulty.file.media("spectral/heatmaps/")) == [10, 20, 30, 40, 46]
+            assert [value for _, value in line] == pytest.approx([math.log10(x) for x in wanted], abs=1e-5)
+    assert list(faulty.file.media("spectral/heatmaps/")) == [5, 9, 19, 29, 39, 45]
     chart = faulty.file.config["_wandb/visualize/spectral/charts/update_natural"]
-    assert chart["panel_config"]["stringSettings"]["title"] == "Are updates the right size? (update_natural)"
+    assert chart["panel_config"]["stringSettings"]["title"] == "Are updates the right size? (update_natural, log10)"
 
 
-def test_the_table_of_verdicts_is_logged_when_they_change(faulty):
+def test_the_table_of_verdicts_is_logged_with_the_pictures(faulty):
     tables = faulty.file.media("spectral/verdicts")
-    assert list(tables) == [2, 22]
-    (verdict,) = next(m for m in faulty.monitor.measurements if m.step == 2).verdicts
-    begin, end = (tables[step]["spectral/verdicts"] for step in (2, 22))
+    assert list(tables) == [5, 9, 19, 29, 39]
+    (verdict,) = next(m for m in faulty.monitor.measurements if m.step == 6).verdicts
+    begin, end = (tables[step]["spectral/verdicts"] for step in (5, 39))
     (row,) = (dict(zip(begin["columns"], row, strict=True)) for row in begin["data"])
     wanted = {
-        "step": 2,
+        "step": 6,
         "layer": "net.2",
         "quantity": verdict.quantity,
         "value": pytest.approx(verdict.value),
         "low": pytest.approx(verdict.band[0]),
         "high": pytest.approx(verdict.band[1]),
-        "vs typical": pytest.approx(verdict.ratio),
-        "for steps": 0,
+        "vs. typical": pytest.approx(verdict.ratio),
+        "for steps": 4,
         "cause": "lr_too_large",
         "what to do": verdict.sentence,
         "same cause": 1,
@@ -181,19 +182,22 @@ def test_alerts_when_a_violation_begins_and_ends(faulty):
 def test_the_summary_says_what_matters_and_nothing_of_single_layers(faulty):
     ours = {key: value for key, value in faulty.file.summary.items() if key.startswith("spectral/")}
     worst = [m.summary["worst_layer_ratio"] for m in faulty.monitor.measurements]
-    assert ours["spectral/worst_layer_ratio"] == pytest.approx(worst[-1])
-    assert ours["spectral/worst_layer_ratio_most"] == pytest.approx(max(worst)) != worst[-1]
-    assert (ours["spectral/violations"], ours["spectral/violations_most"]) == (0, 1)
+    assert ours["spectral/summary/worst_layer_ratio"] == pytest.approx({"last": worst[-1], "max": max(worst)})
+    assert worst[-1] != max(worst)
+    assert ours["spectral/summary/violations"] == {"last": 0, "max": 1}
     assert ours["spectral/violating_layers"] == "none"
     assert ours["spectral/headline"] == "all 5 layers healthy"
     groups = {"/".join(key.split("/")[:2]) for key in ours} - {f"spectral/{key}" for key in ("charts", "heatmaps")}
-    assert groups == {
-        "spectral/summary",
-        "spectral/verdicts",
-        "spectral/violating_layers",
-        "spectral/headline",
-        *(f"spectral/{key}{most}" for key in ("violations", "worst_layer_ratio") for most in ("", "_most")),
-    }
+    assert groups == {f"spectral/{key}" for key in ("summary", "verdicts", "violating_layers", "headline", "page")}
+    assert not [key for key in faulty.file.summary if "/net." in key]
+
+
+def test_the_page_is_logged_once_as_it_stands(faulty):
+    pages = faulty.file.media("spectral/page")
+    assert list(pages) == [45]
+    text = pages[45]["spectral/page"].read_text()
+    assert "All 5 layers healthy" in text
+    assert "<script" in text
 
 
 def test_settings_are_in_the_config_and_nothing_of_the_machine_anywhere(faulty):
@@ -223,15 +227,18 @@ def test_beside_other_loggers(tmp_path):
     loggers = [TensorBoardLogger(tmp_path), WandbLogger(save_dir=tmp_path, offline=True), CSVLogger(tmp_path)]
     zoo.fit(Faulty(), batches(10), [monitor], loggers)
     loggers[1].experiment.finish()
-    file, wanted = RunFile(tmp_path), {(m.step, k): v for m in monitor.measurements for k, v in m.scalars().items()}
+    file, wanted = (
+        RunFile(tmp_path),
+        {(m.step - 1, k): v for m in monitor.measurements for k, v in essentials(m).items()},
+    )
     assert file.numbers() == pytest.approx(wanted, rel=1e-7)
     assert [row["_step"] for row in file.rows] == list(range(len(file.rows)))
     assert [row[AXIS] for row in file.rows if "loss" in row] == list(range(10))
-    key = "spectral/update_natural/net.2"
+    key = "spectral_update_ratio/net.2"
     events = EventAccumulator(loggers[0].log_dir).Reload()
-    assert [event.step for event in events.Scalars(key)] == list(range(1, 11))
+    assert [event.step for event in events.Scalars(key)] == list(range(10)), "as Lightning's own"
     with open(f"{loggers[2].log_dir}/metrics.csv") as sheet:
-        assert [int(row["step"]) for row in csv.DictReader(sheet) if row[key]] == list(range(1, 11))
+        assert [int(row["step"]) for row in csv.DictReader(sheet) if row[key]] == list(range(10))
 
 
 class Small(pl.LightningModule):
@@ -254,10 +261,10 @@ def test_two_thousand_steps(tmp_path):
     assert [row["_step"] for row in file.rows] == list(range(len(file.rows)))
     assert [row[AXIS] for row in file.rows if "loss" in row] == list(range(4, 2000, 5))
     ours = [row[AXIS] for row in file.rows if "spectral/summary/violations" in row]
-    assert ours == list(range(10, 2001, 10))
-    assert set(file.numbers()) == {(m.step, key) for m in monitor.measurements for key in m.scalars()}
-    assert list(file.media("spectral/charts/")) == [1500, 2000]
-    last = file.media("spectral/charts/")[2000]["spectral/charts/update_natural_table"]["data"]
+    assert ours == list(range(9, 2000, 10))
+    assert set(file.numbers()) == {(m.step - 1, key) for m in monitor.measurements for key in essentials(m)}
+    assert list(file.media("spectral/charts/")) == [29, 99, 1499, 1999]
+    last = file.media("spectral/charts/")[1999]["spectral/charts/update_natural_table"]["data"]
     assert max(Counter(layer for _, layer, _ in last).values()) <= 129
 
 
@@ -276,7 +283,7 @@ def test_a_run_that_is_gone_on_with(tmp_path):
         logger.experiment.finish()
         files.append(RunFile(tmp_path / part))
     steps = [sorted({step for step, _ in file.numbers()}) for file in files]
-    assert steps == [[2, 4, 6], [8, 10, 12]]
+    assert steps == [[1, 3, 5], [7, 9, 11]]
     assert [[row["_step"] for row in file.rows] for file in files] == [list(range(len(file.rows))) for file in files]
 
 
@@ -299,4 +306,4 @@ def test_a_finished_run_costs_a_warning(tmp_path):
         trainer = zoo.fit(Quiet(), batches(6), [Finish(), monitor], logger)
     assert trainer.global_step == len(monitor.measurements) == 6
     assert len([warning for warning in caught if warning.category is SpectralMonitorWarning]) == 1
-    assert sorted({step for step, _ in RunFile(tmp_path).numbers()}) == [1, 2]
+    assert sorted({step for step, _ in RunFile(tmp_path).numbers()}) == [0, 1]

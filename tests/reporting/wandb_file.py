@@ -70,7 +70,7 @@ class RunFile:
         found = {}
         for row in self.rows:
             for key, value in row.items():
-                if key.startswith("spectral/") and isinstance(value, int | float):
+                if key.startswith("spectral") and isinstance(value, int | float):
                     assert (row[AXIS], key) not in found, f"{key} twice at step {row[AXIS]}"
                     found[row[AXIS], key] = value
         return found
@@ -94,7 +94,7 @@ class RunFile:
         A full name, in which dots are escaped, counts before any pattern. A pattern is the beginning of a name and a
         ``*``; which of several W&B takes is not said, so a key is hidden only if all of them hide it.
         """
-        logged = {key for row in self.rows for key in row if key.startswith("spectral/")}
+        logged = {key for row in self.rows for key in row if key.startswith("spectral")}
         charts = {key.removeprefix("_wandb/visualize/") for key in self.config if key.startswith("_wandb/visualize/")}
         return {key for key in logged if not self._hidden(key)} | charts
 

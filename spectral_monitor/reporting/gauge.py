@@ -1,0 +1,59 @@
+"""Where layers stand between far too small and far too large, drawn with characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+WIDTH = 23
+"""Characters of the scale."""
+REACH = 7.0
+"""Powers of two on either side of 1; what is further is drawn at the end."""
+POINT, RANGE, LIMIT = "o", "=", "|"
+"""One layer, several layers from the lowest to the highest, and the limits."""
+DRAWN: dict[int, str] = str.maketrans({POINT: "●", RANGE: "━"})
+"""The same where a terminal has them."""
+
+
+def scale(limits: tuple[float, float]) -> str:
+    """Return the scale above the gauges: its ends, 1, and brackets at the limits that are known.
+
+    Example:
+        >>> scale((1 / 16, 8.0)), scale((math.nan, math.nan))
+        ('1/128[     1    ]   128', '1/128      1        128')
+    """
+    line = list(" " * WIDTH)
+    for text, start in (("1/128", 0), ("1", WIDTH // 2), ("128", WIDTH - 3)):
+        line[start : start + len(text)] = text
+    for limit, bracket in zip(limits, "[]", strict=True):
+        if limit > 0 and line[_place(limit)] == " ":
+            line[_place(limit)] = bracket
+    return "".join(line)
+
+
+def gauge(ratios: Sequence[float], limits: tuple[float, float]) -> str:
+    """Return where the ratios lie on the scale; empty where none is known.
+
+    Example:
+        >>> gauge([85.0], (1 / 16, 8.0))
+        '     |          |    o'
+        >>> gauge([0.65, 1.6], (1 / 16, 8.0))
+        '     |    ===   |'
+    """
+    known = [ratio for ratio in ratios if not math.isnan(ratio)]
+    if not known:
+        return ""
+    line = list(" " * WIDTH)
+    for limit in limits:
+        if limit > 0:
+            line[_place(limit)] = LIMIT
+    first, last = _place(min(known)), _place(max(known))
+    line[first : last + 1] = (POINT if len(known) == 1 else RANGE) * (last + 1 - first)
+    return "".join(line).rstrip()
+
+
+def _place(ratio: float) -> int:
+    """Return the character at which a ratio is drawn."""
+    power = math.log2(ratio) if 0 < ratio < math.inf else math.copysign(math.inf, ratio - 1)
+    share = (min(max(power, -REACH), REACH) + REACH) / (2 * REACH)
+    return round(share * (WIDTH - 1))
