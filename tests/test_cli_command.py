@@ -201,7 +201,7 @@ def test_report_says_what_to_install(run, tmp_path, capsys, monkeypatch):
 
 
 def test_a_large_file_is_announced(run, capsys, monkeypatch):
-    monkeypatch.setattr("spectral_monitor.cli.LARGE", 100)
+    monkeypatch.setattr("spectral_monitor.cli.reading.LARGE", 100)
     assert main(["show", str(run)]) == 0
     assert re.search(r"has \d+ MB, that takes a moment", capsys.readouterr().err)
 

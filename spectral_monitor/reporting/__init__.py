@@ -1,10 +1,17 @@
 """What people see: tables, panels, pictures, files."""
 
-from spectral_monitor.reporting.jsonlines import JSONLinesSink, read_measurements
-from spectral_monitor.reporting.sinks import Sink, Sinks
-from spectral_monitor.reporting.table import measurement_table, role_table
-from spectral_monitor.reporting.tensorboard import TensorBoardSink
-from spectral_monitor.reporting.wandb import WandbSink
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spectral_monitor.suggestions import lazy
+
+if TYPE_CHECKING:
+    from spectral_monitor.reporting.jsonlines import JSONLinesSink, read_measurements
+    from spectral_monitor.reporting.sinks import Sink, Sinks
+    from spectral_monitor.reporting.table import measurement_table, role_table
+    from spectral_monitor.reporting.tensorboard import TensorBoardSink
+    from spectral_monitor.reporting.wandb import WandbSink
 
 __all__ = [
     "JSONLinesSink",
@@ -16,3 +23,17 @@ __all__ = [
     "read_measurements",
     "role_table",
 ]
+
+_WHERE = {
+    "JSONLinesSink": "jsonlines",
+    "Sink": "sinks",
+    "Sinks": "sinks",
+    "TensorBoardSink": "tensorboard",
+    "WandbSink": "wandb",
+    "measurement_table": "table",
+    "read_measurements": "jsonlines",
+    "role_table": "table",
+}
+
+if not TYPE_CHECKING:  # files are read without torch
+    __getattr__ = lazy(__name__, _WHERE)
