@@ -56,10 +56,10 @@ dead_input, dead_above, unmoved, vanishing, readout_width, diverged, nothing_tra
             warn: is told of a function that fails.
             speaks: whether the function is called, as in one process of several.
         """
-        call = self._on_verdict if speaks else None
-        for verdict in began if call is not None else ():
-            try:
-                call(verdict)
-            except Exception as error:
-                warn(f"on_verdict failed ({type(error).__name__}: {error}); training goes on", error)
+        if self._on_verdict is not None and speaks:
+            for verdict in began:
+                try:
+                    self._on_verdict(verdict)
+                except Exception as error:
+                    warn(f"on_verdict failed ({type(error).__name__}: {error}); training goes on", error)
         return next((verdict for verdict in began if ANY in self._causes or verdict.cause in self._causes), None)

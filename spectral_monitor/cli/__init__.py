@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in given if not word.startswith("-")), "")
-    parser = make_parser(with_sweep=command == "sweep")
+    parser = make_parser()
     if command and command not in COMMANDS:
         parser.error(f"no command {command!r}{did_you_mean(command, COMMANDS) or ';'} commands: {', '.join(COMMANDS)}")
     args = parser.parse_args(given)

@@ -27,12 +27,8 @@ _MODULES = {"list": "listing", "completion": "completions"}
 RUN_HELP = "the folder a run was logged to, or one above it: of several runs the newest is taken; or the file itself"
 
 
-def make_parser(*, with_sweep: bool = True) -> argparse.ArgumentParser:
-    """Return the parser of all commands.
-
-    Args:
-        with_sweep: whether it knows the arguments of ``sweep``, which take torch to be listed.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="spectral-monitor",
         description="Find the layer that trains too fast, too slowly or not at all, in what SpectralMonitor or a "
@@ -41,15 +37,8 @@ def make_parser(*, with_sweep: bool = True) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, brief in COMMANDS.items():
-        if name != "sweep":
-            import_module(f"spectral_monitor.cli.{_MODULES.get(name, name)}").add(commands)
-        elif with_sweep:
-            from spectral_monitor.scaling.sweep_command import add_sweep
-
-            add_sweep(commands)
-        else:
-            commands.add_parser(name, help=brief)
+    for name in COMMANDS:
+        import_module(f"spectral_monitor.cli.{_MODULES.get(name, name)}").add(commands)
     return parser
 
 

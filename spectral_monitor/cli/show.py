@@ -109,7 +109,7 @@ def _by(sort: str, table: Table, measurement: Measurement) -> list[Any]:
         cells = next(column.cells for column in table.columns if column.title == sort)
         return [(cell == "", cell) for cell in cells]
     else:
-        valid = [*titles, *(key for key in measurement.values if key not in titles.values())]
+        valid = [*titles, *measurement.values]
         raise ValueError(f"no column {sort!r}{did_you_mean(sort, valid) or ';'} columns: {', '.join(valid)}")
     return [_falling(numbers[place[name]]) if name in place else _falling(math.nan) for name in names]
 

@@ -42,6 +42,10 @@ def _seconds(text: str) -> float:
 
 
 def _watch(args: argparse.Namespace) -> None:
+    found(args.place, quiet=True)
+    import spectral_monitor.reporting.jsonlines
+    import spectral_monitor.reporting.table  # noqa: F401  not to be taken for the time that reading takes
+
     seen: tuple[Path, int, int] | None = None
     try:
         with _screen() as draw:
