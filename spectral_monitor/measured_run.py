@@ -94,7 +94,7 @@ class MeasuredRun:
 
         Args:
             quantity: a key that was measured.
-            layers: fnmatch pattern, or several; by default all matrices.
+            layers: fnmatch pattern of matrices, or several; by default all of them.
 
         Raises:
             ValueError: the quantity was not measured, a pattern matches no layer, or nothing was measured yet.
@@ -136,6 +136,17 @@ class MeasuredRun:
         if judged.verdicts or not tally(judged).judged:
             lines = "".join(f"\n  {verdict}" for verdict in judged.roots)
             raise AssertionError(f"step {judged.step}: {headline(judged)}{lines}")
+
+    def __getitem__(self, place: int) -> Measurement:
+        """The measurement at a place, -1 for the newest.
+
+        Raises:
+            IndexError: there are not as many.
+            TypeError: it is no place, such as the name of a layer.
+        """
+        if not isinstance(place, int):
+            raise TypeError(f"a place is a number, such as -1; the newest numbers of a layer are latest[{place!r}]")
+        return self.measurements[place]
 
     def _judged(self) -> Measurement | None:
         """Return the newest measurement that has what layers are judged by."""

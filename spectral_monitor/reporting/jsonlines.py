@@ -157,6 +157,8 @@ def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
         ValueError: it is no such file, or a line in its middle is broken.
         OSError: it cannot be read.
     """
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder: spectral_monitor.load finds the run in it")
     return map(_measurement, read_records(path))
 
 

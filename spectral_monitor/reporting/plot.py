@@ -32,7 +32,7 @@ def figure(measurements: Sequence[Measurement], quantity: str, layers: str | Seq
     Args:
         measurements: of a run.
         quantity: a key that was measured.
-        layers: fnmatch pattern, or several; by default all matrices.
+        layers: fnmatch pattern of matrices, or several; by default all of them.
 
     Raises:
         ValueError: the quantity was not measured, a pattern matches no layer, or there are no measurements.
@@ -52,11 +52,10 @@ def figure(measurements: Sequence[Measurement], quantity: str, layers: str | Seq
         raise ValueError(unknown("quantity", quantity, measured))
     if layers is not None:
         patterns = [layers] if isinstance(layers, str) else list(layers)
-        check_patterns("layers", patterns, [info.name for info in run[-1].layers])
-        places = [i for i, info in enumerate(run[-1].layers) if matches(patterns, info.name)]
+        check_patterns("layers", patterns, [info.name for info in run[-1].layers if info.role in MATRICES])
+        places = [i for i, x in enumerate(run[-1].layers) if x.role in MATRICES and matches(patterns, x.name)]
         run = tuple(_only(measurement, places) for measurement in run)
-    roles = MATRICES if layers is None else frozenset(info.role for info in run[-1].layers)
-    drawn, steps = curves(Panel(quantity, (quantity,), "", roles=roles), run, run[-1])
+    drawn, steps = curves(Panel(quantity, (quantity,), ""), run, run[-1])
     if drawn is None:
         reason = next((m.why(quantity, info.name) for m in run for info in m.layers if m.why(quantity, info.name)), "")
         raise ValueError(f"{quantity!r} is NaN in every layer that was asked for{f': {reason}' if reason else ''}")
