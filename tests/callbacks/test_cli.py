@@ -41,6 +41,8 @@ class Looks(pl.Callback):
         settings["condition"] = {"persistence": of.persistence, "expected": of.expected, "ignore": list(of.ignore)}
         settings["correction"] = {"policy": monitor.correction.policy, "size": monitor.correction.size}
         settings["mode"] = monitor.mode
+        call = monitor.on_verdict
+        settings |= {"on_verdict": f"{call.__module__}.{call.__name__}", "stop_on": monitor.stop_on}
         reports = monitor._reports
         settings |= {"heatmap_every": reports.heatmap_every, "histograms": reports.histograms}
         settings["sinks"] = [
@@ -73,6 +75,8 @@ ARGUMENTS = {
     "histograms": True,
     "low_memory": True,
     "max_overhead": 0.5,
+    "on_verdict": "builtins.print",
+    "stop_on": ["diverged"],
 }
 NEEDED = ["contribution", "lr", "lr_multiplier", "update_fro", "weight_fro"]
 """By the correction, besides what is asked for."""
@@ -125,7 +129,7 @@ def test_every_argument_from_a_file(tmp_path, defaults):
 def test_the_example_sets_what_there_is(defaults):
     """What is in the file, commented out or not, are arguments; the values shown are valid."""
     text = (EXAMPLES / "config.yaml").read_text()
-    shown = re.sub(r"# (roles|blocks|correction|sinks)", r"\1", text).replace("mode: warn", "mode: correct")
+    shown = re.sub(r"# (roles|blocks|correction|sinks|on_verdict)", r"\1", text).replace("mode: warn", "mode: correct")
     (monitor,) = yaml.safe_load(shown)["trainer"]["callbacks"]
     assert monitor["class_path"] == "spectral_monitor.SpectralMonitor"
     assert set(monitor["init_args"]) == set(defaults) - {"include"}
