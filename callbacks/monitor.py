@@ -139,7 +139,7 @@ class SpectralMonitor(MeasuredRun, Checkpointed):
         stop_on: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.on_verdict, self.stop_on = on_verdict, stop_on
+        self.on_verdict, self.stop_on = on_verdict, stop_on if isinstance(stop_on, str) else tuple(stop_on)
         self._reactions = Reactions(on_verdict, stop_on)
         self.mode, self.condition, self.correction = mode, condition, checked(mode, condition, correction)
         self.settings = Settings(

@@ -136,6 +136,8 @@ def test_the_example_sets_what_there_is(defaults):
     arguments = monitor["init_args"]
     arguments["condition"] = SpectralCondition(**arguments["condition"])
     arguments["correction"] = LRCorrection(**arguments["correction"])
+    assert arguments["on_verdict"] == "builtins.print"
+    arguments["on_verdict"] = print
     (sink,) = arguments["sinks"]
     assert sink["class_path"] == "spectral_monitor.reporting.JSONLinesSink"
     SpectralMonitor(**{**arguments, "sinks": [JSONLinesSink(**sink["init_args"])]})
