@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import Policy
+from spectral_monitor.reactions import OnVerdict
 from spectral_monitor.reporting.sinks import Sink
 
 from .monitor import SpectralMonitor
@@ -33,8 +34,8 @@ class SpectralLRCorrector(SpectralMonitor):
         reference: the file of a profile, for ``"reference"``.
         spectral_init: rescale the weights before the first step, a number to that natural norm, ``True`` to the norm
             that suits the network, ``"auto"`` only weights that were just drawn.
-        include, exclude, roles, blocks, history, condition, sinks, verbose: as for the monitor. Layers that are not
-            measured keep the optimizer's learning rate.
+        include, exclude, roles, blocks, history, condition, sinks, verbose, on_verdict, stop_on: as for the monitor.
+            Layers that are not measured keep the optimizer's learning rate.
         correction: the rest of the settings of :class:`~spectral_monitor.correction.LRCorrection`.
 
     Raises:
@@ -65,6 +66,8 @@ class SpectralLRCorrector(SpectralMonitor):
         condition: SpectralCondition = SpectralCondition(),
         sinks: Sequence[Sink] = (),
         verbose: int = 1,
+        on_verdict: OnVerdict | None = None,
+        stop_on: str | Sequence[str] = (),
         **correction: Any,
     ) -> None:
         named = [name for name in signature(SpectralLRCorrector).parameters if name != "correction"]
@@ -85,6 +88,8 @@ class SpectralLRCorrector(SpectralMonitor):
             condition=condition,
             sinks=sinks,
             verbose=verbose,
+            on_verdict=on_verdict,
+            stop_on=stop_on,
             correction=rule,
             mode="correct",
         )

@@ -19,13 +19,17 @@ from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameter
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
+from spectral_monitor.measured_run import MeasuredRun
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, described, with_needed
+from spectral_monitor.reactions import OnVerdict, Reactions
 from spectral_monitor.reporting.console import rendered
 from spectral_monitor.reporting.essentials import Log
 from spectral_monitor.reporting.role_table import role_rows
 from spectral_monitor.reporting.sinks import Sink
 from spectral_monitor.reporting.table import measurement_rows
+from spectral_monitor.roles import Roles
+from spectral_monitor.suggestions import helpful
 
 from .again import TrainingStep, aside, can_run_again
 from .checkpoints import Checkpointed
@@ -34,7 +38,7 @@ from .strategies import refuse, surroundings
 from .together import check_together, place
 
 
-class SpectralMonitor(Checkpointed):
+class SpectralMonitor(MeasuredRun, Checkpointed):
     """Measures every layer's weights, updates and features at every n-th optimizer step and logs them.
 
     Training is not changed: parameters, optimizer state, gradients, buffers, random states and logged metrics stay
@@ -98,6 +102,10 @@ class SpectralMonitor(Checkpointed):
         log: which numbers loggers are given; all are in the run's own file. ``"essential"``: at most 600 of 100
             matrices; ``"all"``: every number too, as ``spectral/<quantity>/<layer>``; or patterns, such as
             ``["contribution/*", "*/head"]``, of single numbers besides.
+        on_verdict: is called with every root :class:`~spectral_monitor.Verdict` that begins: to send a message, say. In
+            several processes the first one calls it; what it raises becomes a warning.
+        stop_on: cause, or causes, such as ``["diverged", "exploding"]``, at which training stops, as it does by early
+            stopping; ``"any"`` for all.
 
     Attributes:
         measurements: the newest ones.
@@ -114,6 +122,7 @@ class SpectralMonitor(Checkpointed):
         SpectralMonitor(every_n_steps=10, quantities='standard', mode='warn', measurements=0)
     """
 
+    @helpful
     def __init__(
         self,
         every_n_steps: int | str | Mapping[str, int | str] = DEFAULT_SCHEDULE,
@@ -137,11 +146,15 @@ class SpectralMonitor(Checkpointed):
         max_overhead: float | Literal["auto"] | None = "auto",
         verbose: int = 1,
         log: Log = "essential",
+        on_verdict: OnVerdict | None = None,
+        stop_on: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
         if verbose not in (0, 1, 2):
             raise ValueError(f"verbose must be 0, 1 or 2, got {verbose!r}")
         self.verbose = int(verbose)
+        self.on_verdict, self.stop_on = on_verdict, stop_on if isinstance(stop_on, str) else tuple(stop_on)
+        self._reactions = Reactions(on_verdict, stop_on)
         self.mode, self.condition, self.correction = mode, condition, checked(mode, condition, correction)
         self.settings = Settings(
             every_n_steps=every_n_steps,
@@ -161,6 +174,7 @@ class SpectralMonitor(Checkpointed):
         self._measurements: deque[Measurement] = deque(maxlen=history)
         self.multipliers: dict[str, float] = {}
         self._oversight: Oversight | None = None
+        self._roles: Roles | None = None
         self._hyperparameters: dict[str, Hyperparameters] = {}
         settings = described(mode, condition, self.correction)
         asked = () if isinstance(quantities, str) else tuple(quantities)
@@ -175,14 +189,13 @@ class SpectralMonitor(Checkpointed):
         """The newest ones."""
         return self._measurements
 
-    @property
-    def latest(self) -> Measurement | None:
-        """The newest measurement."""
-        return self.measurements[-1] if self.measurements else None
+    def roles(self) -> Roles:
+        """Return every measured layer with its role, and what is not measured; known once a fit has begun.
 
-    def table(self) -> str:
-        """The newest measurement as text."""
-        return self.latest.table() if self.latest is not None else "nothing measured yet"
+        Raises:
+            RuntimeError: no fit has begun.
+        """
+        return super().roles() if self._roles is None else self._roles
 
     def __repr__(self) -> str:
         s = self.settings
@@ -200,6 +213,7 @@ class SpectralMonitor(Checkpointed):
         self._engine.features.redirected = trainer.strategy.model is not pl_module
         check_together(trainer, self)
         self._oversight = Oversight(self.mode, self.condition, self.correction, self._engine)
+        self._roles = Roles.of(self._engine.anatomy)
         if self.verbose:
             when = every(self.settings.every_n_steps)
             show(rendered(role_rows(self._engine.anatomy, folded=self.verbose < 2, when=when)))
@@ -313,10 +327,10 @@ class SpectralMonitor(Checkpointed):
         with self._said("a checkpoint will not hold the probe batch"):
             self._continuation.agree(self._engine)
         if measurement is not None:
-            self._take(measurement)
+            self._take(measurement, trainer)
 
-    def _take(self, measurement: Measurement) -> None:
-        """Judge a measurement, log it, and correct learning rates by it."""
+    def _take(self, measurement: Measurement, trainer: pl.Trainer) -> None:
+        """Judge a measurement, log it, correct learning rates by it, and stop training if that is asked for."""
         if self._oversight is None:
             return
         begin = perf_counter()
@@ -326,6 +340,10 @@ class SpectralMonitor(Checkpointed):
         self._reports.write(measurement)
         self._oversight.correct(measurement, self._tell)
         self.multipliers = self._oversight.multipliers
+        stops = self._reactions(self._oversight.began, self._warn, trainer.is_global_zero)
+        if stops is not None and not trainer.should_stop:
+            trainer.should_stop = True
+            tell(f"spectral monitor: training stops after step {measurement.step}: {stops.layer}: {stops.sentence}")
         self._spent += measurement.summary["overhead_ms"] / 1e3 + perf_counter() - begin
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:

@@ -3,26 +3,35 @@
 ``SpectralMonitor`` is a PyTorch Lightning callback, ``SpectralProbe`` the same for plain loops; both fill
 ``Measurement`` tables, judged against a ``SpectralCondition``; ``SpectralLRCorrector`` puts learning rates right. The
 formulas stand alone in ``spectral_monitor.functional``, and as metrics in ``spectral_monitor.metrics``.
+
+Nothing is imported before it is asked for, torch and Lightning included.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from spectral_monitor.condition import SpectralCondition, Verdict
-from spectral_monitor.correction import LRCorrection, spectral_init_, spectral_param_groups
-from spectral_monitor.measurement import LayerInfo, Measurement
-from spectral_monitor.probe import SpectralProbe
-from spectral_monitor.warnings import SpectralConditionWarning, SpectralMonitorWarning
+from spectral_monitor.suggestions import lazy
 
 if TYPE_CHECKING:
     from spectral_monitor.callbacks import SpectralLRCorrector, SpectralMonitor
+    from spectral_monitor.condition import SpectralCondition, Verdict
+    from spectral_monitor.correction import LRCorrection, spectral_init_, spectral_param_groups
+    from spectral_monitor.inspection import Inspection, inspect
+    from spectral_monitor.measurement import LayerInfo, Measurement
+    from spectral_monitor.preflight import Check, check
+    from spectral_monitor.probe import SpectralProbe
+    from spectral_monitor.reporting.runs import Run, load
+    from spectral_monitor.warnings import SpectralConditionWarning, SpectralMonitorWarning
 
 __version__ = "0.1.0"
 __all__ = [
+    "Check",
+    "Inspection",
     "LRCorrection",
     "LayerInfo",
     "Measurement",
+    "Run",
     "SpectralCondition",
     "SpectralConditionWarning",
     "SpectralLRCorrector",
@@ -30,18 +39,47 @@ __all__ = [
     "SpectralMonitorWarning",
     "SpectralProbe",
     "Verdict",
+    "check",
+    "inspect",
+    "load",
     "spectral_init_",
     "spectral_param_groups",
 ]
 
+_WHERE = {
+    "Check": "preflight",
+    "Inspection": "inspection",
+    "LRCorrection": "correction",
+    "LayerInfo": "measurement",
+    "Measurement": "measurement",
+    "Run": "reporting.runs",
+    "SpectralCondition": "condition",
+    "SpectralConditionWarning": "warnings",
+    "SpectralLRCorrector": "callbacks",
+    "SpectralMonitor": "callbacks",
+    "SpectralMonitorWarning": "warnings",
+    "SpectralProbe": "probe",
+    "Verdict": "condition",
+    "check": "preflight",
+    "inspect": "inspection",
+    "load": "reporting.runs",
+    "spectral_init_": "correction",
+    "spectral_param_groups": "correction",
+}
+_MODULES = ("condition", "correction", "functional", "limits", "metrics", "quantities", "reporting", "scaling")
+_INSTEAD = {
+    "watch": "in a loop of your own use SpectralProbe(model, optimizer); in a terminal, `spectral-monitor watch`",
+    "analyze": "spectral_monitor.inspect(model) measures weights without training",
+    "summary": "spectral_monitor.inspect(model) lists the layers and their roles",
+    "read": "spectral_monitor.load(run) reads a run that was logged",
+    "read_measurements": "spectral_monitor.load(run) reads a run that was logged",
+    "compare": "in a terminal, `spectral-monitor compare A B`",
+    "report": "spectral_monitor.load(run).report(path) writes the page of a run",
+}
 
-def __getattr__(name: str) -> Any:
-    if name in ("SpectralLRCorrector", "SpectralMonitor"):  # only here is Lightning imported
-        import spectral_monitor.callbacks as callbacks
-
-        return getattr(callbacks, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:
+    __getattr__ = lazy(__name__, _WHERE, _MODULES, _INSTEAD)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_MODULES])

@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from spectral_monitor.suggestions import did_you_mean, unknown
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from spectral_monitor.condition import Verdict
 
 LOST = "a gradient arrives, but nothing of it is left in the update"
@@ -97,14 +99,34 @@ class Measurement:
         """One number, NaN where it does not apply.
 
         Raises:
-            KeyError: unknown quantity or layer, with the valid ones.
+            KeyError: unknown quantity or layer, with the valid ones and what may have been meant.
         """
-        if quantity not in self.values:
-            raise KeyError(f"{quantity!r} was not measured; measured: {', '.join(self.values)}")
         names = [info.name for info in self.layers]
-        if layer not in names:
-            raise KeyError(f"no layer {layer!r}; layers: {', '.join(names)}")
-        return float(self.values[quantity][names.index(layer)])
+        if quantity in names and layer in self.values:
+            raise KeyError(f"the quantity comes first: value({layer!r}, {quantity!r})")
+        if quantity not in self.values:
+            hint = did_you_mean(quantity, self.values)
+            raise KeyError(f"{quantity!r} was not measured{hint or ';'} Measured: {', '.join(self.values)}")
+        return float(self.values[quantity][self._place(layer)])
+
+    def __getitem__(self, layer: str) -> dict[str, float]:
+        """Every quantity of one layer: ``latest["net.2"]["update_natural"]``.
+
+        Raises:
+            KeyError: there is no such layer, with what may have been meant.
+        """
+        place = self._place(layer)
+        return {key: float(column[place]) for key, column in self.values.items()}
+
+    def _place(self, layer: object) -> int:
+        names = [info.name for info in self.layers]
+        if layer in names:
+            return names.index(layer)
+        if layer in self.values:
+            raise KeyError(f"{layer!r} is a quantity: values[{layer!r}] has a number for each layer")
+        if isinstance(layer, tuple):
+            raise KeyError(f"one layer at a time, such as [{names[-1]!r}]; one number is value(quantity, layer)")
+        raise KeyError(unknown("layer", layer, names))
 
     def why(self, quantity: str, layer: str) -> str:
         """Why a value is NaN; empty where no reason is known."""
@@ -129,6 +151,16 @@ class Measurement:
             for i, info in enumerate(self.layers)
         ]
 
+    def to_pandas(self) -> Any:
+        """Return a ``pandas.DataFrame`` in long format: step, layer, role, quantity, value; NaN has no row.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        from spectral_monitor.reporting.long import frame
+
+        return frame([self])
+
     def scalars(self, prefix: str = "spectral") -> dict[str, float]:
         """Everything finite as one flat dict: ``spectral/<quantity>/<layer>``, ``spectral/summary/<name>`` and, of
         layers that violated the condition once, ``spectral/violation/<layer>``.
@@ -151,6 +183,12 @@ class Measurement:
         from spectral_monitor.reporting.table import measurement_table
 
         return measurement_table(self, folded)
+
+    def _repr_html_(self) -> str:
+        from spectral_monitor.reporting.html import html_table
+        from spectral_monitor.reporting.table import measurement_rows
+
+        return html_table(measurement_rows(self))
 
     def __repr__(self) -> str:
         return f"Measurement(step={self.step}, layers={len(self.layers)}, quantities={len(self.values)})"

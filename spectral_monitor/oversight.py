@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from spectral_monitor.condition import Judge, SpectralCondition, Verdict, bands
+from spectral_monitor.condition import Judge, SpectralCondition, Verdict
+from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Change, Corrector, LRCorrection, looks_drawn, rescale, starting_norm
@@ -38,6 +39,7 @@ class Oversight:
 
     Attributes:
         settings: layer -> its optimizer's settings at the latest measurement.
+        began: root verdicts that began at the latest measurement.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Oversight:
         condition.check((layer.info for layer in engine.layers), hyperparameters(engine.layers, optimizers))
         self._judge = Judge(condition, tied)
         self.settings: dict[str, Hyperparameters] = {}
+        self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
         # A profile, or the theory, has a reference for every layer.
         self._expects = correction is not None and condition.reference == "balance"
@@ -162,16 +165,18 @@ class Oversight:
             measurement: the next one.
             warn: is told of a layer that begins to violate the condition.
         """
+        self.began = ()
         try:
             measurement = self._judged(measurement)
         except Exception as error:
             self._warn(f"a measurement was not judged ({type(error).__name__}: {error})", error)
             return measurement
+        self.began = self._judge.began
         if not self._silent:  # out here, for whoever makes errors of warnings means it
             if self._profile_lacks:
                 warn(self._profile_lacks)
                 self._profile_lacks = ""
-            for verdict in self._judge.began:
+            for verdict in self.began:
                 warn(announcement(verdict, measurement))
         return measurement
 

@@ -18,13 +18,17 @@ from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
+from spectral_monitor.measured_run import MeasuredRun
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.oversight import Mode, Oversight, checked, with_needed
+from spectral_monitor.reactions import OnVerdict, Reactions
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
-from spectral_monitor.warnings import SpectralMonitorWarning, announce
+from spectral_monitor.roles import Roles
+from spectral_monitor.suggestions import helpful
+from spectral_monitor.warnings import SpectralMonitorWarning, Warner, announce
 
 
-class SpectralProbe:
+class SpectralProbe(MeasuredRun):
     """Measures optimizer steps of a bare training loop.
 
     Wrap the forward, the backward and the optimizer's step of an iteration in ``with probe.step():``. Every
@@ -70,6 +74,13 @@ class SpectralProbe:
         max_overhead: share of training time that measuring may take, such as ``0.01``: steps that are due are passed
             over until the time since the last measured one makes up for what that took, and a line says how far apart
             they are. The first two of a run, which take longest, are not waited for. ``None``: nothing is timed.
+        on_verdict: is called with every root :class:`~spectral_monitor.Verdict` that begins: to send a message, say.
+            What it raises becomes a warning.
+        stop_on: cause, or causes, such as ``["diverged", "exploding"]``, at which :attr:`should_stop` becomes true;
+            ``"any"`` for all.
+
+    Attributes:
+        should_stop: whether a verdict of ``stop_on`` has begun; leave the loop then.
 
     Raises:
         ValueError: an argument out of range, an unknown key, a pattern that matches nothing, a role or number of
@@ -91,6 +102,7 @@ class SpectralProbe:
         True
     """
 
+    @helpful
     def __init__(
         self,
         model: nn.Module,
@@ -113,7 +125,11 @@ class SpectralProbe:
         sinks: Sequence[Sink] = (),
         low_memory: bool = False,
         max_overhead: float | None = None,
+        on_verdict: OnVerdict | None = None,
+        stop_on: str | Sequence[str] = (),
     ) -> None:
+        self._reactions, self.should_stop = Reactions(on_verdict, stop_on), False
+        self._warn = Warner()
         self._sinks = Sinks(checked_sinks(sinks))
         correction = checked(mode, condition, correction)
         settings = Settings(
@@ -158,11 +174,6 @@ class SpectralProbe:
         return self._measurements
 
     @property
-    def latest(self) -> Measurement | None:
-        """The newest measurement."""
-        return self.measurements[-1] if self.measurements else None
-
-    @property
     def multipliers(self) -> dict[str, float]:
         """Layer -> what its learning rate is multiplied with; empty without a correction."""
         return self._oversight.multipliers
@@ -183,9 +194,9 @@ class SpectralProbe:
         """Which layers are measured and how, and which are not and why, as text."""
         return self.anatomy.table()
 
-    def table(self) -> str:
-        """The newest measurement as text."""
-        return self.latest.table() if self.latest is not None else "nothing measured yet"
+    def roles(self) -> Roles:
+        """Return every measured layer with its role, and what is not measured."""
+        return Roles.of(self.anatomy)
 
     @contextmanager
     def step(self, *, accumulated: int = 1) -> Iterator[None]:
@@ -218,6 +229,8 @@ class SpectralProbe:
                 self._measurements.append(measurement)
                 self._sinks.write(measurement)
                 self._oversight.correct(measurement)
+                if self._reactions(self._oversight.began, self._warn) is not None:
+                    self.should_stop = True
 
     def close(self) -> None:
         """Tell the sinks that training is over; without sinks there is no need to."""

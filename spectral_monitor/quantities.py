@@ -354,6 +354,13 @@ TIERS: dict[str, tuple[str, ...]] = {
 }
 
 
+_GRADIENTS = (
+    "gradients are measured with the update only, as contribution; lightning.pytorch.utilities.grad_norm has norms"
+)
+_TRIED = {"grad_norm": _GRADIENTS, "gradient_norm": _GRADIENTS, "grad": _GRADIENTS, "gradients": _GRADIENTS}
+"""What people try that is measured by others -> where."""
+
+
 def resolve(quantities: str | Sequence[str]) -> tuple[str, ...]:
     """The keys a user's ``quantities`` argument stands for, in the registry's order.
 
@@ -381,6 +388,7 @@ def resolve(quantities: str | Sequence[str]) -> tuple[str, ...]:
         if key not in QUANTITIES:
             close = difflib.get_close_matches(str(key), QUANTITIES, n=1)
             hint = f", did you mean {close[0]!r}?" if close else "."
+            hint = f"; {_TRIED[key]}." if key in _TRIED else hint
             raise ValueError(f"quantities: unknown quantity {key!r}{hint} Valid keys: {', '.join(QUANTITIES)}")
     return tuple(key for key in QUANTITIES if key in set(chosen))
 

@@ -4,12 +4,18 @@ A :class:`SpectralCondition` says what layers are held against; a :class:`Judge`
 other and returns :class:`Verdict` objects.
 """
 
-from spectral_monitor.condition.bands import bands
-from spectral_monitor.condition.causes import CAUSES
-from spectral_monitor.condition.judge import Judge
-from spectral_monitor.condition.profile import Profile, load_profile, save_profile
-from spectral_monitor.condition.settings import SpectralCondition
-from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spectral_monitor.suggestions import lazy
+
+if TYPE_CHECKING:
+    from spectral_monitor.condition.causes import CAUSES
+    from spectral_monitor.condition.judge import Judge
+    from spectral_monitor.condition.profile import Profile, load_profile, save_profile
+    from spectral_monitor.condition.settings import SpectralCondition
+    from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 
 __all__ = [
     "CAUSES",
@@ -19,7 +25,21 @@ __all__ = [
     "Remedy",
     "SpectralCondition",
     "Verdict",
-    "bands",
     "load_profile",
     "save_profile",
 ]
+
+_WHERE = {
+    "CAUSES": "causes",
+    "Judge": "judge",
+    "NETWORK": "verdict",
+    "Profile": "profile",
+    "Remedy": "verdict",
+    "SpectralCondition": "settings",
+    "Verdict": "verdict",
+    "load_profile": "profile",
+    "save_profile": "profile",
+}
+
+if not TYPE_CHECKING:  # a verdict is read from a file without torch
+    __getattr__ = lazy(__name__, _WHERE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectral_monitor.condition import Remedy, Verdict
+from spectral_monitor.condition import Verdict
 from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
-from spectral_monitor.reporting.plain import is_torn, layers_from, plain, value_of
+from spectral_monitor.reporting.plain import is_torn, plain
+from spectral_monitor.reporting.records import FORMAT, FURTHER_FILE, RUN_FILE, VERSION, Record, concerning, read_records
 from spectral_monitor.reporting.sinks import need_room
 
-FORMAT, VERSION = "spectral_monitor.measurements", 2
-READ = (1, 2)
-"""Versions that are read; the first has neither states nor roots."""
-RUN_FILE = "spectral_monitor.jsonl"
-"""What the callback names its file in the folder of a run."""
-FURTHER_FILE = "spectral_monitor_{}.jsonl"
-"""That of a second monitor, and so on."""
 DIGITS = 6
 """Of every value; estimates are good to 1 %."""
 
@@ -84,7 +78,7 @@ class JSONLinesSink:
         if known != measurement.layers or not self.path.exists():  # somebody may have taken it away
             lines, self._reasons, self._quantities = [_header(measurement.layers)], {}, set()
         self._quantities |= measurement.values.keys()
-        before = _concerning(self._reasons, self._quantities - measurement.values.keys())
+        before = concerning(self._reasons, self._quantities - measurement.values.keys())
         lines.append(_line(measurement, _changes(before, measurement.reasons)))
         with self.path.open("a+b") as file:
             if is_torn(file):
@@ -103,11 +97,6 @@ class JSONLinesSink:
 
 def _header(layers: Sequence[LayerInfo]) -> str:
     return _dump({"format": FORMAT, "version": VERSION, "layers": [asdict(info) for info in layers]})
-
-
-def _concerning(reasons: dict[str, str], others: Container[str]) -> dict[str, str]:
-    """All but those of quantities that were measured in other lines only, which are kept for when they are again."""
-    return {key: text for key, text in reasons.items() if key.partition("/")[0] not in others}
 
 
 def _changes(before: dict[str, str], now: dict[str, str]) -> dict[str, str | None]:
@@ -168,75 +157,21 @@ def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
         ValueError: it is no such file, or a line in its middle is broken.
         OSError: it cannot be read.
     """
-    layers: tuple[LayerInfo, ...] | None = None
-    reasons: dict[str, str] = {}
-    quantities: set[str] = set()
-    broken: ValueError | None = None
-    with Path(path).open(errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            measurement = None
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("not an object")
-                if "format" in row:
-                    layers, reasons, quantities, broken = _layers(row), {}, set(), None
-                elif layers is None:
-                    raise ValueError("measurements before any layers")
-                else:
-                    reasons = {key: text for key, text in {**reasons, **row["reasons"]}.items() if text is not None}
-                    quantities |= row["values"].keys()
-                    others = quantities - row["values"].keys()
-                    measurement = _measurement(row, layers, _concerning(reasons, others))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                broken = broken or ValueError(
-                    f"{str(path)!r}, line {number}: not what spectral_monitor writes ({type(error).__name__}: {error})"
-                )
-            if measurement is not None:
-                if broken is not None:
-                    raise broken
-                yield measurement
-    if broken is not None and (layers is None or line.endswith("\n")):
-        raise broken
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder: spectral_monitor.load finds the run in it")
+    return map(_measurement, read_records(path))
 
 
-def _layers(row: dict[str, Any]) -> tuple[LayerInfo, ...]:
-    if row["format"] != FORMAT or row["version"] not in READ:
-        versions = " or ".join(map(str, READ))
-        raise ValueError(f"format {row['format']!r} version {row['version']!r}, expected {FORMAT!r} version {versions}")
-    return layers_from(row["layers"])
-
-
-def _measurement(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: dict[str, str]) -> Measurement:
-    for key, column in [*row["values"].items(), *row["bands"].items()]:
-        if len(column) != len(layers):
-            raise ValueError(f"{len(column)} values of {key} for {len(layers)} layers")
+def _measurement(record: Record) -> Measurement:
+    """Return the record with tensors."""
     return Measurement(
-        step=int(row["step"]),
-        layers=layers,
-        values={key: torch.tensor([value_of(x) for x in column]) for key, column in row["values"].items()},
-        summary={key: value_of(value) for key, value in row["summary"].items()},
-        verdicts=tuple(_read_verdict(v) for v in row["verdicts"]),
-        reasons=reasons,
-        flags=row["flags"],
-        states=_read_states(row.get("states", []), layers),
-        bands={key: torch.tensor([[value_of(x) for x in r] for r in rows]) for key, rows in row["bands"].items()},
+        step=record.step,
+        layers=record.layers,
+        values={key: torch.tensor(column) for key, column in record.values.items()},
+        summary=record.summary,
+        verdicts=record.verdicts,
+        reasons=record.reasons,
+        flags=record.flags,
+        states=record.states,
+        bands={key: torch.tensor(rows) for key, rows in record.bands.items()},
     )
-
-
-def _read_states(rows: list[list[Any]], layers: tuple[LayerInfo, ...]) -> dict[str, LayerState]:
-    """Return the state of each layer that has one, in the order of the layers."""
-    known = {place: LayerState(state, reason) for state, reason, places in rows for place in places}
-    return {layers[place].name: known[place] for place in sorted(known)}
-
-
-def _read_verdict(row: dict[str, Any]) -> Verdict:
-    read = dict(row)
-    read |= {key: value_of(row[key]) for key in ("value", "ratio")}
-    read |= {key: tuple(row[key]) for key in ("layers", "consequences") if key in row}
-    read["band"] = tuple(map(value_of, row["band"]))
-    if (remedy := row.get("remedy")) is not None:
-        read["remedy"] = Remedy(remedy["action"], tuple(remedy["layers"]), value_of(remedy["value"]))
-    return Verdict(**read)

@@ -41,6 +41,8 @@ class Looks(pl.Callback):
         settings["condition"] = {"persistence": of.persistence, "expected": of.expected, "ignore": list(of.ignore)}
         settings["correction"] = {"policy": monitor.correction.policy, "size": monitor.correction.size}
         settings |= {"mode": monitor.mode, "verbose": monitor.verbose, "log": list(monitor._reports.log)}
+        call = monitor.on_verdict
+        settings |= {"on_verdict": f"{call.__module__}.{call.__name__}", "stop_on": monitor.stop_on}
         reports = monitor._reports
         settings |= {"heatmap_every": reports.heatmap_every, "histograms": reports.histograms}
         settings["sinks"] = [
@@ -75,6 +77,8 @@ ARGUMENTS = {
     "max_overhead": 0.5,
     "verbose": 2,
     "log": ["contribution/*"],
+    "on_verdict": "builtins.print",
+    "stop_on": ["diverged"],
 }
 NEEDED = ["contribution", "lr", "lr_multiplier", "update_fro", "weight_fro"]
 """By the correction, besides what is asked for."""
@@ -127,13 +131,15 @@ def test_every_argument_from_a_file(tmp_path, defaults):
 def test_the_example_sets_what_there_is(defaults):
     """What is in the file, commented out or not, are arguments; the values shown are valid."""
     text = (EXAMPLES / "config.yaml").read_text()
-    shown = re.sub(r"# (roles|blocks|correction|sinks)", r"\1", text).replace("mode: warn", "mode: correct")
+    shown = re.sub(r"# (roles|blocks|correction|sinks|on_verdict)", r"\1", text).replace("mode: warn", "mode: correct")
     (monitor,) = yaml.safe_load(shown)["trainer"]["callbacks"]
     assert monitor["class_path"] == "spectral_monitor.SpectralMonitor"
     assert set(monitor["init_args"]) == set(defaults) - {"include"}
     arguments = monitor["init_args"]
     arguments["condition"] = SpectralCondition(**arguments["condition"])
     arguments["correction"] = LRCorrection(**arguments["correction"])
+    assert arguments["on_verdict"] == "builtins.print"
+    arguments["on_verdict"] = print
     (sink,) = arguments["sinks"]
     assert sink["class_path"] == "spectral_monitor.reporting.JSONLinesSink"
     SpectralMonitor(**{**arguments, "sinks": [JSONLinesSink(**sink["init_args"])]})

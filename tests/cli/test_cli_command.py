@@ -159,22 +159,30 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("command", ["show", "report"])
+COMMANDS = ["show", "report", "watch", "verdicts", "export", "compare"]
+
+
+def on(command, place):
+    """Its arguments: of two runs both."""
+    return [command, place, place] if command == "compare" else [command, place]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_file_that_cannot_be_read(kind, command, run, capsys):
     (run / FILE).write_bytes(BROKEN[kind](run))
-    err = fails([command, run], capsys)
+    err = fails(on(command, run), capsys)
     assert str(run / FILE) in err
     assert "give the folder of a run that SpectralMonitor has logged" in err
 
 
-@pytest.mark.parametrize("command", ["show", "report"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_without_a_run(command, tmp_path, capsys):
     (tmp_path / "something.jsonl").write_text("{}\n")
-    err = fails([command, tmp_path], capsys)
+    err = fails(on(command, tmp_path), capsys)
     assert f"no {FILE} in {str(tmp_path)!r} or its folders" in err
     assert "give the folder of a run" in err
-    assert f"no file or folder {str(tmp_path / 'nowhere')!r}" in fails([command, tmp_path / "nowhere"], capsys)
+    assert f"no file or folder {str(tmp_path / 'nowhere')!r}" in fails(on(command, tmp_path / "nowhere"), capsys)
 
 
 def test_report_writes_a_page(run, tmp_path, capsys):
@@ -201,7 +209,7 @@ def test_report_says_what_to_install(run, tmp_path, capsys, monkeypatch):
 
 
 def test_a_large_file_is_announced(run, capsys, monkeypatch):
-    monkeypatch.setattr("spectral_monitor.cli.LARGE", 100)
+    monkeypatch.setattr("spectral_monitor.cli.reading.LARGE", 100)
     assert main(["show", str(run)]) == 0
     assert re.search(r"has \d+ MB, that takes a moment", capsys.readouterr().err)
 

@@ -1,0 +1,138 @@
+"""Weights without the model's code: read from a file, and put in modules that their names and shapes suggest."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_INSIDE = ("state_dict", "model_state_dict", "model", "module", "weights")
+"""Where a checkpoint keeps the weights."""
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_TABLE = re.compile(r"emb|wte|wpe|token|codebook", re.IGNORECASE)
+_CONV: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+WHAT_TO_GIVE = "give a Lightning checkpoint, a state_dict that torch.save has written, or .safetensors"
+
+
+def weights_in(path: Path) -> dict[str, Tensor]:
+    """Return the weights in a file by name, without executing anything in it.
+
+    Raises:
+        ValueError: it is no checkpoint, or holds more than tensors and plain values.
+        OSError: it cannot be read.
+        ImportError: safetensors is not installed.
+    """
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a folder; {WHAT_TO_GIVE}")
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {str(path)!r}; {WHAT_TO_GIVE}")
+    if path.suffix == ".safetensors":
+        return _safetensors(path)
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "weights_only" in str(error) or "Unsupported" in str(error):
+            raise ValueError(
+                f"{str(path)!r} holds more than tensors and plain values, or is no checkpoint: if you trust it, load "
+                "it yourself and call spectral_monitor.inspect(state_dict)"
+            ) from error
+        raise ValueError(f"{str(path)!r} is no checkpoint; {WHAT_TO_GIVE}") from error
+    except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{str(path)!r} is no checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
+    found = _found(held)
+    if not found:
+        raise ValueError(f"no weights in {str(path)!r}; {WHAT_TO_GIVE}")
+    return found
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError:
+        raise ImportError("a .safetensors file needs safetensors: pip install safetensors") from None
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{str(path)!r} is no checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
+    return found
+
+
+def _found(held: Any) -> dict[str, Tensor]:
+    """Return the tensors of a state_dict, whatever it is wrapped in."""
+    if not isinstance(held, Mapping):
+        return {}
+    for key in _INSIDE:
+        if isinstance(held.get(key), Mapping) and (found := _found(held[key])):
+            return found
+    return {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
+
+
+def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
+    """Return modules that hold the weights, of the kinds that names and shapes suggest; nothing is copied.
+
+    Args:
+        weights: by name.
+        where: they are from, for an error.
+
+    Raises:
+        ValueError: there is no floating-point tensor among them.
+
+    Example:
+        >>> found = skeleton({"emb.weight": torch.zeros(9, 4), "h.0.fc.weight": torch.zeros(8, 4)}, "here")
+        >>> [(name, type(module).__name__) for name, module in found.named_modules() if "." not in name or "fc" in name]
+        [('', 'Module'), ('emb', 'Embedding'), ('h', 'Module'), ('h.0.fc', 'Linear')]
+    """
+    named = {_unwrapped(name): value for name, value in weights.items() if isinstance(value, Tensor)}
+    if named and all(name.startswith("module.") for name in named):  # by DistributedDataParallel
+        named = {name.removeprefix("module."): value for name, value in named.items()}
+    chosen = {
+        name: value
+        for name, value in named.items()
+        if value.is_floating_point() and name.rpartition(".")[2] not in _BUFFERS
+    }
+    if not chosen:
+        raise ValueError(f"no floating-point weights in {where}; {WHAT_TO_GIVE}")
+    root = nn.Module()
+    shared: dict[tuple[Any, ...], nn.Parameter] = {}
+    for name, value in chosen.items():
+        *path, key = name.split(".")
+        parent = root
+        for depth, part in enumerate(path):
+            child = parent._modules.get(part)
+            if child is None:
+                leaf = depth == len(path) - 1
+                child = _module(name, chosen.get(".".join([*path, "weight"]))) if leaf else nn.Module()
+                parent.add_module(part, child)
+            parent = child
+        place = (value.data_ptr(), tuple(value.shape), value.stride(), value.device, value.dtype)
+        known = shared.get(place) if value.numel() and not value.is_meta else None  # tied weights stay tied
+        parameter = known if known is not None else nn.Parameter(value.detach())
+        shared[place] = parameter
+        parent._parameters[key] = parameter
+    return root
+
+
+def _unwrapped(name: str) -> str:
+    """Return a name without what torch.compile adds."""
+    return name.replace("_orig_mod.", "")
+
+
+def _module(name: str, weight: Tensor | None) -> nn.Module:
+    """Return an empty module of the kind that a weight looks like; its parameters are set later."""
+    module: nn.Module | None = None
+    with torch.device("meta"):
+        if weight is not None and weight.ndim == 2:
+            table = _TABLE.search(name.rpartition(".")[0].rpartition(".")[2]) is not None
+            module = nn.Embedding(*weight.shape) if table else nn.Linear(weight.shape[1], weight.shape[0])
+        elif weight is not None and weight.ndim in _CONV:
+            module = _CONV[weight.ndim](weight.shape[1], weight.shape[0], tuple(weight.shape[2:]))
+    if module is None:
+        return nn.Module()
+    module._parameters.clear()
+    return module

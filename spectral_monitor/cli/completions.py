@@ -1,0 +1,81 @@
+"""``spectral-monitor completion``: a script with all commands and options, for the shell to complete."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+from spectral_monitor.cli.parser import command
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "completion",
+        "Print a script that completes commands, options and files.",
+        'examples:\n  eval "$(spectral-monitor completion bash)"    # in ~/.bashrc; zsh likewise\n'
+        "  spectral-monitor completion fish > ~/.config/fish/completions/spectral-monitor.fish",
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    parser.set_defaults(run=_completion)
+
+
+def _completion(args: argparse.Namespace) -> None:
+    from spectral_monitor.cli.parser import make_parser
+
+    print(script(make_parser(), args.shell), end="")
+
+
+def script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return the script for a shell; its words are those of the parser."""
+    commands = _commands(parser)
+    if shell == "fish":
+        return _fish(commands)
+    cases = "".join(f"    {name}) words={shlex.quote(' '.join(_words(of)))} ;;\n" for name, (_, of) in commands.items())
+    lines = f"""\
+_spectral_monitor() {{
+  local current="${{COMP_WORDS[COMP_CWORD]}}" words=""
+  COMPREPLY=()
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    words={shlex.quote(" ".join([*commands, "--help", "--version"]))}
+  else
+    case "${{COMP_WORDS[1]}}" in
+{cases.replace("    ", "      ")}    esac
+    case "$current" in -*) ;; *) words="$(printf '%s\\n' $words | grep -v '^-')" ;; esac
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -F _spectral_monitor spectral-monitor
+"""
+    return f"autoload -U +X bashcompinit && bashcompinit\n{lines}" if shell == "zsh" else lines
+
+
+def _fish(commands: dict[str, tuple[str, argparse.ArgumentParser]]) -> str:
+    lines = []
+    for name, (brief, parser) in commands.items():
+        lines.append(f"complete -c spectral-monitor -n __fish_use_subcommand -a {name} -d {shlex.quote(brief)}")
+        for action in parser._actions:
+            options = [
+                f"{'-l' if text.startswith('--') else '-s'} {text.lstrip('-')}" for text in action.option_strings
+            ]
+            if options:
+                what = shlex.quote((action.help or "").replace("%(default)s", str(action.default)))
+                seen = f"-n '__fish_seen_subcommand_from {name}'"
+                lines.append(f"complete -c spectral-monitor {seen} {' '.join(options)} -d {what}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.ArgumentParser]]:
+    """Return command -> what it does, and its parser."""
+    action = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    briefs = {choice.dest: choice.help or "" for choice in action._choices_actions}
+    return {name: (briefs[name], of) for name, of in action.choices.items()}
+
+
+def _words(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options of a command, and the choices of its arguments."""
+    options = [text for action in parser._actions for text in action.option_strings]
+    return options + [str(c) for action in parser._actions if not action.option_strings for c in action.choices or ()]

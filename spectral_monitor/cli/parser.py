@@ -1,0 +1,68 @@
+"""The commands and their arguments."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+from spectral_monitor import __version__
+
+COMMANDS = {
+    "show": "print the table of a measurement",
+    "watch": "the same table while training goes on",
+    "list": "one line for each run",
+    "verdicts": "say what is off; the exit status is 1 if anything is",
+    "compare": "say how two runs differ, layer by layer",
+    "report": "write a page of pictures and tables",
+    "export": "write all numbers as CSV or parquet",
+    "inspect": "measure the weights of a checkpoint, without training",
+    "sweep": "train a network at several widths and say what scales with the width",
+    "completion": "print a script that completes commands in a shell",
+}
+"""Command -> what it does; each is a module of this package with a function ``add``."""
+_MODULES = {"list": "listing", "completion": "completions"}
+"""Those whose module is called otherwise."""
+
+RUN_HELP = "the folder a run was logged to, or one above it: of several runs the newest is taken; or the file itself"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="spectral-monitor",
+        description="Find the layer that trains too fast, too slowly or not at all, in what SpectralMonitor or a "
+        "JSONLinesSink has logged of a run.",
+        epilog="example: spectral-monitor report lightning_logs/version_0 -o report.html",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        import_module(f"spectral_monitor.cli.{_MODULES.get(name, name)}").add(commands)
+    return parser
+
+
+def command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, description: str, epilog: str
+) -> argparse.ArgumentParser:
+    """Add a command without arguments."""
+    return commands.add_parser(
+        name,
+        help=COMMANDS[name],
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_run(parser: argparse.ArgumentParser, name: str = "place", metavar: str = "RUN_DIR") -> None:
+    """Add the argument that says which run."""
+    parser.add_argument(name, type=Path, metavar=metavar, help=RUN_HELP)
+
+
+def positive(text: str) -> int:
+    """Return a number of things, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number

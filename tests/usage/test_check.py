@@ -1,0 +1,119 @@
+"""``check``: what it says of a fault; model, optimizer, batch and generators stay as they are to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from short_fits import Net
+from torch import nn
+
+from spectral_monitor import check
+
+
+def parts(faulty=False):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1))]
+    model = nn.Sequential(*layers, nn.Linear(16, 3))
+    rates = {"4.weight": 0.1} if faulty else {}
+    optimizer = torch.optim.Adam([{"params": [p], "lr": rates.get(name, 1e-3)} for name, p in model.named_parameters()])
+    batch = (torch.randn(32, 16), torch.randint(3, (32,)))
+    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()  # so that there is a state, and gradients
+    return model, batch, optimizer
+
+
+def bits(model, batch, optimizer):
+    found = {f"model.{name}": value for name, value in model.state_dict().items()}
+    found |= {f"grad.{name}": p.grad for name, p in model.named_parameters()}
+    for k, state in optimizer.state_dict()["state"].items():
+        found |= {f"state.{k}.{name}": torch.as_tensor(value) for name, value in state.items()}
+    found |= {f"batch.{k}": part for k, part in enumerate(batch)}
+    numpy = np.random.get_state()[1].astype(np.int64)  # noqa: NPY002  the global generator is the question
+    found |= {"cpu": torch.get_rng_state(), "numpy": torch.from_numpy(numpy)}
+    return {name: value.clone() for name, value in found.items()}
+
+
+def test_nothing_is_changed():
+    model, batch, optimizer = parts()
+    before, groups, python = bits(model, batch, optimizer), copy.deepcopy(optimizer.param_groups), random.getstate()
+    modes = [module.training for module in model.modules()]
+    check(model, batch, optimizer, nn.functional.cross_entropy)
+    after = bits(model, batch, optimizer)
+    assert before.keys() == after.keys()
+    assert not [name for name in before if not torch.equal(before[name], after[name])]
+    assert [group["lr"] for group in groups] == [group["lr"] for group in optimizer.param_groups]
+    assert random.getstate() == python
+    assert [module.training for module in model.modules()] == modes
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_fault_is_named_before_the_job():
+    model, batch, optimizer = parts(faulty=True)
+    found = check(model, batch, optimizer, nn.functional.cross_entropy)
+    assert [(v.layer, v.cause) for v in found.verdicts if v.is_root] == [("4", "lr_too_large")]
+    assert "use 0.001" in repr(found)
+    assert "use 0.001" in found._repr_html_()
+    with pytest.raises(AssertionError, match=r"use 0\.001"):
+        found.assert_healthy()
+    healthy = check(*parts(), nn.functional.cross_entropy)
+    assert healthy.verdicts == ()
+    healthy.assert_healthy()
+
+
+def test_roles_what_is_missing_and_what_it_costs():
+    model, batch, optimizer = parts()
+    model[0].weight.requires_grad_(False)
+    found = check(model, batch, optimizer, nn.functional.cross_entropy, roles={"8": "ignore"})
+    assert found.roles["12"] == "readout"
+    assert found.roles.unmeasured["8"] == "left out by roles"
+    assert "8: left out by roles" in repr(found)
+    assert [cost.tier for cost in found.costs] == ["light", "standard", "full"]
+    for cost in found.costs:
+        assert cost.seconds > 0
+        assert cost.steps == pytest.approx(cost.seconds / found.step_seconds)
+        assert cost.share == pytest.approx(cost.steps / 100)
+        assert cost.interval - 1 < cost.steps / 0.01 <= cost.interval
+
+
+def test_rates_at_the_foot_of_a_warm_up_are_taken_at_their_peak():
+    model, batch, optimizer = parts()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+    assert {group["lr"] for group in optimizer.param_groups} == {0.0}
+    found = check(model, batch, optimizer, nn.functional.cross_entropy)
+    assert found.measurement.value("lr", "4") == pytest.approx(1e-3)
+    assert any("at their peak" in note for note in found.notes)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.0}
+
+
+def test_a_lightning_module_needs_nothing_else():
+    _, batch, _ = parts()
+    found = check(Net(faulty=True), batch)
+    assert [v.layer for v in found.verdicts if v.is_root] == ["net.2"]
+    assert found.roles["net.8"] == "readout"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
+        ({"optimizer": None}, TypeError, "check needs an optimizer"),
+        ({"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer"),
+        ({"loss": None}, ValueError, "give check\\(model, \\(inputs, targets\\), optimizer, loss\\)"),
+        ({"loss": 3}, TypeError, "loss must be a function"),
+        ({"batch": torch.ones(3)}, TypeError, "batch must be \\(inputs, ..., targets\\), got Tensor"),
+        ({"batch": iter([])}, TypeError, "give next\\(iter\\(loader\\)\\)"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])}, ValueError, "holds no parameter of the model"),
+        ({"roles": {"elsewhere": "readout"}}, ValueError, "matches no layer"),
+    ],
+)
+def test_bad_input(change, kind, said):
+    model, batch, optimizer = parts()
+    given = {"model": model, "batch": batch, "optimizer": optimizer, "loss": nn.functional.cross_entropy} | change
+    if change.keys() == {"loss"} and change["loss"] is None:
+        given["batch"] = batch[0]
+    with pytest.raises(kind, match=said):
+        check(**given)
