@@ -35,7 +35,7 @@ class LinearPopulations:
         >>> import torch
         >>> limit = LinearPopulations(1, lr=0.5, examples=2)
         >>> [limit.step(torch.tensor([[x]]), lambda f, y=y: f - y).item() for x, y in ((1.0, 1.0), (-1.0, -1.0))]
-        [0.0, -0.5]
+        [0.0, -1.5]
     """
 
     def __init__(
