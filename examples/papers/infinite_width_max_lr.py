@@ -30,7 +30,7 @@ BITS = 6
 PARAMETRIZATIONS = {"standard": (SP, -1.0, "#c44e52"), "muP": (MUP, 0.0, "#4c72b0")}
 WITHIN = 0.15
 FULL = {"widths": (64, 128, 256, 512, 1024), "seeds": 5}
-QUICK = {"widths": (64, 128, 256, 512), "seeds": 3}
+QUICK = {"widths": (128, 256, 512, 1024), "seeds": 2}
 
 Row = dict[str, Any]
 
