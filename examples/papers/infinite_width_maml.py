@@ -3,7 +3,9 @@
 Linear networks of one hidden layer learn in the feature learning limit; kernels cannot. Learning rates and standard
 deviations of each width are those of the authors' scripts. Stopped runs go on where they were.
 
-    python examples/papers/infinite_width_maml.py [--quick] [--data FOLDER] [--out figures] [--steps N]
+    python examples/papers/infinite_width_maml.py [--quick] [--data FOLDER] [--out figures] [--steps N] [--lr X]
+
+Without ``--lr`` each width has its own; 0.4 is good for few steps.
 """
 
 from __future__ import annotations
@@ -176,7 +178,14 @@ def figure(rows: Sequence[Row]) -> Figure:
 
 
 def sweep(
-    out: Path, data: Path | None, widths: Sequence[int], kernel_steps: int, tests: int, seeds: int, steps: int, lr: float
+    out: Path,
+    data: Path | None,
+    widths: Sequence[int],
+    kernel_steps: int,
+    tests: int,
+    seeds: int,
+    steps: int,
+    lr: float,
 ) -> list[Row]:
     """A row for each kernel and network; a learning rate of 0 stands for that of the width."""
     train, test = characters(data)
@@ -221,10 +230,11 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    args = arguments(__doc__, steps=0)
-    size = QUICK if args.quick else FULL
+    args = arguments(__doc__, steps=0, lr=0.0, seeds=0, kernel_steps=0)
+    size: dict[str, Any] = dict(QUICK if args.quick else FULL)
+    size |= {name: given for name in ("seeds", "kernel_steps") if (given := getattr(args, name))}
     steps = args.steps or (QUICK_STEPS if args.quick else 10_000)
-    rows = sweep(args.out, args.data, **size, steps=steps, lr=QUICK_LR if args.quick else 0.0)
+    rows = sweep(args.out, args.data, **size, steps=steps, lr=args.lr or (QUICK_LR if args.quick else 0.0))
     report(rows)
     save(args.out, "infinite_width_maml", figure(rows), rows)
 

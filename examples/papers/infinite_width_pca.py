@@ -1,7 +1,7 @@
 """Figure 1 of Feature Learning in Infinite-Width Neural Networks: two principal components of word embeddings.
 
-Embeddings of the NTK limit are those of the start, noise for ever; at width 64 and in the feature learning limit words of
-one relation come together. The corpus is the synthetic one of infinite_width_word2vec.py.
+Embeddings of the NTK limit are those of the start, noise for ever. At width 64 and in the feature learning limit words
+of one relation come together. The corpus is the synthetic one of infinite_width_word2vec.py.
 
     python examples/papers/infinite_width_pca.py [--quick] [--out figures]
 """

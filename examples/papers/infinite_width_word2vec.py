@@ -1,9 +1,9 @@
 """Word2Vec at finite and infinite width (Section 9.1 of Feature Learning in Infinite-Width Neural Networks).
 
-On a corpus with built-in analogies, which takes seconds, or on a text file of your own with ``--text``: there the
-vocabulary is that of words with at least five occurrences, frequent words are subsampled at 1e-4, windows reach up to 8
-words to either side and there are 25 negatives, as in the authors' scripts. At infinite width embeddings of V words have
-2 V entries. ``--vocabulary`` keeps the most frequent words where that is too much.
+On a corpus with built-in analogies, which takes seconds, or on a text file of your own with ``--text``. There the
+vocabulary is that of words with at least five occurrences, frequent words are subsampled at 1e-4, windows reach up to
+8 words to either side and there are 25 negatives, as in the authors' scripts. At infinite width embeddings of V words
+have 2 V entries: ``--vocabulary`` keeps the most frequent words.
 
     python examples/papers/infinite_width_word2vec.py [--quick] [--text FILE] [--questions FILE] [--out figures]
 """

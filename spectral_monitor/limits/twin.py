@@ -31,6 +31,10 @@ NATURAL = frozenset({"weight_natural", "update_natural"})
 """Quantities in units of outputs over inputs, both as a root mean square."""
 
 
+class NoLimitError(ValueError):
+    """A parametrization has no limit in which features learn."""
+
+
 @dataclass(frozen=True)
 class Twin:
     """The coefficients of an infinitely wide module, as a module of width d + k.
@@ -133,6 +137,32 @@ def twin(module: nn.Module, parametrization: Parametrization, lr: float) -> Twin
     return Twin(nn.Sequential(OrderedDict(zip(names, (new, out), strict=True))), groups, d + k)
 
 
+def twin_inside(module: nn.Module, parametrization: Parametrization, lr: float) -> tuple[nn.Module, Twin]:
+    """Return a module whose linear pair is replaced by its twin, in place, and the twin.
+
+    Args:
+        module: an ``nn.Sequential`` as for :func:`twin`, or a module with one inside that has all its parameters, such
+            as one that also computes the loss.
+        parametrization, lr: as for :func:`twin`.
+
+    Raises:
+        ValueError: a module without such a pair; the rest as for :func:`twin`.
+    """
+    if type(module) is nn.Sequential:
+        made = twin(module, parametrization, lr)
+        return made.module, made
+    every = {id(parameter) for parameter in module.parameters()}
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Sequential and {id(parameter) for parameter in child.parameters()} == every:
+                made = twin(child, parametrization, lr)
+                setattr(parent, name, made.module)
+                return module, made
+    raise ValueError(
+        f"{type(module).__name__} has no exact limit here: supported is {SUPPORTED}, or a module around it"
+    )
+
+
 def at_infinite_width(key: str, value: float, *, layer: Layer, size: int) -> float:
     """Return the value at infinite width of a quantity that was measured on a twin.
 
@@ -198,7 +228,7 @@ def _limit(
     large, larger = value(2**40), value(2**42)
     if not math.isclose(large, larger, rel_tol=1e-6):
         place = "input" if side == "in" else "readout"
-        raise ValueError(
+        raise NoLimitError(
             f"{parametrization.name} has no feature-learning limit: {what} of the {place} must go as n^{power} in the "
             "width n, as in MUP"
         )
