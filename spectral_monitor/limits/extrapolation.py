@@ -88,7 +88,7 @@ def _coefficients(n: Tensor, q: Tensor, degree: int) -> Tensor:
     scale = torch.linalg.vector_norm(powers, dim=0)
     root = n.sqrt()[:, None]
     solution: Tensor = torch.linalg.lstsq(root * powers / scale, root * q.T).solution
-    return (solution / scale[:, None]).T
+    return torch.div(solution, scale[:, None]).mT
 
 
 def _interval(values: Tensor) -> tuple[float, float, float]:
