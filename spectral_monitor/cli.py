@@ -119,12 +119,13 @@ def _report(args: argparse.Namespace) -> None:
         import plotly  # type: ignore[import-untyped]  # noqa: F401
     except ImportError:
         raise ImportError('a report needs plotly: pip install "spectral-monitor[plots]"') from None
+    from spectral_monitor.reporting.limit_run import read_limit
     from spectral_monitor.reporting.report import write_report
 
     if args.output.is_dir() or not args.output.parent.is_dir():
         raise ValueError(f"cannot write {str(args.output)!r}: give -o the name of a file in a folder that is there")
     run = _read(args.place)
-    write_report(run.measurements, args.output, run.notes)
+    write_report(run.measurements, args.output, run.notes, read_limit(run_file(args.place)[0]))
     print(f"wrote {args.output} ({args.output.stat().st_size / 1e6:.1f} MB); open it in a browser")
 
 

@@ -47,7 +47,7 @@ KERNELS: dict[str, dict[str, float]] = {
     "ntk": {"su": 1.0, "sv": 1.0, "sb": 0.25},
 }
 KERNEL_LR = 0.4
-FULL = {"widths": (2, 8, 32, 128, 512, 2048, INFINITE), "kernel_steps": 100, "tests": 2000, "seeds": 2}
+FULL = {"widths": (INFINITE, 2, 8, 32, 128, 512, 2048, 8192), "kernel_steps": 100, "tests": 2000, "seeds": 2}
 QUICK = {"widths": (2, INFINITE), "kernel_steps": 5, "tests": 500, "seeds": 1}
 QUICK_STEPS, QUICK_LR = 1000, 0.4
 """The limit learns faster at 0.4, and ends a little lower."""

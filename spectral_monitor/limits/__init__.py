@@ -7,6 +7,7 @@ from spectral_monitor.limits.lazy import LazyScore, lazy_scores
 from spectral_monitor.limits.linear import LinearNetwork, finite_width, infinite_width
 from spectral_monitor.limits.neurons import WeightedNeurons
 from spectral_monitor.limits.populations import Populations
+from spectral_monitor.limits.reference import reference
 from spectral_monitor.limits.twin import Twin, at_infinite_width, twin
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "finite_width",
     "infinite_width",
     "lazy_scores",
+    "reference",
     "relu_kernels",
     "softmax_derivative",
     "square_derivative",
