@@ -230,9 +230,10 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    args = arguments(__doc__, steps=0, lr=0.0, seeds=0, kernel_steps=0)
+    args = arguments(__doc__, steps=0, lr=0.0, seeds=0, kernel_steps=0, widest=8192)
     size: dict[str, Any] = dict(QUICK if args.quick else FULL)
     size |= {name: given for name in ("seeds", "kernel_steps") if (given := getattr(args, name))}
+    size["widths"] = [width for width in size["widths"] if width <= args.widest]
     steps = args.steps or (QUICK_STEPS if args.quick else 10_000)
     rows = sweep(args.out, args.data, **size, steps=steps, lr=args.lr or (QUICK_LR if args.quick else 0.0))
     report(rows)

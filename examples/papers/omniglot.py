@@ -73,12 +73,16 @@ def characters(data: Path | None) -> tuple[Characters, Characters]:
 
 
 def _read(archive: Path) -> Tensor:
+    """(characters, 20, 784) images, strokes 1, each pixel the mean of those it stands for.
+
+    How images are made smaller matters to kernels: the linear one's accuracy is 40 % (nearest) to 45 % (bilinear).
+    """
     from PIL import Image
 
     found: dict[str, list[Tensor]] = defaultdict(list)
     with zipfile.ZipFile(archive) as file:
         for name in sorted(file.namelist()):
             if name.endswith(".png"):
-                image = Image.open(io.BytesIO(file.read(name))).convert("L").resize((SIDE, SIDE), Image.BILINEAR)
+                image = Image.open(io.BytesIO(file.read(name))).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
                 found[name.rpartition("/")[0]].append(1 - torch.tensor(np.array(image)).float().flatten() / 255)
     return torch.stack([torch.stack(images) for images in found.values()])

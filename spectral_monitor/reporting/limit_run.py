@@ -71,7 +71,7 @@ def read_limit(folder: str | os.PathLike[str]) -> list[Measurement]:
 
 
 def limit_sentences(run: Sequence[Measurement], limit: Sequence[Measurement]) -> list[str]:
-    """Return how far a run is from its limit at the last step that both have: one sentence for each quantity.
+    """Return how far a run is from its limit at the last step where both have values: one sentence for each quantity.
 
     Example:
         >>> import torch
@@ -84,20 +84,21 @@ def limit_sentences(run: Sequence[Measurement], limit: Sequence[Measurement]) ->
     """
     steps = {measurement.step: measurement for measurement in limit}
     both = [(measurement, steps[measurement.step]) for measurement in run if measurement.step in steps]
-    if not both:
-        return []
-    now, there = both[-1]
     said = []
-    for key in there.values:
-        apart = [] if key not in now.values else list(_distances(now, there, key))
-        if apart:
-            percent = math.ceil(100 * max(apart) - 1e-3)
-            said.append(f"At step {now.step} {key} is within {percent} % of its limit of infinite width.")
+    for key in dict.fromkeys(key for _, there in both for key in there.values):
+        for now, there in reversed(both):
+            apart = list(_distances(now, there, key))
+            if apart:
+                percent = math.ceil(100 * max(apart) - 1e-3)
+                said.append(f"At step {now.step} {key} is within {percent} % of its limit of infinite width.")
+                break
     return said
 
 
 def _distances(now: Measurement, there: Measurement, key: str) -> Iterator[float]:
     """Yield the relative distance of every layer that has both values."""
+    if key not in now.values or key not in there.values:
+        return
     known = {info.name for info in now.layers}
     for info in there.layers:
         if info.name in known:
