@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spectral_monitor.cli.parser import add_run, command
 from spectral_monitor.cli.reading import measured
+from spectral_monitor.reporting.runs import run_file
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,11 +28,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _report(args: argparse.Namespace) -> None:
     need_plotly("a report")
+    from spectral_monitor.reporting.limit_run import read_limit
     from spectral_monitor.reporting.report import write_report
 
     check_target(args.output)
     run = measured(args.place)
-    write_report(run.measurements, args.output, run.notes)
+    write_report(run.measurements, args.output, run.notes, read_limit(run_file(args.place)[0]))
     print(wrote(args.output))
 
 

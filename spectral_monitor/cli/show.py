@@ -18,8 +18,8 @@ from spectral_monitor.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from spectral_monitor.measurement import Measurement
-    from spectral_monitor.reporting.records import Record
     from spectral_monitor.reporting.lines import Table
+    from spectral_monitor.reporting.records import Record
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -60,36 +62,55 @@ def relu_kernels(
     return K, tangent
 
 
+Kernel = Callable[[Tensor, Tensor], Tensor]
+Derivative = Callable[[Tensor, Tensor], Tensor]
+Task = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def softmax_derivative(f: Tensor, y: Tensor) -> Tensor:
+    """Return the derivatives (B, k) of the mean cross entropy with respect to logits (B, k), for labels (B,)."""
+    target = torch.nn.functional.one_hot(y, f.shape[1])
+    return (f.softmax(1) - target) / len(f)
+
+
+def square_derivative(f: Tensor, y: Tensor) -> Tensor:
+    """Return the derivatives (B, k) of ``|f - y|^2 / 2``, the mean over inputs, with respect to outputs (B, k)."""
+    return (f - y) / len(f)
+
+
 class KernelMachine:
     """A function ``f(x) = sum_j q_j K(z_j, x)``, trained by SGD in the space of functions.
 
     Args:
-        kernel: ``"linear"``, ``"nngp"`` or ``"ntk"``.
+        kernel: ``"linear"``, ``"nngp"``, ``"ntk"``, or a function of (B, ...) and (C, ...) that returns (B, C).
         outputs: k.
         settings: of :func:`relu_kernels`.
 
     Raises:
         ValueError: another kernel.
 
-    Source: "Feature Learning in Infinite-Width Neural Networks", Section D.1.2.
+    Source: "Feature Learning in Infinite-Width Neural Networks", Section D.1.2 and Algorithm 4.
 
     Example:
         >>> import torch
         >>> machine = KernelMachine("linear", 1)
-        >>> machine.push(torch.ones(1, 2), torch.full((1, 1), -0.5))
+        >>> for _ in range(50):
+        ...     machine.step(torch.ones(1, 2), torch.ones(1, 1), square_derivative, lr=0.1)
         >>> machine(torch.ones(1, 2))
-        tensor([[-1.]])
+        tensor([[1.0000]])
     """
 
-    def __init__(self, kernel: Literal["linear", "nngp", "ntk"], outputs: int, **settings: float) -> None:
-        if kernel not in ("linear", "nngp", "ntk"):
-            raise ValueError(f"kernel must be 'linear', 'nngp' or 'ntk', got {kernel!r}")
+    def __init__(self, kernel: Literal["linear", "nngp", "ntk"] | Kernel, outputs: int, **settings: float) -> None:
+        if not callable(kernel) and kernel not in ("linear", "nngp", "ntk"):
+            raise ValueError(f"kernel must be 'linear', 'nngp', 'ntk' or a function, got {kernel!r}")
         self.kernel, self.outputs, self.depth = kernel, outputs, int(settings.pop("depth", 1))
         self.settings = settings
         self._points: list[tuple[Tensor, Tensor]] = []
 
     def between(self, x: Tensor, z: Tensor) -> Tensor:
         """Return the kernel (B, C) between inputs (B, d) and (C, d)."""
+        if callable(self.kernel):
+            return self.kernel(x, z)
         if self.kernel == "linear":
             return x @ z.T
         nngp, ntk = relu_kernels(x, z, depth=self.depth, **self.settings)
@@ -98,7 +119,7 @@ class KernelMachine:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the outputs (B, k) of inputs (B, d)."""
         if not self._points:
-            return x.new_zeros(len(x), self.outputs)
+            return self.between(x, x[:1]).new_zeros(len(x), self.outputs)
         z, q = (torch.cat(parts) for parts in zip(*self._points, strict=True))
         return self.between(x, z) @ q
 
@@ -115,3 +136,45 @@ class KernelMachine:
     def pop(self) -> None:
         """Take back the points that were added last, as after the adaptation to a task."""
         self._points.pop()
+
+    def step(self, x: Tensor, y: Tensor, derivative: Derivative, *, lr: float) -> None:
+        """Take a step of SGD on inputs (B, d) and targets (B, ...).
+
+        Args:
+            x, y: a batch.
+            derivative: from outputs (B, k) and targets to the derivatives of the loss (B, k), the batch's weights in
+                them, such as :func:`softmax_derivative`.
+            lr: learning rate.
+        """
+        self.push(x, -lr * derivative(self(x), y))
+
+    def adapted(self, x: Tensor, y: Tensor, derivative: Derivative, *, lr: float, steps: int = 1) -> KernelMachine:
+        """Return a machine that took steps of SGD on one batch; this one stays as it is."""
+        other = copy.copy(self)
+        other._points = list(self._points)
+        for _ in range(steps):
+            other.step(x, y, derivative, lr=lr)
+        return other
+
+    def meta_step(
+        self, tasks: Sequence[Task], derivative: Derivative, *, adapt_lr: float, lr: float, clip: float = math.inf
+    ) -> None:
+        """Take a step of first-order MAML: gradients after one step of adaptation, applied before it.
+
+        Args:
+            tasks: each (training inputs, their targets, test inputs, their targets).
+            derivative: as for :meth:`step`.
+            adapt_lr: learning rate of the adaptation.
+            lr: learning rate of the step.
+            clip: length of the sum of the tasks' gradients above which it is scaled down to this length.
+
+        Source: Algorithm 4, whose length of the gradient lacks a root and whose adaptation lacks its learning rate.
+        """
+        points, chis = [], []
+        for x, y, test, target in tasks:
+            chis.append(derivative(self.adapted(x, y, derivative, lr=adapt_lr)(test), target))
+            points.append(test)
+        test, chi = torch.cat(points), torch.cat(chis)
+        # The gradient is sum_i chi_i (features of i), whose inner products are the kernel.
+        length = (chi * (self.between(test, test) @ chi)).sum().clamp(min=0).sqrt().item()
+        self.push(test, -lr * min(1.0, clip / length if length > 0 else 1.0) * chi)

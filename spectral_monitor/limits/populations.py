@@ -10,8 +10,9 @@ only in those numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ Activation = Callable[[Tensor], Tensor]
 class _Gaussians:
     """Gaussian vectors of N particles, drawn one by one, each given all before it."""
 
-    def __init__(self, n: int, generator: torch.Generator) -> None:
-        self.n, self.generator = n, generator
+    def __init__(self, n: int, copies: int, generator: torch.Generator) -> None:
+        self.n, self.copies, self.generator = n, copies, generator
         self.noise: list[Tensor] = []  # independent standard vectors, (n,)
         self.root = torch.zeros(0, 0, dtype=torch.float64)  # Cholesky factor of the covariance so far, (S, S)
         self.values: list[Tensor] = []  # leaves of autograd, (n,)
@@ -40,14 +41,25 @@ class _Gaussians:
         # A vector that earlier ones determine has no noise; a diagonal of 1 keeps the factor regular.
         root[S, S] = last if last > 0 else 1.0
         self.root = root
-        noise = torch.randn(self.n // 2, generator=self.generator, dtype=torch.float64)
-        noise = torch.cat([noise, -noise]) if last > 0 else torch.zeros(self.n, dtype=torch.float64)
-        self.noise.append(noise)
-        value = noise * last
+        noise = _mirrored(self.n, self.copies, self.generator)
+        self.noise.append(noise if last > 0 else torch.zeros_like(noise))
+        value = self.noise[-1] * last
         for weight, earlier in zip(row.tolist(), self.noise[:S], strict=True):
             value = value + weight * earlier
         self.values.append(value.requires_grad_())
         return self.values[-1]
+
+    def forget(self) -> None:
+        """Take back the last draw."""
+        self.noise.pop()
+        self.values.pop()
+        self.root = self.root[:-1, :-1]
+
+
+def _mirrored(n: int, copies: int, generator: torch.Generator) -> Tensor:
+    """Return n draws of N(0, 1) that come in pairs (z, -z), each ``copies`` times in a row of blocks."""
+    part = torch.randn(n // (2 * copies), generator=generator, dtype=torch.float64)
+    return torch.cat([part] * copies + [-part] * copies)
 
 
 @dataclass
@@ -57,39 +69,45 @@ class _Population:
     below: _Gaussians | None
     above: _Gaussians | None
     x: list[Tensor] = field(default_factory=list)
-    dx: list[Tensor] = field(default_factory=list)
-    h: list[Tensor] = field(default_factory=list)
     slope: list[Tensor] = field(default_factory=list)
     delta: list[Tensor] = field(default_factory=list)
 
 
 class Populations:
-    """A perceptron of infinite width under maximal updates, one example a step.
+    """A perceptron of infinite width under maximal updates.
 
     Entries begin as ``U ~ N(0, su^2)``, ``W ~ N(0, sw^2 / n)``, ``V ~ N(0, sv^2 / n^2)``; as applied, SGD moves them at
-    rates ``lr n``, ``lr`` and ``lr / n``.
+    rates ``lr n``, ``lr`` and ``lr / n``. An index s is an example in a step, so S is the batch size times the number
+    of steps. Memory is ``O(N S)`` and time ``O(N S^2)``: S = 300 is much.
 
     Args:
         d: number of inputs.
         depth: number of hidden layers.
-        phi: activation; differentiable by autograd, twice where there are two hidden layers or more.
-        lr: learning rate.
-        n: particles in each population, an even number; errors go as ``1/sqrt(n)``.
+        phi: activation; differentiable by autograd, twice where there are two hidden layers or more, unless
+            ``derivatives`` is ``"stein"``.
+        lr: learning rate, or one for each of the ``depth + 1`` matrices.
+        k: number of outputs.
+        n: particles in each population, a multiple of 4; errors go as ``1/sqrt(n)``.
         su, sw, sv: standard deviations at the start, see above.
         decoupled: leave out what the same matrix does forwards and backwards, as if the transpose were independent.
+        derivatives: how expectations of derivatives are found. ``"stein"`` takes covariances with Gaussians, which
+            needs no second derivative of ``phi`` and so serves ReLU, at more noise.
         seed: of the particles.
 
     Raises:
-        ValueError: sizes below 1, or an odd number of particles.
+        ValueError: sizes below 1; a number of particles that is no multiple of 4; other ``derivatives``, or
+            ``"autograd"`` of a ``phi`` that is piecewise linear; learning rates that are not one for each matrix.
 
     Source: "Feature Learning in Infinite-Width Neural Networks", Theorems 6.1, 6.3 and 6.4. In the last, the backward
     correction runs over r <= t, not r < t as printed: ``dx_t`` multiplies a delta that depends on W at the same step.
+    Equation 39 for Stein's identity.
 
     Example:
         >>> import torch
         >>> limit = Populations(1, 2, lambda z: z, lr=0.5, n=4000)
-        >>> one = torch.ones(1)
-        >>> abs(limit.step(one, lambda f: f - 1)) < 0.1
+        >>> limit.step(torch.ones(1, 1), lambda f: f - 1).item()
+        0.0
+        >>> bool(limit.predict(torch.ones(1, 1)) > 0)
         True
     """
 
@@ -99,109 +117,187 @@ class Populations:
         depth: int,
         phi: Activation,
         *,
-        lr: float,
+        lr: float | Sequence[float],
+        k: int = 1,
         n: int = 100_000,
         su: float = 1.0,
         sw: float = 1.0,
         sv: float = 1.0,
         decoupled: bool = False,
+        derivatives: Literal["autograd", "stein"] = "autograd",
         seed: int = 0,
     ) -> None:
-        for name, size in {"d": d, "depth": depth}.items():
+        for name, size in {"d": d, "depth": depth, "k": k}.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        if n < 2 or n % 2:
-            raise ValueError(f"n must be an even number of particles >= 2, got {n}")
-        self.phi, self.lr, self.sw, self.decoupled = phi, lr, sw, decoupled
-        generator = torch.Generator().manual_seed(seed)
+        if n < 4 or n % 4:
+            raise ValueError(f"n must be a multiple of 4, got {n} particles")
+        if derivatives not in ("autograd", "stein"):
+            raise ValueError(f"derivatives must be 'autograd' or 'stein', got {derivatives!r}")
+        if derivatives == "autograd" and depth > 1 and not decoupled and _jumps(phi):
+            raise ValueError("phi is piecewise linear, so autograd misses where its slope jumps: derivatives='stein'")
+        self.phi, self.sw, self.decoupled, self.stein = phi, sw, decoupled, derivatives == "stein"
+        self._rates = rates_of(lr, depth + 1)
+        self._generator = torch.Generator().manual_seed(seed)
 
-        def gaussians(there: bool) -> _Gaussians | None:
-            return _Gaussians(n, generator) if there else None
+        def gaussians(there: bool, copies: int) -> _Gaussians | None:
+            return _Gaussians(n, copies, self._generator) if there else None
 
-        self._layers = [_Population(gaussians(i > 0), gaussians(i < depth - 1)) for i in range(depth)]
-        half = torch.randn(n // 2, d, generator=generator, dtype=torch.float64)
-        self._U = su * torch.cat([half, half if depth == 1 else -half])
-        readout = torch.randn(n // 2, generator=generator, dtype=torch.float64)
-        self._V = sv * torch.cat([readout, -readout])  # in pairs, so that f = 0 at the start with one hidden layer
+        # In the last population all signs of (what comes from below, V) occur alike, so that f = 0 at the start; in
+        # those below, vectors are mirrored together.
+        copies = [1] * (depth - 1) + [2]
+        self._layers = [_Population(gaussians(i > 0, c), gaussians(i < depth - 1, 1)) for i, c in enumerate(copies)]
+        self._U = su * torch.stack([_mirrored(n, copies[0], self._generator) for _ in range(d)], 1)  # (N, d)
+        quarter = torch.randn(n // 4, k, generator=self._generator, dtype=torch.float64)
+        self._V = sv * torch.cat([quarter, -quarter] * 2)  # (N, k)
         self._inputs: list[Tensor] = []
+        self._done = 0  # indices of earlier steps
 
-    def step(self, x: Tensor, loss_derivative: Callable[[float], float]) -> float:
-        """Return the output at an input (d,), then take a step of SGD on it.
-
-        Args:
-            x: (d,) input.
-            loss_derivative: from the output to the derivative of the loss with respect to it.
+    def predict(self, x: Tensor) -> Tensor:
+        """Return the outputs (B, k) at inputs (B, d), and leave the run as it is.
 
         Raises:
-            ValueError: an input of another shape.
+            ValueError: inputs of another shape.
         """
-        if x.shape != (self._U.shape[1],):
-            raise ValueError(f"x must be ({self._U.shape[1]},), got {tuple(x.shape)}")
-        x = x.double()
+        x, state, found = self._checked(x), self._generator.get_state(), []
+        for xi in x:
+            found.append(self._output(xi))
+            for here in self._layers:
+                for held in (here.x, here.slope):
+                    held.pop()
+                if here.below is not None:
+                    here.below.forget()
+        self._generator.set_state(state)
+        return torch.stack(found)
+
+    def step(self, x: Tensor, loss_derivative: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the outputs (B, k) at inputs (B, d), then take a step of SGD on them.
+
+        Args:
+            x: (B, d) inputs.
+            loss_derivative: from the outputs (B, k), in float64, to the derivatives of the loss with respect to them,
+                of the same shape, the batch's weights in them.
+
+        Raises:
+            ValueError: inputs or derivatives of another shape.
+        """
+        x = self._checked(x)
+        f = torch.stack([self._output(xi) for xi in x])
+        chi = checked_derivatives(loss_derivative(f), f)
         top = self._layers[-1]
-        # Forward, population by population.
+        for example in range(len(x)):
+            # Backward: the readout's weights are what the last population receives from above.
+            top.delta.append(top.slope[self._done + example] * (self._V @ chi[example]))
+            for index in reversed(range(len(self._layers) - 1)):
+                self._backward(index, self._done + example)
+        # With its graph: later deltas depend on the F_s of this step through V.
+        self._V = self._V - self._rates[-1] * torch.stack(top.x[self._done :], 1) @ chi
+        self._inputs.extend(x)
+        self._done += len(x)
+        return f
+
+    def _checked(self, x: Tensor) -> Tensor:
+        d = self._U.shape[1]
+        if x.ndim != 2 or x.shape[1] != d or len(x) == 0:
+            raise ValueError(f"x must be (batch, {d}), got {tuple(x.shape)}")
+        return x.double()
+
+    def _output(self, x: Tensor) -> Tensor:
+        """Append an index to every population, forward; return f (k,)."""
         for index in range(len(self._layers)):
             self._forward(index, x)
-        f = (self._V * top.x[-1]).mean().item()
-        chi = loss_derivative(f)
-        # Backward: the readout's weights are what the last population receives from above.
-        top.dx.append(chi * self._V)
-        top.delta.append(top.slope[-1] * top.dx[-1])
-        for index in reversed(range(len(self._layers) - 1)):
-            self._backward(index)
-        self._inputs.append(x)
-        self._V = self._V - self.lr * chi * top.x[-1]
-        return float(f)
+        return (self._V * self._layers[-1].x[-1][:, None]).mean(0).detach()
 
     def _forward(self, index: int, x: Tensor) -> None:
-        """Append h_t, x_t and phi'(h_t) of one population."""
+        """Append x_t and phi'(h_t) of one population."""
         here = self._layers[index]
         if here.below is None:
             # h_t = <xi_t, U> - lr sum_{s<t} <xi_s, xi_t> delta_s
             h = self._U @ x
             for earlier, delta in zip(self._inputs, here.delta, strict=True):
-                h = h - self.lr * float(earlier @ x) * delta
+                h = h - self._rates[0] * float(earlier @ x) * delta
         else:
-            # h_t = F_t + sum_{s<t} [sw^2 E(d x_t / d G_s) - lr C(s, t)] delta_s
+            # h_t = F_t + sum_{s<t} [sw^2 E(d x_t / d G_s) - lr C(s, t)] delta_s, s of earlier steps
             before = self._layers[index - 1]
             above = before.above
             assert above is not None
             C = torch.stack([(past.detach() * before.x[-1].detach()).mean() for past in before.x])  # (t + 1,)
             h = here.below.draw(self.sw**2 * C)
-            slopes = self._derivatives(before.x[-1], above.values)
+            slopes = self._derivatives(before.x[-1], above, self._done)
             for s, delta in enumerate(here.delta):
-                h = h + (self.sw**2 * slopes[s] - self.lr * C[s].item()) * delta
+                h = h + (self.sw**2 * slopes[s] - self._rates[index] * C[s].item()) * delta
+        graph = len(self._layers) > 1 and not (self.stein or self.decoupled)  # else no derivative is asked for
+        if not graph:
+            h = h.detach()
         if not h.requires_grad:
             h.requires_grad_()
         with torch.enable_grad():
             out = self.phi(h)
-            (slope,) = torch.autograd.grad(out.sum(), h, create_graph=len(self._layers) > 1, allow_unused=True)
-        here.h.append(h)
-        here.x.append(out)
-        here.slope.append(torch.zeros_like(h) if slope is None else slope)
-        if len(self._layers) == 1:  # no derivative is asked for: keep no graph
-            here.x[-1], here.slope[-1], here.h[-1] = out.detach(), here.slope[-1].detach(), h.detach()
+            (slope,) = torch.autograd.grad(out.sum(), h, create_graph=graph, allow_unused=True)
+        slope = torch.zeros_like(h) if slope is None else slope
+        here.x.append(out if graph else out.detach())
+        here.slope.append(slope if graph else slope.detach())
 
-    def _backward(self, index: int) -> None:
-        """Append dx_t and delta_t of one population below the last."""
+    def _backward(self, index: int, t: int) -> None:
+        """Append delta_t of one population below the last."""
         here, after = self._layers[index], self._layers[index + 1]
         assert here.above is not None
         assert after.below is not None
-        # dx_t = G_t + sum_{s<=t} sw^2 E(d delta_t / d F_s) x_s - lr sum_{s<t} D(s, t) x_s
+        # dx_t = G_t + sum_{s<=t} sw^2 E(d delta_t / d F_s) x_s - lr sum_{s<t} D(s, t) x_s, the last of earlier steps
         now = after.delta[-1]
         D = torch.stack([(past.detach() * now.detach()).mean() for past in after.delta])  # (t + 1,)
         dx = here.above.draw(self.sw**2 * D)
-        slopes = self._derivatives(now, after.below.values)
-        for s, x in enumerate(here.x):
-            dx = dx + self.sw**2 * slopes[s] * x
-        for s, x in enumerate(here.x[:-1]):
-            dx = dx - self.lr * D[s].item() * x
-        here.dx.append(dx)
-        here.delta.append(here.slope[-1] * dx)
+        slopes = self._derivatives(now, after.below, t + 1)
+        for s, x in enumerate(here.x[: t + 1]):
+            dx = dx + (self.sw**2 * slopes[s] - self._rates[index + 1] * D[s].item() * (s < self._done)) * x
+        here.delta.append(here.slope[t] * dx)
 
-    def _derivatives(self, value: Tensor, leaves: list[Tensor]) -> list[float]:
-        """Return E(d value / d leaf) for each leaf; zeros where the transposed matrix counts as independent."""
-        if self.decoupled or not leaves or not value.requires_grad:
-            return [0.0] * len(leaves)
-        found = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
-        return [0.0 if g is None else g.mean().item() for g in found]
+    def _derivatives(self, value: Tensor, by: _Gaussians, count: int) -> list[float]:
+        """Return E(d value / d G_s) for the first Gaussians; zeros if the transposed matrix counts as independent."""
+        if self.decoupled or count == 0:
+            return [0.0] * count
+        if self.stein:
+            # G = root z with z independent: the gradient is root^-T E[z value], with E[z value] = E[d value / d z].
+            along = torch.stack([(z * value).mean() for z in by.noise[:count]])
+            root = by.root[:count, :count]
+            found = torch.linalg.solve_triangular(root.T, along[:, None], upper=True)[:, 0]
+            return [float(each) for each in found]
+        if not value.requires_grad:
+            return [0.0] * count
+        leaves = by.values[:count]
+        grads = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
+        return [0.0 if g is None else g.mean().item() for g in grads]
+
+
+def rates_of(lr: float | Sequence[float], matrices: int) -> tuple[float, ...]:
+    """Return one learning rate for each matrix.
+
+    Raises:
+        ValueError: several rates, but not one for each matrix.
+    """
+    rates = tuple(lr) if isinstance(lr, Sequence) else (lr,) * matrices
+    if len(rates) != matrices:
+        raise ValueError(f"lr must be a number or {matrices} of them, one for each matrix, got {len(rates)}")
+    return rates
+
+
+def checked_derivatives(chi: Tensor, f: Tensor) -> Tensor:
+    """Return the loss's derivatives in float64.
+
+    Raises:
+        ValueError: not of the outputs' shape.
+    """
+    if chi.shape != f.shape:
+        raise ValueError(f"loss_derivative must return {tuple(f.shape)}, as the outputs are, got {tuple(chi.shape)}")
+    return chi.double()
+
+
+def _jumps(phi: Activation) -> bool:
+    """Return whether an activation is piecewise linear: its slope varies, but the second derivative is 0."""
+    z = torch.linspace(-4, 4, 4001, dtype=torch.float64).requires_grad_()
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(phi(z).sum(), z, create_graph=True, allow_unused=True)
+        if slope is None or not slope.requires_grad:
+            return slope is not None and bool((slope != slope[0]).any())
+        (second,) = torch.autograd.grad(slope.sum(), z, allow_unused=True)
+    return bool((slope != slope[0]).any()) and (second is None or not second.any())

@@ -7,36 +7,32 @@ factorization, probes with a bottleneck.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from spectral_monitor.measurement import Measurement
 from spectral_monitor.scaling.parametrization import Parametrization, Power, Rule
+
+Layer = Literal["hidden", "readout"]
 
 SUPPORTED = "nn.Sequential of an nn.Linear or nn.Embedding and an nn.Linear"
 
-UNCHANGED = frozenset(
-    {
-        "feature_change",
-        "feature_drift",
-        "kernel_change",
-        "alignment",
-        "update_alignment",
-        "bfa",
-        "bfa_cos",
-        "bfk_ratio",
-        "contribution",
-        "drift_ratio",
-        "drift_fro_ratio",
-        "update_stable_rank",
-        "weight_stable_rank",
-        "input_stable_rank",
-        "backward_stable_rank",
-    }
-)
-"""Quantities whose value on the twin is that at infinite width."""
+GOES_WITH_WIDTH = frozenset({"weight_norm", "weight_fro", "update_norm", "update_fro", "lr"})
+"""Quantities that have no limit: they grow or vanish with the width."""
+
+OUTPUT_SIZE = frozenset({"feature_rms", "sensitivity"})
+"""Quantities in units of a layer's outputs, as a root mean square."""
+
+NATURAL = frozenset({"weight_natural", "update_natural"})
+"""Quantities in units of outputs over inputs, both as a root mean square."""
+
+
+class NoLimitError(ValueError):
+    """A parametrization has no limit in which features learn."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +42,33 @@ class Twin:
     Attributes:
         module: reads what the original reads, and returns the outputs that it has at infinite width.
         param_groups: for ``torch.optim.SGD``, with the learning rates at infinite width.
+        size: d + k, the width of the module.
     """
 
     module: nn.Sequential
     param_groups: list[dict[str, Any]]
+    size: int
+
+    def measurement(self, measured: Measurement) -> Measurement:
+        """Return what a probe measured on the module as it is at infinite width.
+
+        Norms that go with the width become NaN, with that reason. Verdicts and bands are left out: the coefficients
+        are no network to judge. Layers' names may have a prefix, as of a module around this one.
+        """
+        hidden, readout = (name for name, _ in self.module.named_children())
+        values = {key: column.clone() for key, column in measured.values.items()}
+        reasons = dict(measured.reasons)
+        for place, info in enumerate(measured.layers):
+            parts = info.name.split(".")
+            layer: Layer = "hidden" if hidden in parts else "readout"
+            if layer == "readout" and readout in parts and parts[-1] == "bias":
+                continue  # k numbers, which do not depend on the width
+            for key, column in values.items():
+                column[place] = at_infinite_width(key, float(column[place]), layer=layer, size=self.size)
+        reasons |= {f"{key}/*": "it goes with the width" for key in GOES_WITH_WIDTH & values.keys()}
+        kept = ("loss_change", "loss_change_predicted", "contribution_spread")
+        summary = {key: value for key, value in measured.summary.items() if key in kept}
+        return Measurement(measured.step, measured.layers, values, summary, reasons=reasons)
 
 
 def twin(module: nn.Module, parametrization: Parametrization, lr: float) -> Twin:
@@ -114,10 +133,37 @@ def twin(module: nn.Module, parametrization: Parametrization, lr: float) -> Twin
     groups.append({"params": [out.weight], "lr": lr_v})
     if readout.bias is not None:  # k numbers, which do not depend on the width
         groups.append({"params": [out.bias], "lr": lr * parametrization.readout.sgd.at(1, k, 2)})
-    return Twin(nn.Sequential(new, out), groups)
+    names = [name for name, _ in module.named_children()]
+    return Twin(nn.Sequential(OrderedDict(zip(names, (new, out), strict=True))), groups, d + k)
 
 
-def at_infinite_width(key: str, value: float, *, layer: Literal["hidden", "readout"], size: int) -> float:
+def twin_inside(module: nn.Module, parametrization: Parametrization, lr: float) -> tuple[nn.Module, Twin]:
+    """Return a module whose linear pair is replaced by its twin, in place, and the twin.
+
+    Args:
+        module: an ``nn.Sequential`` as for :func:`twin`, or a module with one inside that has all its parameters, such
+            as one that also computes the loss.
+        parametrization, lr: as for :func:`twin`.
+
+    Raises:
+        ValueError: a module without such a pair; the rest as for :func:`twin`.
+    """
+    if type(module) is nn.Sequential:
+        made = twin(module, parametrization, lr)
+        return made.module, made
+    every = {id(parameter) for parameter in module.parameters()}
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Sequential and {id(parameter) for parameter in child.parameters()} == every:
+                made = twin(child, parametrization, lr)
+                setattr(parent, name, made.module)
+                return module, made
+    raise ValueError(
+        f"{type(module).__name__} has no exact limit here: supported is {SUPPORTED}, or a module around it"
+    )
+
+
+def at_infinite_width(key: str, value: float, *, layer: Layer, size: int) -> float:
     """Return the value at infinite width of a quantity that was measured on a twin.
 
     Args:
@@ -133,14 +179,14 @@ def at_infinite_width(key: str, value: float, *, layer: Literal["hidden", "reado
         >>> at_infinite_width("feature_rms", 0.5, layer="hidden", size=16)
         2.0
     """
-    if key in UNCHANGED:
-        return value
-    hidden = layer == "hidden"
-    if key in ("feature_rms", "sensitivity"):
-        return value * math.sqrt(size) if hidden else value
-    if key in ("weight_natural", "update_natural"):
-        return value * math.sqrt(size) if hidden else value / math.sqrt(size)
-    return math.nan
+    if key in GOES_WITH_WIDTH:
+        return math.nan
+    scale = math.sqrt(size) if layer == "hidden" else 1 / math.sqrt(size)
+    if key in NATURAL:
+        return value * scale
+    if key in OUTPUT_SIZE and layer == "hidden":
+        return value * scale
+    return value
 
 
 def _pair(module: nn.Module) -> tuple[nn.Linear | nn.Embedding, nn.Linear]:
@@ -182,7 +228,7 @@ def _limit(
     large, larger = value(2**40), value(2**42)
     if not math.isclose(large, larger, rel_tol=1e-6):
         place = "input" if side == "in" else "readout"
-        raise ValueError(
+        raise NoLimitError(
             f"{parametrization.name} has no feature-learning limit: {what} of the {place} must go as n^{power} in the "
             "width n, as in MUP"
         )

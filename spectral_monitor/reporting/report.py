@@ -11,6 +11,7 @@ from spectral_monitor.condition import NETWORK, Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.headline import headline, headlines, names_in
+from spectral_monitor.reporting.limit_run import limit_sentences
 from spectral_monitor.reporting.lines import Column
 from spectral_monitor.reporting.panels import MATRICES, PANELS, Panel
 from spectral_monitor.reporting.report_curves import LINES, curves, depth_colours
@@ -28,13 +29,19 @@ NAMED = 5
 _IN_TABLE_OF_VERDICTS = ("should be", "what")
 
 
-def write_report(measurements: Iterable[Measurement], path: str | os.PathLike[str], notes: Sequence[str] = ()) -> None:
+def write_report(
+    measurements: Iterable[Measurement],
+    path: str | os.PathLike[str],
+    notes: Sequence[str] = (),
+    limit: Sequence[Measurement] = (),
+) -> None:
     """Write a page about a run, about 5 MB, most of which is plotly.
 
     Args:
         measurements: in their order, such as ``monitor.measurements``; where a step comes again the later one counts.
         path: of the file; what is there is replaced.
         notes: sentences for the foot of the page.
+        limit: of infinite width, drawn dashed, such as :func:`spectral_monitor.limits.reference` returns.
 
     Raises:
         ValueError: there are no measurements.
@@ -44,10 +51,10 @@ def write_report(measurements: Iterable[Measurement], path: str | os.PathLike[st
     Example:
         With ``pip install "spectral-monitor[plots]"``: ``write_report(probe.measurements, "report.html")``.
     """
-    Path(path).write_text(report(measurements, notes), encoding="utf-8", errors="replace", newline="\n")
+    Path(path).write_text(report(measurements, notes, limit), encoding="utf-8", errors="replace", newline="\n")
 
 
-def report(measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> str:
+def report(measurements: Iterable[Measurement], notes: Sequence[str] = (), limit: Sequence[Measurement] = ()) -> str:
     """The page that :func:`write_report` writes.
 
     Raises:
@@ -70,7 +77,7 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> st
     summary = {key: value for measurement in run.measurements for key, value in measurement.summary.items()}
     missing = []
     for place, panel in enumerate(PANELS):
-        figure, known = curves(panel, run.measurements, now)
+        figure, known = curves(panel, run.measurements, now, limit)
         if figure is None:
             missing.append(panel.question)
             continue
@@ -80,7 +87,10 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> st
         sections.append(f"<section><p>Not measured: {escaped(' '.join(missing))}</p></section>")
     drawn = max(map(len, steps.values()), default=0)
     thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run.measurements) else []
-    sections += [_layers(now), _footer(run.measurements, [*thinned, *run.notes, *notes])]
+    sections += [
+        _layers(now),
+        _footer(run.measurements, [*thinned, *run.notes, *notes, *limit_sentences(run.measurements, limit)]),
+    ]
     body = "\n".join(filter(None, sections))
     return page(f"{escaped(headlines(told)[0])} &middot; step {run.measurements[-1].step}", body, figures, steps)
 

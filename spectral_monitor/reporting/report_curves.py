@@ -13,6 +13,7 @@ from spectral_monitor.condition.verdict import short
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.kinds import kinds
+from spectral_monitor.reporting.limit_run import limit_traces, widened
 from spectral_monitor.reporting.names import shortened
 from spectral_monitor.reporting.panels import Panel, shown
 from spectral_monitor.reporting.report_figures import Figure, Series, digits, escaped, labels, series, title_of, titled
@@ -72,7 +73,7 @@ def drawn(rows: Sequence[int], first: Sequence[bool]) -> list[int]:
 
 
 def curves(
-    panel: Panel, measurements: Sequence[Measurement], now: Measurement
+    panel: Panel, measurements: Sequence[Measurement], now: Measurement, limit: Sequence[Measurement] = ()
 ) -> tuple[Figure | None, dict[str, list[int]]]:
     """The figure that answers one question, and the steps of each quantity in it; ``None`` where nothing is known.
 
@@ -80,6 +81,7 @@ def curves(
         panel: the question.
         measurements: the whole run.
         now: the one of them that says which layers are outside.
+        limit: of infinite width, drawn dashed.
     """
     outside = set(off(now))
     first = [info.role == "readout" or info.name in outside for info in now.layers]
@@ -103,12 +105,14 @@ def curves(
     for place, (key, found) in enumerate(known.items()):
         suffix = "" if place == 0 else str(place + 1)
         chart = _Chart(key, found, rows, now)
+        dashed = limit_traces(limit, key, chart.names)
+        chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
         left, right = place / len(known), (place + 1) / len(known) - (GAP if place + 1 < len(known) else 0.0)
         axis = {"domain": [left, right], "anchor": f"y{suffix}", "title": {"text": "step", "standoff": 4}}
         layout |= {f"xaxis{suffix}": axis, f"yaxis{suffix}": {"anchor": f"x{suffix}", **chart.axis()}}
         title = titled(key, *map(escaped, meanings[key]), *["&nbsp;"] * (most - len(meanings[key])))
         layout["annotations"].append(title_of(title, suffix, f"y{suffix}"))
-        traces = [*chart.bands(), *chart.lines(), *(chart.groups() if place == 0 else [])]
+        traces = [*chart.bands(), *dashed, *chart.lines(), *(chart.groups() if place == 0 else [])]
         for trace in traces:
             trace["showlegend"] = trace.get("showlegend", False) and place == 0
             data.append({**trace, "xaxis": f"x{suffix}", "yaxis": f"y{suffix}"})

@@ -44,6 +44,9 @@ def sweep_figure(result: SweepResult) -> Figure:
     for axis, (beside, quantity) in zip(axes.flat, panels, strict=False):
         slopes = [s for s in result.slopes if s.quantity == quantity and s.beside == beside]
         _panel(axis, slopes, colours, off)
+        for (layer, of), limit in result.limits.items():
+            if of == quantity and not limit.reason:
+                axis.axhline(abs(limit.value), color=colours[layer], linestyle=(0, (2, 2)), linewidth=1, zorder=1)
         axis.set_title(quantity + _beside(result, beside, len(besides)), fontsize=11)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
@@ -145,6 +148,8 @@ def _legend(figure: Figure, result: SweepResult, colours: dict[str, Any]) -> Non
     ]
     if any(not math.isnan(slope.predicted) for slope in result.slopes):
         handles.append(Line2D([], [], color="crimson", linestyle="--", linewidth=1.3, label="predicted"))
+    if any(not limit.reason for limit in result.limits.values()):
+        handles.append(Line2D([], [], color="0.4", linestyle=(0, (2, 2)), linewidth=1, label="infinite width"))
     legend = figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False, title="layer")
     legend.get_title().set_fontsize(9)
     for text in legend.get_texts():

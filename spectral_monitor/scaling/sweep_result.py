@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from spectral_monitor.correction.param_groups import Family
@@ -14,6 +15,7 @@ from spectral_monitor.reporting.kinds import OTHERS, kind
 from spectral_monitor.scaling.fit import Fit, fit_slope
 from spectral_monitor.scaling.points import Key, Point, Recipe
 from spectral_monitor.scaling.prediction import predict
+from spectral_monitor.scaling.sweep_limit import How, WidthLimit, limits_of
 from spectral_monitor.scaling.sweep_slope import Slope
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ class SweepResult:
         step: the optimizer step that slopes are of.
         recipe: how the networks were trained.
         keys: width, depth and seed of every point there should be.
+        limit: how limits of infinite width are found, ``"exact"`` or ``"extrapolated"``; ``None`` for not at all.
+        exact: seed -> what its networks are at infinite width, or why they have no limit.
     """
 
     points: tuple[Point, ...]
@@ -41,6 +45,13 @@ class SweepResult:
     step: int
     recipe: Recipe
     keys: tuple[Key, ...]
+    limit: How | None = None
+    exact: Mapping[int, Point | str] = field(default_factory=dict)
+
+    @cached_property
+    def limits(self) -> dict[tuple[str, str], WidthLimit]:
+        """(layer, quantity) -> its limit of infinite width; empty where none was asked for."""
+        return limits_of(self)
 
     @property
     def off(self) -> tuple[Slope, ...]:
@@ -57,7 +68,8 @@ class SweepResult:
         """
         if step not in self.recipe.at:
             raise ValueError(f"step {step} was not measured; measured: {', '.join(map(str, self.recipe.at))}")
-        return evaluated(self.recipe, self.keys, self.points, self.axis, step)
+        found = evaluated(self.recipe, self.keys, self.points, self.axis, step)
+        return replace(found, limit=self.limit, exact=self.exact)
 
     def table(self) -> str:
         """One line that answers, then a row for each layer and quantity, offenders first."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from spectral_monitor.reporting.lines import Column, Table, printable
 from spectral_monitor.reporting.table import number
 from spectral_monitor.scaling.fit import CONFIDENCE
+from spectral_monitor.scaling.sweep_limit import limit_sentences
 from spectral_monitor.scaling.sweep_result import SweepResult
 from spectral_monitor.scaling.sweep_slope import TOLERANCE, Slope, exponent
 
@@ -23,7 +24,7 @@ def sweep_table(result: SweepResult) -> Table:
     """The rows of a sweep, those that do not go as they should first, the farthest off first of all."""
     off = result.off
     rows = sorted(result.slopes, key=lambda slope: _place(slope, off))
-    return Table(sweep_headline(result), tuple(_columns(rows)) if rows else (), tuple(_foot(result)))
+    return Table(sweep_headline(result), tuple(_columns(result, rows)) if rows else (), tuple(_foot(result)))
 
 
 def _place(slope: Slope, off: Sequence[Slope]) -> tuple[int, float]:
@@ -33,7 +34,7 @@ def _place(slope: Slope, off: Sequence[Slope]) -> tuple[int, float]:
     return 2 + _REST.index(slope.verdict), 0.0
 
 
-def _columns(rows: Sequence[Slope]) -> list[Column]:
+def _columns(result: SweepResult, rows: Sequence[Slope]) -> list[Column]:
     columns = [_text("layer", [row.layer for row in rows]), _text("quantity", [row.quantity for row in rows])]
     besides = [row.beside for row in rows]
     if len(set(besides)) > 1:
@@ -42,6 +43,10 @@ def _columns(rows: Sequence[Slope]) -> list[Column]:
     for i, size in enumerate(rows[0].sizes):
         title = f"{rows[0].axis} {size}" if i == 0 else str(size)
         columns.append(Column(title, tuple(number(row.values[i]) for row in rows), spare=1))
+    if result.limits:
+        limits = [result.limits[row.layer, row.quantity] for row in rows]
+        columns.append(Column("infinite", tuple(number(limit.value) for limit in limits)))
+        columns.append(Column("distance slope", tuple(_signed(limit.fit.slope) for limit in limits), spare=1))
     columns.append(Column("slope", tuple(_signed(row.fit.slope) for row in rows)))
     interval = ["-" if row.fit.reason else f"{_signed(row.fit.low)} .. {_signed(row.fit.high)}" for row in rows]
     columns.append(Column(f"{CONFIDENCE:.0%} interval", tuple(interval)))
@@ -119,6 +124,7 @@ def _foot(result: SweepResult) -> list[str]:
             f"slope: s in value ~ {result.axis}^s; a verdict is passed where the whole interval lies within "
             f"{TOLERANCE} of what is expected, or outside"
         )
+    foot += [printable(sentence) for sentence in limit_sentences(result)]
     if {slope.fit.how for slope in result.slopes} - {""} == {"residuals"}:
         foot.append("one seed: intervals are from the residuals of its lines, and know nothing of other seeds")
     if result.excluded:

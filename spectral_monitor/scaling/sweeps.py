@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.fit import FEWEST
 from spectral_monitor.scaling.parametrization import Parametrization
 from spectral_monitor.scaling.points import Key, MakeModule, MakeOptimizer, Point, Recipe
+from spectral_monitor.scaling.sweep_limit import How, checked_limit, exact_points
 from spectral_monitor.scaling.sweep_result import SweepResult, evaluated
 
 QUANTITIES = ("weight_natural", "update_natural", "feature_change")
@@ -46,6 +48,7 @@ def sweep(
     path: str | os.PathLike[str] | None = None,
     part: tuple[int, int] | None = None,
     progress: bool = True,
+    limit: How | None = None,
 ) -> SweepResult:
     r"""Train and measure a network at several widths, and fit what each layer's quantities grow like.
 
@@ -95,6 +98,9 @@ def sweep(
         part: ``(i, n)``, i from 1 to n: train the i-th of n shares only, into a file of its own beside ``path``. A
             sweep without it, of the same path, collects the shares and trains what is missing.
         progress: show it on stderr, as a bar if tqdm is installed.
+        limit: say what values are at infinite width, and how far from it the networks are. ``"extrapolated"``: from
+            the widths, by ``q + c / n``, for any architecture; ``"exact"``: by :func:`~spectral_monitor.limits.twin`,
+            with SGD and a parametrization, where all parameters are in an ``nn.Sequential`` of two linear layers.
 
     Returns:
         The points and their slopes; ``print`` it for the table, ``.figure()`` for a picture.
@@ -122,6 +128,7 @@ def sweep(
     """
     recipe = Recipe(make_module, data, steps, quantities, measured, parametrization, optimizer, lr, roles, blocks)
     keys, axis = _keys(widths, depths, seeds)
+    limit = checked_limit(limit, axis, recipe, depths)
     processes = _checked_processes(processes, recipe)
     target = None if path is None else Path(path)
     if part is not None and target is None:
@@ -139,7 +146,13 @@ def sweep(
                 points_file.append(points_file.part_path(target, part), point, recipe.settings)
             advance(point.key)
     ordered = sorted(keys, key=lambda key: (key.depth or 0, key.width, key.seed))
-    return evaluated(recipe, ordered, points.values(), axis, recipe.at[-1])
+    result = evaluated(recipe, ordered, points.values(), axis, recipe.at[-1])
+    exact = (
+        exact_points(recipe, ordered[0].width, [*dict.fromkeys(key.seed for key in ordered)])
+        if limit == "exact"
+        else {}
+    )
+    return replace(result, limit=limit, exact=exact)
 
 
 def _keys(

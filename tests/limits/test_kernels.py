@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from spectral_monitor.limits import KernelMachine, relu_kernels
+from spectral_monitor.limits import KernelMachine, relu_kernels, softmax_derivative, square_derivative
 
 SU, SV, SB = 0.8, 1.3, 0.4
 
@@ -84,10 +84,67 @@ def test_the_linear_machine_is_gradient_descent():
     assert torch.equal(machine(z), before)
 
 
+@pytest.mark.parametrize("kernel", ["nngp", "ntk"])
+def test_training_is_the_linear_model_of_the_gram_matrix(kernel):
+    """``f <- f - lr K chi`` on the batch; elsewhere by the same coefficients."""
+    x, z = points()
+    y = torch.tensor([0, 1])
+    machine = KernelMachine(kernel, 2, su=SU, sv=SV, sb=SB, depth=2)
+    f = {"x": torch.zeros(2, 2, dtype=torch.float64), "z": torch.zeros(3, 2, dtype=torch.float64)}
+    for _ in range(4):
+        machine.step(x, y, softmax_derivative, lr=0.7)
+        logits = f["x"].clone().requires_grad_()
+        (chi,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, y), logits)
+        for name, inputs in (("x", x), ("z", z)):
+            f[name] = f[name] - 0.7 * machine.between(inputs, x) @ chi
+    torch.testing.assert_close(machine(x), f["x"])
+    torch.testing.assert_close(machine(z), f["z"])
+    assert f["z"].abs().max() > 0.05
+
+
+@pytest.mark.parametrize("clip", [math.inf, 0.05])
+def test_meta_learning_is_first_order_maml_of_the_linear_model(clip):
+    """Against ``f = W x`` with weights, gradients by autograd and torch's clipping."""
+    generator = torch.Generator().manual_seed(3)
+    machine, W = KernelMachine("linear", 3), torch.zeros(3, 4, dtype=torch.float64)
+    loss = torch.nn.functional.cross_entropy
+    for _ in range(3):
+        tasks, total = [], torch.zeros_like(W)
+        for _ in range(2):
+            x, test = (torch.randn(5, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+            y, target = (torch.randint(3, (5,), generator=generator) for _ in range(2))
+            tasks.append((x, y, test, target))
+            start = W.clone().requires_grad_()
+            (g,) = torch.autograd.grad(loss(x @ start.T, y), start)
+            moved = (W - 0.4 * g).requires_grad_()
+            total += torch.autograd.grad(loss(test @ moved.T, target), moved)[0]
+        W = W - 0.3 * total * min(1.0, clip / total.norm().item())
+        machine.meta_step(tasks, softmax_derivative, adapt_lr=0.4, lr=0.3, clip=clip)
+        if clip < math.inf:
+            assert total.norm() > clip
+    torch.testing.assert_close(machine(test), test @ W.T)
+    before = machine(test)
+    assert not torch.equal(machine.adapted(x, y, softmax_derivative, lr=0.4, steps=20)(test), before)
+    assert torch.equal(machine(test), before)
+
+
+def test_a_kernel_may_be_a_function():
+    """Of indices into a Gram matrix, for instance."""
+    x, _ = points()
+    gram = relu_kernels(x, x)[1]
+    indices = KernelMachine(lambda i, j: gram[i][:, j], 1)
+    plain = KernelMachine("ntk", 1)
+    every = torch.arange(2)
+    for _ in range(2):
+        indices.step(every, torch.ones(2, 1), square_derivative, lr=0.1)
+        plain.step(x, torch.ones(2, 1), square_derivative, lr=0.1)
+    torch.testing.assert_close(indices(every), plain(x))
+
+
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"got \(2, 3\) and \(2, 4\)"):
         relu_kernels(torch.ones(2, 3), torch.ones(2, 4))
     with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
         relu_kernels(torch.ones(2, 3), torch.ones(2, 3), depth=0)
-    with pytest.raises(ValueError, match="kernel must be 'linear', 'nngp' or 'ntk', got 'rbf'"):
+    with pytest.raises(ValueError, match="kernel must be 'linear', 'nngp', 'ntk' or a function, got 'rbf'"):
         KernelMachine("rbf", 1)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
 
+from spectral_monitor import SpectralProbe
 from spectral_monitor.limits import at_infinite_width, infinite_width, twin
+from spectral_monitor.limits.twin import GOES_WITH_WIDTH
+from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.scaling import MUP, NTP, SP
 
 D, K, LR = 6, 3, 0.3
@@ -114,3 +118,46 @@ def test_values_are_converted_to_those_of_a_wide_module():
         got = at_infinite_width("weight_natural", values[0], layer=layer, size=D + K)
         assert got == pytest.approx(values[1], rel=0.03)
     assert math.isnan(at_infinite_width("weight_fro", 1.0, layer="hidden", size=9))
+
+
+def measured(module, groups):
+    """The third measurement of every quantity, of a training with SGD and momentum."""
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
+    probe = SpectralProbe(module, optimizer, quantities=list(QUANTITIES), drift_every=1, mode="observe")
+    generator = torch.Generator().manual_seed(2)
+    target = torch.randn(K, D, generator=generator)
+    for _ in range(3):
+        x = torch.randn(16, D, generator=generator)
+        with probe.step():
+            optimizer.zero_grad()
+            (module(x) - x @ target.T).square().sum().div(32).backward()
+            optimizer.step()
+    return probe.measurements[-1]
+
+
+def test_every_quantity_is_that_of_a_wide_module():
+    """What the probe says of the twin, converted, against what it says of width 16,384."""
+    n = 2**14
+    named = OrderedDict(first=nn.Linear(D, n), second=nn.Linear(n, K, bias=False))
+    limit = twin(nn.Sequential(named), MUP, LR)
+    torch.manual_seed(1)
+    MUP.init_(wide := nn.Sequential(named))
+    at_twin = measured(limit.module, limit.param_groups)
+    found, wanted = limit.measurement(at_twin), measured(wide, MUP.param_groups(wide, lr=LR, optimizer="sgd"))
+    compared, scaled = set(), set()
+    for key in wanted.values:
+        for layer in ("first", "second", "first.bias"):
+            ours, theirs = found.value(key, layer), wanted.value(key, layer)
+            if key in GOES_WITH_WIDTH:
+                assert math.isnan(ours)
+                assert found.why(key, layer) in ("it goes with the width", at_twin.why(key, layer))
+            elif key == "feature_drift" and layer == "second":
+                assert math.isnan(ours)  # outputs are 0 at the start: what they drift by is without limit
+            elif math.isfinite(theirs) and key != "lr_multiplier":
+                assert ours == pytest.approx(theirs, rel=0.07), (key, layer)
+                compared.add(key)
+                if at_twin.value(key, layer) != ours:
+                    scaled.add(key)
+    assert len(compared) >= 25
+    assert scaled == {"feature_rms", "sensitivity", "weight_natural", "update_natural"}
+    assert {layer for layer in ("first", "second") if found.value("weight_natural", layer) > 1} == {"first", "second"}

@@ -1,0 +1,182 @@
+"""Would a lazy network do as well? The best that kernels of infinitely wide networks reach on the same batches."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.limits.kernels import relu_kernels
+
+Batch = tuple[Tensor, Tensor]
+Kind = Literal["nngp", "ntk"]
+
+EXAMPLES = 4096
+"""Training examples at most: their kernel takes 64 MB in float32."""
+
+
+@dataclass(frozen=True)
+class LazyScore:
+    """What a network whose features stand still reaches.
+
+    Attributes:
+        kernel: ``"nngp"`` (only the readout learns) or ``"ntk"`` (all layers, in first order).
+        loss: the lowest on held-out batches over all steps, which favours the kernel.
+        accuracy: there, of labels; NaN for squared losses.
+        step: of that loss.
+        examples: that it was trained on.
+        stopped: whether time was up before the last step.
+    """
+
+    kernel: Kind
+    loss: float
+    accuracy: float
+    step: int
+    examples: int
+    stopped: bool
+
+    def __str__(self) -> str:
+        right = "" if math.isnan(self.accuracy) else f", {self.accuracy:.1%} right"
+        note = "; time was up" if self.stopped else ""
+        return (
+            f"{self.kernel.upper()} of {self.examples} examples: loss {self.loss:.4g}{right} (step {self.step}{note})"
+        )
+
+
+@torch.no_grad()
+def lazy_scores(
+    train: Iterable[Batch],
+    held_out: Iterable[Batch],
+    *,
+    depth: int = 1,
+    sb: float = 0.0,
+    kernels: Sequence[Kind] = ("nngp", "ntk"),
+    steps: int = 300,
+    examples: int = EXAMPLES,
+    seconds: float = 60.0,
+    progress: bool = True,
+) -> list[LazyScore]:
+    """Return what ReLU kernels of a perceptron's depth reach on batches of your training.
+
+    Each kernel is trained by gradient descent in the space of functions, on all its examples at once, with the largest
+    rate that is stable for sure; the lowest held-out loss on the way is its score. If your network does not get below
+    it, features that learn gain you nothing, or do not learn.
+
+    Args:
+        train: batches ``(inputs, targets)``; inputs are flattened and scaled to norm ``sqrt(d)`` on average, targets
+            are labels (B,), for cross entropy, or numbers (B, ...), for half the squared error.
+        held_out: batches to score on, as many examples of them at most as of ``train``.
+        depth: number of hidden layers.
+        sb: standard deviation of the hidden layers' biases.
+        kernels: which.
+        steps: of gradient descent.
+        examples: of the training batches that are used at most; memory goes as their square, and time as the steps
+            times that.
+        seconds: for each kernel; its descent stops after that.
+        progress: show it on stderr.
+
+    Raises:
+        ValueError: no batches, batches that are no pairs of tensors, a kernel or a number that is none.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
+        >>> batches = [(x, torch.tensor([0, 1, 0, 1]))]
+        >>> for score in lazy_scores(batches, batches, steps=50, progress=False):
+        ...     print(score.kernel, score.accuracy)
+        nngp 1.0
+        ntk 1.0
+    """
+    for name, number in {"depth": depth, "steps": steps, "examples": examples}.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    for kernel in kernels:
+        if kernel not in ("nngp", "ntk"):
+            raise ValueError(f"kernels must be 'nngp' or 'ntk', got {kernel!r}")
+    x, y = _collected(train, examples, "train")
+    z, target = _collected(held_out, examples, "held_out")
+    if x.shape[1] != z.shape[1] or y.is_floating_point() != target.is_floating_point():
+        raise ValueError(f"train and held_out differ: {x.shape[1]} inputs and {z.shape[1]}, or labels and numbers")
+    scale = x.square().sum(1).mean().sqrt() / math.sqrt(x.shape[1])
+    x, z = x / scale, z / scale
+    outputs = int(max(y.max(), target.max())) + 1 if not y.is_floating_point() else y.shape[1]
+    found = []
+    for kernel in kernels:
+        own, cross = (_kernel(part, x, kernel, depth, sb) for part in (x, z))
+        score = _descent(kernel, own, cross, y, target, outputs, steps, seconds)
+        found.append(score)
+        if progress:
+            print(f"lazy network: {score}", file=sys.stderr)
+    return found
+
+
+def _collected(batches: Iterable[Batch], most: int, name: str) -> Batch:
+    """Return the first examples of batches, flat and on the CPU."""
+    inputs, targets, count = [], [], 0
+    for batch in batches:
+        if (
+            not isinstance(batch, (tuple, list))
+            or len(batch) != 2
+            or not all(isinstance(part, Tensor) for part in batch)
+        ):
+            raise ValueError(f"{name} must yield pairs of tensors (inputs, targets), got a {type(batch).__name__}")
+        x, y = (part.detach().cpu()[: most - count] for part in batch)
+        inputs.append(x.flatten(1).float())
+        targets.append(y if not y.is_floating_point() and y.ndim == 1 else y.float().reshape(len(y), -1))
+        count += len(x)
+        if count >= most:
+            break
+    if not inputs:
+        raise ValueError(f"{name} has no batches")
+    return torch.cat(inputs), torch.cat(targets)
+
+
+def _kernel(x: Tensor, z: Tensor, kernel: Kind, depth: int, sb: float) -> Tensor:
+    """Return a kernel (B, C), in blocks of rows, of networks whose features keep their size."""
+    su = 1 / math.sqrt(x.shape[1])
+    # The first matrix is scaled by su rather than drawn so, so that it learns at the same rate as the others.
+    blocks = [
+        relu_kernels(su * part, su * z, depth=depth, su=math.sqrt(2), sv=math.sqrt(2), sb=sb)[kernel == "ntk"]
+        for part in x.split(512)
+    ]
+    return torch.cat(blocks)
+
+
+def _descent(
+    kernel: Kind, own: Tensor, cross: Tensor, y: Tensor, target: Tensor, outputs: int, steps: int, seconds: float
+) -> LazyScore:
+    """Return the best score of ``f <- f - lr K chi`` from f = 0."""
+    # Loss curvature is at most 1 / B for half the squared error, and 1 / (2 B) for cross entropy.
+    labels = not y.is_floating_point()
+    rate = (2.0 if labels else 1.0) * len(y) / _largest(own)
+    q = torch.zeros(len(y), outputs)
+    started, best, stopped = time.monotonic(), LazyScore(kernel, math.inf, math.nan, 0, len(y), False), False
+    for step in range(steps + 1):
+        loss, accuracy = _loss(cross @ q, target)
+        if loss < best.loss:
+            best = LazyScore(kernel, loss, accuracy, step, len(y), False)
+        if time.monotonic() - started > seconds:
+            stopped = step < steps
+            break
+        f = own @ q
+        chi = (f.softmax(1) - torch.nn.functional.one_hot(y, outputs) if labels else f - y) / len(y)
+        q = q - rate * chi
+    return LazyScore(kernel, best.loss, best.accuracy, best.step, best.examples, stopped)
+
+
+def _largest(K: Tensor) -> float:
+    """Return an upper bound of the largest eigenvalue, close to it: the largest sum of a row's entries."""
+    return K.abs().sum(1).max().item()
+
+
+def _loss(f: Tensor, target: Tensor) -> tuple[float, float]:
+    """Return the mean loss and the accuracy."""
+    if target.is_floating_point():
+        return (f - target).square().sum(1).mean().item() / 2, math.nan
+    right = (f.argmax(1) == target).double().mean().item()
+    return torch.nn.functional.cross_entropy(f, target).item(), right

@@ -1,0 +1,137 @@
+"""Perceptrons with one hidden layer of infinite width and any activation, by weighted neurons.
+
+Each neuron is a point (u, v) of the distribution of input and output weights, with a weight w; the weights add up to
+1. Expectations over the distribution are weighted sums. Where inputs and outputs are at most three in number, points
+are the nodes of a Gauss-Hermite rule, and nothing is drawn at random.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectral_monitor.limits.populations import Activation, checked_derivatives, rates_of
+
+NODES = 60
+"""On each side of the Gauss-Hermite rule."""
+
+DRAWN = 2**17
+"""Points where there are too many dimensions for a rule: half of Sobol's sequence, half mirrored in v."""
+
+
+class WeightedNeurons:
+    """A perceptron with one hidden layer of infinite width under maximal updates.
+
+    Entries begin as ``U ~ N(0, su^2)``, ``V ~ N(0, sv^2 / n^2)``; as applied, SGD moves them at rates ``lr n`` and
+    ``lr / n``. With a polynomial activation of degree 2 or more take few steps only: moments then come from neurons so
+    rare that no finite network has one.
+
+    Args:
+        d: number of inputs.
+        k: number of outputs.
+        phi: activation; differentiable by autograd.
+        lr: learning rate, or those of U and V.
+        su, sv: standard deviations at the start, see above.
+        nodes: of the Gauss-Hermite rule on each side, where ``d + k <= 3``.
+        seed: of Sobol's sequence, where ``d + k > 3``.
+
+    Raises:
+        ValueError: sizes below 1, or learning rates that are not one for each matrix.
+
+    Source: "Feature Learning in Infinite-Width Neural Networks", Theorem 6.1.
+
+    Example:
+        >>> import torch
+        >>> limit = WeightedNeurons(1, 1, torch.tanh, lr=0.5)
+        >>> one = torch.ones(1, 1)
+        >>> for _ in range(3):
+        ...     f = limit.step(one, lambda f: f - 1)
+        >>> round(f.item(), 3), round(limit(one).item(), 3)
+        (0.614, 0.751)
+    """
+
+    def __init__(
+        self,
+        d: int,
+        k: int,
+        phi: Activation,
+        *,
+        lr: float | Sequence[float],
+        su: float = 1.0,
+        sv: float = 1.0,
+        nodes: int = NODES,
+        seed: int = 0,
+    ) -> None:
+        for name, size in {"d": d, "k": k, "nodes": nodes}.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        self.phi, self._rates = phi, rates_of(lr, 2)
+        points, self.weights = _rule(d + k, nodes) if d + k <= 3 else _drawn(d, k, seed)
+        self.U, self.V = su * points[:, :d], sv * points[:, d:]  # (N, d) and (N, k)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the outputs (B, k) of inputs (B, d)."""
+        return self.features(x).T @ (self.weights[:, None] * self.V)
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return the hidden features (N, B) of inputs (B, d); means over the layer weigh rows by ``weights``.
+
+        Raises:
+            ValueError: inputs of another shape.
+        """
+        d = self.U.shape[1]
+        if x.ndim != 2 or x.shape[1] != d:
+            raise ValueError(f"x must be (batch, {d}), got {tuple(x.shape)}")
+        return self.phi(self.U @ x.double().T).detach()
+
+    def feature_kernel(self, x: Tensor, z: Tensor) -> Tensor:
+        """Return the mean over the layer of products of features (B, C) of inputs (B, d) and (C, d)."""
+        return self.features(x).T @ (self.weights[:, None] * self.features(z))
+
+    def step(self, x: Tensor, loss_derivative: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the outputs (B, k) at inputs (B, d), then take a step of SGD on them.
+
+        Args:
+            x: (B, d) inputs.
+            loss_derivative: from the outputs (B, k), in float64, to the derivatives of the loss with respect to them,
+                of the same shape, the batch's weights in them.
+
+        Raises:
+            ValueError: inputs or derivatives of another shape.
+        """
+        features = self.features(x)  # (N, B)
+        f = features.T @ (self.weights[:, None] * self.V)
+        chi = checked_derivatives(loss_derivative(f), f)
+        with torch.enable_grad():
+            h = (self.U @ x.double().T).requires_grad_()
+            (slope,) = torch.autograd.grad(self.phi(h).sum(), h, allow_unused=True)
+        slope = torch.zeros_like(h) if slope is None else slope
+        # Both from the old values; no weight w, which is in the expectation only.
+        V = self.V - self._rates[1] * features @ chi
+        self.U = self.U - self._rates[0] * (slope * (self.V @ chi.T)) @ x.double()
+        self.V = V
+        return f
+
+
+def _rule(dimensions: int, nodes: int) -> tuple[Tensor, Tensor]:
+    """Return points (N, dimensions) and weights (N,) of the tensor Gauss-Hermite rule for N(0, 1)."""
+    z, w = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(nodes))
+    w = w / math.sqrt(2 * math.pi)
+    points = torch.cartesian_prod(*[z] * dimensions).reshape(-1, dimensions)
+    weights = torch.cartesian_prod(*[w] * dimensions).reshape(-1, dimensions).prod(1)
+    return points, weights
+
+
+def _drawn(d: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return points (N, d + k) of a scrambled Sobol sequence in pairs (u, v) and (u, -v), and equal weights."""
+    sobol = torch.quasirandom.SobolEngine(d + k, scramble=True, seed=seed)
+    uniform = sobol.draw(DRAWN // 2, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+    half = math.sqrt(2) * torch.erfinv(2 * uniform - 1)
+    sign = torch.ones(d + k, dtype=torch.float64)
+    sign[d:] = -1
+    points = torch.cat([half, half * sign])
+    return points, torch.full((len(points),), 1 / len(points), dtype=torch.float64)

@@ -1,0 +1,254 @@
+"""Figures of infinite width: the scripts' quick modes, and their parts against plain loops."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "papers"))
+import infinite_width_fig4
+import infinite_width_maml
+import infinite_width_max_lr
+import infinite_width_pca
+import infinite_width_word2vec
+import jobs
+import omniglot
+import word2vec_text
+from analogies import accuracy, questions, ranks
+
+from spectral_monitor.limits import finite_width
+
+
+def run(script, out, *arguments):
+    """The rows of the table that a script writes in its quick mode."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script", "--quick", "--out", str(out), *arguments])
+        script.main()
+    name = script.__name__
+    assert (out / f"{name}.png").stat().st_size > 10_000
+    with (out / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_stopped_script_goes_on(tmp_path):
+    path, done = tmp_path / "rows.jsonl", []
+
+    def work(n):
+        done.append(n)
+        return {"square": n * n}
+
+    assert jobs.rows_of(path, [{"n": 1}, {"n": 2}], work, "some") == [{"n": 1, "square": 1}, {"n": 2, "square": 4}]
+    with path.open("a") as file:
+        file.write('{"n": 3, "squ')  # the process was killed
+    rows = jobs.rows_of(path, [{"n": 3}, {"n": 2}], work, "some")
+    assert rows == [{"n": 3, "square": 9}, {"n": 2, "square": 4}]
+    assert done == [1, 2, 3]
+
+
+def test_a_network_of_figure_4_is_that_of_autograd():
+    """With its matrix as start and updates, against full matrices."""
+    n, lr = 32, infinite_width_fig4.LR["tanh", "2"]
+    found = infinite_width_fig4.finite("tanh", "2", n, 3)["losses"]
+    generator = torch.Generator().manual_seed(3)
+    U, V = torch.randn(n, generator=generator), torch.randn(n, generator=generator) / n
+    W = torch.randn(n, n, generator=generator) / n**0.5
+    weights = [part.requires_grad_() for part in (U, W, V)]
+    for x, y, loss in zip(infinite_width_fig4.XS, infinite_width_fig4.YS, found, strict=True):
+        ours = (V @ torch.tanh(W @ torch.tanh(U * x)) - y).square() / 2
+        assert loss == pytest.approx(ours.item(), rel=1e-3, abs=1e-5)
+        for part, rate, g in zip(weights, (lr * n, lr, lr / n), torch.autograd.grad(ours, weights), strict=True):
+            part.data -= rate * g
+
+
+@pytest.mark.slow
+def test_figure_4(tmp_path):
+    for row in run(infinite_width_fig4, tmp_path):
+        if int(row["width"]) == 1024:
+            mean, wanted, error = (float(row[key]) for key in ("mean", "limit", "error"))
+            assert abs(mean - wanted) < 3.5 * error + 4 / 1024 * (1 + wanted)
+    rows = jobs._read(tmp_path / "infinite_width_fig4.jsonl")
+    # Deviations of single networks fall as the root of the width: at four times the width they are a half.
+    for phi, column in (("tanh", "1"), ("tanh", "2"), ("identity", "2")):
+        deviation = [
+            np.std([r["losses"][2] for r in rows if (r["phi"], r["column"], r["width"]) == (phi, column, n)])
+            for n in (256, 1024)
+        ]
+        assert deviation[1] / deviation[0] == pytest.approx(0.5, abs=0.25)
+
+
+@pytest.mark.slow
+def test_largest_stable_rates(tmp_path):
+    run(infinite_width_max_lr, tmp_path)
+    rows = jobs._read(tmp_path / "infinite_width_max_lr.jsonl")
+    found = infinite_width_max_lr.slopes(rows)
+    assert found["standard"].slope == pytest.approx(-1, abs=0.15)
+    assert found["muP"].slope == pytest.approx(0, abs=0.15)
+
+
+def test_an_edge_is_between_stable_and_unstable():
+    torch.manual_seed(0)
+    x, y = torch.randn(20, infinite_width_max_lr.COMPONENTS), torch.randn(20, 10)
+    edge = infinite_width_max_lr.edge("standard", 32, 0, x, y)
+    assert infinite_width_max_lr.is_stable("standard", 32, 0, edge / 1.02, x, y)
+    assert not infinite_width_max_lr.is_stable("standard", 32, 0, edge * 1.02, x, y)
+
+
+def test_word2vec_learns_analogies_as_the_limit_does(tmp_path):
+    rows = {row["width"]: float(row["mean"]) for row in run(infinite_width_word2vec, tmp_path)}
+    assert rows["infinite"] > 0.85
+    assert rows["256"] == pytest.approx(rows["infinite"], abs=0.05)
+    assert rows["4"] < 0.15
+    assert rows["NTK"] < 0.03
+    begun = jobs._read(tmp_path / "infinite_width_word2vec.jsonl")
+    assert all(row["start"] < 0.03 for row in begun if row["width"] in (0, 256))
+
+
+def test_a_score_is_what_the_words_say():
+    """Embeddings that are sums of an entity's and a relation's axis answer everything; random ones nothing."""
+    entity, relation = torch.eye(12).repeat(4, 1), torch.eye(4).repeat_interleave(12, 0)
+    whole = torch.cat([entity, relation], 1)
+    assert accuracy(whole, questions()) == 1.0
+    assert (ranks(whole, questions(), 48) == 1).all()
+    noise = torch.randn(48, 500, generator=torch.Generator().manual_seed(0))
+    assert accuracy(noise, questions()) < 0.1
+
+
+def test_a_step_on_text_is_that_of_autograd():
+    generator = torch.Generator().manual_seed(0)
+    U, V = (torch.randn(9, 4, generator=generator) for _ in range(2))
+    context, there = torch.tensor([[1, 2, 2]]), torch.tensor([[True, True, False]])
+    centre = torch.tensor([5])
+    u, v = (part.clone().requires_grad_() for part in (U, V))
+    state = generator.get_state()
+    other = torch.randint(8, (1, word2vec_text.NEGATIVES), generator=generator)[0]
+    other = other + (other >= 5).long()
+    assert 5 not in other
+    score = v @ u[[1, 2]].mean(0)
+    loss = -torch.nn.functional.logsigmoid(score[5]) - torch.nn.functional.logsigmoid(-score[other]).sum()
+    gu, gv = torch.autograd.grad(loss, (u, v))
+    rate, decay = word2vec_text.LR, word2vec_text.LR * word2vec_text.DECAY
+    wanted = [part * (1 - decay) - rate * g for part, g in ((U, gu), (V, gv))]
+    generator.set_state(state)
+    word2vec_text.step(U, V, context, there, centre, generator)
+    torch.testing.assert_close(U, wanted[0])
+    torch.testing.assert_close(V, wanted[1])
+
+
+def test_word2vec_on_a_text_of_the_user(tmp_path, capsys):
+    text, asked = tmp_path / "text.txt", tmp_path / "questions.txt"
+    text.write_text("the king and the queen and the man and the woman are here . " * 30)
+    asked.write_text(": family\nman woman king queen\nman woman father mother\n")
+    arguments = ["--text", str(text), "--questions", str(asked), "--out", str(tmp_path)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script", "--quick", *arguments])
+        infinite_width_word2vec.main()
+    said = capsys.readouterr().out
+    assert "vocabulary 8, 1 questions" in said
+    assert "width infinite: reciprocal rank" in said
+    assert (tmp_path / "infinite_width_word2vec_text.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "nowhere.txt"], "no text at 'nowhere.txt': give --text the path of a text file"),
+        (["--text", __file__], "--text needs --questions"),
+        (["--text", __file__, "--questions", "nowhere"], "no questions at 'nowhere'"),
+    ],
+)
+def test_missing_texts_are_named(tmp_path, arguments, message):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script", "--quick", "--out", str(tmp_path / "out"), *arguments])
+        with pytest.raises(SystemExit, match=message):
+            infinite_width_word2vec.main()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_too_many_words_for_memory_are_refused():
+    with pytest.raises(SystemExit, match="width infinite of 71291 words takes 76 GB: keep fewer with --vocabulary"):
+        word2vec_text.start(71_291, 0, 0, 0)
+
+
+def test_relations_separate_in_the_limit_and_not_at_the_start():
+    found = infinite_width_pca.pictures(epochs=2)
+    shares = [infinite_width_pca.separation(points) for points in found.values()]
+    assert shares[0] < 0.25
+    assert shares[2] > 0.8
+    assert shares[2] > shares[0]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_adaptation_is_gradient_descent_on_each_task(steps):
+    """Against autograd with whole weights, U included; two tasks, biases with their multiplier."""
+    generator, alpha = torch.Generator().manual_seed(0), 0.7
+    net = finite_width(6, 9, 5, generator=generator, dtype=torch.float64)
+    x, test = (torch.rand(2, 5, 9, generator=generator, dtype=torch.float64) for _ in range(2))
+    y = torch.arange(5)
+    found, _, _ = infinite_width_maml.adapted(net, x, test, y, alpha, steps)
+    for task in range(2):
+        weights = [net.U, net.V, net.b / alpha]
+        for _ in range(steps):
+            U, V, beta = weights = [part.clone().requires_grad_() for part in weights]
+            loss = torch.nn.functional.cross_entropy((x[task] @ U.T + alpha * beta) @ V.T, y)
+            weights = [w - 0.4 * g for w, g in zip(weights, torch.autograd.grad(loss, weights), strict=True)]
+        U, V, beta = weights
+        torch.testing.assert_close(found[task], (test[task] @ U.T + alpha * beta) @ V.T)
+
+
+def test_a_meta_step_is_first_order_maml():
+    generator, alpha = torch.Generator().manual_seed(0), 0.7
+    net = finite_width(6, 9, 5, generator=generator, dtype=torch.float64)
+    x, test = (10 * torch.rand(3, 5, 9, generator=generator, dtype=torch.float64) for _ in range(2))
+    y, loss = torch.arange(5), torch.nn.functional.cross_entropy
+    total = [torch.zeros_like(part) for part in (net.U, net.V, net.b)]
+    for task in range(3):
+        start = [part.clone().requires_grad_() for part in (net.U, net.V, net.b / alpha)]
+        U, V, beta = start
+        grads = torch.autograd.grad(loss((x[task] @ U.T + alpha * beta) @ V.T, y), start)
+        moved = [(w - 0.4 * g).detach().requires_grad_() for w, g in zip(start, grads, strict=True)]
+        U, V, beta = moved
+        grads = torch.autograd.grad(loss((test[task] @ U.T + alpha * beta) @ V.T, y), moved)
+        total = [a + b for a, b in zip(total, grads, strict=True)]
+    length = sum(part.square().sum() for part in total).sqrt().item()
+    assert length > infinite_width_maml.CLIP
+    after = infinite_width_maml.meta_step(net, x, test, y, 0.1, alpha)
+    rate = 0.1 * infinite_width_maml.CLIP / length
+    torch.testing.assert_close(after.U, net.U - rate * total[0])
+    torch.testing.assert_close(after.V, net.V - rate * total[1])
+    torch.testing.assert_close(after.b, net.b - rate * alpha * total[2])
+
+
+def test_tasks_have_two_images_of_each_of_five_classes():
+    images = torch.arange(8 * 3 * 4.0).view(8, 3, 4)
+    some = omniglot.Characters(images, "numbers")
+    x, test, y = some.tasks(50, torch.Generator().manual_seed(0), rotated=False)
+    classes = x[..., 0] // 12
+    assert torch.equal(classes, test[..., 0] // 12)
+    assert (x != test).any(2).all()
+    assert all(len(set(row.tolist())) == 5 for row in classes)
+    assert y.tolist() == [0, 1, 2, 3, 4]
+    turned, _, _ = some.tasks(200, torch.Generator().manual_seed(0), rotated=True)
+    assert {tuple((row - row.min()).tolist()) for row in turned.flatten(0, 1)} == {
+        tuple(torch.arange(4.0).view(2, 2).rot90(k).flatten().tolist()) for k in range(4)
+    }
+
+
+@pytest.mark.slow
+def test_the_limit_learns_to_learn_and_kernels_do_not(tmp_path):
+    """On Omniglot where its archives are at hand, else on digits, where chance is 20 %."""
+    rows = {row["name"]: row for row in run(infinite_width_maml, tmp_path)}
+    archives = any((folder / name).exists() for folder in omniglot.PLACES for name in omniglot.ARCHIVES)
+    assert float(rows["infinite"]["accuracy"]) > float(rows["linear"]["accuracy"]) + (5 if archives else 0)
+    assert float(rows["linear"]["accuracy"]) > 30
+    if archives:
+        assert float(rows["linear"]["before"]) == pytest.approx(42, abs=3)
+
+
+def test_missing_archives_are_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"no omniglot_background_small1.zip and .*small2.zip in"):
+        omniglot.characters(tmp_path)
