@@ -30,6 +30,23 @@ KEYS = (
     *("feature_rms", "feature_change", "feature_change_local", "alignment", "update_alignment", "bfa_cos"),
     *("sensitivity", "input_stable_rank", "backward_stable_rank"),
 )
+PAGE = """# Features from few rows
+
+Features are measured on at most 512 rows, and the forward after the step is run on a few samples
+([how](how_it_works.md#the-first-samples-alone)). Every number that this concerns comes with a standard error, in
+`Measurement.errors`; the largest of `feature_change`, relative to it, is `summary/feature_error`.
+
+Whether the errors hold was tried on recipes that played no part in finding how many samples to take: language models,
+transformers, convolutional networks, perceptrons, autoencoders, under eight optimizers. Two probes watched the same
+steps, one at the defaults, one with all rows of the whole batch.
+
+*Within three standard errors*: numbers whose difference from that of all rows is no larger. *Median error*: the
+standard error, relative to the number. It is wide for `bfa_cos` and `sensitivity` of layers whose cosine is near zero, where the
+difference from all rows is most of the number. Small batches are run whole, and then only what is read off inputs is of
+some rows.
+
+Made by `benchmarks/feature_errors.py --write docs/feature_errors.md`.
+"""
 ROUNDING = 1e-4
 """Relative difference that comes of rounding, and of spectral norms that are known to a tolerance."""
 TOLERANCE = 1e-3
@@ -104,7 +121,8 @@ def page(found: Mapping[str, list[Pair]], shares: Mapping[str, float]) -> str:
         share = f"{sum(pair.held for pair in known) / len(known):.2%}" if known else "no standard error"
         sizes = torch.tensor([pair.error / abs(pair.every) for pair in known if pair.every] or [math.nan])
         off = torch.tensor([pair.off for pair in some if math.isfinite(pair.off)])
-        row = (key, len(some), share, f"{float(sizes.median()):.1%}", f"{float(off.median()):.1%}")
+        size = f"{float(sizes.median()):.1%}" if known else ""
+        row = (key, len(some), share, size, f"{float(off.median()):.1%}")
         lines.append(f"| {' | '.join(map(str, row))} | {float(off.quantile(0.95)):.0%} |")
     part = {name: share for name, share in shares.items() if share}
     lines += ["", f"{len(part)} of {len(shares)} recipes run a part of the batch again: {_parts(part)}"]
@@ -119,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", choices=("development", "held out"), default="held out")
     parser.add_argument("--only", help="recipes whose name contains this")
-    parser.add_argument("--write", type=Path, help="Markdown file to write")
+    parser.add_argument("--write", type=Path, help="Markdown page to write")
     args = parser.parse_args()
     recipes = heldout.RECIPES if args.half == "held out" else development.RECIPES
     found: dict[str, list[Pair]] = defaultdict(list)
@@ -130,7 +148,7 @@ def main() -> None:
             found[recipe.name], shares[recipe.name] = watch(recipe)
     text = page(found, shares)
     if args.write:
-        args.write.write_text(text + "\n")
+        args.write.write_text(f"{PAGE}\n{text}\n")
     print(text)
 
 

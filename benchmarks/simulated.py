@@ -5,9 +5,9 @@
     python benchmarks/simulated.py --write docs/scaling.md   # the tables of what there is
 
 The code is the real one, on fake tensors; see fakes.py for the three things that are put in the place of values. Blocks
-of a network are alike, and so everything that is counted grows by the same with each: models are simulated with few
-blocks, at full width and with all their processes, and the rest is a straight line (a test holds it against a third
-point).
+of a network are alike, and so what is counted grows by the same with each: models are simulated with few blocks, at
+full width and with all their processes, and the rest is a straight line. A test holds it against a third point:
+messages lie on it, operators within half a percent.
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ def test_numbers_grow_by_the_same_with_every_block(way):
     points = [simulated.numbers(case, depth) for depth in (1, 2, 4)]
     for key in points[0]:
         one, two, four = (point[key] for point in points)
-        if key not in ("census seconds", "own memory", "peak beyond plain"):
+        if key in ("operators", "read"):  # work that is done in portions begins a new one at some sizes
+            assert four == pytest.approx(two + 2 * (two - one), rel=0.005), key
+        elif key not in ("census seconds", "own memory", "peak beyond plain"):
             assert four - two == 2 * (two - one), key
 
 
