@@ -41,9 +41,9 @@ transformers, convolutional networks, perceptrons, autoencoders, under eight opt
 steps, one at the defaults, one with all rows of the whole batch.
 
 *Within three standard errors*: numbers whose difference from that of all rows is no larger. *Median error*: the
-standard error, relative to the number. It is wide for `bfa_cos` and `sensitivity` of layers whose cosine is near zero, where the
-difference from all rows is most of the number. Small batches are run whole, and then only what is read off inputs is of
-some rows.
+standard error, relative to the number. It is wide for `bfa_cos` and `sensitivity` of layers whose cosine is near zero,
+where the difference from all rows is most of the number. Small batches are run whole; then only what is read off inputs
+is of some rows.
 
 Made by `benchmarks/feature_errors.py --write docs/feature_errors.md`.
 """
