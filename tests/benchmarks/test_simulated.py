@@ -12,7 +12,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import fakes
-import simulated
+import simulation
 from fakes import FakeLedger, Values
 from gloo import on_processes
 from ledger import Ledger, Sent
@@ -43,7 +43,7 @@ def test_a_simulated_step_is_that_of_real_processes(tmp_path, way, tier, config)
     way = WAYS[way]
     truth, looks = on_processes(job, tmp_path, way.processes, config, way, tier)[0]
     decided = iter(looks)
-    found = simulated.simulated(config, way, TOKENS, tier, lambda: next(decided).play())
+    found = simulation.simulated(config, way, TOKENS, tier, lambda: next(decided).play())
     assert found.measured.sent == truth.measured.sent
     assert found.plain.sent == truth.plain.sent
     assert len(found.measured.collectives()) > 5
@@ -58,8 +58,8 @@ def test_a_simulated_step_is_that_of_real_processes(tmp_path, way, tier, config)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [Way(64), Way(8, tensor=8)])
 def test_numbers_grow_by_the_same_with_every_block(way):
-    case = simulated.Case("Llama 7B", way, "light")
-    points = [simulated.numbers(case, depth) for depth in (1, 2, 4)]
+    case = simulation.Case("Llama 7B", way, "light")
+    points = [simulation.numbers(case, depth) for depth in (1, 2, 4)]
     for key in points[0]:
         one, two, four = (point[key] for point in points)
         if key in ("operators", "read"):  # work that is done in portions begins a new one at some sizes
@@ -105,9 +105,9 @@ def test_large_tensors_made_from_nothing_have_no_memory():
 
 
 def test_a_whole_model_is_on_the_line_through_two(monkeypatch):
-    monkeypatch.setattr(simulated, "numbers", lambda case, depth: {"bytes": 10 + 3 * depth, "waits": 5})
-    assert simulated.line(simulated.Case("Llama 7B", Way(2), "light")) == {"bytes": 10 + 3 * 32, "waits": 5}
-    assert simulated.line(simulated.Case("mixture 400B", Way(2), "light")) == {"bytes": 10 + 3 * 48, "waits": 5}
+    monkeypatch.setattr(simulation, "numbers", lambda case, depth: {"bytes": 10 + 3 * depth, "waits": 5})
+    assert simulation.line(simulation.Case("Llama 7B", Way(2), "light")) == {"bytes": 10 + 3 * 32, "waits": 5}
+    assert simulation.line(simulation.Case("mixture 400B", Way(2), "light")) == {"bytes": 10 + 3 * 48, "waits": 5}
 
 
 def test_collectives_are_listed_by_owner():

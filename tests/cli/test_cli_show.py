@@ -56,7 +56,7 @@ def test_json_or_csv(run):
         (["--layer", "hea"], ["head"]),
         (["--sort", "update_natural"], ["head", "net.2", "net.0"]),
         (["--sort", "weight_stable_rank"], ["net.0", "net.2", "head"]),
-        (["--sort", "vs typical"], ["head", "net.2", "net.0"]),
+        (["--sort", "vs. typical"], ["head", "net.2", "net.0"]),
         (["--sort", "layer"], ["head", "net.0", "net.2"]),
         (["--sort", "update_natural", "--layer", "net*"], ["net.2", "net.0"]),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spectral_monitor import LRCorrection, SpectralCondition, SpectralProbe
-from spectral_monitor.condition import bands
+from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.findings import SMALLEST, Finding
 from spectral_monitor.functional.norms import geometric_median
 

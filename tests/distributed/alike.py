@@ -60,6 +60,6 @@ NETWORKS["look alike"] = Alike
 
 def measure(way: str) -> list[dict[str, Any]]:
     """Every measurement of a run."""
-    monitor = SpectralMonitor(every_n_steps=1, tol=1e-6, drift_every=2, mode="observe")
+    monitor = SpectralMonitor(every_n_steps=1, tol=1e-6, drift_every=2, replay_samples=None, mode="observe")
     fit(way, "look alike", 2, [monitor])
     return [plain(m) for m in monitor.measurements]

@@ -97,7 +97,7 @@ def measure(
     """Every measurement of a run, and the weights it was of."""
     narrow = SpectralCondition(band=(0.8, 1.25), persistence=1)  # so that there are verdicts to compare
     options = {"tol": tol, "drift_every": 2, "low_memory": low_memory, "condition": narrow, "mode": "observe"}
-    monitor = SpectralMonitor(every_n_steps=1, **options)
+    monitor = SpectralMonitor(**{"every_n_steps": 1, "replay_samples": None, **options})
     keeper = Keeper(network)
     fit(way, network, steps, [monitor, keeper], optimizer)
     return {"measurements": [plain(m) for m in monitor.measurements], "weights": keeper.weights}

@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
 
 def measure(way: str) -> list[dict[str, Any]]:
     """Every measurement of a run."""
-    monitor = SpectralMonitor(every_n_steps=1, tol=1e-6, mode="observe")
+    monitor = SpectralMonitor(every_n_steps=1, tol=1e-6, replay_samples=None, mode="observe")
     module = Training("perceptron", shard=WAYS[way].shard if way else None)
     torch.manual_seed(1)
     module.net = Recurrent()

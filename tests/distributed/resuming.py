@@ -23,7 +23,7 @@ STEPS = 3
 def run(way: str, network: str, folder: str, epochs: int, resume: bool = False) -> dict[str, Any]:
     """Epochs of three steps, every one measured, from the start or from a checkpoint after the first."""
     part, parts = WAYS[way].part() if way else (0, 1)
-    monitor = SpectralMonitor(every_n_steps=1, drift_every=1, tol=1e-6)
+    monitor = SpectralMonitor(every_n_steps=1, drift_every=1, tol=1e-6, replay_samples=None)
     keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SpectralMonitorWarning)

@@ -48,6 +48,8 @@ NETWORKS["sequence"] = Sequence
 
 def measure(way: str, exclude: tuple[str, ...]) -> list[dict[str, Any]]:
     """Every measurement of a run."""
-    monitor = SpectralMonitor(every_n_steps=1, tol=1e-6, drift_every=2, mode="observe", exclude=exclude)
+    monitor = SpectralMonitor(
+        every_n_steps=1, tol=1e-6, drift_every=2, replay_samples=None, mode="observe", exclude=exclude
+    )
     fit(way, "sequence", 2, [monitor])
     return [plain(m) for m in monitor.measurements]

@@ -125,7 +125,7 @@ def test_all_quantities_are_compared_where_they_have_values():
 @pytest.mark.parametrize("network", ["perceptron", "transformer", "mixture"])
 def test_the_rows_of_one_process_would_give_other_numbers(network):
     """Of every kind that depends on the rows, in the first step already, so the comparison tells."""
-    monitor = SpectralMonitor(every_n_steps=1, tol=1e-6, drift_every=2)
+    monitor = SpectralMonitor(every_n_steps=1, tol=1e-6, drift_every=2, replay_samples=None)
     fit("", network, 3, [monitor], data=batches(network, 3, part=0, parts=2))
     found = differences(alone(network)["measurements"], [plain(m) for m in monitor.measurements])
     kinds = {text.split(": ")[1].partition("/")[0] for text in found if text.startswith("step 1")}
@@ -141,7 +141,7 @@ def test_another_order_of_the_rows_is_within_the_tolerances(network):
     for permuted in (False, True):
         if permuted:
             loader.dataset[:] = [tuple(t[order] for t in batch) for batch in loader.dataset]
-        monitor = SpectralMonitor(every_n_steps=1, tol=1e-6, drift_every=2, max_rows=None)
+        monitor = SpectralMonitor(every_n_steps=1, tol=1e-6, drift_every=2, max_rows=None, replay_samples=None)
         fit("", network, 3, [monitor], data=loader)
         found.append([plain(m) for m in monitor.measurements])
     assert differences(*found) == []

@@ -101,9 +101,9 @@ def test_it_is_a_run_of_its_own(tmp_path):
         [m.value("alignment", "net.1") for m in limit], rel=1e-5
     )
     events = EventAccumulator(str(place)).Reload()
-    found = [event.value for event in events.Scalars("spectral/feature_change/net.0")]
+    found = [event.value for event in events.Scalars("spectral_feature_change/net.0")]
     assert found == pytest.approx([m.value("feature_change", "net.0") for m in limit])
-    assert "spectral/weight_norm/net.0" not in events.Tags()["scalars"]
+    assert "spectral_weight_norm/net.0" not in events.Tags()["scalars"]
     with pytest.raises(FileExistsError, match=r"a limit in .* already"):
         write_limit(limit, tmp_path)
     assert read_limit(tmp_path / "elsewhere") == []

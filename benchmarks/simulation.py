@@ -1,8 +1,8 @@
 """What a measured step of a large model does on up to 4,096 processes, counted in a simulation of one of them.
 
-    python benchmarks/simulated.py                           # what is not in docs/simulated.json yet; an hour
-    python benchmarks/simulated.py --only "Llama 7B"         # of one model
-    python benchmarks/simulated.py --write docs/scaling.md   # the tables of what there is
+    python benchmarks/simulation.py                           # what is not in docs/simulated.json yet; an hour
+    python benchmarks/simulation.py --only "Llama 7B"         # of one model
+    python benchmarks/simulation.py --write docs/scaling.md   # the tables of what there is
 
 The code is the real one, on fake tensors; see fakes.py for the three things that are put in the place of values. Blocks
 of a network are alike, and so what is counted grows by the same with each: models are simulated with few blocks, at
