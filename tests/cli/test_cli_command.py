@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from logged_runs import fails
 
 import spectral_monitor
 from spectral_monitor import LayerInfo, Measurement, Verdict
@@ -41,16 +42,6 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a report that is written by mistake is not left in the repository
     logged(tmp_path / "runs" / "version_0" / FILE, *(measured(step, factor=step) for step in (10, 20, 30)))
     return tmp_path / "runs" / "version_0"
-
-
-def fails(arguments, capsys):
-    """The one sentence on stderr."""
-    assert main([str(argument) for argument in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("spectral-monitor: ")
-    assert err.count("\n") == 1
-    return err
 
 
 def test_show_prints_the_last_table(run, capsys):
@@ -235,6 +226,7 @@ def test_help_of_a_sweep(capsys):
 
 FACTORY = """
 import torch
+from logged_runs import fails
 from torch import nn
 from beside import OUTPUTS
 
