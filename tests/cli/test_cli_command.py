@@ -226,7 +226,6 @@ def test_help_of_a_sweep(capsys):
 
 FACTORY = """
 import torch
-from logged_runs import fails
 from torch import nn
 from beside import OUTPUTS
 
