@@ -142,7 +142,7 @@ def test_the_mouse_shows_layer_step_and_value(plain):
     last = list(run_of(PLAIN))[-1].values["update_natural"]
     shown = plain.locator("#overview-figure .hoverlayer")
     expect(shown).to_contain_text("blocks.1")
-    expect(shown).to_contain_text(f"update_natural {last[2]:.2f}, {last[2] / 0.5:.2f} vs typical")
+    expect(shown).to_contain_text(f"update_natural {last[2]:.2f}, {last[2] / 0.5:.2f} vs. typical")
 
 
 @pytest.mark.slow
