@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from tqdm.auto import tqdm
 
 from spectral_monitor import SpectralMonitor
-from spectral_monitor.reporting.essentials import essentials
+from spectral_monitor.reporting.content.essentials import essentials
 
 UNMEASURED = "an unmeasured step"
 FROBENIUS = "Frobenius norms alone"

@@ -17,12 +17,12 @@ import time
 import torch
 from scaling import PURPOSES, Case, Shape, run
 
-from spectral_monitor.anatomy import Layout
-from spectral_monitor.capture.rows import sample_size
-from spectral_monitor.engine.norms import rows_worth
+from spectral_monitor.capture.row_sampling import sample_size
+from spectral_monitor.engine.weights.norms import rows_worth
+from spectral_monitor.layers import Layout
 from spectral_monitor.linalg import spectral_estimate
-from spectral_monitor.linalg.estimate import MAX_STEPS
 from spectral_monitor.linalg.lanczos import BLOCK
+from spectral_monitor.linalg.spectral_norms import MAX_STEPS
 
 
 def llama() -> list[Shape]:

@@ -36,13 +36,13 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-import spectral_monitor.engine.activations as activations
 import spectral_monitor.engine.engine as engine_module
-import spectral_monitor.engine.norms as norms
-from spectral_monitor.engine.census import Sight, Step
+import spectral_monitor.engine.features.stage as activations
+import spectral_monitor.engine.weights.norms as norms
+from spectral_monitor.engine.agreement.rank_report import Sight, Step
 from spectral_monitor.linalg.lanczos import KrylovSpace
-from spectral_monitor.placement import Extent, Processes
-from spectral_monitor.placement.extent import extent_of
+from spectral_monitor.sharding import Extent, Processes
+from spectral_monitor.sharding.shard_region import extent_of
 
 BOOKKEEPING = 1 << 14
 """Tensors that the monitor makes itself with at most so many entries are real: indices, tables of what was seen."""

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from spectral_monitor import Measurement, SpectralProbe
-from spectral_monitor.reporting.jsonlines import JSONLinesSink
+from spectral_monitor.reporting.files.jsonlines import JSONLinesSink
 from spectral_monitor.reporting.sinks import Sink
-from spectral_monitor.reporting.tensorboard import TensorBoardSink
-from spectral_monitor.reporting.wandb import WandbSink
+from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
+from spectral_monitor.reporting.wandb_sink.sink import WandbSink
 
 Opened = tuple[Sink, Callable[[], None]]
 """A sink, and what waits until all that it was given is written."""

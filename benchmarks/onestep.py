@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spectral_monitor.engine import Engine
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.placement import Processes
+from spectral_monitor.sharding import Processes
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from sections import write
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-import spectral_monitor.engine.activations as activations
-import spectral_monitor.engine.norms as norms
+import spectral_monitor.engine.features.stage as activations
+import spectral_monitor.engine.weights.norms as norms
 from spectral_monitor import SpectralMonitor
 from spectral_monitor.linalg.lanczos import BLOCK, KrylovSpace
 

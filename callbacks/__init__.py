@@ -1,6 +1,6 @@
 """PyTorch Lightning glue: the only place that knows Lightning."""
 
-from .corrector import SpectralLRCorrector
-from .monitor import SpectralMonitor
+from spectral_monitor.callbacks.corrector import SpectralLRCorrector
+from spectral_monitor.callbacks.monitor import SpectralMonitor
 
 __all__ = ["SpectralLRCorrector", "SpectralMonitor"]

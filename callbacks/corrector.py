@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 
+from spectral_monitor.callbacks.monitor import SpectralMonitor
 from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import Policy
-from spectral_monitor.reactions import OnVerdict
+from spectral_monitor.monitoring.reactions import OnVerdict
 from spectral_monitor.reporting.sinks import Sink
-
-from .monitor import SpectralMonitor
 
 
 class SpectralLRCorrector(SpectralMonitor):

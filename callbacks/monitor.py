@@ -13,29 +13,28 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from spectral_monitor.capture.replay import loss_in
+from spectral_monitor.callbacks.checkpoint_hooks import Checkpointed
+from spectral_monitor.callbacks.conflicts import check_together, place
+from spectral_monitor.callbacks.loggers import Reports, every, shortest, show, tell, warn_of_condition
+from spectral_monitor.callbacks.strategies import refuse, surroundings
+from spectral_monitor.callbacks.training_step_replay import TrainingStep, aside, can_run_again
+from spectral_monitor.capture.replay.replay import loss_in
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
-from spectral_monitor.measured_run import MeasuredRun
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.oversight import Mode, Oversight, checked, described, with_needed
-from spectral_monitor.reactions import OnVerdict, Reactions
-from spectral_monitor.reporting.console import rendered
-from spectral_monitor.reporting.essentials import Log
-from spectral_monitor.reporting.role_table import role_rows
+from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
+from spectral_monitor.monitoring.supervisor import Mode, Oversight, checked, described, with_needed
+from spectral_monitor.reporting.content.essentials import Log
+from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink
-from spectral_monitor.reporting.table import measurement_rows
-from spectral_monitor.roles import Roles
+from spectral_monitor.reporting.text.console import rendered
+from spectral_monitor.reporting.text.role_table import role_rows
+from spectral_monitor.reporting.text.roles import Roles
+from spectral_monitor.reporting.text.table import measurement_rows
 from spectral_monitor.suggestions import helpful
-
-from .again import TrainingStep, aside, can_run_again
-from .checkpoints import Checkpointed
-from .logs import Reports, every, shortest, show, tell, warn_of_condition
-from .strategies import refuse, surroundings
-from .together import check_together, place
 
 
 class SpectralMonitor(MeasuredRun, Checkpointed):

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 
-from spectral_monitor.placement import Processes
+from spectral_monitor.sharding import Processes
 
 PRECISIONS = "32-true, 64-true, bf16-mixed, bf16-true, 16-mixed, 16-true"
 STRATEGIES = "ddp in its variants, fsdp, ModelParallelStrategy (FSDP2, tensor parallel, both), or a single device"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from spectral_monitor.parametrization.abc_exponents import mean_field, mup, ntp, standard
 from spectral_monitor.scaling import FSC, MF_MUP, MFP, MUP, NTK, NTP, SP, SPECTRAL, Parametrization, abc, fsc_resnet
-from spectral_monitor.scaling.exponents import mean_field, mup, ntp, standard
 
 TARGET = Path(__file__).with_name("parametrizations.md")
 
@@ -26,7 +26,7 @@ optimizer = torch.optim.AdamW(MUP.param_groups(model, lr=0.02, optimizer="adam")
 
 `optimizer="adam"` is for all optimizers that move every entry by about the learning rate (AdamW, Lion, RMSprop ...),
 `"sgd"` for those that move it by as much as its gradient. Roles (which matrix is the readout, which an embedding) are
-the monitor's: `spectral_monitor.anatomy.dissect(model).table()` shows them, `roles={"head": "readout"}` puts them right.
+the monitor's: `spectral_monitor.layers.dissect(model).table()` shows them, `roles={"head": "readout"}` puts them right.
 
 **Which one?** For training: `SPECTRAL`, or `MUP`, which differs from it by constants; for very deep networks `FSC`
 (perceptrons) or `fsc_resnet(beta)`. The others are there to be compared with: a [sweep](sweeps.md) shows what becomes

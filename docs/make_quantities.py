@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spectral_monitor.capture.checks import SHARE_ROWS
-from spectral_monitor.capture.comparison import KERNEL_ROWS
-from spectral_monitor.engine.assemble import VECTOR_KEYS
-from spectral_monitor.engine.full import PROBES
-from spectral_monitor.engine.norms import FROBENIUS_KEYS
+from spectral_monitor.capture.records.assumption_checks import SHARE_ROWS
+from spectral_monitor.capture.replay.feature_change import KERNEL_ROWS
+from spectral_monitor.engine.features.kernels import PROBES
+from spectral_monitor.engine.results.values import VECTOR_KEYS
+from spectral_monitor.engine.weights.norms import FROBENIUS_KEYS
 from spectral_monitor.quantities import QUANTITIES, Quantity
 
 TARGET = Path(__file__).with_name("quantities.md")

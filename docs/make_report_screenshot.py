@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from spectral_monitor import Measurement, SpectralConditionWarning, SpectralProbe
-from spectral_monitor.reporting.report import write_report
+from spectral_monitor.reporting.html.report import write_report
 
 TARGET = Path(__file__).with_name("img") / "report.png"
 FAULTY, FACTOR = "blocks.3.up", 30

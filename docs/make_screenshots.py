@@ -33,9 +33,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
+from spectral_monitor.reporting.content.history import History
+from spectral_monitor.reporting.content.panels import PANELS
 from spectral_monitor.reporting.heatmap import heatmap
-from spectral_monitor.reporting.history import History
-from spectral_monitor.reporting.panels import PANELS
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "examples"))

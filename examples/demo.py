@@ -19,8 +19,8 @@ from lightning.pytorch.loggers import CSVLogger
 from quickstart import Digits, loaders
 
 from spectral_monitor import SpectralMonitor
-from spectral_monitor.reporting.headline import headline
-from spectral_monitor.reporting.report import write_report
+from spectral_monitor.reporting.content.headline import headline
+from spectral_monitor.reporting.html.report import write_report
 
 BROKEN, RATE = "net.4", 0.1
 LINE = "-" * 79

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from spectral_monitor.callbacks import SpectralLRCorrector, SpectralMonitor
     from spectral_monitor.condition import SpectralCondition, Verdict
     from spectral_monitor.correction import LRCorrection, spectral_init_, spectral_param_groups
-    from spectral_monitor.inspection import Inspection, inspect
+    from spectral_monitor.inspection.weights import Inspection, inspect
     from spectral_monitor.measurement import LayerInfo, Measurement
-    from spectral_monitor.preflight import Check, check
-    from spectral_monitor.probe import SpectralProbe
-    from spectral_monitor.reporting.runs import Run, load
-    from spectral_monitor.warnings import SpectralConditionWarning, SpectralMonitorWarning
+    from spectral_monitor.messages import SpectralConditionWarning, SpectralMonitorWarning
+    from spectral_monitor.monitoring.preflight import Check, check
+    from spectral_monitor.monitoring.probe import SpectralProbe
+    from spectral_monitor.reporting.files.runs import Run, load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,22 +47,22 @@ __all__ = [
 ]
 
 _WHERE = {
-    "Check": "preflight",
-    "Inspection": "inspection",
+    "Check": "monitoring.preflight",
+    "Inspection": "inspection.weights",
     "LRCorrection": "correction",
     "LayerInfo": "measurement",
     "Measurement": "measurement",
-    "Run": "reporting.runs",
+    "Run": "reporting.files.runs",
     "SpectralCondition": "condition",
-    "SpectralConditionWarning": "warnings",
+    "SpectralConditionWarning": "messages",
     "SpectralLRCorrector": "callbacks",
     "SpectralMonitor": "callbacks",
-    "SpectralMonitorWarning": "warnings",
-    "SpectralProbe": "probe",
+    "SpectralMonitorWarning": "messages",
+    "SpectralProbe": "monitoring.probe",
     "Verdict": "condition",
-    "check": "preflight",
-    "inspect": "inspection",
-    "load": "reporting.runs",
+    "check": "monitoring.preflight",
+    "inspect": "inspection.weights",
+    "load": "reporting.files.runs",
     "spectral_init_": "correction",
     "spectral_param_groups": "correction",
 }

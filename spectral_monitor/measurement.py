@@ -157,7 +157,7 @@ class Measurement:
         Raises:
             ImportError: pandas is not installed.
         """
-        from spectral_monitor.reporting.long import frame
+        from spectral_monitor.reporting.files.long_format import frame
 
         return frame([self])
 
@@ -180,13 +180,13 @@ class Measurement:
         Args:
             folded: ``False`` for a row for every matrix.
         """
-        from spectral_monitor.reporting.table import measurement_table
+        from spectral_monitor.reporting.text.table import measurement_table
 
         return measurement_table(self, folded)
 
     def _repr_html_(self) -> str:
-        from spectral_monitor.reporting.html import html_table
-        from spectral_monitor.reporting.table import measurement_rows
+        from spectral_monitor.reporting.text.notebook import html_table
+        from spectral_monitor.reporting.text.table import measurement_rows
 
         return html_table(measurement_rows(self))
 

@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import spectral_monitor
 from spectral_monitor import SpectralProbe
 from spectral_monitor.cli import main
-from spectral_monitor.engine import activations, norms
+from spectral_monitor.engine.features import stage as activations
+from spectral_monitor.engine.weights import norms
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.panels import PANELS
+from spectral_monitor.reporting.content.panels import PANELS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

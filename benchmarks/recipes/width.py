@@ -32,7 +32,7 @@ from recipes.run import Run
 from spectral_monitor import Measurement, SpectralProbe
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.profile import Profile, load_profile, save_profile
-from spectral_monitor.condition.width import WidthComparison, WidthFinding, compare_widths, find_width
+from spectral_monitor.condition.width_transfer import WidthComparison, WidthFinding, compare_widths, find_width
 
 WIDER = 8
 STEPS = 100

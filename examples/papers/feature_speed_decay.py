@@ -18,8 +18,8 @@ import torch
 from common import arguments, mean_and_deviation, save, slope
 from networks import parametrized_step
 
+from spectral_monitor.fitting.power_law import fit_slope
 from spectral_monitor.scaling import FSC, MF_MUP, NTK
-from spectral_monitor.scaling.fit import fit_slope
 
 SCALINGS = {"MF+muP": MF_MUP, "NTK": NTK, "FSC": FSC}
 MARKERS = {"MF+muP": {"ms": 5}, "NTK": {"ms": 10, "mfc": "none", "elinewidth": 3}, "FSC": {"ms": 5}}

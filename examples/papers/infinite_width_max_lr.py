@@ -21,8 +21,8 @@ from jobs import rows_of
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from spectral_monitor.fitting.power_law import fit_slope
 from spectral_monitor.scaling import MUP, SP
-from spectral_monitor.scaling.fit import fit_slope
 
 COMPONENTS, EXAMPLES, STEPS = 10, 100, 20
 BITS = 6

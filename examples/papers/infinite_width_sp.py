@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from spectral_monitor import SpectralProbe
+from spectral_monitor.parametrization.catalogue import from_abc
 from spectral_monitor.scaling import ABC, standard
-from spectral_monitor.scaling.parametrizations import from_abc
 
 LR, STEPS = 0.1, 5
 TARGET = 6.0

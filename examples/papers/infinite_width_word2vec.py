@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from word2vec_text import text_rows
 
+from spectral_monitor.fitting.power_law import t_quantile
 from spectral_monitor.limits import LinearNetwork, finite_width, infinite_width
-from spectral_monitor.scaling.fit import t_quantile
 
 LR, DECAY, EPOCHS, BATCH = 0.05, 0.001, 4, 50
 NEGATIVES = 20

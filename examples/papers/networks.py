@@ -11,7 +11,7 @@ from torch.nn.functional import relu
 from torch.optim import SGD
 
 from spectral_monitor import Measurement, SpectralProbe
-from spectral_monitor.scaling.parametrization import Parametrization
+from spectral_monitor.parametrization.rules import Parametrization
 
 WINDOWS = "window*"
 """Pattern of the layers that are there for the probe only."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from spectral_monitor.scaling.fit import Fit, fit_slope
+from spectral_monitor.fitting.power_law import Fit, fit_slope
 
 COLORS = {"muP": "#c44e52", "NTP": "#4c72b0"}
 STYLES = ("-", "--", ":")

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spectral_monitor.anatomy.names import some
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
+from spectral_monitor.layers.naming import some
 from spectral_monitor.measurement import LayerInfo, Measurement
 
 FORMAT, VERSION = "spectral_monitor profile", 2

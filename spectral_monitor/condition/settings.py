@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spectral_monitor.anatomy.names import check_patterns, matches
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.profile import Profile, load_profile
+from spectral_monitor.layers.naming import check_patterns, matches
 from spectral_monitor.measurement import LayerInfo
 
 Band = tuple[float, float]

@@ -2,9 +2,9 @@
 
 from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.corrector import Corrector
-from spectral_monitor.correction.init import looks_drawn, rescale, spectral_init_, starting_norm
-from spectral_monitor.correction.param_groups import spectral_param_groups
 from spectral_monitor.correction.settings import LRCorrection
+from spectral_monitor.parametrization.init import looks_drawn, rescale, spectral_init_, starting_norm
+from spectral_monitor.parametrization.param_groups import spectral_param_groups
 
 __all__ = [
     "Change",

@@ -9,22 +9,22 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from spectral_monitor.anatomy import Layer
 from spectral_monitor.condition import NETWORK, Profile, load_profile
 from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters
 from spectral_monitor.condition.optimizers.relative import relative_rates
 from spectral_monitor.correction.change import Change
-from spectral_monitor.correction.code import param_groups_code
-from spectral_monitor.correction.peaks import CONSTANT, Peaks
-from spectral_monitor.correction.places import data_reader
+from spectral_monitor.correction.lr_override import MultiplierSwap
+from spectral_monitor.correction.param_groups_code import param_groups_code
+from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import balanced, explained, share
-from spectral_monitor.correction.readings import observed, remnant
 from spectral_monitor.correction.settings import LRCorrection
-from spectral_monitor.correction.swap import MultiplierSwap
-from spectral_monitor.correction.tracker import Tracker
-from spectral_monitor.correction.units import DENSE, units
+from spectral_monitor.correction.smoothing import Tracker
+from spectral_monitor.correction.update_size import observed, remnant
 from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.parametrization.layer_position import data_reader
+from spectral_monitor.parametrization.tying import DENSE, units
 
 TRIAL, TRIAL_RATE = 0.01, 1e-4
 """Multiplier of a layer's first step, or its largest learning rate where that has only a schedule's shape, under

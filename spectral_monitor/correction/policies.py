@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from spectral_monitor.anatomy import Layer
-from spectral_monitor.correction.units import DENSE
 from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.layers import Layer
+from spectral_monitor.parametrization.tying import DENSE
 
 SHARES = {"operator": 1.0, "readout": 1.0, "embedding": 1.0, "vector": 0.04}
 """Policy ``"target"``: size of an update over the wanted size of an operator's, where weights began with size 1.

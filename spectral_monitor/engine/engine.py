@@ -12,37 +12,37 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spectral_monitor.anatomy import Anatomy, Whereabouts, compiled_modules, dissect, without_compiled
-from spectral_monitor.anatomy.names import label
-from spectral_monitor.capture.comparison import Outputs
-from spectral_monitor.capture.features import FeatureCapture, nothing
-from spectral_monitor.capture.marks import Marks, marks
-from spectral_monitor.capture.optimizer import OptimizerCapture
-from spectral_monitor.capture.replay import RootCall
-from spectral_monitor.capture.rows import RowPicker
-from spectral_monitor.engine.activations import RowStage, input_rows
-from spectral_monitor.engine.agreement import agreed
-from spectral_monitor.engine.budget import budget_for
-from spectral_monitor.engine.census import Sight, Step, census
-from spectral_monitor.engine.changes import ChangeStage
-from spectral_monitor.engine.fingerprints import as_table, fingerprints
-from spectral_monitor.engine.full import ALONE, FullStage
-from spectral_monitor.engine.guards import full_precision, refuse, replaced
-from spectral_monitor.engine.matrices import MatrixStage
-from spectral_monitor.engine.measured import Measured
-from spectral_monitor.engine.memory import Memory
-from spectral_monitor.engine.norms import rows_worth
-from spectral_monitor.engine.readouts import Readouts
-from spectral_monitor.engine.replays import Again, Context, Done, Given, Replays
-from spectral_monitor.engine.scalars import Scalars
+from spectral_monitor.capture.hooks.forward import FeatureCapture, nothing
+from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
+from spectral_monitor.capture.hooks.tensor_version import Marks, marks
+from spectral_monitor.capture.replay.feature_change import Outputs
+from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.capture.row_sampling import RowPicker
+from spectral_monitor.engine.agreement.all_or_none import agreed
+from spectral_monitor.engine.agreement.output_layers import Readouts
+from spectral_monitor.engine.agreement.rank_report import Sight, Step, census
+from spectral_monitor.engine.agreement.row_hash import as_table, fingerprints
+from spectral_monitor.engine.features.changes import ChangeStage
+from spectral_monitor.engine.features.kernels import ALONE, FullStage
+from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
+from spectral_monitor.engine.features.replays import Again, Context, Done, Given, Replays
+from spectral_monitor.engine.features.stage import RowStage, input_rows
+from spectral_monitor.engine.observation import sights, step_facts
+from spectral_monitor.engine.overhead_budget import budget_for
+from spectral_monitor.engine.preconditions import full_precision, refuse, replaced
+from spectral_monitor.engine.results.measurement import Measured
+from spectral_monitor.engine.results.raw import Scalars
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.engine.sights import sights, step_facts
-from spectral_monitor.engine.slices import ELSEWHERE, NO, YES
-from spectral_monitor.engine.stacks import Member
+from spectral_monitor.engine.state import Memory
+from spectral_monitor.engine.weights.matrix_batches import Member
+from spectral_monitor.engine.weights.norms import rows_worth
+from spectral_monitor.engine.weights.stage import MatrixStage
+from spectral_monitor.layers import Anatomy, Whereabouts, compiled_modules, dissect, without_compiled
+from spectral_monitor.layers.naming import label
 from spectral_monitor.linalg import Routine, abreast
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.placement import Extent, Processes, copies, flat_extents, placed, plan, reshard
-from spectral_monitor.warnings import Warner
+from spectral_monitor.messages import Warner
+from spectral_monitor.sharding import Extent, Processes, copies, flat_extents, placed, plan, reshard
 
 FORWARD = frozenset({"h", "b", "dh", "probe"})
 """Needs that take hooks on modules."""

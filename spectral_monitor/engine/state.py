@@ -1,155 +1,240 @@
-"""What an engine needs to go on measuring in another process, in plain types and CPU tensors.
-
-It comes in two parts. The small one (numbers, names) belongs in every checkpoint. The large one (the weights drift is
-counted from, the batch ``feature_drift`` is measured on) changes at most once, and is to be written once.
-"""
+"""What an engine counts from and goes on from: the weights at the start, the probe batch, what was counted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from spectral_monitor.anatomy import Layer
-from spectral_monitor.capture.comparison import CallRows, Outputs
-from spectral_monitor.engine.replays import Again, Probe
-from spectral_monitor.engine.stacks import Member, Start
-from spectral_monitor.placement import Rectangle
-from spectral_monitor.snapshot.local import local_part
-from spectral_monitor.snapshot.portable import host_copy
+from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.engine.agreement.output_layers import Readouts
+from spectral_monitor.engine.features.replays import Replays
+from spectral_monitor.engine.overhead_budget import Budget
+from spectral_monitor.engine.preconditions import full_precision
+from spectral_monitor.engine.results.measurement import Measured
+from spectral_monitor.engine.results.raw import Raw
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.state_dict import (
+    VERSION,
+    Revive,
+    layer_list,
+    pack_probe,
+    pack_start,
+    refusal,
+    unpack_probe,
+    unpack_start,
+)
+from spectral_monitor.engine.weights.matrix_batches import Member, host_copies
+from spectral_monitor.engine.weights.stage import start_norms
+from spectral_monitor.layers import Anatomy, Layer
+from spectral_monitor.linalg import Routine, alone, together
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.sharding import Processes
 
-VERSION = 3
-"""Of the format; another one is refused."""
-
-NAMED = 6
-"""Layers that a refusal names; of more it says how many."""
-
-Revive = Callable[[dict[str, Any]], Again]
-"""Makes a forward that can be run again of its plain form; an error if it does not fit the model."""
-
-
-def layer_list(layers: Sequence[Layer]) -> list[list[Any]]:
-    """Name and shape of every measured parameter: what two models must share for one to go on where the other was."""
-    return [[layer.info.name, list(layer.info.shape)] for layer in layers]
-
-
-def refusal(state: dict[str, Any], layers: Sequence[Layer]) -> str:
-    """Why a state is not one of this model; empty if it is."""
-    if state.get("version") != VERSION:
-        return f"the saved state has format {state.get('version')!r}, this version reads {VERSION}"
-    was = {name: tuple(shape) for name, shape in state["layers"]}
-    now = {name: tuple(shape) for name, shape in layer_list(layers)}
-    differing = [
-        f"{name} is {now[name]}, was {was[name]}"
-        if name in now and name in was
-        else f"{name} is {'new' if name in now else 'gone'}"
-        for name in {**was, **now}
-        if now.get(name) != was.get(name)
-    ]
-    if not differing:
-        return ""
-    more = [f"and {len(differing) - NAMED} more"] if len(differing) > NAMED else []
-    return f"the saved state is of other layers: {', '.join(differing[:NAMED] + more)}"
+T = TypeVar("T")
 
 
-Packed = list[Any]
-"""A rectangle and what is in it: the first matrix, rows, columns, stretch (of FSDP1, else []), (count, rows, cols)."""
+class Memory:
+    """The part of an :class:`~spectral_monitor.engine.Engine` that outlives a step, and in plain types the process.
 
-
-def pack_start(start: Start, members: Sequence[Member]) -> dict[str, list[Packed]]:
-    """The weights at the start by layer name, as far as this process has them; they are shared, not copied."""
-    packed = {}
-    for i, parts in start.items():
-        holding = members[i].holding
-        stretch = list(holding.extent.stretch or ())
-        packed[members[i].layer.info.name] = [
-            [r.index, list(r.rows), list(r.cols), stretch, part]
-            for r, part in zip(holding.rectangles, parts, strict=True)
-        ]
-    return packed
-
-
-def unpack_start(packed: dict[str, list[Packed]], members: Sequence[Member]) -> dict[int, list[Tensor]]:
-    """The weights at the start by layer index, of whatever rectangles cover those that are measured here.
-
-    Raises:
-        ValueError: some entry is in none of them.
+    Attributes:
+        measured: steps measured so far.
+        drifts: those of them that ``feature_drift`` was asked of.
+        skipped_updates: of them, those with NaN, inf or no update.
+        start_step: optimizer steps taken when the weights were remembered that drift is counted from.
     """
-    start = {}
-    for i, member in enumerate(members):
-        info, saved = member.layer.info, packed.get(member.layer.info.name, [])
-        parts = []
-        for rectangle in member.holding.rectangles:
-            part = _assembled(rectangle, saved, list(member.holding.extent.stretch or ()))
-            if part is None:
-                raise ValueError(f"no starting weights of {info.name}, shape {info.shape}, or not all of them")
-            parts.append(part)
-        start[i] = parts
-    return start
 
+    model: nn.Module
+    settings: Settings
+    processes: Processes | None
+    anatomy: Anatomy
+    layers: tuple[Layer, ...]
+    members: list[Member]
+    features: FeatureCapture
+    budget: Budget | None
+    _readouts: Readouts
+    _replays: Replays
+    _harmless: Callable[[str], AbstractContextManager[None]]
 
-def _assembled(wanted: Rectangle, saved: Sequence[Packed], stretch: list[int]) -> Tensor | None:
-    """The rectangle made of what was saved; ``None`` if that does not cover it.
+    def __init__(self) -> None:
+        self.measured = 0
+        self.drifts = 0
+        self.skipped_updates = 0
+        self.start_step = 0
+        self._start: dict[int, list[Tensor]] = {}
+        self._start_norms: Raw = {}
+        self._reasons: dict[tuple[str, ...], dict[str, str]] = {}
 
-    Stretches, which begin and end in the middle of rows, can only be what they were.
-    """
-    size = (wanted.count, wanted.rows[1] - wanted.rows[0], wanted.cols[1] - wanted.cols[0])
-    made: Tensor | None = None
-    covered = 0
-    for index, rows, cols, was, part in saved:
-        same = (index, tuple(rows), tuple(cols), tuple(part.shape)) == (wanted.index, wanted.rows, wanted.cols, size)
-        if same and list(was) == stretch:
-            return part  # type: ignore[no-any-return]
-        if was or stretch:
-            continue
-        made = part.new_zeros(size) if made is None else made
-        here = ((index, index + len(part)), rows, cols)
-        there = ((wanted.index, wanted.index + wanted.count), wanted.rows, wanted.cols)
-        common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(here, there, strict=True)]
-        if all(last > first for first, last in common):
-            source, target = (
-                tuple(slice(f - box[0], t - box[0]) for (f, t), box in zip(common, boxes, strict=True))
-                for boxes in (here, there)
-            )
-            made[target] = part[source]
-            covered += made[target].numel()
-    return made if made is not None and covered == made.numel() else None
+    def _run(self, routine: Routine[T]) -> T:
+        """To its end, with the other processes if there are any."""
+        return alone(routine) if self.processes is None else together(routine, self.processes)
 
+    def start(self, step: int = 0) -> None:
+        """Remember the weights, after ``step`` steps, as those drift is counted from, in host memory."""
+        self.start_step = step
+        if "W0" in self.settings.needs:
+            with self._harmless("remembering the start"), full_precision(), torch.no_grad():
+                start: dict[int, list[Tensor]] = {}
+                error: Exception | None = None
+                try:
+                    start = {i: host_copies(m.contents(m.layer.weight())) for i, m in enumerate(self.members)}
+                except Exception as raised:
+                    error = raised
+                reason = self.said_anywhere("" if error is None else str(error) or type(error).__name__)
+                if reason:
+                    raise error or RuntimeError(f"another process could not: {reason}")
+                self._begin(start)
 
-def pack_probe(probe: Probe | None, layers: Sequence[Layer]) -> dict[str, Any] | None:
-    """The probe batch, and the layers' outputs on it; ``None`` if there is none, or it cannot be told."""
-    if probe is None or probe.packed is None:
-        return None
-    outputs = {
-        layers[i].info.name: [
-            [None if call.index is None else host_copy(call.index, "rows"), call.h, call.again] for call in calls
-        ]
-        for i, calls in probe.outputs.items()
-    }
-    return {"again": probe.packed, "part": probe.part, "outputs": outputs, "device": _device(layers).type}
+    def _begin(self, start: dict[int, list[Tensor]]) -> None:
+        self._start = start
+        self._start_norms = self._run(start_norms(self.members, start, self.settings, self.processes)).fetch()
 
+    def _put_together(self, measured: Measured, raw: Raw) -> Measurement:
+        for i, norms in self._start_norms.items():
+            raw.setdefault(i, {}).update(norms)
+        measurement = measured.table(raw, self._reasons, self.skipped_updates)
+        self.skipped_updates = int(measurement.summary["skipped_updates"])
+        return measurement
 
-def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive) -> Probe:
-    """The probe batch, to be run by the model at hand.
+    def correct_roles(self, changed: Mapping[int, Layer]) -> None:
+        """Put layers whose role has changed in the place of what they were."""
+        if changed:
+            self.layers = tuple(changed.get(i, layer) for i, layer in enumerate(self.layers))
+            self.anatomy = replace(self.anatomy, layers=self.layers)
+        for i, layer in changed.items():
+            self.members[i] = replace(self.members[i], layer=layer)
+            if i in self.features.layers:
+                self.features.layers[i] = layer
 
-    Raises:
-        Exception: the model has changed, or is on another kind of device, whose random numbers are others.
-    """
-    device = _device(layers)
-    if packed["device"] != device.type:
-        raise ValueError(f"it was taken on {packed['device']}, the model is on {device.type}")
-    indices = {layer.info.name: i for i, layer in enumerate(layers)}
-    outputs: Outputs = {
-        indices[name]: [
-            CallRows(None if index is None else index.to(device), h, None, count, count, len(h), count)
-            for index, h, count in calls
-        ]
-        for name, calls in packed["outputs"].items()
-    }
-    return Probe(revive(packed["again"]), outputs, packed["part"], packed["again"])
+    def state(self) -> dict[str, Any]:
+        """What it takes to go on from here, but for :meth:`tensors`: numbers, strings, lists."""
+        probe = self._replays.probe
+        return {
+            "version": VERSION,
+            "layers": layer_list(self.layers),
+            "measured": self.measured,
+            "drifts": self.drifts,
+            "skipped_updates": self.skipped_updates,
+            "start_step": self.start_step,
+            "lasting": self.features.lasting,
+            "no_probe": "" if probe is None else probe.why_not,
+            "budget": None if self.budget is None else self.budget.state_dict(),
+            "slices": self._replays.slices.state_dict(),
+            "roles": self._readouts.state_dict(),
+        }
 
+    def tensors(self) -> dict[str, Any]:
+        """The weights drift is counted from and the probe batch: plain types and CPU tensors, shared, not copied.
 
-def _device(layers: Sequence[Layer]) -> torch.device:
-    return next((local_part(layer.sources[0]).device for layer in layers), torch.device("cpu"))
+        Until the probe is taken they stay the same, and from then on.
+        """
+        return {
+            "version": VERSION,
+            "start": pack_start(self._start, self.members),
+            "probe": pack_probe(self._replays.probe, self.layers),
+        }
+
+    @property
+    def probe_taken(self) -> bool:
+        """Whether there is a batch that ``feature_drift`` is measured on."""
+        return self._replays.probe is not None
+
+    def restore(
+        self, state: dict[str, Any], tensors: dict[str, Any] | None, step: int, revive: Revive | None = None
+    ) -> list[str]:
+        """Go on where another engine was, instead of :meth:`start`.
+
+        Args:
+            state: what its :meth:`state` was.
+            tensors: what its :meth:`tensors` were; ``None`` if they are lost.
+            step: where a start is, if there has to be one.
+            revive: makes the probe's forward of its plain form, where it may be more than a call of a module.
+
+        Returns:
+            What starts anew, and why, one sentence each.
+
+        Raises:
+            ValueError: if the state is of another model or format; nothing has been changed then.
+        """
+        reason = refusal(state, self.layers)
+        if reason:
+            raise ValueError(reason)
+        measured, skipped = int(state["measured"]), int(state["skipped_updates"])
+        drifts = int(state["drifts"])
+        start_step, lasting, no_probe = int(state["start_step"]), list(state["lasting"]), str(state["no_probe"])
+        anew: list[str] = []
+        start: dict[int, list[Tensor]] | None = None
+        if tensors is not None and "W0" in self.settings.needs:
+            error = ""
+            try:
+                start = unpack_start(tensors["start"], self.members)
+            except ValueError as raised:
+                error = str(raised)
+            error = self.said_anywhere(error)
+            if error:
+                start = None
+                anew.append(f"drift is counted from here ({error})")
+        if tensors is not None and "probe" in self.settings.needs:
+            no_probe = no_probe or str(tensors.get("no_probe", ""))
+            try:
+                if tensors["probe"] is not None:
+                    make = revive or self.revive
+                    self._replays.probe = unpack_probe(tensors["probe"], self.layers, make)
+            except Exception as error_here:
+                no_probe = f"{type(error_here).__name__}: {error_here}"
+            no_probe = self.said_anywhere(no_probe)
+            if no_probe:
+                self._replays.probe = None
+                anew.append(f"feature_drift is counted from here (the probe batch could not be kept: {no_probe})")
+        self.measured, self.drifts, self.skipped_updates = measured, drifts, skipped
+        if self.budget is not None and state["budget"] is not None:
+            self.budget.load_state_dict(state["budget"], self.settings.keys)
+        if state["layers"] == layer_list(self.layers):  # layers have the numbers they had
+            self._replays.slices.load_state_dict(state.get("slices"))
+        self.features.lasting = lasting
+        if "roles" in state:
+            self.correct_roles(self._readouts.load_state_dict(state["roles"]))
+        if start is None:
+            self.start(step)
+        else:
+            self.start_step = start_step
+            with self._harmless("remembering the start"), full_precision(), torch.no_grad():
+                self._begin(start)
+        return anew
+
+    def said_anywhere(self, reason: str) -> str:
+        """A reason that some process has, empty if none has; to be called by all at once."""
+        said = [reason] if self.processes is None else self.processes.gather(reason)
+        return next((text for text in said if text), "")
+
+    def covered_by(self, tensors: dict[str, Any]) -> bool:
+        """Whether tensors hold the start of all that this process measures."""
+        try:
+            return "W0" not in self.settings.needs or bool(unpack_start(tensors["start"], self.members))
+        except ValueError:
+            return False
+
+    def merged(self, several: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The :meth:`tensors` of several processes as those of one; a probe batch stays that of its process."""
+        start: dict[str, list[Any]] = {}
+        for tensors in several:
+            for name, pieces in tensors["start"].items():
+                start.setdefault(name, []).extend(pieces)
+        lost = any(tensors["probe"] is not None for tensors in several)
+        why = f"it was that of {len(several)} processes, trained in another way" if lost else ""
+        return {"version": VERSION, "start": start, "probe": None, "no_probe": why}
+
+    def revive(self, packed: dict[str, Any]) -> RootCall:
+        """A module call of its plain form.
+
+        Raises:
+            ValueError: it was something else.
+        """
+        if packed["kind"] != "call":
+            raise ValueError(f"a {packed['kind']} cannot be run here")
+        return RootCall.unpack(packed, self.model)

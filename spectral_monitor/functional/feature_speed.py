@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from spectral_monitor.functional.lengths import common_dtype, largest, whole_length
 from spectral_monitor.functional.norms import ratio
+from spectral_monitor.functional.vector_norms import common_dtype, largest, whole_length
 from spectral_monitor.linalg import compute_dtype
 
 _CHUNK, _COPIED = 1 << 18, 1 << 16

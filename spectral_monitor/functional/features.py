@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from spectral_monitor.functional.lengths import common_dtype, largest, lengths, whole_length
 from spectral_monitor.functional.norms import as_stack, ratio, spectral_norm
+from spectral_monitor.functional.vector_norms import common_dtype, largest, lengths, whole_length
 from spectral_monitor.linalg import compute_dtype
 
 

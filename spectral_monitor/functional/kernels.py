@@ -9,8 +9,8 @@ from torch import Tensor
 
 from spectral_monitor.functional.feature_speed import require_alike
 from spectral_monitor.functional.features import as_rows, mean_ratio
-from spectral_monitor.functional.lengths import common_dtype, largest, lengths, whole_length
 from spectral_monitor.functional.norms import ratio, spectral_norm
+from spectral_monitor.functional.vector_norms import common_dtype, largest, lengths, whole_length
 from spectral_monitor.linalg import compute_dtype
 
 SAME = 0.01
@@ -21,7 +21,7 @@ def length(x: Tensor) -> Tensor:
     """Root of the sum of squares, in the dtype ``x`` is measured in.
 
     Of all that a step's passes show, and so as fast as can be: squares of float32 entries below 1e-19 or above 1e19
-    are lost. :func:`spectral_monitor.functional.lengths.whole_length` loses none, and takes several times as long.
+    are lost. :func:`spectral_monitor.functional.vector_norms.whole_length` loses none, and takes several times as long.
     """
     x = x.to(compute_dtype(x.dtype))
     norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1) if x.ndim else x)

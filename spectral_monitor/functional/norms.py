@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from spectral_monitor.functional.lengths import lengths
+from spectral_monitor.functional.vector_norms import lengths
 from spectral_monitor.linalg import Pieces, SpectralEstimate, alone, compute_dtype, spectral_estimate, tame
 
 ROLES = ("operator", "embedding", "readout", "vector")

@@ -1,14 +1,14 @@
 """Limits of infinite width: what a network becomes when its width grows."""
 
+from spectral_monitor.fitting.extrapolation import Extrapolation, extrapolate
 from spectral_monitor.limits.coefficients import LinearPopulations
-from spectral_monitor.limits.extrapolation import Extrapolation, extrapolate
 from spectral_monitor.limits.kernels import KernelMachine, relu_kernels, softmax_derivative, square_derivative
 from spectral_monitor.limits.lazy import LazyScore, lazy_scores
 from spectral_monitor.limits.linear import LinearNetwork, finite_width, infinite_width
 from spectral_monitor.limits.neurons import WeightedNeurons
 from spectral_monitor.limits.populations import Populations
-from spectral_monitor.limits.reference import reference
 from spectral_monitor.limits.twin import Twin, at_infinite_width, twin
+from spectral_monitor.scaling.reference_line import reference
 
 __all__ = [
     "Extrapolation",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.scaling.parametrization import Parametrization, Power, Rule
+from spectral_monitor.parametrization.rules import Parametrization, Power, Rule
 
 Layer = Literal["hidden", "readout"]
 

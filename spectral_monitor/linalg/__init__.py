@@ -1,14 +1,6 @@
 """Norms of large matrices in a small, counted number of passes, wherever their entries lie."""
 
-from spectral_monitor.linalg.estimate import (
-    DOUBT,
-    MAX_STEPS,
-    SpectralEstimate,
-    spectral_estimate,
-    spectral_estimates,
-)
-from spectral_monitor.linalg.pieces import Part, Pieces
-from spectral_monitor.linalg.rounds import (
+from spectral_monitor.linalg.collectives import (
     Exchange,
     Routine,
     abreast,
@@ -20,7 +12,15 @@ from spectral_monitor.linalg.rounds import (
     together,
     totals,
 )
-from spectral_monitor.linalg.scale import compute_dtype, frobenius, tame
+from spectral_monitor.linalg.scaling import compute_dtype, frobenius, tame
+from spectral_monitor.linalg.sharded_stack import Part, Pieces
+from spectral_monitor.linalg.spectral_norms import (
+    DOUBT,
+    MAX_STEPS,
+    SpectralEstimate,
+    spectral_estimate,
+    spectral_estimates,
+)
 
 __all__ = [
     "DOUBT",

@@ -23,8 +23,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from spectral_monitor.linalg.pieces import Pieces
-from spectral_monitor.linalg.rounds import Routine
+from spectral_monitor.linalg.collectives import Routine
+from spectral_monitor.linalg.sharded_stack import Pieces
 
 BLOCK = 4
 """Directions that grow together."""

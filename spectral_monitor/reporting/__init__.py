@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from spectral_monitor.suggestions import lazy
 
 if TYPE_CHECKING:
-    from spectral_monitor.reporting.jsonlines import JSONLinesSink, read_measurements
-    from spectral_monitor.reporting.role_table import role_table
+    from spectral_monitor.reporting.files.jsonlines import JSONLinesSink, read_measurements
     from spectral_monitor.reporting.sinks import Sink, Sinks
-    from spectral_monitor.reporting.table import measurement_table
-    from spectral_monitor.reporting.tensorboard import TensorBoardSink
-    from spectral_monitor.reporting.wandb import WandbSink
-    from spectral_monitor.reporting.workspace import wandb_workspace
+    from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
+    from spectral_monitor.reporting.text.role_table import role_table
+    from spectral_monitor.reporting.text.table import measurement_table
+    from spectral_monitor.reporting.wandb_sink.sink import WandbSink
+    from spectral_monitor.reporting.wandb_sink.workspace import wandb_workspace
 
 __all__ = [
     "JSONLinesSink",
@@ -28,15 +28,15 @@ __all__ = [
 ]
 
 _WHERE = {
-    "JSONLinesSink": "jsonlines",
+    "JSONLinesSink": "files.jsonlines",
     "Sink": "sinks",
     "Sinks": "sinks",
-    "TensorBoardSink": "tensorboard",
-    "WandbSink": "wandb",
-    "measurement_table": "table",
-    "read_measurements": "jsonlines",
-    "role_table": "role_table",
-    "wandb_workspace": "workspace",
+    "TensorBoardSink": "tensorboard_sink.sink",
+    "WandbSink": "wandb_sink.sink",
+    "measurement_table": "text.table",
+    "read_measurements": "files.jsonlines",
+    "role_table": "text.role_table",
+    "wandb_workspace": "wandb_sink.workspace",
 }
 
 if not TYPE_CHECKING:  # files are read without torch

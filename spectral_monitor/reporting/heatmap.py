@@ -12,11 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from spectral_monitor.measurement import LayerInfo
-from spectral_monitor.reporting.history import History, Thinned
-from spectral_monitor.reporting.names import labelled, named
-from spectral_monitor.reporting.panels import MATRICES
-from spectral_monitor.reporting.tally import off
-from spectral_monitor.reporting.typical import VS_TYPICAL
+from spectral_monitor.reporting.content.history import History, Thinned
+from spectral_monitor.reporting.content.labels import labelled, named
+from spectral_monitor.reporting.content.panels import MATRICES
+from spectral_monitor.reporting.content.tally import off
+from spectral_monitor.reporting.content.typical import VS_TYPICAL
 
 WIDTH = 640
 ROW, ROWS_LOW, ROWS_HIGH = 20, 140, 600

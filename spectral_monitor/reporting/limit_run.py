@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.reporting.jsonlines import JSONLinesSink, read_measurements
-from spectral_monitor.reporting.report_figures import series
+from spectral_monitor.reporting.files.jsonlines import JSONLinesSink, read_measurements
+from spectral_monitor.reporting.html.figures import series
 from spectral_monitor.reporting.sinks import Sink
-from spectral_monitor.reporting.tensorboard import TensorBoardSink
+from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
 
 FOLDER = "limit"
 FILE = "limit.jsonl"
@@ -34,7 +34,7 @@ def write_limit(
     training.
 
     Args:
-        measurements: at infinite width, such as :func:`spectral_monitor.limits.reference` returns.
+        measurements: at infinite width, such as :func:`spectral_monitor.scaling.reference_line` returns.
         folder: of the training's run.
         sinks: others that are to have them.
 

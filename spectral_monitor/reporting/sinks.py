@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.warnings import Warner
+from spectral_monitor.messages import Warner
 
 ROOM = 1 << 22
 """Bytes that must be free on a disk before something is written to it: others want to go on writing too."""

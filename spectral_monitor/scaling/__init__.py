@@ -1,11 +1,8 @@
 """How training scales with width and depth: parametrizations, what is known of them, and sweeps that measure it."""
 
-from spectral_monitor.scaling.calibration import Calibration, calibrate
-from spectral_monitor.scaling.exponents import ABC, Classification, abc, mean_field, mup, ntp, standard
-from spectral_monitor.scaling.fit import Fit, fit_slope
-from spectral_monitor.scaling.normalized import NormalizedUpdates
-from spectral_monitor.scaling.parametrization import Parametrization, Power, Rule, Scale
-from spectral_monitor.scaling.parametrizations import (
+from spectral_monitor.fitting.power_law import Fit, fit_slope
+from spectral_monitor.parametrization.abc_exponents import ABC, Classification, abc, mean_field, mup, ntp, standard
+from spectral_monitor.parametrization.catalogue import (
     FSC,
     MF_MUP,
     MFP,
@@ -18,11 +15,14 @@ from spectral_monitor.scaling.parametrizations import (
     from_abc,
     fsc_resnet,
 )
-from spectral_monitor.scaling.points import Point
-from spectral_monitor.scaling.prediction import predict
-from spectral_monitor.scaling.sweep_result import SweepResult
-from spectral_monitor.scaling.sweep_slope import Slope
-from spectral_monitor.scaling.sweeps import sweep
+from spectral_monitor.parametrization.normalized_updates import NormalizedUpdates
+from spectral_monitor.parametrization.prediction import predict
+from spectral_monitor.parametrization.rules import Parametrization, Power, Rule, Scale
+from spectral_monitor.scaling.calibration import Calibration, calibrate
+from spectral_monitor.scaling.sweeps.point import Point
+from spectral_monitor.scaling.sweeps.result import SweepResult
+from spectral_monitor.scaling.sweeps.slope import Slope
+from spectral_monitor.scaling.sweeps.sweep import sweep
 
 __all__ = [
     "ABC",

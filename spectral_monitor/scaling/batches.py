@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from spectral_monitor.snapshot.randomness import RandomState
+from spectral_monitor.state.rng import RandomState
 
 T = TypeVar("T")
 _END = object()

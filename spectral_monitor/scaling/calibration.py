@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import spectral_monitor.functional as F
-from spectral_monitor.anatomy import Anatomy, Layer, dissect
-from spectral_monitor.anatomy.names import named_modules
-from spectral_monitor.correction.units import DENSE
+from spectral_monitor.layers import Anatomy, Layer, dissect
+from spectral_monitor.layers.naming import named_modules
+from spectral_monitor.parametrization.tying import DENSE
 from spectral_monitor.scaling.trial import FAMILIES, Blocks, Family, Loss, Step, Trial, equal_contributions
-from spectral_monitor.snapshot.local import is_distributed
-from spectral_monitor.snapshot.preserve import preserved
-from spectral_monitor.snapshot.randomness import RandomState
+from spectral_monitor.state.dtensor import is_distributed
+from spectral_monitor.state.rng import RandomState
+from spectral_monitor.state.snapshot import preserved
 
 START = 1e-2
 """RMS of the outputs the search for the readout's factor begins with, where the loss does not yet depend on them."""

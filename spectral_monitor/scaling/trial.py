@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import spectral_monitor.functional as F
-from spectral_monitor.anatomy import Layer
-from spectral_monitor.capture.rows import first_tensor
+from spectral_monitor.capture.row_sampling import first_tensor
+from spectral_monitor.layers import Layer
 from spectral_monitor.scaling.batches import loss_of
-from spectral_monitor.snapshot.preserve import Snapshot
-from spectral_monitor.snapshot.randomness import RandomState
+from spectral_monitor.state.rng import RandomState
+from spectral_monitor.state.snapshot import Snapshot
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """``loss(module, batch)`` -> a scalar."""

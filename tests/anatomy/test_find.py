@@ -11,8 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from spectral_monitor.anatomy import dissect
-from spectral_monitor.reporting.role_table import NOTES
+from spectral_monitor.layers import dissect
+from spectral_monitor.reporting.text.role_table import NOTES
 
 IN_PLACE = "readout by its place: the last operator registered"
 PARAMETRIZED = "parametrized: the weight in use is computed from it"

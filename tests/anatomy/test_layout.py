@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from spectral_monitor.anatomy import Layout, dissect
-from spectral_monitor.capture.rows import patches_of
+from spectral_monitor.capture.row_sampling import patches_of
+from spectral_monitor.layers import Layout, dissect
 
 CONVS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
 TRANSPOSED = [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]

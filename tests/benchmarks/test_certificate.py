@@ -15,7 +15,7 @@ import sections
 from certificate import FAMILIES, clopper_pearson, complaints, make, one_round
 
 from spectral_monitor.linalg import SpectralEstimate
-from spectral_monitor.linalg import estimate as estimate_module
+from spectral_monitor.linalg import spectral_norms as estimate_module
 
 
 def test_planted_values_are_the_singular_values():

@@ -19,10 +19,10 @@ sys.path.append(str(Path(__file__).parents[2] / "docs"))
 from make_screenshots import RUNS, get, tensorboard, train
 
 from spectral_monitor.reporting import read_measurements
-from spectral_monitor.reporting.panels import HEATMAPS, PANELS
+from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::spectral_monitor.warnings.SpectralConditionWarning"),
+    pytest.mark.filterwarnings("ignore::spectral_monitor.messages.SpectralConditionWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
 ]
 STEPS = 24

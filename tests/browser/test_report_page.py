@@ -11,11 +11,13 @@ import torch
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting import report as report_module
-from spectral_monitor.reporting import report_curves, report_figures, report_page
-from spectral_monitor.reporting.names import shortened
-from spectral_monitor.reporting.panels import HEATMAPS, PANELS
-from spectral_monitor.reporting.report import write_report
+from spectral_monitor.reporting.content.labels import shortened
+from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS
+from spectral_monitor.reporting.html import curves as report_curves
+from spectral_monitor.reporting.html import figures as report_figures
+from spectral_monitor.reporting.html import page as report_page
+from spectral_monitor.reporting.html import report as report_module
+from spectral_monitor.reporting.html.report import write_report
 
 pytest.importorskip("plotly")
 expect = pytest.importorskip("playwright.sync_api").expect

@@ -7,10 +7,10 @@ import sys
 import warnings
 
 import pytest
-from spectral_monitor.callbacks.logs import warn_of_condition
 
 from spectral_monitor import SpectralConditionWarning
-from spectral_monitor.warnings import announce, wrapped
+from spectral_monitor.callbacks.loggers import warn_of_condition
+from spectral_monitor.messages import announce, wrapped
 
 TEXT = (
     "step 15: model.transformer.h.3.attn.v_proj: its learning rate is 0.1, that of the other layers is 0.001: use "
@@ -33,7 +33,7 @@ def test_it_can_be_caught_and_can_be_an_error(warn):
 
 SCRIPT = f"""
 import logging, warnings
-from spectral_monitor.warnings import announce
+from spectral_monitor.messages import announce
 announce({TEXT!r})
 warnings.warn("another one")
 logging.basicConfig(format="logged: %(message)s")
@@ -55,7 +55,7 @@ def test_no_file_and_no_source_is_printed():
 
 def test_warnings_of_what_is_not_measured_show_no_file_either():
     code = (
-        "import warnings\nfrom spectral_monitor.warnings import Warner\n"
+        "import warnings\nfrom spectral_monitor.messages import Warner\n"
         "Warner()('no logger: it is kept')\nwarnings.warn('x')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -26,7 +26,7 @@ EXAMPLES = ROOT / "examples"
 
 LOOKS = """
 import json, os
-from spectral_monitor.engine import budget
+from spectral_monitor.engine import overhead_budget as budget
 import lightning.pytorch as pl
 from spectral_monitor import SpectralMonitor
 

@@ -11,13 +11,20 @@ import torch
 import zoo
 from quickfit import attributes, fit, leftovers, recording
 from recorder import AFTER, BEFORE, Recorder, RecordingLogger, Run, differences, of_module
-from spectral_monitor.callbacks import monitor as callback
 from torch import nn, optim
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
-from spectral_monitor.capture import features, replay
-from spectral_monitor.engine import activations, changes, matrices, measured, memory, norms
-from spectral_monitor.snapshot import preserve, randomness
+from spectral_monitor.callbacks import monitor as callback
+from spectral_monitor.capture.hooks import forward as features
+from spectral_monitor.capture.replay import replay
+from spectral_monitor.engine import state as memory
+from spectral_monitor.engine.features import changes
+from spectral_monitor.engine.features import stage as activations
+from spectral_monitor.engine.results import measurement as measured
+from spectral_monitor.engine.weights import norms
+from spectral_monitor.engine.weights import stage as matrices
+from spectral_monitor.state import rng as randomness
+from spectral_monitor.state import snapshot as preserve
 
 # Exceptions: no hook, no attribute, no changed group is left.
 

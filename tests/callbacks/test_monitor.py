@@ -23,7 +23,7 @@ from wandbfile import wandb_records
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.quantities import QUANTITIES, TIERS
-from spectral_monitor.reporting.essentials import ESSENTIAL, essentials
+from spectral_monitor.reporting.content.essentials import ESSENTIAL, essentials
 
 
 def expected(monitor):

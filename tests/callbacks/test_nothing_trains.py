@@ -10,7 +10,7 @@ from quickfit import fit
 
 from spectral_monitor import SpectralConditionWarning, SpectralMonitor
 from spectral_monitor.measurement import HEALTHY
-from spectral_monitor.reporting.headline import headline
+from spectral_monitor.reporting.content.headline import headline
 
 
 class RateZero(zoo.Classifier):

@@ -12,11 +12,12 @@ import torch
 import zoo
 from lightning.pytorch.callbacks import ModelCheckpoint
 from quickfit import fit, leftovers
-from spectral_monitor.callbacks import monitor as callback
 from torch import nn
 
 from spectral_monitor import SpectralCondition, SpectralMonitor
-from spectral_monitor.engine import budget, engine
+from spectral_monitor.callbacks import monitor as callback
+from spectral_monitor.engine import engine
+from spectral_monitor.engine import overhead_budget as budget
 from spectral_monitor.quantities import QUANTITIES
 
 INTERVALS = {"light": 2, "standard": 3}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor.capture.replay import clone_tree
-from spectral_monitor.capture.samples import cut, leaves
+from spectral_monitor.capture.replay.batch_slicing import cut, leaves
+from spectral_monitor.capture.replay.replay import clone_tree
 
 Pair = namedtuple("Pair", "left right")
 

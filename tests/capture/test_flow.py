@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from spectral_monitor.capture.flow import Ran, readouts
+from spectral_monitor.capture.records.dataflow import Ran, readouts
 
 
 def ran(*calls):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.capture.rows import Kept
+from spectral_monitor.capture.row_sampling import Kept
 
 
 def test_rows_that_were_written_to_are_gone():

@@ -11,13 +11,13 @@ from nested import CallsGrandparent, CallsParent, RunsClosureItself
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.anatomy import dissect
-from spectral_monitor.capture.optimizer import OptimizerCapture
+from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.engine import Settings
-from spectral_monitor.engine.matrices import MatrixStage
-from spectral_monitor.engine.scalars import Scalars
-from spectral_monitor.engine.stacks import Member
-from spectral_monitor.placement import plan
+from spectral_monitor.engine.results.raw import Scalars
+from spectral_monitor.engine.weights.matrix_batches import Member
+from spectral_monitor.engine.weights.stage import MatrixStage
+from spectral_monitor.layers import dissect
+from spectral_monitor.sharding import plan
 
 EXEMPT = {"Optimizer", "LBFGS", "SparseAdam"}  # the base class; several closures per step; sparse gradients only
 NAMES = [

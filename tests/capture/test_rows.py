@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spectral_monitor.anatomy import Layout
-from spectral_monitor.capture.rows import RowPicker
-from spectral_monitor.engine.norms import rows_worth
+from spectral_monitor.capture.row_sampling import RowPicker
+from spectral_monitor.engine.weights.norms import rows_worth
+from spectral_monitor.layers import Layout
 
 CPU = torch.device("cpu")
 

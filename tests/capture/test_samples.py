@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor.capture.comparison import CallRows
-from spectral_monitor.capture.rehearsal import ROUNDINGS, Alone, Rehearsal
-from spectral_monitor.capture.rows import RowPicker
-from spectral_monitor.capture.samples import Portion, batch_size, cut, leaves, signature
+from spectral_monitor.capture.replay.batch_slicing import Portion, batch_size, cut, leaves, signature
+from spectral_monitor.capture.replay.feature_change import CallRows
+from spectral_monitor.capture.replay.sample_independence import ROUNDINGS, Alone, Rehearsal
+from spectral_monitor.capture.row_sampling import RowPicker
 
 Pair = namedtuple("Pair", "left right")
 

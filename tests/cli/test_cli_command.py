@@ -274,7 +274,7 @@ def test_sweep(factory, tmp_path, capsys):
     assert " ".join(lines[1].split()) == "layer quantity width 8 16 32 slope 95% interval predicted verdict"
     assert len(lines) == 2 + 6 + 1
     assert "6/6" in err
-    from spectral_monitor.scaling.sweeps import sweep
+    from spectral_monitor.scaling.sweeps.sweep import sweep
 
     sys.path.insert(0, str(tmp_path / "code"))
     import factory as imported

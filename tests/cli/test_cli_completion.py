@@ -53,8 +53,8 @@ def test_every_command_is_in_every_script(shell, capsys):
 
 
 def test_what_the_parser_of_sweeps_repeats_is_what_sweeps_have():
-    from spectral_monitor.cli import sweep as arguments
-    from spectral_monitor.scaling import sweeps
+    from spectral_monitor.cli.commands import sweep as arguments
+    from spectral_monitor.scaling.sweeps import sweep as sweeps
 
     assert tuple(PARAMETRIZATIONS) == arguments.PARAMETRIZATIONS
     assert tuple(sweeps.QUANTITIES) == arguments.QUANTITIES

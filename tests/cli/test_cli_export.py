@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from logged_runs import fails, said
 
-from spectral_monitor.reporting.long import COLUMNS
+from spectral_monitor.reporting.files.long_format import COLUMNS
 
 KNOWN = {
     (step, layer, quantity): value

@@ -12,7 +12,8 @@ from contextlib import suppress
 import pytest
 from logged_runs import COMMAND, FILE, logged, measured
 
-from spectral_monitor.cli import main, watch
+from spectral_monitor.cli import main
+from spectral_monitor.cli.commands import watch
 from spectral_monitor.reporting import JSONLinesSink
 
 

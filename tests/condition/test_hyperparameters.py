@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from spectral_monitor.anatomy import dissect
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, family, hyperparameters
+from spectral_monitor.layers import dissect
 
 
 def network():

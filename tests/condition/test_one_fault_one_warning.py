@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralConditionWarning, SpectralProbe
-from spectral_monitor.reporting.headline import headline
+from spectral_monitor.reporting.content.headline import headline
 
 BLOCKS, WIDTH, VOCABULARY, CONTEXT = 12, 32, 40, 16
 

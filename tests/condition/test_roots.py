@@ -11,7 +11,7 @@ from spectral_monitor.condition import CAUSES, NETWORK, Judge, SpectralCondition
 from spectral_monitor.condition.causes import Told
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network, columns
-from spectral_monitor.condition.roots import Case, rank, verdicts
+from spectral_monitor.condition.root_causes import Case, rank, verdicts
 
 FAR = {"update_natural": {"b": 10.0}}
 MANY = LAYERS | {f"x{i}": replace(LAYERS["a"], name=f"x{i}") for i in range(7)}

@@ -9,7 +9,7 @@ import torch
 from recorder import leaves
 from torch import nn
 
-from spectral_monitor.correction.swap import MultiplierSwap
+from spectral_monitor.correction.lr_override import MultiplierSwap
 
 DECOUPLED = {"AdamW": "weight_decay", "Adafactor": "weight_decay", "Muon": "weight_decay", "ASGD": "lambd"}
 """Written down again from the sources of torch 2.13."""

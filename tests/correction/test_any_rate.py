@@ -8,12 +8,12 @@ from test_corrector import batch, perceptron
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
-from spectral_monitor.anatomy import dissect
 from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters
 from spectral_monitor.condition.optimizers.relative import relative_rates
 from spectral_monitor.correction.corrector import SETTLED, Corrector
-from spectral_monitor.correction.peaks import CONSTANT, Peaks
+from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import SHARES
+from spectral_monitor.layers import dissect
 
 STEPS = 30
 

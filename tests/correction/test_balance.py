@@ -8,9 +8,9 @@ from test_corrector import LR, batch, last, perceptron
 from torch import nn
 
 from spectral_monitor import LRCorrection, Measurement, SpectralProbe
-from spectral_monitor.anatomy import dissect
 from spectral_monitor.condition import CAUSES, NETWORK, Verdict
 from spectral_monitor.correction.corrector import MENDED, Corrector
+from spectral_monitor.layers import dissect
 
 
 def learn(factor, steps=20):

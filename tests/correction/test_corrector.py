@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralCondition, SpectralMonitorWarning, SpectralProbe
-from spectral_monitor.anatomy import dissect
 from spectral_monitor.correction.corrector import TRIAL
 from spectral_monitor.correction.policies import GROWTH, LEAST, MOST, PIXELS, SHARES
-from spectral_monitor.correction.units import units
+from spectral_monitor.layers import dissect
+from spectral_monitor.parametrization.tying import units
 
 LR = 0.05
 

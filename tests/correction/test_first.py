@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
-from spectral_monitor.anatomy import dissect
 from spectral_monitor.correction.corrector import TRIAL, Corrector
+from spectral_monitor.layers import dissect
 
 
 def first(network, *optimizers):

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
-from spectral_monitor.anatomy import dissect
-from spectral_monitor.correction.init import looks_drawn, spectral_init_, starting_norm
 from spectral_monitor.functional import natural_norm
+from spectral_monitor.layers import dissect
+from spectral_monitor.parametrization.init import looks_drawn, spectral_init_, starting_norm
 
 
 def natural(layer):

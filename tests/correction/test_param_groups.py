@@ -15,9 +15,9 @@ from native import assert_same_training, make_model
 from recorder import RecordingLogger, Run
 from torch import nn
 
-from spectral_monitor.anatomy import dissect
-from spectral_monitor.correction.param_groups import spectral_param_groups
-from spectral_monitor.correction.swap import MultiplierSwap
+from spectral_monitor.correction.lr_override import MultiplierSwap
+from spectral_monitor.layers import dissect
+from spectral_monitor.parametrization.param_groups import spectral_param_groups
 
 
 class Experts(nn.Module):

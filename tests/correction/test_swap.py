@@ -26,7 +26,7 @@ from native import (
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
-from spectral_monitor.correction.swap import MultiplierSwap
+from spectral_monitor.correction.lr_override import MultiplierSwap
 
 VARIANTS = list(variants())
 

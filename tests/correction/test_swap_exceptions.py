@@ -24,7 +24,7 @@ from native import (
 )
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
-from spectral_monitor.capture.optimizer import OptimizerCapture
+from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 
 OPTIONS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 

@@ -16,8 +16,8 @@ from native import (
     take_step,
 )
 
-from spectral_monitor.correction.expand import decay_option
-from spectral_monitor.correction.swap import MultiplierSwap
+from spectral_monitor.correction.group_split import decay_option
+from spectral_monitor.correction.lr_override import MultiplierSwap
 
 
 class Counts(Descends):

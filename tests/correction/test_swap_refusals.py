@@ -19,7 +19,7 @@ from native import (
     take_step,
 )
 
-from spectral_monitor.correction.swap import MultiplierSwap
+from spectral_monitor.correction.lr_override import MultiplierSwap
 
 
 def descent_without_rate(parameters):

@@ -23,7 +23,7 @@ from native import (
     take_step,
 )
 
-from spectral_monitor.correction.swap import MultiplierSwap
+from spectral_monitor.correction.lr_override import MultiplierSwap
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 

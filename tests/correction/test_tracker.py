@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from spectral_monitor.correction.tracker import SLOWEST, Tracker
+from spectral_monitor.correction.smoothing import SLOWEST, Tracker
 
 
 def levels(values):

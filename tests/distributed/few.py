@@ -14,8 +14,8 @@ from distributed.fitting import fit, plain
 from distributed.models import SIZE, Training, batches
 from distributed.ways import WAYS
 from spectral_monitor import SpectralMonitor
-from spectral_monitor.capture.rehearsal import Rehearsal
-from spectral_monitor.engine.slices import Slices
+from spectral_monitor.capture.replay.sample_independence import Rehearsal
+from spectral_monitor.engine.features.replay_subset import Slices
 
 KEYS = ("feature_change", "feature_drift", "bfa", "bfa_cos", "sensitivity", "feature_rms")
 STEPS = 3

@@ -15,7 +15,8 @@ from distributed.fitting import fit
 from distributed.models import batches
 from distributed.ways import WAYS
 from spectral_monitor import SpectralMonitor
-from spectral_monitor.engine import budget, engine
+from spectral_monitor.engine import engine
+from spectral_monitor.engine import overhead_budget as budget
 
 STEPS = 30
 """Of an epoch."""

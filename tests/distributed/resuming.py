@@ -15,7 +15,7 @@ from distributed.fitting import fit, plain
 from distributed.models import batches
 from distributed.ways import WAYS
 from spectral_monitor import SpectralMonitor
-from spectral_monitor.warnings import SpectralMonitorWarning
+from spectral_monitor.messages import SpectralMonitorWarning
 
 STEPS = 3
 

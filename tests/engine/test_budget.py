@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralMonitor, SpectralMonitorWarning, SpectralProbe
-from spectral_monitor.engine import Settings, budget, engine
-from spectral_monitor.engine.budget import Budget, plain_time
+from spectral_monitor.engine import Settings, engine
+from spectral_monitor.engine import overhead_budget as budget
+from spectral_monitor.engine.overhead_budget import Budget, plain_time
 from spectral_monitor.engine.schedule import Timetable
 
 KEYS = frozenset({"lr"})

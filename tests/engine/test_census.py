@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spectral_monitor.capture.comparison import CallRows
-from spectral_monitor.capture.rows import RowPicker
-from spectral_monitor.engine.census import Census, RowPlace, Sight, Step, census
-from spectral_monitor.engine.fingerprints import fingerprints
+from spectral_monitor.capture.replay.feature_change import CallRows
+from spectral_monitor.capture.row_sampling import RowPicker
+from spectral_monitor.engine.agreement.rank_report import Census, RowPlace, Sight, Step, census
+from spectral_monitor.engine.agreement.row_hash import fingerprints
 from spectral_monitor.linalg import totals
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.engine import activations, norms
+from spectral_monitor.engine.features import stage as activations
+from spectral_monitor.engine.weights import norms
 
 WIDTH = 80  # above the size at which norms are exact, so that estimates are Lanczos runs
 

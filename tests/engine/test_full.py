@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.capture.checks import SHARE_ROWS
-from spectral_monitor.capture.rows import RowPicker
-from spectral_monitor.engine import full
+from spectral_monitor.capture.records.assumption_checks import SHARE_ROWS
+from spectral_monitor.capture.row_sampling import RowPicker
+from spectral_monitor.engine.features import kernels as full
 from spectral_monitor.functional.kernels import signs
 from spectral_monitor.quantities import QUANTITIES, TIERS
 

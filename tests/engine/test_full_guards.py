@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.capture import graph
-from spectral_monitor.engine import full
+from spectral_monitor.capture.replay import graph_replay as graph
+from spectral_monitor.engine.features import kernels as full
 
 STEPS = 3
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.engine import full
+from spectral_monitor.engine.features import kernels as full
 from spectral_monitor.quantities import TIERS
 
 torch.set_num_threads(1)

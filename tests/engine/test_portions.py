@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.anatomy import dissect
-from spectral_monitor.engine import matrices, stacks
-from spectral_monitor.engine.stacks import Member
-from spectral_monitor.placement import plan
+from spectral_monitor.engine.weights import matrix_batches as stacks
+from spectral_monitor.engine.weights import stage as matrices
+from spectral_monitor.engine.weights.matrix_batches import Member
+from spectral_monitor.layers import dissect
+from spectral_monitor.sharding import plan
 
 
 class Here:

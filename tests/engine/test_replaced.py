@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from spectral_monitor import SpectralMonitorWarning, SpectralProbe
-from spectral_monitor.engine.rows import REPLACED
+from spectral_monitor.engine.results.reasons import REPLACED
 
 
 class Twice(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from test_replay_samples import BATCH, FEW, USELESS, WIDTH, Net, same, values
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.engine import slices
+from spectral_monitor.engine.features import replay_subset as slices
 
 QUANTITIES = ["feature_change", "feature_change_local"]
 

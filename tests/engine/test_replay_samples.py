@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.engine import Settings, slices
+from spectral_monitor.engine import Settings
+from spectral_monitor.engine.features import replay_subset as slices
 
 WIDTH, BATCH, FEW = 12, 10, 4
 COMPARED = ("feature_change", "feature_drift", "bfa", "bfa_cos", "sensitivity")
@@ -446,7 +447,7 @@ def test_numbers_that_are_not_finite_leave_it_open():
 
 def small_samples(patch):
     """Spectra are measured on 512 rows, however narrow a layer is."""
-    for module in ("spectral_monitor.capture.features", "spectral_monitor.engine.activations"):
+    for module in ("spectral_monitor.capture.hooks.forward", "spectral_monitor.engine.features.stage"):
         patch.setattr(f"{module}.sample_size", lambda features: 512)
 
 

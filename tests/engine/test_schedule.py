@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralMonitor, SpectralProbe
-from spectral_monitor.engine import Settings, norms
+from spectral_monitor.engine import Settings
 from spectral_monitor.engine.schedule import Schedule, Timetable
-from spectral_monitor.oversight import _first_steps
+from spectral_monitor.engine.weights import norms
+from spectral_monitor.monitoring.supervisor import _first_steps
 from spectral_monitor.quantities import QUANTITIES, TIERS
 
 DRIFT = ("feature_rms", "feature_drift")

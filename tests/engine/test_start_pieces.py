@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor.anatomy import dissect
-from spectral_monitor.engine.stacks import Member, host_copies
-from spectral_monitor.engine.state import pack_start, unpack_start
-from spectral_monitor.placement import Extent, Holding
-from spectral_monitor.placement.extent import whole_extent
-from spectral_monitor.placement.rectangles import rectangles
+from spectral_monitor.engine.state_dict import pack_start, unpack_start
+from spectral_monitor.engine.weights.matrix_batches import Member, host_copies
+from spectral_monitor.layers import dissect
+from spectral_monitor.sharding import Extent, Holding
+from spectral_monitor.sharding.rectangles import rectangles
+from spectral_monitor.sharding.shard_region import whole_extent
 
 
 def model():

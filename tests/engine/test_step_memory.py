@@ -10,12 +10,13 @@ from storages import Storages
 from torch import nn
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
-from spectral_monitor.engine import Settings, stacks
-from spectral_monitor.engine.gradients import contribution_here
+from spectral_monitor.engine import Settings
+from spectral_monitor.engine.weights import matrix_batches as stacks
+from spectral_monitor.engine.weights.gradients import contribution_here
 from spectral_monitor.functional.feature_speed import inner
 from spectral_monitor.quantities import TIERS
-from spectral_monitor.snapshot import room as copies
-from spectral_monitor.snapshot.preserve import preserved
+from spectral_monitor.state import buffers as copies
+from spectral_monitor.state.snapshot import preserved
 
 DRIFT = ("drift_ratio", "drift_fro_ratio", "feature_drift")
 KEYS = tuple(key for key in TIERS["standard"] if key not in DRIFT)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from scipy import stats
 
-from spectral_monitor.functional.errors import GROUPS, STUDENT, standard_error
 from spectral_monitor.functional.features import (
     mean_alignment,
     mean_alignment_error,
     mean_ratio,
     standard_error_of_mean,
 )
+from spectral_monitor.functional.standard_errors import GROUPS, STUDENT, standard_error
 
 
 def ratio_of_sums(sums):

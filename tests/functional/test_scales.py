@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import spectral_monitor.functional as F
-from spectral_monitor.functional import lengths as module
-from spectral_monitor.functional.lengths import common_dtype, largest, lengths, whole_length
+from spectral_monitor.functional import vector_norms as module
+from spectral_monitor.functional.vector_norms import common_dtype, largest, lengths, whole_length
 
 
 def gaussian(*shape, dtype=torch.float32, seed=0):

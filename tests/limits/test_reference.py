@@ -11,11 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.limits import reference
 from spectral_monitor.reporting import JSONLinesSink
+from spectral_monitor.reporting.files.runs import run_file
 from spectral_monitor.reporting.limit_run import NAME, limit_sentences, limit_traces, read_limit, write_limit
-from spectral_monitor.reporting.runs import run_file
 from spectral_monitor.scaling import MUP, NTP
+from spectral_monitor.scaling import reference_line as reference
 
 STEPS, LR = 6, 0.3
 KEYS = ["feature_change", "weight_natural", "alignment", "weight_norm"]
@@ -122,7 +122,7 @@ def test_the_sentence_is_of_the_farthest_layer():
 
 def test_the_page_has_a_dashed_line_for_each_layer():
     pytest.importorskip("plotly")
-    from spectral_monitor.reporting.report import report
+    from spectral_monitor.reporting.html.report import report
 
     run, limit = training(64), line()
     (first, second) = limit_traces(limit, "feature_change", ("net.0", "net.1"))

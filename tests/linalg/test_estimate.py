@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spectral_monitor.functional import spectral_norm_bounds
 from spectral_monitor.linalg import Pieces, alone, lanczos, spectral_estimate, tame
-from spectral_monitor.linalg import estimate as estimate_module
+from spectral_monitor.linalg import spectral_norms as estimate_module
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COLUMNS = ("sigma", "sigma_low", "error_bound", "sigma_high", "fro")

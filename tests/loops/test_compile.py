@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 from ways import Cast, network
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
-from spectral_monitor.anatomy import compiled_modules, dissect, without_compiled
 from spectral_monitor.engine import engine
-from spectral_monitor.warnings import SpectralMonitorWarning
+from spectral_monitor.layers import compiled_modules, dissect, without_compiled
+from spectral_monitor.messages import SpectralMonitorWarning
 
 KINDS = {
     "the network": lambda module: setattr(module, "net", torch.compile(module.net, backend="eager")),

@@ -23,7 +23,7 @@ from torch import optim
 from torch.optim import lr_scheduler
 
 from spectral_monitor import SpectralMonitor
-from spectral_monitor.engine.rows import REPLACED
+from spectral_monitor.engine.results.reasons import REPLACED
 from spectral_monitor.quantities import TIERS
 
 try:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.warnings import SpectralMonitorWarning
+from spectral_monitor.messages import SpectralMonitorWarning
 
 STEPS = 3
 

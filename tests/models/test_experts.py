@@ -10,7 +10,7 @@ import transformers as hf
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.anatomy import dissect
+from spectral_monitor.layers import dissect
 
 E, WIDTH, INNER, TOKENS = 3, 8, 6, 11
 SIZES = {

@@ -12,7 +12,7 @@ import transformers as hf
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.anatomy import dissect
+from spectral_monitor.layers import dissect
 
 WIDTH, HEADS, TOKENS, LENGTH = 16, 4, 11, 5
 QKV, GATES = "query, key and value", "gate and up"

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.anatomy import dissect
+from spectral_monitor.layers import dissect
 
 FEATURES = ("feature_rms", "feature_change", "alignment", "bfa")
 

@@ -28,17 +28,21 @@ from recorder import (
     of_optimizer,
     of_random,
 )
-from spectral_monitor.callbacks import again, logs
-from spectral_monitor.callbacks import monitor as callback
 from torch import optim
 from torch.nn import functional as nnf
 from torch.optim import lr_scheduler
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
-from spectral_monitor.capture import features, optimizer, replay
-from spectral_monitor.capture.replay import loss_in
-from spectral_monitor.engine import replays
-from spectral_monitor.snapshot import preserve, randomness
+from spectral_monitor.callbacks import loggers as logs
+from spectral_monitor.callbacks import monitor as callback
+from spectral_monitor.callbacks import training_step_replay as again
+from spectral_monitor.capture.hooks import forward as features
+from spectral_monitor.capture.hooks import optimizer
+from spectral_monitor.capture.replay import replay
+from spectral_monitor.capture.replay.replay import loss_in
+from spectral_monitor.engine.features import replays
+from spectral_monitor.state import rng as randomness
+from spectral_monitor.state import snapshot as preserve
 
 ROUNDED = "its change is too close to the rounding of its outputs"
 UNCALLED = frozenset({"no module call to hook", "MultiheadAttention uses the weight without calling the module"})

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor.snapshot.portable import pack_state
-from spectral_monitor.snapshot.preserve import Snapshot, has_memory, preserved
+from spectral_monitor.state.serialize import pack_state
+from spectral_monitor.state.snapshot import Snapshot, has_memory, preserved
 
 
 class Box(nn.Module):

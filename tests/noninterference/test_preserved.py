@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAUROC
 from zoo import Meter, mlp
 
-from spectral_monitor.snapshot.preserve import LARGE, preserved
+from spectral_monitor.state.snapshot import LARGE, preserved
 
 
 class Box(nn.Module):

@@ -20,7 +20,7 @@ from wandbfile import wandb_records
 from watching import Weights, fit, numbers
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
-from spectral_monitor.reporting.essentials import essentials
+from spectral_monitor.reporting.content.essentials import essentials
 
 # ------------------------------------------------------------------------------------------- steps of W&B are doubled
 

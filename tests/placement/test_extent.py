@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from spectral_monitor.anatomy import dissect
-from spectral_monitor.placement import Processes, copies, flat_extents, placed, plan
-from spectral_monitor.placement.extent import extent_of
-from spectral_monitor.snapshot.local import local_part
+from spectral_monitor.layers import dissect
+from spectral_monitor.sharding import Processes, copies, flat_extents, placed, plan
+from spectral_monitor.sharding.shard_region import extent_of
+from spectral_monitor.state.dtensor import local_part
 
 CPU = torch.device("cpu")
 
@@ -213,7 +213,7 @@ def refusals(count):
         linear = nn.Linear(4, 6, bias=False)
         model = nn.Sequential(linear)
         layers = dissect(model).layers
-        from spectral_monitor.placement import Extent
+        from spectral_monitor.sharding import Extent
 
         plan(layers, {id(linear.weight): Extent((6, 4), ((0, 3), (0, 4)))}, processes)
 

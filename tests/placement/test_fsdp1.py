@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.optim import AdamW
 
-from spectral_monitor.placement.fsdp1 import call_through, flat_slices, reshard
+from spectral_monitor.sharding.fsdp1 import call_through, flat_slices, reshard
 
 CPU = torch.device("cpu")
 

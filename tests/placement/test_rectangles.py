@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from spectral_monitor.anatomy import Layout
-from spectral_monitor.placement import Extent, Rectangle
-from spectral_monitor.placement.extent import whole_extent
-from spectral_monitor.placement.rectangles import contents, rectangles, unfit
+from spectral_monitor.layers import Layout
+from spectral_monitor.sharding import Extent, Rectangle
+from spectral_monitor.sharding.rectangles import contents, rectangles, unfit
+from spectral_monitor.sharding.shard_region import whole_extent
 
 # Layouts by name, and the shape of the parameter, which may have leading dimensions of 1 that the layout leaves out.
 CASES = {

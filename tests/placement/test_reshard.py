@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from spectral_monitor.placement.fsdp1 import call_through, flat_slices, reshard
+from spectral_monitor.sharding.fsdp1 import call_through, flat_slices, reshard
 
 CPU = torch.device("cpu")
 STEPS = 3

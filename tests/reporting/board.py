@@ -11,7 +11,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.panels import PANELS
+from spectral_monitor.reporting.content.panels import PANELS
 
 NAMES = ("tokens", "blocks.0.w+q", "blocks.0.mlp", "blocks.1.w+q", "blocks.1.mlp", "blocks.0.mlp.bias", "a (b)|c/d")
 ROLES = ("embedding", *["operator"] * 4, "vector", "readout")

@@ -12,8 +12,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from spectral_monitor import Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.panels import PANELS
-from spectral_monitor.reporting.tensorboard import TensorBoardSink
+from spectral_monitor.reporting.content.panels import PANELS
+from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
 
 ROOT = "model.transformer.h.7.mlp.c_fc"
 

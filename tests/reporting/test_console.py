@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
-from spectral_monitor.anatomy import dissect
-from spectral_monitor.reporting.console import rendered
-from spectral_monitor.reporting.lines import Table
-from spectral_monitor.reporting.role_table import role_rows
-from spectral_monitor.reporting.table import measurement_rows
+from spectral_monitor.layers import dissect
+from spectral_monitor.reporting.text.console import rendered
+from spectral_monitor.reporting.text.lines import Table
+from spectral_monitor.reporting.text.role_table import role_rows
+from spectral_monitor.reporting.text.table import measurement_rows
 
 CODES = re.compile(r"\x1b\[[0-9;]*m")
 RED, GREEN = "\x1b[1;31m", "\x1b[1;32m"
@@ -186,8 +186,8 @@ def test_on_a_real_terminal():
     import pty
 
     code = (
-        "from spectral_monitor.reporting.console import rendered\n"
-        "from spectral_monitor.reporting.lines import Column, Table\n"
+        "from spectral_monitor.reporting.text.console import rendered\n"
+        "from spectral_monitor.reporting.text.lines import Column, Table\n"
         "print(rendered(Table('1 outside', (Column('layer', ('head',), text=True),), (), 'off', ('off',))))"
     )
     env = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}

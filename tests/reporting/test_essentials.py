@@ -12,7 +12,7 @@ import torch
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.quantities import TIERS
-from spectral_monitor.reporting.essentials import ESSENTIAL, OVERLAID, checked_log, essentials, grouped
+from spectral_monitor.reporting.content.essentials import ESSENTIAL, OVERLAID, checked_log, essentials, grouped
 
 NAMES = [info.name for info in gpt.LAYERS]
 C_FC = [f"model.transformer.h.{k}.mlp.c_fc" for k in range(12)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpt import FOLLOWERS, LAYERS, MATRICES, ROOTS, measured, of_network, root
 
-from spectral_monitor.reporting.table import WIDTH, measurement_rows, measurement_table
+from spectral_monitor.reporting.text.table import WIDTH, measurement_rows, measurement_table
 
 ONE = measured(roots=[root(consequences=FOLLOWERS)], followers=FOLLOWERS)
 TWO = measured(roots=[root(consequences=FOLLOWERS), root(ROOTS[1], value=5.4)], followers=FOLLOWERS)

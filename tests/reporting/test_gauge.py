@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from spectral_monitor.reporting.gauge import POINT, WIDTH, gauge, scale
+from spectral_monitor.reporting.text.gauge import POINT, WIDTH, gauge, scale
 
 LIMITS = (1 / 16, 8.0)
 

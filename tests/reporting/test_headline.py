@@ -12,8 +12,8 @@ from gpt import FOLLOWERS, MATRICES, ROOTS, measured, of_network, root
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.measurement import LayerState
-from spectral_monitor.reporting.headline import announcement, brief, headline, headlines
-from spectral_monitor.reporting.tally import disturbed, off, tally, told
+from spectral_monitor.reporting.content.headline import announcement, brief, headline, headlines
+from spectral_monitor.reporting.content.tally import disturbed, off, tally, told
 
 ONE = measured(roots=[root(consequences=FOLLOWERS)], followers=FOLLOWERS)
 TWO = measured(roots=[root(consequences=FOLLOWERS), root(ROOTS[1], value=5.4)], followers=FOLLOWERS)

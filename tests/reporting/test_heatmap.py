@@ -14,8 +14,8 @@ import torch
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.reporting import heatmap as module
+from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.heatmap import RED, can_draw, heatmap
-from spectral_monitor.reporting.history import History
 
 GREY = [204, 204, 204]
 NAN = math.nan

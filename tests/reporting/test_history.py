@@ -9,9 +9,9 @@ import torch
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.history import History
-from spectral_monitor.reporting.kinds import kinds
-from spectral_monitor.reporting.panels import HEATMAPS, PANELS, shown
+from spectral_monitor.reporting.content.families import kinds
+from spectral_monitor.reporting.content.history import History
+from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS, shown
 
 LAYERS = tuple(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in ("a", "b"))
 

@@ -11,7 +11,7 @@ import torch
 from tensorboard import plugin_util
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
-from spectral_monitor.reporting.markdown import LISTED, escaped, verdict_markdown
+from spectral_monitor.reporting.text.markdown import LISTED, escaped, verdict_markdown
 
 NASTY = [
     "a|b",

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from spectral_monitor.reporting.kinds import kinds
-from spectral_monitor.reporting.names import NAME, named, shortened
+from spectral_monitor.reporting.content.families import kinds
+from spectral_monitor.reporting.content.labels import NAME, named, shortened
 
 BLOCK = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
 BLOCK += ("intermediate.dense", "output.dense")

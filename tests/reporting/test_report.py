@@ -18,9 +18,9 @@ import torch
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting import JSONLinesSink
-from spectral_monitor.reporting.panels import PANELS
-from spectral_monitor.reporting.report import report, write_report
-from spectral_monitor.reporting.runs import read_run
+from spectral_monitor.reporting.content.panels import PANELS
+from spectral_monitor.reporting.files.runs import read_run
+from spectral_monitor.reporting.html.report import report, write_report
 
 pytest.importorskip("plotly")
 

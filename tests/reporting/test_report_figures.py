@@ -12,7 +12,7 @@ from test_report import deep, layers_of, page_of, verdict
 
 from spectral_monitor import Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.report_curves import drawn
+from spectral_monitor.reporting.html.curves import drawn
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])

@@ -7,8 +7,8 @@ import torch
 from gpt import SIZES
 from torch import nn
 
-from spectral_monitor.anatomy import dissect
-from spectral_monitor.reporting.role_table import role_rows, role_table
+from spectral_monitor.layers import dissect
+from spectral_monitor.reporting.text.role_table import role_rows, role_table
 
 
 def gpt(blocks=12, width=64):

@@ -16,16 +16,16 @@ from wandb_file import RunFile, go_offline, offline_run
 from spectral_monitor import SpectralCondition, SpectralProbe
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting import JSONLinesSink
-from spectral_monitor.reporting.essentials import essentials
+from spectral_monitor.reporting.content.essentials import essentials
+from spectral_monitor.reporting.content.history import History
+from spectral_monitor.reporting.files.jsonlines import read_measurements
 from spectral_monitor.reporting.heatmap import heatmap
-from spectral_monitor.reporting.history import History
-from spectral_monitor.reporting.jsonlines import read_measurements
-from spectral_monitor.reporting.markdown import verdict_markdown
-from spectral_monitor.reporting.report import report
-from spectral_monitor.reporting.table import measurement_table
-from spectral_monitor.reporting.tensorboard import TensorBoardSink
-from spectral_monitor.reporting.wandb import WandbSink
-from spectral_monitor.reporting.wandb_charts import lines
+from spectral_monitor.reporting.html.report import report
+from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
+from spectral_monitor.reporting.text.markdown import verdict_markdown
+from spectral_monitor.reporting.text.table import measurement_table
+from spectral_monitor.reporting.wandb_sink.charts import lines
+from spectral_monitor.reporting.wandb_sink.sink import WandbSink
 
 EVERY = {"light": 2, "standard": 5}
 STEPS = 25

@@ -14,15 +14,15 @@ from board import NAMES, ROLES, events, images, layouts, measurement, read, scal
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
+from spectral_monitor.messages import SpectralMonitorWarning
 from spectral_monitor.reporting import sinks as sinks_module
-from spectral_monitor.reporting import tensorboard as module
-from spectral_monitor.reporting.essentials import essentials
+from spectral_monitor.reporting.content.essentials import essentials
+from spectral_monitor.reporting.content.history import History
+from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS
 from spectral_monitor.reporting.heatmap import heatmap
-from spectral_monitor.reporting.history import History
-from spectral_monitor.reporting.panels import HEATMAPS, PANELS
 from spectral_monitor.reporting.sinks import Sinks
-from spectral_monitor.reporting.tensorboard import TensorBoardSink
-from spectral_monitor.warnings import SpectralMonitorWarning
+from spectral_monitor.reporting.tensorboard_sink import sink as module
+from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
 
 
 @pytest.fixture

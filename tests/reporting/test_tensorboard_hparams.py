@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from spectral_monitor.reporting.tensorboard import TensorBoardSink
+from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
 
 
 def hyperparameters(folder):

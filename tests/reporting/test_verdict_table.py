@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
-from spectral_monitor.reporting.table import measurement_rows
-from spectral_monitor.reporting.tally import unjudged
+from spectral_monitor.reporting.content.tally import unjudged
+from spectral_monitor.reporting.text.table import measurement_rows
 
 LAYERS = tuple(LayerInfo(name, "operator", 64, 64, (64, 64)) for name in ("a", "b", "c"))
 VALUES = {"update_natural": torch.tensor([0.1, 0.5, 9.0]), "weight_natural": torch.tensor([1.0, 1.0, 1.0])}

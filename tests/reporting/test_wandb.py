@@ -26,9 +26,9 @@ from wandb_file import AXIS, RunFile, go_offline
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.condition import SpectralCondition, load_profile, save_profile
 from spectral_monitor.condition.verdict import short
-from spectral_monitor.oversight import described
-from spectral_monitor.reporting.essentials import essentials
-from spectral_monitor.warnings import SpectralConditionWarning
+from spectral_monitor.messages import SpectralConditionWarning
+from spectral_monitor.monitoring.supervisor import described
+from spectral_monitor.reporting.content.essentials import essentials
 
 
 @pytest.fixture(autouse=True)

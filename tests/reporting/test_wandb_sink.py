@@ -17,12 +17,12 @@ from wandb_file import AXIS, RunFile, go_offline, offline_run
 
 from spectral_monitor import LayerInfo, Measurement, SpectralProbe
 from spectral_monitor.condition import Verdict
-from spectral_monitor.reporting import essentials as essentials_module
-from spectral_monitor.reporting import wandb as sink_module
-from spectral_monitor.reporting.essentials import essentials
-from spectral_monitor.reporting.history import History
-from spectral_monitor.reporting.wandb import WandbSink
-from spectral_monitor.reporting.wandb_charts import lines
+from spectral_monitor.reporting.content import essentials as essentials_module
+from spectral_monitor.reporting.content.essentials import essentials
+from spectral_monitor.reporting.content.history import History
+from spectral_monitor.reporting.wandb_sink import sink as sink_module
+from spectral_monitor.reporting.wandb_sink.charts import lines
+from spectral_monitor.reporting.wandb_sink.sink import WandbSink
 
 OVERLAID = {f"spectral_{key}" for key in essentials_module.OVERLAID} | {"spectral/summary/violations"}
 

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from spectral_monitor.reporting import wandb_workspace
-from spectral_monitor.reporting.essentials import OVERLAID, SUMMARIES
-from spectral_monitor.reporting.panels import PANELS
+from spectral_monitor.reporting.content.essentials import OVERLAID, SUMMARIES
+from spectral_monitor.reporting.content.panels import PANELS
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spectral_monitor.snapshot.portable import fingerprint
+from spectral_monitor.state.serialize import fingerprint
 
 NUMBERS = torch.arange(12.0)
 STRIDED = {

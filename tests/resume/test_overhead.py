@@ -11,7 +11,8 @@ import zoo
 from quickfit import fit
 from resuming import monitor, saved
 
-from spectral_monitor.engine import budget, engine
+from spectral_monitor.engine import engine
+from spectral_monitor.engine import overhead_budget as budget
 
 LIGHT = {"every_n_steps": 1, "quantities": ["feature_change"], "max_overhead": 0.1}
 

@@ -13,10 +13,10 @@ import torch
 import zoo
 from torch import nn
 
-from spectral_monitor.capture.replay import RootCall
-from spectral_monitor.snapshot.portable import NotPlainError, fingerprint, pack, pack_state, put_state, unpack
-from spectral_monitor.snapshot.preserve import preserved
-from spectral_monitor.snapshot.randomness import RandomState
+from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.state.rng import RandomState
+from spectral_monitor.state.serialize import NotPlainError, fingerprint, pack, pack_state, put_state, unpack
+from spectral_monitor.state.snapshot import preserved
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from spectral_monitor.scaling.fit import fit_slope, t_quantile
+from spectral_monitor.fitting.power_law import fit_slope, t_quantile
 
 WIDTHS = (64, 100, 256, 700, 1024)
 

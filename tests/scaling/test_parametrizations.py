@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import spectral_param_groups
-from spectral_monitor.anatomy import dissect
+from spectral_monitor.layers import dissect
 from spectral_monitor.scaling import (
     FSC,
     MF_MUP,

@@ -21,10 +21,10 @@ from sweeping import INPUTS, Known, Noisy, noise, ones
 from torch import nn
 
 from spectral_monitor.cli import main
+from spectral_monitor.parametrization.prediction import predict
 from spectral_monitor.scaling import MUP, NTP, SP
-from spectral_monitor.scaling.points import Key, Point, Recipe
-from spectral_monitor.scaling.prediction import predict
-from spectral_monitor.scaling.sweeps import sweep
+from spectral_monitor.scaling.sweeps.point import Key, Point, Recipe
+from spectral_monitor.scaling.sweeps.sweep import sweep
 
 ROOT = Path(__file__).parents[2]
 NATURAL = ["weight_natural", "update_natural"]

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor.cli import main
 from spectral_monitor.scaling import MFP, MUP
-from spectral_monitor.scaling.arguments import name_of
-from spectral_monitor.scaling.sweeps import sweep
+from spectral_monitor.scaling.sweeps.arguments import name_of
+from spectral_monitor.scaling.sweeps.sweep import sweep
 
 
 def quiet(make_module=Noisy, data=noise, **kwargs):

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from spectral_monitor.correction.places import Place
 from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.parametrization.layer_position import Place
 from spectral_monitor.scaling import MUP, SPECTRAL, predict
-from spectral_monitor.scaling.sweeps import sweep
+from spectral_monitor.scaling.sweeps.sweep import sweep
 
 TOKENS = 20
 

@@ -11,12 +11,12 @@ import torch
 from sweeping import Known, Noisy, noise, ones
 
 from spectral_monitor import LayerInfo, Measurement
+from spectral_monitor.fitting.power_law import Fit
 from spectral_monitor.scaling import MUP
-from spectral_monitor.scaling.fit import Fit
-from spectral_monitor.scaling.points import Key, Point, Recipe
-from spectral_monitor.scaling.sweep_result import evaluated
-from spectral_monitor.scaling.sweep_slope import Slope
-from spectral_monitor.scaling.sweeps import sweep
+from spectral_monitor.scaling.sweeps.point import Key, Point, Recipe
+from spectral_monitor.scaling.sweeps.result import evaluated
+from spectral_monitor.scaling.sweeps.slope import Slope
+from spectral_monitor.scaling.sweeps.sweep import sweep
 
 WIDTHS = (64, 128, 256, 512)
 KEY = "update_natural"

@@ -13,8 +13,8 @@ from torch import nn
 
 from spectral_monitor.scaling import MUP
 from spectral_monitor.scaling.batches import moved
-from spectral_monitor.scaling.points import Key, Recipe
-from spectral_monitor.scaling.sweeps import sweep
+from spectral_monitor.scaling.sweeps.point import Key, Recipe
+from spectral_monitor.scaling.sweeps.sweep import sweep
 
 
 def quiet(make_module=Noisy, data=noise, **kwargs):

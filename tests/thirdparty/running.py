@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from spectral_monitor import Measurement, SpectralMonitor, SpectralProbe
-from spectral_monitor.anatomy import Anatomy
+from spectral_monitor.layers import Anatomy
 
 FEATURES = ("feature_rms", "feature_change", "alignment", "bfa")
 

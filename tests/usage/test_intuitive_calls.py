@@ -151,7 +151,7 @@ def test_it_says_what_to_use(call, around):
 
 def test_what_is_said_to_use_is_there(around):
     """Every name in the advice exists, so that nobody is sent to another dead end."""
-    from spectral_monitor.measured_run import _INSTEAD
+    from spectral_monitor.reporting.run import _INSTEAD
 
     for name, advice in _INSTEAD.items():
         assert not hasattr(around.monitor, name), name

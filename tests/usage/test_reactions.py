@@ -8,7 +8,7 @@ from short_fits import fitted
 from torch import nn
 
 from spectral_monitor import SpectralMonitorWarning, SpectralProbe
-from spectral_monitor.reactions import Reactions
+from spectral_monitor.monitoring.reactions import Reactions
 
 
 def test_a_function_is_called_once_for_each_root_that_begins(tmp_path):

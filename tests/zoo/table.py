@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from case import Case
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.anatomy import Anatomy, Layer
-from spectral_monitor.warnings import SpectralMonitorWarning
+from spectral_monitor.layers import Anatomy, Layer
+from spectral_monitor.messages import SpectralMonitorWarning
 
 HEAD = """| architecture | matrices | biases, gains | features of | readout | not measured |
 |---|---|---|---|---|---|

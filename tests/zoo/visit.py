@@ -16,8 +16,8 @@ from recorder import Run, leaves, of_module, of_optimizer, of_random
 from torch import Tensor, nn
 
 from spectral_monitor import Measurement, SpectralProbe
-from spectral_monitor.anatomy import Anatomy, Layer
-from spectral_monitor.warnings import SpectralMonitorWarning
+from spectral_monitor.layers import Anatomy, Layer
+from spectral_monitor.messages import SpectralMonitorWarning
 
 STEPS = 5
 Outputs = dict[str, list[Tensor]]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from spectral_monitor.condition.causes.explanation import CAUSES, Told
 from spectral_monitor.condition.causes.layers import of_layer
 from spectral_monitor.condition.causes.network import of_network
-from spectral_monitor.condition.causes.told import CAUSES, Told
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from itertools import takewhile
 
-from spectral_monitor.condition.causes.told import Told
+from spectral_monitor.condition.causes.explanation import Told
 from spectral_monitor.condition.findings import SUSPECT, Finding
 from spectral_monitor.condition.network import MOVED, Network, Row
 from spectral_monitor.condition.verdict import Remedy, short

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from spectral_monitor.condition.causes.told import Told
+from spectral_monitor.condition.causes.explanation import Told
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.rates import HEALTHY_STEP

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from spectral_monitor.anatomy import Layer
+    from spectral_monitor.layers import Layer
 
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "muon": ("muon", "shampoo", "soap", "scion"),

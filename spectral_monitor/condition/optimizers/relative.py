@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from spectral_monitor.anatomy import Layer
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.optimizers.rates import ON_PURPOSE, SAME, Rated, rates, rule_of
 from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.layers import Layer
 
 
 def relative_rates(layers: Sequence[Layer], settings: Mapping[str, Hyperparameters]) -> dict[str, float]:

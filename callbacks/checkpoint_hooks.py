@@ -1,0 +1,73 @@
+"""What a monitor does when a checkpoint is saved or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+
+from spectral_monitor.callbacks.checkpoint_state import Continuation
+from spectral_monitor.engine import Engine, Settings
+from spectral_monitor.messages import Warner
+
+
+class Checkpointed(pl.Callback):
+    """Hooks around checkpoints; a :class:`~spectral_monitor.callbacks.checkpoint_state.Continuation` does the work."""
+
+    settings: Settings
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._warn = Warner()
+        self._engine: Engine | None = None
+        self._continuation = Continuation()
+
+    @property
+    def state_key(self) -> str:
+        """Tells the monitors of one trainer apart."""
+        s = self.settings
+        return self._generate_state_key(
+            every_n_steps=s.every_n_steps, quantities=s.quantities, include=s.include, exclude=s.exclude
+        )
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """A checkpoint may be loaded next."""
+        if stage == "fit":
+            self._continuation.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of the monitor: plain numbers, names, and which file has the tensors."""
+        try:
+            state: dict[str, Any] = self._continuation.state(self._engine)
+            return state
+        except Exception as error:
+            self._warn(f"the checkpoint does not hold the monitor ({type(error).__name__}: {error})", error)
+            return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from this when training starts."""
+        self._continuation.load(state_dict)
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Find the state of a monitor whose settings were others, if there is but one that it can be."""
+        taken = {callback.state_key for callback in trainer.callbacks}  # type: ignore[attr-defined]
+        states = {key: state for key, state in checkpoint["callbacks"].items() if key not in taken}
+        mine = [state for key, state in states.items() if str(key).startswith(f"{type(self).__qualname__}{{")]
+        if self.state_key not in checkpoint["callbacks"] and len(mine) == 1:
+            self._continuation.load(mine[0])
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Write the file the state refers to, if it is not there yet."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        with self._said("resumed from this checkpoint, drift will be counted anew"):
+            self._continuation.write(state, trainer, pl_module, self._engine)
+
+    @contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        """Turn an error into a warning."""
+        try:
+            yield
+        except Exception as error:
+            self._warn(f"{what} ({type(error).__name__}: {error})", error)

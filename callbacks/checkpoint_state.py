@@ -1,0 +1,236 @@
+"""Going on measuring where an earlier run stopped: small numbers in the checkpoint, tensors in a file beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from spectral_monitor.callbacks.training_step_replay import TrainingStep
+from spectral_monitor.engine import Engine
+from spectral_monitor.engine.features.replays import Again
+from spectral_monitor.monitoring.supervisor import Oversight
+from spectral_monitor.state.serialize import fingerprint
+
+LARGE = frozenset({"W0", "probe"})
+"""Needs that take tensors from the start of training, too large for every checkpoint."""
+
+State = dict[str, Any]
+Warn = Callable[..., None]
+
+
+class Continuation:
+    """What a monitor carries from one fit to the next: through a checkpoint, or in memory for the same model.
+
+    The tensors (the weights drift is counted from, the batch ``feature_drift`` is measured on) are written when the
+    first checkpoint is, and once more if the first measured step comes later, into files named after their content.
+    """
+
+    def __init__(self) -> None:
+        self.measured_before = 0
+        self._oversight: Oversight | None = None
+        self._loaded: State = {}
+        self._begun = False
+        self._folder = Path()
+        self._mark: tuple[object, bool] | None = None
+        self._fingerprints: list[str] = []
+        self._carried: WeakKeyDictionary[pl.LightningModule, tuple[State, State | None]] = WeakKeyDictionary()
+        self._last: Callable[[], pl.LightningModule | None] = _nobody
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, which is for another model or process, has nothing to go on from."""
+        return type(self), ()
+
+    def forget(self) -> None:
+        """A fit begins, maybe of another model; what was loaded or measured before is no part of its checkpoints."""
+        self._loaded, self._begun, self._last = {}, False, _nobody
+
+    def load(self, state: State) -> None:
+        """Take the state a checkpoint holds, for the fit that is about to begin."""
+        self._loaded = state
+
+    def knows(self, module: pl.LightningModule) -> bool:
+        """Whether an earlier fit was of this model."""
+        return module in self._carried
+
+    def begin(
+        self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, oversight: Oversight, warn: Warn
+    ) -> None:
+        """Let engine and oversight go on where the checkpoint, or the last fit of this model, stopped; or start."""
+        self._begun, self._folder, self._mark, self._oversight = True, _folder(trainer), None, oversight
+        step, large = trainer.global_step, engine.settings.needs & LARGE
+        loaded, self._loaded = self._loaded, {}
+        anew: list[str] = []
+        tensors: State | None = None
+        state, tensors = (loaded, None) if loaded else self._carried.get(module, ({}, None))
+        try:
+            if state:
+                if loaded and large:
+                    tensors, missing = _find(loaded.get("file"), trainer, engine)
+                    missing = engine.said_anywhere(missing)
+                    tensors = None if missing else tensors
+                    anew += [f"drift is counted from here ({missing})"] if missing else []
+                anew += engine.restore(state, tensors, step, partial(_revive, engine, module))
+                anew += _going_on(oversight, state)
+            else:
+                engine.start(step)
+                anew += ["drift is counted from here (the checkpoint has no state of it)"] if step and large else []
+        except Exception as error:
+            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            anew = [f"everything is counted from here ({what})"]
+            engine.start(step)
+        self.measured_before = engine.measured
+        self.agree(engine)
+        if anew and trainer.is_global_zero:
+            warn(f"resumed at step {step}: {'; '.join(anew)}")
+
+    def agree(self, engine: Engine) -> None:
+        """Tell the other processes, if there are any, what this one's file is called; to be called by all at once.
+
+        A checkpoint holds the names of all files, but is written by one process, when it cannot ask the others.
+        """
+        mark = (engine, engine.probe_taken)
+        if engine.processes is not None and engine.settings.needs & LARGE and self._mark != mark:
+            try:
+                mine = fingerprint(engine.tensors())
+            except Exception:  # the others are waiting; a file of no name is not found
+                mine = ""
+            self._mark, self._fingerprints = mark, engine.processes.gather(mine)
+
+    def state(self, engine: Engine | None) -> State:
+        """What goes into a checkpoint: dicts, lists, strings, numbers. After a fit, what it was at its end."""
+        if engine is not None and self._begun:
+            mark: tuple[object, bool] = (engine, engine.probe_taken)
+            return self._with_files(
+                self._state(engine), engine.tensors() if engine.settings.needs & LARGE else None, mark
+            )
+        module = self._last()
+        if self._loaded or module is None:
+            return self._loaded
+        return self._with_files(*self._carried[module], (module, True))
+
+    def _state(self, engine: Engine) -> State:
+        state = engine.state()
+        return state if self._oversight is None else {**state, "oversight": self._oversight.state_dict()}
+
+    def _with_files(self, state: State, tensors: State | None, mark: tuple[object, bool]) -> State:
+        if tensors is None:
+            return state
+        if self._mark != mark and len(self._fingerprints) <= 1:
+            self._mark, self._fingerprints = mark, [fingerprint(tensors)]
+        names = [_name(one) for one in self._fingerprints]
+        file = {"names": names, "fingerprints": list(self._fingerprints), "folder": str(self._folder)}
+        return {**state, "file": file}
+
+    def write(self, state: State, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> None:
+        """Write the file of this process that a state refers to, if it is not there.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        file = state.get("file")
+        if file is None or len(file["names"]) != trainer.world_size:
+            return
+        path = Path(file["folder"], file["names"][trainer.global_rank])
+        if path.exists():
+            return
+        if engine is not None and self._begun:
+            tensors: State | None = engine.tensors()
+        else:
+            _, tensors = self._carried.get(module, ({}, None))
+        if tensors is not None:
+            _write(tensors, path)
+
+    def end(self, module: pl.LightningModule, engine: Engine) -> None:
+        """Keep what another fit of this model, or a checkpoint saved after this one, needs."""
+        if self._begun:
+            self._carried[module] = (self._state(engine), engine.tensors() if engine.settings.needs & LARGE else None)
+            self._last = ref(module)
+            self._mark = (module, True) if engine.processes is not None else None
+        self._begun, self._oversight = False, None
+
+
+def _going_on(oversight: Oversight, state: State) -> list[str]:
+    """Let verdicts and corrections go on; else what starts anew, and why."""
+    if "oversight" not in state:
+        return ["verdicts and corrections start anew (the checkpoint has none)"]
+    try:
+        oversight.load_state_dict(state["oversight"])
+    except ValueError as error:
+        return [f"verdicts and corrections start anew ({error})"]
+    return []
+
+
+def _nobody() -> None:
+    return None
+
+
+def _revive(engine: Engine, module: pl.LightningModule, packed: State) -> Again:
+    return TrainingStep.unpack(packed, module) if packed["kind"] == "training_step" else engine.revive(packed)
+
+
+def _folder(trainer: pl.Trainer) -> Path:
+    """Where checkpoints go, if that is on a disk."""
+    saving = sorted(trainer.checkpoint_callbacks, key=lambda callback: not isinstance(callback, ModelCheckpoint))
+    folders = [folder for callback in saving if (folder := getattr(callback, "dirpath", None))]
+    local = [str(folder) for folder in (*folders, trainer.default_root_dir) if "://" not in str(folder)]
+    return Path(local[0] if local else ".").absolute()
+
+
+def _name(fingerprint: str) -> str:
+    return f"spectral-monitor-{fingerprint[:16]}.pt"
+
+
+def _find(file: Any, trainer: pl.Trainer, engine: Engine) -> tuple[State | None, str]:
+    """The tensors a state refers to, beside the checkpoint it came from or where they were written; else why not.
+
+    Those this process wrote, if they will do; else those of all processes, put together.
+    """
+    if file is None:
+        return None, "the saved state is of a monitor that did not measure it"
+    beside = [] if trainer.ckpt_path is None else [Path(str(trainer.ckpt_path)).absolute().parent]
+    folders = list(dict.fromkeys([*beside, Path(file["folder"])]))
+    prints = file["fingerprints"]
+    if len(prints) == trainer.world_size:
+        tensors, missing = _read(prints[trainer.global_rank], folders)
+        if tensors is None or engine.covered_by(tensors):
+            return tensors, missing
+    found = [_read(one, folders) for one in prints]
+    missing = next((missing for _, missing in found if missing), "")
+    several = [tensors for tensors, _ in found if tensors is not None]
+    return (None, missing) if missing else (engine.merged(several), "")
+
+
+def _read(fingerprint_then: str, folders: list[Path]) -> tuple[State | None, str]:
+    """The tensors of a file in one of the folders; else why not."""
+    name, wrong = _name(fingerprint_then), []
+    for path in (folder / name for folder in folders):
+        if path.is_file():
+            try:
+                tensors = torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:
+                wrong.append(f"{path} cannot be read ({type(error).__name__})")
+                continue
+            if fingerprint(tensors) == fingerprint_then:
+                return tensors, ""
+            wrong.append(f"{path} is not the file that was written")
+    return None, "; ".join(wrong) or f"{name} is missing in {' and in '.join(map(str, folders))}"
+
+
+def _write(tensors: State, path: Path) -> None:
+    """All of the file or nothing of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        torch.save(tensors, unfinished)
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,67 @@
+"""Several monitors of one trainer: what they may share, and which is which."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only
+
+from spectral_monitor.callbacks.checkpoint_hooks import Checkpointed
+from spectral_monitor.messages import say
+
+if TYPE_CHECKING:
+    from .monitor import SpectralMonitor
+
+
+def check_together(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
+    """Look at what the monitors before this one measure: the same is logged under the same name.
+
+    Two that only watch log the same numbers twice, which is said. Where one corrects, numbers differ: what a layer's
+    learning rate is multiplied with is known to that one alone.
+
+    Raises:
+        ValueError: naming both, and what to do instead.
+    """
+    for other in _monitors(trainer):
+        if other is monitor:
+            return
+        if other._engine is None or monitor._engine is None:
+            continue
+        theirs = {layer.info.name for layer in other._engine.layers}
+        layers = [layer.info.name for layer in monitor._engine.layers if layer.info.name in theirs]
+        keys = [key for key in monitor.settings.keys if key in other.settings.keys]
+        if not layers or not keys:
+            continue
+        found = (
+            f"{_called(other)} and {_called(monitor)} would both log spectral_{keys[0]}/{layers[0]} and other numbers "
+            f"of the same {len(layers)} layers"
+        )
+        correcting = [one.correction for one in (other, monitor) if one.correction is not None]
+        if len(correcting) == 2:
+            raise ValueError(f"{found}, and correct them: give each layers of its own, with include or exclude")
+        if correcting:
+            one = f'SpectralMonitor(mode="correct", correction=LRCorrection("{correcting[0].policy}"))'
+            raise ValueError(f"{found}, of which one knows the corrections: use one callback for both, {one}")
+        _warn(
+            f"{found}: use one, with an interval for each tier or quantity (every_n_steps={{'light': 10, 'standard': "
+            "100}), or give each layers of its own"
+        )
+
+
+def place(trainer: pl.Trainer, monitor: SpectralMonitor) -> int:
+    """Which of the trainer's monitors it is, from 1."""
+    return next((i for i, one in enumerate(_monitors(trainer), start=1) if one is monitor), 1)
+
+
+def _monitors(trainer: pl.Trainer) -> list[SpectralMonitor]:
+    return cast("list[SpectralMonitor]", [one for one in trainer.callbacks if isinstance(one, Checkpointed)])  # type: ignore[attr-defined]
+
+
+@rank_zero_only
+def _warn(text: str) -> None:
+    say(text, UserWarning, stacklevel=4)
+
+
+def _called(monitor: SpectralMonitor) -> str:
+    return f"{type(monitor).__name__}(mode={monitor.mode!r})"

@@ -1,0 +1,215 @@
+"""Measurements on their way to loggers, and text on its way to the console."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from spectral_monitor.callbacks.progress_bar import StatusLine
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.messages import Warner, announce
+from spectral_monitor.reporting.content.essentials import Log, checked_log, essentials
+from spectral_monitor.reporting.content.headline import brief
+from spectral_monitor.reporting.content.history import History
+from spectral_monitor.reporting.content.tally import is_judged
+from spectral_monitor.reporting.files.jsonlines import JSONLinesSink, run_file_name
+from spectral_monitor.reporting.html.final_page import whole_page
+from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks, is_remote, need_room
+from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink, can_write_to
+from spectral_monitor.reporting.wandb_sink.sink import WandbSink
+
+log = logging.getLogger("lightning.pytorch.spectral_monitor")
+
+OFFSET = -1
+"""Lightning logs what belongs to the first optimizer step at 0; a measurement counts the steps taken."""
+PAGE = "spectral_monitor.html"
+_REFUSED = re.compile(r"[^\w\-. /]")
+"""Characters that MLflow takes in no key."""
+
+
+@rank_zero_only
+def show(text: str) -> None:
+    """Print, on the first process."""
+    print(f"\n{text}\n", flush=True)
+
+
+@rank_zero_only
+def tell(text: str) -> None:
+    """A line among Lightning's own."""
+    log.info(text)
+
+
+@rank_zero_only
+def warn_of_condition(text: str) -> None:
+    """Warn of a verdict that begins, on the first process."""
+    announce(text)
+
+
+def every(steps: object) -> str:
+    """Return at which steps is measured, in words; nothing where each quantity has steps of its own.
+
+    Example:
+        >>> every(50), every("1, 2, 4, ..., every 100"), every({"light": 10})
+        ('every 50 steps', 'at steps 1, 2, 4, ..., every 100', '')
+    """
+    if isinstance(steps, int):
+        return f"every {steps} steps" if steps > 1 else "at every step"
+    return f"at steps {steps}" if isinstance(steps, str) else ""
+
+
+def shortest(folder: Path) -> str:
+    """Return a folder as it is called from here, or in full where that is shorter."""
+    try:
+        relative = os.path.relpath(folder)
+    except ValueError:  # another drive
+        return str(folder)
+    return min(relative, str(folder), key=len)
+
+
+class LoggerSink:
+    """Gives a Lightning logger the essential numbers, and in the end the page, if it takes files (MLflow, Comet).
+
+    What the logger keeps for later it is told to save at once, and only while the disk has room: lines of ours that it
+    cannot write when training ends would be an error of the trainer's.
+    """
+
+    def __init__(self, logger: Logger, log: Log = "essential", asked: Sequence[str] = ()) -> None:
+        self._logger = logger
+        self.name = type(logger).__name__
+        self._log, self._asked = log, tuple(asked)
+        self._history = History() if isinstance(logger, MLFlowLogger | CometLogger) else None
+
+    def write(self, measurement: Measurement) -> None:
+        """Give it all scalars in one call."""
+        if isinstance(self._logger, CSVLogger):
+            need_room(self._logger.log_dir)
+        scalars = essentials(measurement, self._log, self._asked)
+        if isinstance(self._logger, MLFlowLogger):
+            scalars = {_REFUSED.sub("_", key): value for key, value in scalars.items()}
+        self._logger.log_metrics(scalars, step=measurement.step + OFFSET)
+        self._logger.save()
+        if self._history is not None:
+            self._history.add(measurement)
+
+    def close(self) -> None:
+        """Give it the page; the trainer closes its loggers itself."""
+        history, self._history = self._history, None
+        text = None if history is None else whole_page(history)
+        if text is None:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / PAGE
+            path.write_text(text, encoding="utf-8", errors="replace")
+            if isinstance(self._logger, MLFlowLogger):
+                self._logger.experiment.log_artifact(self._logger.run_id, str(path))
+            elif isinstance(self._logger, CometLogger):
+                self._logger.experiment.log_asset(str(path), file_name=PAGE, copy_to_tmp=True)
+
+
+class Reports:
+    """What becomes of measurements, on the first process: loggers, files, sinks of the user's, the progress bar.
+
+    Of several monitors of a trainer each has a file of its own, for all measurements in one are of the same layers.
+
+    Args:
+        sinks: the user's.
+        heatmap_every: measurements from one set of pictures to the next; 0 for none.
+        histograms: whether TensorBoard gets some.
+        settings: for the config of W&B.
+        log: which numbers loggers are given.
+        asked: quantities that are essential because the user has named them.
+        warn: is told of a sink that fails; each time something else, once.
+
+    Attributes:
+        folder: of the run, where its file of measurements is; ``None`` without one.
+
+    Raises:
+        TypeError: something is no sink.
+        ValueError: ``heatmap_every`` is no number of measurements.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        heatmap_every: int,
+        histograms: bool,
+        settings: Mapping[str, Any],
+        warn: Warner,
+        log: Log = "essential",
+        asked: Sequence[str] = (),
+    ) -> None:
+        if isinstance(heatmap_every, bool) or not isinstance(heatmap_every, int) or heatmap_every < 0:
+            raise ValueError(f"heatmap_every must be an integer >= 0, got {heatmap_every!r}")
+        self.sinks, self.heatmap_every, self.histograms = checked_sinks(sinks), heatmap_every, histograms
+        self.log, self._asked = checked_log(log), tuple(asked)
+        self._settings = dict(settings)
+        self._warn = warn
+        self._all: Sinks | None = None
+        self._status = StatusLine()
+        self.folder: Path | None = None
+
+    def begin(self, trainer: pl.Trainer, place: int) -> None:
+        """Training starts; ``place``: which of the trainer's monitors it is, from 1."""
+        if not trainer.is_global_zero:
+            return
+        found: list[Sink] = []
+        for logger in trainer.loggers:
+            try:
+                found.append(self._sink(logger))
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                self._warn(f"{type(logger).__name__} will not be given measurements ({what})", error)
+        self.folder = next(filter(None, map(_folder, trainer.loggers)), None)
+        if self.folder is not None:
+            found.append(JSONLinesSink(self.folder / run_file_name(place)))
+        self._all = Sinks([*found, *self.sinks], self._warn)
+        self._status.begin(trainer)
+
+    def write(self, measurement: Measurement) -> None:
+        """To all of them."""
+        if self._all is not None:
+            self._all.write(measurement)
+            if is_judged(measurement) or not self._status.text:  # else what was said last still holds
+                self._status.text = brief(measurement)
+
+    def end(self) -> None:
+        """Training is over; safe to call at any time."""
+        self._status.end()
+        if self._all is not None:
+            self._all.close()
+        self._all = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What belongs to a fit stays behind."""
+        return {**vars(self), "_all": None, "_status": StatusLine()}
+
+    def _sink(self, logger: Logger) -> Sink:
+        if isinstance(logger, TensorBoardLogger) and can_write_to(logger.experiment):
+            return TensorBoardSink(logger.experiment, self.heatmap_every, self.histograms, **self._how)
+        if isinstance(logger, WandbLogger):
+            return WandbSink(logger.experiment, self._settings, self.heatmap_every, **self._how)
+        return LoggerSink(logger, self.log, self._asked)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"log": self.log, "asked": self._asked, "offset": OFFSET}
+
+
+def _folder(logger: Logger) -> Path | None:
+    """Where a logger keeps what belongs to one run, on this machine; Lightning keeps its checkpoints there too."""
+    if isinstance(logger, TensorBoardLogger | CSVLogger):
+        return None if is_remote(logger.log_dir) else Path(logger.log_dir)
+    folder = logger.save_dir
+    if not isinstance(folder, str | os.PathLike) or is_remote(folder) or logger.version is None:
+        return None
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(folder) / str(logger.name) / version

@@ -1,0 +1,65 @@
+"""One item in Lightning's progress bar: whether all layers are healthy, as of the latest measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+
+from spectral_monitor.reporting.content.headline import ROOM
+
+KEY = "spectral"
+
+
+def shared(texts: Sequence[str]) -> str:
+    """Return the texts of several monitors in as many characters as that of one may have: what is not OK first.
+
+    Example:
+        >>> shared(["OK", "2 off"]), shared(["OK", "not judged", "1 off"])
+        ('OK; 2 off', 'not judged')
+    """
+    together = "; ".join(texts)
+    return together if len(together) <= ROOM else next((text for text in texts if text != "OK"), texts[0])
+
+
+class _Metrics:
+    """In the place of a progress bar's ``get_metrics`` for as long as anyone has something to add."""
+
+    def __init__(self, original: Callable[..., dict[str, Any]]) -> None:
+        self.original = original
+        self.lines: list[StatusLine] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        said = [line.text for line in self.lines if line.text]
+        return {**self.original(*args, **kwargs), **({KEY: shared(said)} if said else {})}
+
+
+class StatusLine:
+    """Text beside the losses in the progress bar, whichever it is; logged metrics know nothing of it.
+
+    Attributes:
+        text: what is shown; nothing if empty.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._bar: Any = None
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Show the text from now on, if there is a progress bar."""
+        self.end()
+        self._bar = trainer.progress_bar_callback
+        if self._bar is not None:
+            metrics = vars(self._bar).setdefault("get_metrics", _Metrics(self._bar.get_metrics))
+            if isinstance(metrics, _Metrics):  # else somebody has put something of their own there
+                metrics.lines.append(self)
+
+    def end(self) -> None:
+        """Leave the progress bar as it was; safe to call at any time."""
+        metrics = None if self._bar is None else vars(self._bar).get("get_metrics")
+        if isinstance(metrics, _Metrics):
+            metrics.lines = [line for line in metrics.lines if line is not self]
+            if not metrics.lines:
+                del self._bar.get_metrics
+        self._bar, self.text = None, ""

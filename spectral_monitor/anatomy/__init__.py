@@ -1,8 +1,0 @@
-"""Which matrices a model has: name, role, blocks, fans, and what cannot be measured and why."""
-
-from spectral_monitor.anatomy.compiled import compiled_modules, without_compiled
-from spectral_monitor.anatomy.find import Anatomy, Layer, Unmeasured, dissect
-from spectral_monitor.anatomy.layout import Layout
-from spectral_monitor.anatomy.whereabouts import Whereabouts
-
-__all__ = ["Anatomy", "Layer", "Layout", "Unmeasured", "Whereabouts", "compiled_modules", "dissect", "without_compiled"]

@@ -1,0 +1,1 @@
+"""Hooks on modules, tensors and optimizers."""

@@ -1,0 +1,108 @@
+"""The very update: a call right before it and one right after, whatever loop runs the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from spectral_monitor.capture.hooks.closures import Closure, with_closure
+
+Moment = Callable[[Optimizer], None]
+
+
+class OptimizerCapture:
+    """Hooks on optimizers, there only while armed.
+
+    * ``before``: the last moment before the optimizer may change a weight. One of torch's that is given a closure,
+      with forward and backward inside, runs that first, so the moment is when the closure has returned for the first
+      time; one of another origin (sharpness-aware minimization) may move the weights before it runs the closure, so
+      the moment is the start of its step, at the price of holding a copy during the forward.
+    * ``ready``: the gradients are final, those of the closure's first call.
+    * ``enter``: right before the closure's first call.
+    * ``after``: the step is done.
+
+    A step may call another one: a subclass its parent's, a wrapper that of the optimizer it holds in an attribute.
+    Only the outermost counts, and it counts for the wrapper.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], enter: Moment, before: Moment, ready: Moment, after: Moment
+    ) -> None:
+        self.optimizers = tuple(optimizers)
+        self._on_enter = enter
+        self._before = before
+        self._ready = ready
+        self._after = after
+        self._handles: list[RemovableHandle] = []
+        self._depth: dict[int, int] = {}
+        self._held: set[int] = set()
+        self._seen: set[int] = set()
+        self.closure_calls: dict[int, int] = {}
+
+    def arm(self) -> None:
+        """Register the hooks."""
+        self._depth.clear()
+        self._held.clear()
+        self._seen.clear()
+        self.closure_calls.clear()
+        for optimizer in self.optimizers:
+            for part in (optimizer, *_inner(optimizer)):
+                self._handles.append(part.register_step_pre_hook(partial(self._enter, optimizer)))
+                self._handles.append(part.register_step_post_hook(partial(self._leave, optimizer)))
+
+    def disarm(self) -> None:
+        """Remove the hooks; safe to call at any time."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _enter(self, optimizer: Optimizer, _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        key = id(optimizer)
+        self._depth[key] = self._depth.get(key, 0) + 1
+        if self._depth[key] > 1:
+            return None
+        self._held.discard(key)
+        self._seen.discard(key)
+        self.closure_calls[key] = 0
+        replaced = with_closure(args, kwargs, partial(self._watched, optimizer))
+        if replaced is None:
+            self._snapshot(optimizer)
+        elif not type(optimizer).__module__.startswith("torch.optim"):
+            self._hold(optimizer)
+        return replaced
+
+    def _watched(self, optimizer: Optimizer, closure: Closure) -> Closure:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not self.closure_calls[id(optimizer)]:
+                self._on_enter(optimizer)
+            result = closure(*args, **kwargs)
+            self.closure_calls[id(optimizer)] += 1
+            self._snapshot(optimizer)
+            return result
+
+        return watched
+
+    def _hold(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._held:
+            self._held.add(id(optimizer))
+            self._before(optimizer)
+
+    def _snapshot(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._seen:
+            self._seen.add(id(optimizer))
+            self._hold(optimizer)
+            self._ready(optimizer)
+
+    def _leave(self, optimizer: Optimizer, _: Optimizer, args: Any, kwargs: Any) -> None:
+        key = id(optimizer)
+        self._depth[key] = self._depth.get(key, 1) - 1
+        if self._depth[key] == 0 and key in self._seen:
+            self._after(optimizer)
+
+
+def _inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Optimizers a wrapper holds, which its user may step themselves."""
+    return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]

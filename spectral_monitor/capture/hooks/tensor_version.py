@@ -1,0 +1,17 @@
+"""Whether somebody has written to a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from spectral_monitor.state.dtensor import local_part
+
+Marks = dict[int, tuple[int, int]]
+"""Parameter's id -> its version and where it lies: what all writes change but those through ``.data``."""
+
+
+def marks(parameters: Iterable[Tensor]) -> Marks:
+    """The present marks."""
+    return {id(p): (p._version, local_part(p).data_ptr()) for p in parameters}

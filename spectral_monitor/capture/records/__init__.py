@@ -1,0 +1,1 @@
+"""What hooks record of a call."""

@@ -1,0 +1,98 @@
+"""What is read off the step's own forward and backward pass to check what the papers assume of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.capture.row_sampling import Kept, RowPicker, rows_of
+from spectral_monitor.functional.kernels import length, sample_share
+from spectral_monitor.layers import Layer
+from spectral_monitor.state.dtensor import local_part
+
+SHARE_ROWS = 64
+"""Rows that a share is the mean over; each is compared with the gradient of all rows."""
+
+# What autograd calls operations that work on each entry by itself, or only arrange them in another way.
+_ACTIVATIONS = "Relu LeakyRelu PreluKernel RreluWithNoise Gelu Silu Mish Tanh Sigmoid Elu Celu Softplus Hardtanh"
+_ENTRY_BY_ENTRY = "Hardswish Hardsigmoid Hardshrink Softshrink LogSigmoid Pow Abs Exp Sin Cos Mul Div NativeDropout"
+_ARRANGEMENTS = "View UnsafeView ReshapeAlias Transpose Permute T Clone Alias Detach Squeeze Unsqueeze ToCopy"
+ELEMENTWISE = frozenset(f"{name}Backward" for name in f"{_ACTIVATIONS} {_ENTRY_BY_ENTRY} {_ARRANGEMENTS}".split())
+
+
+@dataclass
+class Checked:
+    """Of one call of a layer.
+
+    Attributes:
+        output: root of the sum of squares of the output.
+        source: the same of the layer's output that the input was made of, entry by entry; ``None`` if it was not.
+        input: the same of the input.
+        rows: the input's rows, all of them, until the gradient of the output arrives.
+        share: see :func:`~spectral_monitor.functional.sample_share`.
+    """
+
+    output: Tensor | None = None
+    source: Tensor | None = None
+    input: Tensor | None = None
+    rows: Kept | None = None
+    share: Tensor | None = None
+
+
+class Checks:
+    """Looks at calls of layers and at gradients of their outputs, for some quantities."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        self._ratios = "activation_ratio" in keys
+        self._shares = "sample_share" in keys
+        self._picker = RowPicker(SHARE_ROWS)
+        self._made: dict[Any, Checked] = {}
+
+    def forget(self) -> None:
+        """Let the graph go."""
+        self._made.clear()
+
+    @torch.no_grad()
+    def forward(self, layer: Layer, given: Tensor | None, output: Tensor) -> Checked:
+        """A layer's call, with what it was given."""
+        checked = Checked()
+        if self._ratios:
+            checked.output = length(local_part(output))
+            source = None if given is None else self._source(given)
+            if source is not None and given is not None:
+                checked.source, checked.input = source.output, length(local_part(given))
+            if output.grad_fn is not None:
+                self._made[output.grad_fn] = checked
+        if self._shares and given is not None and _is_one_matrix(layer) and given.is_floating_point():
+            checked.rows = Kept(rows_of(local_part(given), False, 0))
+        return checked
+
+    @torch.no_grad()
+    def backward(self, checked: Checked, gradient: Tensor) -> None:
+        """The gradient of the call's output."""
+        rows = None if checked.rows is None else checked.rows.get()
+        checked.rows = None
+        if rows is None:
+            return
+        b = rows_of(local_part(gradient), False, 0)
+        if len(b) == len(rows):
+            with torch.autocast(b.device.type, enabled=False):
+                checked.share = sample_share(rows, b, self._picker.choose(len(b), SHARE_ROWS, b.device))
+
+    def _source(self, x: Tensor) -> Checked | None:
+        """The call whose output ``x`` was made of by elementwise operations, the only way that leads back from it."""
+        node: Any = x.grad_fn
+        while node is not None and node not in self._made:
+            if node.name().rstrip("0123456789") not in ELEMENTWISE:
+                return None
+            back = [following for following, _ in node.next_functions if following is not None]
+            node = back[0] if len(back) == 1 else None
+        return None if node is None else self._made[node]
+
+
+def _is_one_matrix(layer: Layer) -> bool:
+    return layer.info.role != "embedding" and layer.layout.kind in ("linear", "transposed")

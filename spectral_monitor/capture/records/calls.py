@@ -1,0 +1,110 @@
+"""What is recorded of one call of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.capture.records.assumption_checks import Checked
+from spectral_monitor.capture.replay.feature_change import CallRows
+from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.capture.row_sampling import Kept, RowPicker
+from spectral_monitor.linalg import compute_dtype
+
+
+@dataclass
+class Call:
+    """One call of one layer: chosen rows of its input (a sample), its output and the gradient of its output.
+
+    Attributes:
+        count: rows of the output that were chosen to stand for all.
+        index: which those are; ``None`` for all.
+        root: the outermost call it was part of.
+        features: of the output.
+        outputs: rows of the output, chosen or not.
+        norm: of all rows of the output, as far as those say that were chosen at first.
+        watched: whether the gradient of the output is waited for.
+        original: the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed.
+        first: rows of the output, the first ones, that the forward after the step will have, if it is known that it
+            will be of some samples only; ``h_out`` and ``b`` are of these, not of those that stand for all.
+        first_index: which of them; ``None`` for all.
+        b_sample: rows of the gradient that stand for all, where those in ``b`` do not.
+        inputs: rows of the input, chosen or not.
+        split_in: whether the input's rows are shared out among processes with the same batch.
+        split_out: whether the output's are.
+        checked: what is only read off it where assumptions are checked.
+        node: where the output is in the graph, if that is asked for.
+        place: how many calls of other layers and of this one came before.
+    """
+
+    h_in: Kept | None
+    h_out: Kept
+    count: int
+    eps: float
+    index: Tensor | None
+    root: RootCall | None
+    features: int
+    outputs: int
+    norm: Tensor
+    original: Tensor | None = None
+    watched: bool = False
+    b: Kept | None = None
+    b_count: int = 0
+    first: int | None = None
+    first_index: Tensor | None = None
+    b_sample: Tensor | None = None
+    inputs: int = 0
+    split_in: bool = False
+    split_out: bool = False
+    checked: Checked | None = None
+    node: Any = None
+    place: int = 0
+
+    def gradient(self) -> Tensor | None:
+        """Of the output, if it arrived exactly once and nobody has overwritten it."""
+        return self.b.get() if self.b is not None and self.b_count == 1 else None
+
+    def gradient_sample(self) -> Tensor | None:
+        """Return rows of the same that stand for all."""
+        b = self.gradient()
+        return b if b is None or self.b_sample is None else self.b_sample
+
+    def thin(self, picker: RowPicker, room: int, device: torch.device) -> None:
+        """Keep at most ``room`` of the rows that were chosen, those that would have been chosen so."""
+        if self.count <= room:
+            return
+        index = picker.choose(self.outputs, room, device)
+        assert index is not None
+        if self.first is None:
+            self._keep(self.index, index)
+        else:
+            first = picker.choose(self.first, -(-room * self.first // self.outputs), device)
+            if first is not None:
+                self._keep(self.first_index, first)
+                self.first_index = first
+        self.index, self.count = index, len(index)
+
+    def _keep(self, before: Tensor | None, index: Tensor) -> None:
+        """Keep some of the rows, which were those of ``before``."""
+        place = index if before is None else torch.searchsorted(before, index)
+        self.h_out, self.b = self.h_out.part(place), None if self.b is None else self.b.part(place)
+        self.original = None
+
+    def rows(self, h: Tensor) -> CallRows:
+        """Return what is compared of it, ``h`` of the output."""
+        index = self.index if self.first is None else self.first_index
+        pool = self.outputs if self.first is None else self.first
+        return CallRows(index, h, self.gradient(), self.outputs, pool, len(h), self.outputs)
+
+
+def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Rows of all calls as one matrix in the dtype they are measured in; ``None`` if any is missing."""
+    there = [part for part in parts if part is not None]
+    if not there or len(there) < len(parts):
+        return None
+    rows = torch.cat(there) if len(there) > 1 else there[0]
+    return rows.to(compute_dtype(rows.dtype))

@@ -1,0 +1,1 @@
+"""Run a forward pass again, leaving no trace."""

@@ -1,0 +1,194 @@
+"""What a replayed forward changes in the outputs of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.capture.replay.batch_slicing import Portion
+from spectral_monitor.capture.row_sampling import RowPicker, count_rows, rows_of
+from spectral_monitor.layers import Layer
+from spectral_monitor.linalg import compute_dtype
+from spectral_monitor.state.dtensor import local_part
+
+KERNEL_ROWS = 256
+"""Rows of a call whose inner products are compared."""
+
+
+@dataclass(frozen=True)
+class CallRows:
+    """Rows of one call that are compared with those after the step.
+
+    Attributes:
+        index: which they are, in order; ``None`` for the first ones.
+        h: their values.
+        b: their gradients where they count.
+        count: rows the call had.
+        pool: how many of them, the first ones, these were chosen from.
+        chosen: how many were chosen.
+        again: rows it has to have when it is run again, the first of those it had.
+    """
+
+    index: Tensor | None
+    h: Tensor
+    b: Tensor | None
+    count: int
+    pool: int
+    chosen: int
+    again: int
+
+    def first(self, rows: int, picker: RowPicker) -> CallRows:
+        """Those that are among the first ``rows`` of the call, when only these are run again."""
+        if self.pool <= rows:
+            return replace(self, again=rows)
+        before, _ = picker.share(self.pool, self.chosen, rows, self.pool, self.h.device)
+        index = None if self.index is None else self.index[:before]
+        b = None if self.b is None else self.b[:before]
+        return replace(self, index=index, h=self.h[:before], b=b, again=rows)
+
+
+Outputs = dict[int, list[CallRows]]
+"""Layer index -> what is kept of each call."""
+
+
+def first_outputs(outputs: Outputs, portion: Portion, picker: RowPicker) -> Outputs:
+    """Those of the first samples, which alone are run again.
+
+    Raises:
+        ValueError: rows are not the same number for each sample.
+    """
+    found: Outputs = {}
+    for i, calls in outputs.items():
+        found[i] = []
+        for n, call in enumerate(calls):
+            rows = portion.rows((i, n), call.count)
+            if rows is None:
+                raise ValueError(f"{call.count} rows of {portion.batch} samples")
+            found[i].append(call.first(rows, picker))
+    return found
+
+
+@dataclass
+class Change:
+    """What changed in some rows, each tensor (rows,).
+
+    Attributes:
+        lengths: the norm of dh.
+        before: the norm of h.
+        inner: the inner product of dh with b; ``None`` where gradients are not at hand.
+        gradient: the norm of b.
+        size: entries of all these rows.
+        calls: rows of each call.
+        of: rows there are, seen or not.
+        after: the norm of h + dh, where asked for.
+        pairs: some rows of h and of h + dh, where asked for.
+    """
+
+    lengths: Tensor
+    before: Tensor
+    inner: Tensor | None
+    gradient: Tensor | None
+    size: int
+    calls: tuple[int, ...]
+    of: int
+    after: Tensor | None = None
+    pairs: tuple[Tensor, Tensor] | None = None
+
+
+class Replay:
+    """What a replayed forward changes in the outputs of layers; only norms and inner products are kept.
+
+    Attributes:
+        outputs: those compared with.
+        inputs: the same of the inputs of some layers, if that was asked for.
+        samples: how many samples their rows are of; ``None`` for all, of which these rows are a random choice.
+    """
+
+    def __init__(
+        self,
+        outputs: Outputs,
+        keys: Collection[str] = (),
+        inputs: Outputs | None = None,
+        samples: int | None = None,
+    ) -> None:
+        """``keys``: quantities; some ask for more of each change."""
+        self.outputs = outputs
+        self.samples = samples
+        self._keys = keys
+        self._picker = RowPicker(KERNEL_ROWS)
+        self._changes: dict[int, list[Change | None]] = {}
+        self.inputs = None if inputs is None else Replay(inputs)
+
+    def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
+        """Compare one more call of layer ``i``, which was given the one and returned the other."""
+        if self.inputs is not None and given is not None:
+            self.inputs.add(i, None, given, layer)
+        done, before = self._changes.setdefault(i, []), self.outputs.get(i, [])
+        change = None
+        if len(done) < len(before):
+            seen, spatial = before[len(done)], len(layer.info.shape) - 2
+            if count_rows(local_part(out), layer.channels_first, spatial) == seen.again:
+                rows = rows_of(local_part(out), layer.channels_first, spatial, seen.index)[: len(seen.h)]
+                change = self._compare(rows, seen) if rows.shape == seen.h.shape else None
+        done.append(change)
+
+    def change(self, i: int) -> Change | None:
+        """Of all rows of layer ``i``; ``None`` if it was not called as often, or not with as much, as before."""
+        there = [change for change in self._changes.get(i, []) if change is not None]
+        if not there or not len(there) == len(self._changes[i]) == len(self.outputs.get(i, ())):
+            return None
+        if len(there) == 1:
+            return there[0]
+        products = [change.inner for change in there if change.inner is not None]
+        gradients = [change.gradient for change in there if change.gradient is not None]
+        after = [change.after for change in there if change.after is not None]
+        pairs = [change.pairs for change in there if change.pairs is not None]
+        return Change(
+            torch.cat([change.lengths for change in there]),
+            torch.cat([change.before for change in there]),
+            torch.cat(products) if len(products) == len(there) else None,
+            torch.cat(gradients) if len(gradients) == len(there) else None,
+            sum(change.size for change in there),
+            sum((change.calls for change in there), ()),
+            sum(change.of for change in there),
+            torch.cat(after) if after else None,
+            (torch.cat([old for old, _ in pairs]), torch.cat([new for _, new in pairs])) if pairs else None,
+        )
+
+    def layers(self) -> list[int]:
+        """Layers that are compared."""
+        return list(self.outputs)
+
+    def same_calls(self) -> bool:
+        """Whether the forward called what is compared as often, and with as much, as it had to."""
+        return all(
+            len(self._changes.get(i, ())) == len(calls) and all(change is not None for change in self._changes[i])
+            for i, calls in self.outputs.items()
+        )
+
+    def _compare(self, after: Tensor, seen: CallRows) -> Change:
+        h, b = seen.h, seen.b
+        dtype = compute_dtype(h.dtype)
+        old, new = h.to(after.device, dtype), after.to(dtype)  # (R, m)
+        dh = new - old
+        gradient = None if b is None else b.to(dh)
+        change = Change(
+            torch.linalg.vector_norm(dh, dim=1),
+            torch.linalg.vector_norm(old, dim=1),
+            None if gradient is None else (gradient * dh).sum(1, dtype=torch.float64),
+            None if gradient is None else torch.linalg.vector_norm(gradient, dim=1),
+            h.numel(),
+            (len(h),),
+            seen.count,
+        )
+        if "feature_cancellation" in self._keys:
+            change.after = torch.linalg.vector_norm(new, dim=1)
+        if "kernel_change" in self._keys:
+            kept = self._picker.choose(len(h), KERNEL_ROWS, after.device)
+            old = h.to(after.device)
+            # The layers that follow may work in place on what this one returned.
+            change.pairs = (old, after.clone()) if kept is None else (old[kept], after[kept])
+        return change

@@ -1,0 +1,152 @@
+"""The same forward once more, after the step, leaving no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from spectral_monitor.capture.replay.batch_slicing import cut, mapped
+from spectral_monitor.state.dtensor import is_distributed
+from spectral_monitor.state.rng import AutocastState, RandomState
+from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
+from spectral_monitor.state.snapshot import Snapshot, preserved
+
+
+def clone_tree(value: Any) -> Any:
+    """A copy of nested containers and their tensors; anything else is shared."""
+    return mapped(value, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
+
+
+def copied(value: Any, otherwise: Any) -> tuple[Any, Exception | None]:
+    """A copy of what a forward is given; or ``otherwise``, and why it cannot be copied."""
+    try:
+        return clone_tree(value), None
+    except Exception as error:
+        return otherwise, error.with_traceback(None)  # that holds what is on the stack
+
+
+class RootCall:
+    """An outermost module call that is about to be made, remembered so that it can be made again.
+
+    That takes its arguments, copied, for the call may change them in place; the random states and the autocast it
+    runs under; and the module's state besides its weights, such as counters, caches and what a recurrent module
+    carries from batch to batch.
+
+    Attributes:
+        iterators: types of iterators among its arguments or in the module, which another call would use up.
+        uncopied: why its arguments could not be copied, if they could not; then it cannot be made again.
+        reached: calls of measured layers inside it.
+        loss: the loss the call returned, if it returned one.
+        loss_gradients: gradients that arrived there, if they were waited for: 1 and factors, one if all is well.
+        randomness: before the call.
+        given: its positional and keyword arguments, copied.
+        modes: whether each module inside was training.
+        drew: whether it has drawn random numbers when it was last made again.
+    """
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.module = module
+        self.reached = 0
+        self.loss: Tensor | None = None
+        self.loss_gradients: list[Tensor] = []
+        self.given, self.uncopied = copied((args, kwargs), ((), {}))
+        self.modes = modes(module)
+        self.drew = False
+        self._state = Snapshot(module, weights=False)
+        self.iterators = [*iterators_in((args, kwargs)), *self._state.iterators]
+        self.randomness = RandomState.now()
+        self._autocast = AutocastState.now(module)
+
+    def keep_loss(self, output: Any) -> None:
+        """Remember the loss in the call's output."""
+        loss = loss_in(output)
+        self.loss = None if loss is None else loss.detach().clone()
+
+    def watch_loss(self, output: Any) -> RemovableHandle | None:
+        """Wait for the gradient of the loss in the call's output, if there is one."""
+        loss = loss_in(output)
+        if loss is None or not loss.requires_grad:
+            return None
+        handle: RemovableHandle = loss.register_hook(lambda gradient: self.loss_gradients.append(gradient.clone()))
+        return handle
+
+    def rewind(self) -> None:
+        """Give the module the state it had before the call."""
+        self._state.restore()
+
+    def __call__(self) -> Tensor | None:
+        """Make the call again; the loss it returns, if any, with its graph if there is one."""
+        args, kwargs = clone_tree(self.given)
+        with self.randomness.replayed(), self._autocast.replayed():
+            loss = loss_in(self.module(*args, **kwargs))
+            self.drew = not self.randomness.same(RandomState.now())
+        return loss
+
+    def part(self, which: slice) -> RootCall:
+        """The same call with some samples of its batch."""
+        part = copy.copy(self)
+        part.given = cut(self.given, which)
+        return part
+
+    def pack(self, model: nn.Module) -> dict[str, Any]:
+        """In plain types, to be made again in another process; to be asked for right after :meth:`rewind`.
+
+        Raises:
+            NotPlainError: naming the argument or the part of the module's state that is none.
+        """
+        return {
+            "kind": "call",
+            "module": next(name for name, module in model.named_modules() if module is self.module),
+            "args": pack(tuple(self.given[0]), "args"),
+            "kwargs": pack(dict(self.given[1]), "kwargs"),
+            "state": pack_state(self.module),
+            "randomness": self.randomness.pack(),
+            "autocast": self._autocast.pack(),
+        }
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any], model: nn.Module) -> RootCall:
+        """The call that was packed, to be made of a part of ``model``.
+
+        Raises:
+            Exception: if the model is not built like the one it was made of.
+        """
+        module = model.get_submodule(packed["module"])
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        with preserved(module):
+            put_state(module, packed["state"])
+            call = cls(module, unpack(packed["args"], device), unpack(packed["kwargs"], device))
+            call.rewind()  # hooks that come later are not the forward's
+        call.randomness = RandomState.unpack(packed["randomness"])
+        call._autocast = AutocastState.unpack(packed["autocast"])
+        return call
+
+
+def modes(module: nn.Module) -> tuple[bool, ...]:
+    """Whether each module in it is training."""
+    return tuple(inside.training for inside in module.modules())
+
+
+def iterators_in(value: Any) -> list[str]:
+    """Types of the iterators in nested containers."""
+    if isinstance(value, (list, tuple, Mapping)):
+        items = value.values() if isinstance(value, Mapping) else value
+        return [name for item in items for name in iterators_in(item)]
+    return [type(value).__name__] if isinstance(value, Iterator) else []
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The loss in what a forward or a training step returns: a scalar, or what is called ``loss``."""
+    if isinstance(output, Tensor):
+        known = output.ndim == 0 and output.is_floating_point() and not is_distributed(output)
+        return output if known else None
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if named is None and isinstance(output, tuple):
+        scalars = [item for item in output if isinstance(item, Tensor) and loss_in(item) is not None]
+        named = scalars[0] if len(scalars) == 1 else None
+    return loss_in(named) if isinstance(named, Tensor) else None

@@ -1,0 +1,129 @@
+"""From activations of any shape to at most ``max_rows`` rows of features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.state.dtensor import local_part
+from spectral_monitor.state.snapshot import has_memory
+
+SAMPLE_ENTRIES = 1 << 18
+"""Entries that spectra and alignments of a layer's rows are worth, if that is more than 512 rows."""
+
+
+def sample_size(features: int) -> int:
+    """Rows whose spectrum and alignment stand for all, unless ``max_rows`` is None."""
+    return max(512, SAMPLE_ENTRIES // max(features, 1))
+
+
+class RowPicker:
+    """A fixed choice of rows: which of ``count`` rows are kept depends on ``count`` alone.
+
+    So the rows of a layer's inputs, outputs, gradients and outputs after the step are of the same samples, and several
+    processes choose together what one would that had all rows.
+    """
+
+    def __init__(self, max_rows: int | None) -> None:
+        self.max_rows = max_rows
+        self._shares: dict[tuple[int, int, int, int, torch.device], tuple[int, Tensor]] = {}
+
+    def choose(self, count: int, room: int, device: torch.device) -> Tensor | None:
+        """Sorted indices of the rows to keep, at most ``room``; ``None`` for all of them."""
+        return self.share(count, room, 0, count, device)[1]
+
+    def share(self, count: int, room: int, first: int, last: int, device: torch.device) -> tuple[int, Tensor | None]:
+        """How many of the rows to keep come before row ``first``, and which of the rows from there up to ``last`` are
+        kept, counted from ``first``; ``None`` for all of them.
+        """
+        if self.max_rows is None or count <= room:
+            return first, None
+        key = (count, room, first, last, device)
+        if key not in self._shares:
+            if len(self._shares) >= 64:  # batch shapes that vary without end must not fill the memory
+                self._shares.clear()
+            generator = torch.Generator().manual_seed(count)
+            index = torch.randperm(count, generator=generator, device="cpu")[:room].sort().values
+            before, end = torch.searchsorted(index, torch.tensor([first, last])).tolist()
+            self._shares[key] = before, (index[before:end] - first).to(device)
+        return self._shares[key]
+
+
+def rows_of(x: Tensor, channels_first: bool, spatial: int, index: Tensor | None = None) -> Tensor:
+    """Rows of ``x`` as (rows, features): a view where the layout allows it and all are kept, else a copy.
+
+    Args:
+        x: (..., features), or (batch, features, *spatial) for convolutions; without batch dimension too.
+        channels_first: the second form.
+        spatial: number of spatial dimensions in the second form.
+        index: rows to keep, ``None`` for all.
+    """
+    x = x.detach()
+    if channels_first:
+        x = x.movedim(-spatial - 1, -1)
+    if index is None or x.is_contiguous():
+        rows = x.reshape(-1, x.shape[-1])
+        return rows if index is None else rows.index_select(0, index)
+    return x[torch.unravel_index(index, x.shape[:-1])]
+
+
+def patches_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
+    """Return the patches (..., *positions, in * taps) that a convolution with stride = kernel reads.
+
+    Args:
+        x: (batch, in, *sizes), or without batch dimension; what does not fill a patch at the end is not read.
+        kernel: sides of a patch.
+    """
+    spatial = len(kernel)
+    for k, side in enumerate(kernel):  # (..., in, n_1, k_1, n_2, k_2, ...)
+        dim = x.ndim - (spatial - k)
+        x = x.narrow(dim, 0, x.shape[dim] // side * side).unflatten(dim, (-1, side))
+    first = x.ndim - 2 * spatial
+    positions, taps = range(first, x.ndim, 2), range(first + 1, x.ndim, 2)
+    return x.permute(*range(first - 1), *positions, first - 1, *taps).flatten(-spatial - 1)
+
+
+class Kept:
+    """Rows that are held without a copy, and given back only if nobody has written to them or freed them since."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows.clone() if rows.is_inference() else rows  # whose writes leave no mark
+        self._version = 0 if rows.is_inference() else rows._version
+
+    @classmethod
+    def of(cls, x: Tensor, rows: Tensor) -> Kept:
+        """Rows of ``x``, after all copied if no operation of the graph made what it holds: a parameter, say.
+
+        Its owner may use that memory for something else and leave no mark: FSDP frees the weights it has gathered, and
+        gathers others there.
+        """
+        made = x._base if x._is_view() else x
+        lent = made is None or made.grad_fn is None
+        return cls(rows.clone() if lent and rows.data_ptr() == local_part(x).data_ptr() else rows)
+
+    def get(self) -> Tensor | None:
+        """The rows, ``None`` if they were overwritten."""
+        rows = self._rows
+        return rows if rows.is_inference() or (rows._version == self._version and has_memory(rows)) else None
+
+    def part(self, index: Tensor) -> Kept:
+        """Some of the rows, copied; of rows that were overwritten nothing."""
+        rows = self.get()
+        return self if rows is None else Kept(rows.index_select(0, index))
+
+
+def count_rows(x: Tensor, channels_first: bool, spatial: int) -> int:
+    """How many rows ``x`` holds."""
+    features = x.shape[-spatial - 1] if channels_first else x.shape[-1]
+    return x.numel() // max(features, 1)
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The tensor in a module's output or arguments: itself, or the first of a tuple, list or dict."""
+    if isinstance(value, Tensor):
+        return value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return next((found for item in items if (found := first_tensor(item)) is not None), None)

@@ -1,0 +1,1 @@
+"""One module for each command of ``spectral-monitor``, with a function ``add``."""

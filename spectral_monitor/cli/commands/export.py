@@ -1,0 +1,91 @@
+"""``spectral-monitor export``: every number of a run, for other tools."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from spectral_monitor.cli.commands.report import check_target
+from spectral_monitor.cli.parser import add_run, command
+from spectral_monitor.cli.reading import matching, records
+from spectral_monitor.reporting.files.long_format import COLUMNS, long_rows
+from spectral_monitor.reporting.files.records import Record
+
+SUFFIXES = (".csv", ".parquet")
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "export",
+        f"Write a row for each number: {', '.join(COLUMNS)}. Numbers that are NaN have no row.\n"
+        "Parquet needs pandas and pyarrow.",
+        "examples:\n  spectral-monitor export lightning_logs > run.csv\n"
+        "  spectral-monitor export lightning_logs -o run.parquet --quantity update_natural",
+    )
+    add_run(parser)
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=".csv or .parquet; CSV on stdout without it")
+    parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
+    parser.add_argument("--quantity", metavar="PATTERN", help="these quantities only")
+    parser.set_defaults(run=_export)
+
+
+def _export(args: argparse.Namespace) -> None:
+    if args.output is not None:
+        if args.output.suffix not in SUFFIXES:
+            raise ValueError(f"cannot write {str(args.output)!r}: give -o a name that ends in .csv or .parquet")
+        check_target(args.output)
+        if args.output.suffix == ".parquet":
+            need_parquet()
+    run = records(args.place)
+    layers = matching(args.layer, [info.name for info in run[-1].layers])
+    quantities = matching(args.quantity, list(dict.fromkeys(key for r in run for key in r.values)), "quantity")
+    rows = (row for row in long_rows(run) if row[1] in layers and row[3] in quantities)
+    if args.output is None:
+        _write(rows, sys.stdout)
+        return
+    if args.output.suffix == ".csv":
+        with args.output.open("w", newline="", encoding="utf-8") as file:
+            count = _write(rows, file)
+    else:
+        import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+
+        table = pd.DataFrame(list(rows), columns=list(COLUMNS))
+        table.to_parquet(args.output, index=False)
+        count = len(table)
+    print(f"wrote {args.output} ({count} rows of {described(run)})")
+
+
+def _write(rows: Iterator[tuple[int, str, str, str, float]], file: TextIO) -> int:
+    """Write CSV and return how many rows there were."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    count = 0
+    for count, row in enumerate(rows, start=1):  # noqa: B007  the last one is returned
+        writer.writerow(row)
+    return count
+
+
+def described(run: Sequence[Record]) -> str:
+    """Return what was exported, in words."""
+    if len(run) == 1:
+        return f"1 measurement, step {run[0].step}"
+    return f"{len(run)} measurements, steps {run[0].step} to {run[-1].step}"
+
+
+def need_parquet() -> None:
+    """Refuse to go on without what writes parquet.
+
+    Raises:
+        ImportError: pandas or pyarrow is not installed.
+    """
+    try:
+        import pandas  # noqa: F401
+        import pyarrow  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
+    except ImportError:
+        raise ImportError("parquet needs pandas and pyarrow: pip install pandas pyarrow; CSV needs neither") from None

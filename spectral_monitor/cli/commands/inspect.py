@@ -1,0 +1,44 @@
+"""``spectral-monitor inspect``: the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from spectral_monitor.cli.parser import command
+from spectral_monitor.cli.reading import matching
+from spectral_monitor.reporting.files.json_values import plain
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "inspect",
+        "Print the size and the stable rank of every weight in a checkpoint, without the model's code:\n"
+        "a Lightning .ckpt, a state_dict that torch has saved, or .safetensors. Nothing in it is executed.\n"
+        "Roles are guessed from names and shapes.",
+        "example:\n  spectral-monitor inspect lightning_logs/version_0/checkpoints/last.ckpt",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a checkpoint")
+    parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
+    parser.add_argument("--json", action="store_true", help="a list with an object for each layer, biases too")
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from spectral_monitor.inspection.weights import inspect
+    from spectral_monitor.reporting.text.console import rendered
+
+    found = inspect(args.file)
+    kept = matching(args.layer, list(found.roles))
+    if args.json:
+        rows = [
+            {key: plain(value) if isinstance(value, float) else value for key, value in row.items()}
+            for row in found.to_rows()
+            if row["layer"] in kept
+        ]
+        print(json.dumps(rows, indent=2, allow_nan=False))
+    else:
+        print(rendered(found.rows(kept)))

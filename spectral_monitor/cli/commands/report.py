@@ -1,0 +1,64 @@
+"""``spectral-monitor report``: a page about the whole run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from spectral_monitor.cli.parser import add_run, command
+from spectral_monitor.cli.reading import measured
+from spectral_monitor.reporting.files.runs import run_file
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "report",
+        "Write one HTML file about the whole run that opens in any browser, without a network:\n"
+        "what is off and what to do, pictures of layer by step, curves. Needs plotly.",
+        "example:\n  spectral-monitor report lightning_logs/version_0 -o report.html",
+    )
+    add_run(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s"
+    )
+    parser.set_defaults(run=_report)
+
+
+def _report(args: argparse.Namespace) -> None:
+    need_plotly("a report")
+    from spectral_monitor.reporting.html.report import write_report
+    from spectral_monitor.reporting.limit_run import read_limit
+
+    check_target(args.output)
+    run = measured(args.place)
+    write_report(run.measurements, args.output, run.notes, read_limit(run_file(args.place)[0]))
+    print(wrote(args.output))
+
+
+def need_plotly(what: str) -> None:
+    """Refuse to go on without plotly.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import plotly  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError:
+        raise ImportError(f'{what} needs plotly: pip install "spectral-monitor[plots]"') from None
+
+
+def check_target(path: Path) -> None:
+    """Refuse a file that cannot be written, before work is done for it.
+
+    Raises:
+        ValueError: it is a folder, or lies in none.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"cannot write {str(path)!r}: give -o the name of a file in a folder that is there")
+
+
+def wrote(path: Path) -> str:
+    """Return what is said of a page that was written."""
+    return f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser"

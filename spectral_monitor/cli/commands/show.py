@@ -1,0 +1,173 @@
+"""``spectral-monitor show``: one measurement as a table, as JSON or as CSV."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from spectral_monitor.cli.parser import add_run, command
+from spectral_monitor.cli.reading import at_step, matching, measured, records
+from spectral_monitor.reporting.files.json_values import plain
+from spectral_monitor.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from spectral_monitor.measurement import Measurement
+    from spectral_monitor.reporting.files.records import Record
+    from spectral_monitor.reporting.text.lines import Table
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "show",
+        "Print what is off and what to do, then how all other layers compare. In a deep network layers that\n"
+        "say little by themselves share a row.",
+        "examples:\n  spectral-monitor show lightning_logs\n  spectral-monitor show lightning_logs --step 500 --all\n"
+        "  spectral-monitor show lightning_logs --layer '*.attn.*' --sort update_natural",
+    )
+    add_run(parser)
+    add_view(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="the measurement of this optimizer step, not the last")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="all of it as one JSON object")
+    form.add_argument("--csv", action="store_true", help="a row for each layer, biases too, a column for each quantity")
+    parser.set_defaults(run=_show)
+
+
+def add_view(parser: argparse.ArgumentParser) -> None:
+    """Add what says which rows of the table are shown."""
+    parser.add_argument("--all", action="store_true", help="a row for every layer")
+    parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
+    parser.add_argument(
+        "--sort", metavar="COLUMN", help="by a column, the largest first: its title, or a quantity such as update_ratio"
+    )
+
+
+def _show(args: argparse.Namespace) -> None:
+    if args.json or args.csv:
+        record = at_step(records(args.place), args.step)
+        rows = _sorted(_rows(record, args.layer), args.sort)
+        if args.csv:
+            write_csv(rows)
+        else:
+            print(json.dumps(_object(record, rows), indent=2, allow_nan=False))
+        return
+    measurement = at_step(measured(args.place).measurements, args.step)
+    print(shown(measurement, args))
+
+
+def shown(measurement: Measurement, args: argparse.Namespace) -> str:
+    """Return the table of a measurement as the arguments of :func:`add_view` want it."""
+    from spectral_monitor.reporting.text.console import rendered
+    from spectral_monitor.reporting.text.table import measurement_rows
+
+    picked = args.layer is not None or args.sort is not None
+    table = measurement_rows(measurement, folded=not (args.all or picked))
+    if picked:
+        table = _picked(table, measurement, args.layer, args.sort)
+    return rendered(table)
+
+
+def _picked(table: Table, measurement: Measurement, pattern: str | None, sort: str | None) -> Table:
+    """Return some rows of a table that has one for each layer, in another order."""
+    names = table.columns[0].cells
+    if pattern is not None:
+        vectors = [info.name for info in measurement.layers if info.name not in names]
+        kept = matching(pattern, [*names, *vectors])
+        rows = [i for i, name in enumerate(names) if name in kept]
+        if not rows:
+            raise ValueError(f"only biases and gains match {pattern!r}: those are in --csv and --json")
+    else:
+        rows = list(range(len(names)))
+    if sort is not None:
+        key = _by(sort, table, measurement)
+        rows.sort(key=lambda i: key[i])
+    columns = tuple(replace(column, cells=tuple(column.cells[i] for i in rows)) for column in table.columns)
+    return replace(table, columns=columns, states=tuple(table.states[i] for i in rows))
+
+
+def _by(sort: str, table: Table, measurement: Measurement) -> list[Any]:
+    """Return what rows are sorted by: numbers from the largest, NaN at the end; texts from a to z."""
+    from spectral_monitor.reporting.content.typical import VS_TYPICAL, vs_typical
+
+    names = table.columns[0].cells
+    place = {info.name: i for i, info in enumerate(measurement.layers)}
+    titles = {column.title: column.quantity for column in table.columns}
+    quantity = titles.get(sort) or sort
+    if quantity in measurement.values:
+        numbers = measurement.values[quantity].tolist()
+    elif sort == VS_TYPICAL:
+        numbers = vs_typical(measurement)
+    elif sort in titles:
+        cells = next(column.cells for column in table.columns if column.title == sort)
+        return [(cell == "", cell) for cell in cells]
+    else:
+        valid = [*titles, *measurement.values]
+        raise ValueError(f"no column {sort!r}{did_you_mean(sort, valid) or ';'} columns: {', '.join(valid)}")
+    return [_falling(numbers[place[name]]) if name in place else _falling(math.nan) for name in names]
+
+
+def _falling(number: float) -> tuple[bool, float]:
+    return (True, 0.0) if math.isnan(number) else (False, -number)
+
+
+def _rows(record: Record, pattern: str | None) -> list[dict[str, Any]]:
+    """Return a dict for each layer: what it is, its state, and every quantity, ``None`` where it is NaN."""
+    kept = matching(pattern, [info.name for info in record.layers])
+    found = []
+    for i, info in enumerate(record.layers):
+        if info.name in kept:
+            state = record.states.get(info.name)
+            found.append(
+                {
+                    "step": record.step,
+                    "layer": info.name,
+                    "role": info.role,
+                    "fan_in": info.fan_in,
+                    "fan_out": info.fan_out,
+                    "state": None if state is None else state.state,
+                    "reason": None if state is None or not state.reason else state.reason,
+                    **{key: plain(column[i]) for key, column in record.values.items()},
+                }
+            )
+    return found
+
+
+def _sorted(rows: list[dict[str, Any]], sort: str | None) -> list[dict[str, Any]]:
+    if sort is None or not rows:
+        return rows
+    if sort not in rows[0]:
+        raise ValueError(f"no column {sort!r}{did_you_mean(sort, rows[0]) or ';'} columns: {', '.join(rows[0])}")
+    numbers = [row for row in rows if isinstance(row[sort], int | float)]
+    texts = [row for row in rows if isinstance(row[sort], str)]
+    missing = [row for row in rows if row[sort] is None]
+    numbers.sort(key=lambda row: -row[sort])
+    return [*numbers, *sorted(texts, key=lambda row: str(row[sort])), *missing]
+
+
+def _object(record: Record, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "step": record.step,
+        "summary": {key: plain(value) for key, value in record.summary.items()},
+        "verdicts": [verdict_row(verdict) for verdict in record.verdicts],
+        "layers": rows,
+    }
+
+
+def verdict_row(verdict: Any) -> dict[str, Any]:
+    """Return a verdict as JSON has it."""
+    return {key: plain(value) if isinstance(value, float) else value for key, value in verdict.to_row().items()}
+
+
+def write_csv(rows: Sequence[dict[str, Any]]) -> None:
+    """Print rows of the same keys; what is missing is empty."""
+    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)

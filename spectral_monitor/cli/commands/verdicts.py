@@ -1,0 +1,46 @@
+"""``spectral-monitor verdicts``: what is off, for people and for scripts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from spectral_monitor.cli.commands.show import verdict_row
+from spectral_monitor.cli.parser import add_run, command
+from spectral_monitor.cli.reading import records
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "verdicts",
+        "Print what is off at the last measurement that could be judged, a line for each cause.\n"
+        "The exit status is 0 if nothing is off, 1 if something is, 2 if that is not known.",
+        "examples:\n  spectral-monitor verdicts lightning_logs\n"
+        "  spectral-monitor verdicts lightning_logs --json | jq -r '.[].remedy'",
+    )
+    add_run(parser)
+    parser.add_argument("--json", action="store_true", help="a list of objects, with the layers that follow as well")
+    parser.set_defaults(run=_verdicts)
+
+
+def _verdicts(args: argparse.Namespace) -> int:
+    run = records(args.place)
+    judged = next((record for record in reversed(run) if record.is_judged), None)
+    if judged is None:
+        raise ValueError(f"nothing was judged in {len(run)} measurements: none of the quantities compared was measured")
+    unjudged = bool(judged.states) and all(state.state == "not judged" for state in judged.states.values())
+    if unjudged and not judged.verdicts:
+        reason = next(iter(judged.states.values())).reason
+        raise ValueError(f"no layer was judged at step {judged.step}{f': {reason}' if reason else ''}")
+    if args.json:
+        print(json.dumps([verdict_row(verdict) for verdict in judged.verdicts], indent=2, allow_nan=False))
+    elif not judged.verdicts:
+        print(f"step {judged.step}: nothing is off")
+    else:
+        for root in judged.roots:
+            follow = len(root.consequences)
+            more = f" ({follow} layer{'s' if follow > 1 else ''} disturbed by it)" if follow else ""
+            print(f"{root}{more}")
+    return 1 if judged.verdicts else 0

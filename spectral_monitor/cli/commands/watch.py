@@ -1,0 +1,97 @@
+"""``spectral-monitor watch``: the table of ``show``, again after every measurement."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from spectral_monitor.cli.commands.show import add_view, shown
+from spectral_monitor.cli.parser import add_run, command
+from spectral_monitor.cli.reading import found, measured
+
+PAUSE = 10.0
+"""Times as long as reading took, at least, until it is done again: of a large file less often."""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "watch",
+        "Show the table of a run while it trains, and that of the next run in the folder when it begins.\n"
+        "Ctrl-C stops it; training does not notice.",
+        "example:\n  spectral-monitor watch lightning_logs",
+    )
+    add_run(parser)
+    add_view(parser)
+    parser.add_argument(
+        "--every", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks; default: %(default)s"
+    )
+    parser.set_defaults(run=_watch)
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError
+    return number
+
+
+def _watch(args: argparse.Namespace) -> None:
+    found(args.place, quiet=True)
+    import spectral_monitor.reporting.files.jsonlines
+    import spectral_monitor.reporting.text.table  # noqa: F401  not to be taken for the time that reading takes
+
+    seen: tuple[Path, int, int] | None = None
+    try:
+        with _screen() as draw:
+            while True:
+                begin = time.perf_counter()
+                path = found(args.place, quiet=True)
+                stat = path.stat()
+                now = (path, stat.st_mtime_ns, stat.st_size)
+                if now != seen:
+                    try:
+                        draw(_page(path, args))
+                    except ValueError:
+                        if seen is None:
+                            raise
+                    seen = now
+                time.sleep(max(args.every, PAUSE * (time.perf_counter() - begin)))
+    except KeyboardInterrupt:
+        pass
+
+
+def _page(path: Path, args: argparse.Namespace) -> str:
+    """Return what is shown: the table, and where it comes from."""
+    run = measured(path)
+    latest = run.measurements[-1]
+    steps = f"{len(run)} measured, step {run.measurements[0].step} to {latest.step}"
+    return f"{shown(latest, args)}\n{path}: {steps}; {time.strftime('%H:%M:%S')}, Ctrl-C to stop"
+
+
+@contextmanager
+def _screen() -> Iterator[Callable[[str], None]]:
+    """Give what draws a text: over the last one on a terminal that rich can steer, else below it."""
+    try:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError:
+        yield _print
+        return
+    console = Console()
+    if not console.is_terminal:
+        yield _print
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        yield lambda text: live.update(Text.from_ansi(text), refresh=True)
+
+
+def _print(text: str) -> None:
+    print(f"{text}\n", flush=True)
+    sys.stdout.flush()

@@ -1,0 +1,299 @@
+"""A learning rate for every parameter, there only while the optimizer updates."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from numbers import Real
+from types import FrameType, MethodType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from spectral_monitor.capture.hooks.closures import Closure, with_closure
+from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
+from spectral_monitor.correction.group_split import Expansion, lists_of
+
+_UNFIT = {
+    "LBFGS": "it reads one group before it knows the gradient, and takes one step size for all parameters",
+    "Rprop": "it reads its learning rate at the first step only",
+    "ZeroRedundancyOptimizer": "every process has groups of its own, copied from one another by their place",
+    "ScheduleFree": "it averages weights by the learning rates so far, of which a group has one for all its parameters",
+    "Prodigy": "it finds one learning rate for all of a group by itself",
+    "DAdapt": "it finds one learning rate for all of a group by itself",
+}
+
+
+@dataclass
+class _Step:
+    """A step under way.
+
+    Attributes:
+        frame: of the call that torch's hooks are called from; the step lasts as long as it runs. ``None`` afterwards,
+            for it holds the closure, which holds this: a batch would stay in memory until cycles are looked for.
+        expansion: of the groups, closed while the optimizer is not to see it.
+    """
+
+    frame: FrameType | None
+    expansion: Expansion
+
+
+class MultiplierSwap:
+    """Every step of some optimizers runs with each parameter's learning rate times its multiplier.
+
+    Parameters of a group that differ in their multiplier are shown to the optimizer as groups of their own, and only
+    while it updates: schedulers, checkpoints, other callbacks and the forward see the groups there have always been,
+    the same objects. It comes to the same, bit for bit, as groups made before training, and where all multipliers are
+    1 nothing is touched.
+
+    * When: from the return of the closure's first call, if ``step`` is given one, to the end of the step, but not
+      during further calls; without a closure, the whole step.
+    * Weight decay that is part of the gradient (``SGD``, ``Adam``) is scaled with it. Where weights are shrunk by
+      learning rate times decay apart from the gradient, the decay is divided by the multiplier, so that it keeps its
+      strength: in groups that say ``decoupled_weight_decay``, in torch's ``AdamW``, ``Adafactor``, ``Muon`` and
+      ``ASGD`` (``lambd``) and their subclasses. Of other optimizers it is not known, and the decay is left as it is.
+    * What the optimizer writes into its groups is taken over: counters as they are, a learning rate without the
+      multiplier. Where the groups would have to hold different things, the step ends in an error.
+    * Hooks of others see the groups there have always been, whenever they were registered, unless torch calls them once
+      more for a step inside the step; those of the measurement, which are to know the learning rates of the update, see
+      those of the update.
+    * An exception inside a step puts the groups back on its way out, without what the optimizer wrote into them. Torch
+      calls no hook then, so while armed every optimizer has a ``step`` of its own around the one it had. A step that
+      goes round it, by a method that was taken from the optimizer before, leaves them to the next step or
+      :meth:`disarm`.
+    * ``Adafactor`` bounds its learning rate by ``1 / sqrt(step)``, multiplier and all; ``ASGD`` uses a new one a step
+      late. A step replayed as a CUDA graph keeps the multipliers it was recorded with.
+
+    Args:
+        optimizers: as they are, without the wrappers of Fabric or Accelerate. One that works through another, held in
+            an attribute, counts together with it.
+        multipliers: parameter -> multiplier; 1 for those that are not named. May name parameters that no optimizer
+            holds, or not yet.
+        of_group: a further factor for each group, asked for at every step.
+        keeps_decay: whether a decay apart from the gradient keeps its strength; else it goes with the learning rate, as
+            in a group made with that learning rate.
+
+    Raises:
+        ValueError: a multiplier that is not a positive number; LBFGS, Rprop, ZeroRedundancyOptimizer, schedule-free
+            optimizers, Prodigy, D-Adaptation; a group without a learning rate; an optimizer whose steps or groups
+            cannot be got at.
+        TypeError: something that is not an optimizer.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> swap = MultiplierSwap([optimizer], {model.bias: 4.0})
+        >>> swap.arm()
+        >>> before = model.bias.detach().clone()
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> before - model.bias.detach()
+        tensor([0.4000, 0.4000])
+        >>> [group["lr"] for group in optimizer.param_groups]
+        [0.1]
+        >>> swap.disarm()
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        multipliers: Mapping[Any, float],
+        *,
+        of_group: Callable[[dict[str, Any]], float] = lambda group: 1.0,
+        keeps_decay: bool = True,
+    ) -> None:
+        self._of_group, self._keeps_decay = of_group, keeps_decay
+        self._owners: list[tuple[Optimizer, ...]] = []
+        counted: set[int] = set()
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"expected a torch.optim.Optimizer, got {optimizer!r}")
+            if id(optimizer) not in counted:
+                owners = tuple(_with_inner(optimizer))
+                _refuse(owners)
+                self._owners.append(owners)
+                counted.update(map(id, owners))
+        self._handles: list[RemovableHandle | _OwnStep] = []
+        self._steps: dict[int, _Step] = {}
+        self.multipliers = multipliers
+
+    @property
+    def multipliers(self) -> Mapping[Any, float]:
+        """Parameter -> multiplier; a new mapping counts from the next update."""
+        return dict(self._multipliers)
+
+    @multipliers.setter
+    def multipliers(self, multipliers: Mapping[Any, float]) -> None:
+        for parameter, value in multipliers.items():
+            if not isinstance(parameter, Tensor):
+                raise TypeError(f"multipliers are given by parameter, got {parameter!r}")
+            if not _is_number(value) or not 0 < value < math.inf:
+                shape = tuple(parameter.shape)
+                raise ValueError(
+                    f"the multiplier of a parameter of shape {shape} must be a positive number, got {value!r}"
+                )
+        self._multipliers = dict(multipliers)  # which keeps the parameters, so that their ids stay theirs
+        self._by_id = {id(parameter): float(value) for parameter, value in multipliers.items()}
+
+    def arm(self) -> None:
+        """Register the hooks; they stay until :meth:`disarm`."""
+        self.disarm()
+        for owners in self._owners:
+            for owner in filter(_is_hooked, owners):
+                self._handles.append(owner.register_step_pre_hook(partial(self._enter, owners)))
+                handle = owner.register_step_post_hook(partial(self._leave, owners))
+                self._handles.append(handle)
+                # First of all, so that hooks that were there before see the groups they know.
+                owner._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+                self._handles.append(_OwnStep(owner, partial(_order, owner), partial(self._ended, owners)))
+
+    def disarm(self) -> None:
+        """Remove what :meth:`arm` added, and put back the groups of a step that is not over; safe at any time."""
+        while self._handles:
+            self._handles.pop().remove()
+        for key in list(self._steps):
+            self._close(key, keep=False)
+
+    def _enter(self, owners: tuple[Optimizer, ...], _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        key, frame = id(owners[0]), sys._getframe(1)
+        if key in self._steps and _is_running(self._steps[key].frame, frame):
+            return None  # of a parent's step, or of an optimizer this one works through: one update
+        self._close(key, keep=False)
+        step = self._steps[key] = _Step(frame, Expansion(owners, self._of_group, self._keeps_decay))
+        replaced = with_closure(args, kwargs, partial(self._apart, key, step))
+        if replaced is None:
+            step.expansion.open(self._by_id)
+        return replaced
+
+    def _apart(self, key: int, step: _Step, closure: Closure) -> Closure:
+        """A closure that sees the groups there have always been."""
+
+        def apart(*args: Any, **kwargs: Any) -> Any:
+            step.expansion.close(keep=False)
+            result = closure(*args, **kwargs)
+            if self._steps.get(key) is step:  # not disarmed meanwhile
+                step.expansion.open(self._by_id)
+            return result
+
+        return apart
+
+    def _leave(self, owners: tuple[Optimizer, ...], _: Optimizer, args: Any, kwargs: Any) -> None:
+        key = id(owners[0])
+        if key in self._steps and self._steps[key].frame is sys._getframe(1):
+            self._close(key, keep=True)
+
+    def _ended(self, owners: tuple[Optimizer, ...]) -> None:
+        """Of a call of ``step`` that is over: torch's hooks have closed what it opened, unless by an exception."""
+        key = id(owners[0])
+        if key in self._steps and not _is_running(self._steps[key].frame, sys._getframe(1)):
+            self._close(key, keep=False)
+
+    def _close(self, key: int, *, keep: bool) -> None:
+        step = self._steps.pop(key, None)
+        if step is not None:
+            step.frame = None
+            step.expansion.close(keep=keep)
+            if keep:
+                step.expansion.check()
+
+
+class _OwnStep:
+    """A ``step`` of one optimizer's own, with a call before and one after the step it had, exceptions or not.
+
+    Gone once it is removed. If it was wrapped meanwhile, by an LR scheduler say, what is around it stays, and it only
+    passes calls on.
+    """
+
+    def __init__(self, owner: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._holder: dict[str, Any] = vars(owner)
+        self._calls: tuple[Callable[[], None], ...] = (before, after)
+        self._had = had = self._holder.get("step")  # an LR scheduler's, say; most have that of their class alone
+
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            run = type(optimizer).step.__get__(optimizer) if had is None else had
+            if not self._calls:
+                return run(*args, **kwargs)
+            before, after = self._calls
+            before()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                after()
+
+        # Torch's schedulers look for their mark, gradient scalers at the arguments that the class declares.
+        vars(step).update(getattr(had, "__dict__", {}))
+        self._own = MethodType(wraps(type(owner).step)(step), owner)
+        self._holder["step"] = self._own
+
+    def remove(self) -> None:
+        """Put back what there was, and hold nothing any more."""
+        if self._holder.get("step") is self._own:
+            del self._holder["step"]
+            if self._had is not None:
+                self._holder["step"] = self._had
+        self._calls, self._holder = (), {}
+        del self._own
+
+
+def _order(optimizer: Optimizer) -> None:
+    """Have the hooks of others called before those of corrections and measurements."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    last = [key for key, hook in hooks.items() if _is_own(hook)]
+    if list(hooks)[len(hooks) - len(last) :] != last:  # else untouched: torch may be going through them
+        for key in last:
+            hooks.move_to_end(key)
+
+
+def _is_own(hook: Any) -> bool:
+    holder = getattr(getattr(hook, "func", None), "__self__", None)
+    return isinstance(holder, (MultiplierSwap, OptimizerCapture))
+
+
+def _is_running(frame: FrameType | None, now: FrameType | None) -> bool:
+    """Return whether a call has not returned yet, seen from one that runs: else an exception has ended it."""
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is frame
+
+
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer and those it holds in attributes, singly or in a list or dict."""
+    found = {id(optimizer): optimizer}
+    for value in vars(optimizer).values():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        found.update((id(item), item) for item in items if isinstance(item, Optimizer))
+    return list(found.values())
+
+
+def _is_hooked(optimizer: Optimizer) -> bool:
+    """Return whether torch calls hooks around its step: some wrappers never call ``Optimizer.__init__``."""
+    marked = getattr(type(optimizer).step, "hooked", False)
+    return bool(marked) and hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _refuse(owners: Sequence[Optimizer]) -> None:
+    name = type(owners[0]).__name__
+    for owner in owners:
+        for kind in type(owner).__mro__:
+            reason = next((reason for unfit, reason in _UNFIT.items() if unfit in kind.__name__), "")
+            if reason:
+                raise ValueError(f"the learning rates of {name} cannot be corrected layer by layer: {reason}")
+    if not any(map(_is_hooked, owners)):
+        raise ValueError(f"{name} did not go through torch.optim.Optimizer.__init__: its steps cannot be seen")
+    for groups in lists_of(owners):
+        for i, group in enumerate(groups):
+            lr = group.get("lr")
+            if not _is_number(lr) and not (isinstance(lr, Tensor) and lr.numel() == 1):
+                raise ValueError(
+                    f"group {i} of {name} has no learning rate to multiply: lr must be a number, is {lr!r}"
+                )

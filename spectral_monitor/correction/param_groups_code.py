@@ -1,0 +1,86 @@
+"""Corrected learning rates as Python code, to be taken over without the correction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from spectral_monitor.correction.peak_rates import NAMES
+
+_OWN = frozenset({"params", "lr", "name", "param_names", "parameter_names", *NAMES, "min_lr"})
+"""Options of a group that are not taken over: what is written anew, and what schedules note."""
+
+
+def param_groups_code(
+    names: Iterable[tuple[str, nn.Parameter]], optimizers: Sequence[Optimizer], rates: Mapping[nn.Parameter, float]
+) -> str:
+    """Return code that makes the optimizers with a learning rate of its own for every parameter.
+
+    Args:
+        names: of the parameters.
+        optimizers: those there are; options in which a group differs from its optimizer's defaults are taken over.
+        rates: parameter -> learning rate, at the peak of the schedule; others keep that of their group.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(net.parameters(), lr=0.001, weight_decay=0.1)
+        >>> print(param_groups_code(net.named_parameters(), [optimizer], {net.weight: 0.004, net.bias: 0.0005}))
+        named = dict(self.named_parameters())
+        groups = [
+            {"params": ["weight"], "lr": 0.004},
+            {"params": ["bias"], "lr": 0.0005},
+        ]
+        optimizer = torch.optim.AdamW(
+            [{**group, "params": [named[name] for name in group["params"]]} for group in groups],
+            weight_decay=0.1,
+        )
+    """
+    known = {parameter: name for name, parameter in names}
+    lines = ["named = dict(self.named_parameters())"]
+    for number, optimizer in enumerate(optimizers):
+        suffix = f"_{number}" if len(optimizers) > 1 else ""
+        kind = type(optimizer)
+        module = "torch.optim" if kind.__module__.startswith("torch.optim") else kind.__module__
+        lines += [f"groups{suffix} = ["]
+        for group in optimizer.param_groups:
+            own = {
+                key: value for key, value in group.items() if key not in _OWN and optimizer.defaults.get(key) != value
+            }
+            for rate, members in _by_rate(group["params"], rates, float(group["lr"])).items():
+                options = {"params": [known.get(p, "?") for p in members], "lr": float(f"{rate:.4g}"), **own}
+                cells = ", ".join(f'"{key}": {_code(value)}' for key, value in options.items())
+                lines.append(f"    {{{cells}}},")
+        lines += [
+            "]",
+            f"optimizer{suffix} = {module}.{kind.__name__}(",
+            f'    [{{**group, "params": [named[name] for name in group["params"]]}} for group in groups{suffix}],',
+            *(f"    {key}={_code(value)}," for key, value in _given(optimizer).items()),
+            ")",
+        ]
+    return "\n".join(lines)
+
+
+def _by_rate(
+    parameters: Sequence[nn.Parameter], rates: Mapping[nn.Parameter, float], own: float
+) -> dict[float, list[nn.Parameter]]:
+    found: dict[float, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(rates.get(parameter, own), []).append(parameter)
+    return found
+
+
+def _given(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the arguments that an optimizer was given and its class does not have by itself."""
+    usual = {name: each.default for name, each in signature(type(optimizer)).parameters.items() if name != "lr"}
+    return {key: value for key, value in optimizer.defaults.items() if key in usual and usual[key] != value}
+
+
+def _code(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_code, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else repr(value)

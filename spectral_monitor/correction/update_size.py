@@ -1,0 +1,58 @@
+"""What a measurement says of the size of one layer's update: a number that can be acted on, or nothing."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from spectral_monitor.layers import Layer
+from spectral_monitor.measurement import LOST, Measurement
+
+ROUNDING = 0.25
+"""An update can be read if its norm is so many times the dtype's eps times that of the weights.
+
+Rounding a sum moves a weight by half its last digit at most, 0.2 eps of it in the root mean square, and takes all that
+is less than that half: most of an update comes through or hardly anything. From a quarter of eps on, what is left has
+0.6 to 1.4 times the norm it had, mostly within 10 %; at a tenth of that it may have a tenth.
+"""
+
+
+def observed(measurement: Measurement, quantity: str, layer: Layer, i: int) -> float:
+    """Return what the update of layer ``i`` is; NaN if it says nothing: none, NaN, no gradient behind it, or mostly
+    rounding.
+    """
+    value, contribution, lr = (float(measurement.values[key][i]) for key in (quantity, "contribution", "lr"))
+    if _is_rounded(measurement, layer, i) or contribution == 0 or not lr > 0:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+def remnant(measurement: Measurement, quantity: str, layer: Layer, i: int, wanted: float) -> float:
+    """Return what rounding left of an update, if it was too small for the weights; NaN if that cannot be said.
+
+    It can where a gradient arrives and what is wanted is more than rounding itself, which is about eps, for so are
+    weights of natural norm 1: a schedule that ends at 0 must not drive up multipliers. Where no layer moved at all,
+    the optimizer may have skipped the step, after an overflow of scaled gradients or to gather them.
+    """
+    values = measurement.values
+    value, lr = float(values[quantity][i]), float(values["lr"][i])
+    owner = layer.tied_to or layer.info.name  # whose contribution it is
+    contribution = measurement.value("contribution", owner)
+    arrives = 0 < abs(contribution) < math.inf or measurement.why("contribution", owner) == LOST
+    is_small = 0 <= value < wanted and (value == 0 or _is_rounded(measurement, layer, i))
+    if is_small and arrives and lr > 0 and wanted > _eps(layer) and bool((values[quantity].abs() > 0).any()):
+        return value
+    return math.nan
+
+
+def _is_rounded(measurement: Measurement, layer: Layer, i: int) -> bool:
+    """Whether so much of an update may be rounding that its size means little; never of biases and gains, whose norms
+    are NaN.
+    """
+    update, weight = (float(measurement.values[key][i]) for key in ("update_fro", "weight_fro"))
+    return update < ROUNDING * _eps(layer) * weight
+
+
+def _eps(layer: Layer) -> float:
+    return torch.finfo(layer.sources[0].dtype).eps

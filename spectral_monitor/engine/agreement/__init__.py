@@ -1,0 +1,1 @@
+"""What every process saw of a step, and what all of them then know."""

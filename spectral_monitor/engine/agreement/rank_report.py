@@ -1,0 +1,229 @@
+"""What every process saw of one step, put together: the one thing all are told before they measure together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from spectral_monitor.linalg import Routine
+from spectral_monitor.sharding import Processes
+
+
+@dataclass
+class Sight:
+    """What one process saw of one layer, as numbers.
+
+    Attributes:
+        stepped: its optimizer made its step.
+        unused: it had no gradient.
+        called: it was called.
+        hidden: it was called where its features cannot be seen; 2 if they are not what its weight says.
+        fed: its inputs are at hand.
+        lasted: its outputs are.
+        graded: every output received its gradient once.
+        eps: rounding of its outputs.
+        inputs, outputs: rows of each.
+        split_inputs, split_outputs: whether those are not the rows of the others that get the same batch.
+        input_features, output_features: entries in each row.
+        input_print: a number that is equal where inputs are, NaN where they repeat themselves.
+        place: whether it is a readout, see :mod:`~spectral_monitor.engine.agreement.output_layers`; 0 if that was not seen.
+    """
+
+    stepped: float = 0.0
+    unused: float = 0.0
+    called: float = 0.0
+    hidden: float = 0.0
+    fed: float = 0.0
+    lasted: float = 0.0
+    graded: float = 0.0
+    eps: float = 0.0
+    inputs: float = 0.0
+    outputs: float = 0.0
+    split_inputs: float = 0.0
+    split_outputs: float = 0.0
+    input_features: float = 0.0
+    output_features: float = 0.0
+    input_print: float = 0.0
+    place: float = 0.0
+
+
+@dataclass
+class Step:
+    """What one process saw of the whole step, as numbers.
+
+    Attributes:
+        failed: something went wrong; nothing is to be measured.
+        stepped: an optimizer has made its step.
+        moved: weights of the forward were not those before the update.
+        closures: how often the closure ran.
+        again: how the forward can be run again: 0 not at all, 1 as one call of a module, 2 as the training step.
+        loss: whether the loss before the step is known.
+        measured: steps that were measured before.
+        drifts: those of them that ``feature_drift`` was asked of.
+        probe: whether the probe batch has been taken.
+        part: whether the first samples will do where the forward is run again: 0 no, 1 that is to be seen, 2 yes.
+        samples: how many those would be; 0 for all.
+        apart: steps from the measured step before to the next one, at least, by this process's clock.
+    """
+
+    failed: float = 0.0
+    stepped: float = 0.0
+    moved: float = 0.0
+    closures: float = 0.0
+    again: float = 0.0
+    loss: float = 0.0
+    measured: float = 0.0
+    drifts: float = 0.0
+    probe: float = 0.0
+    part: float = 0.0
+    samples: float = 0.0
+    apart: float = 0.0
+
+
+@dataclass(frozen=True)
+class RowPlace:
+    """Where this process's rows lie among those of all.
+
+    Attributes:
+        offset: of its first.
+        count: how many it has.
+        total: how many all have.
+        speaks: whether it is the first that has these rows.
+        holders: processes that have rows of their own.
+    """
+
+    offset: int
+    count: int
+    total: int
+    speaks: bool
+    holders: int
+
+
+class Census:
+    """Sights of all processes: ``steps[rank]`` and ``sights[rank][layer]``.
+
+    Attributes:
+        common: layers whose outputs are the same for every batch, position embeddings for instance: what the
+            processes have are copies of the same rows, and the gradients of those are the sums of theirs.
+    """
+
+    def __init__(
+        self,
+        steps: list[Step],
+        sights: list[list[Sight]],
+        prints: list[list[tuple[float, ...]]],
+        processes: Processes | None,
+    ) -> None:
+        self.steps, self.sights = steps, sights
+        self.rank = 0 if processes is None else processes.rank
+        self.batches = [0] if processes is None else processes.batches
+        self._places: dict[tuple[int, str], RowPlace] = {}
+        self.common = {i for i in range(len(prints[0])) if self._is_common(i, prints)} if prints else set()
+
+    def _is_common(self, i: int, prints: list[list[tuple[float, ...]]]) -> bool:
+        """Whether processes with different batches, but the same part of a layer, all have the same outputs, and had
+        the same inputs: those of different samples may all be zero, or a bias, while weights are.
+
+        Rows that repeat themselves are taken for those of samples that are alike: the zeros behind a dead ReLU. Where
+        inputs are not at hand (those of an embedding are no features), outputs have to do.
+        """
+        seen: dict[int, set[tuple[float, ...]]] = {}
+        called = set()
+        for rank, some in enumerate(self.sights):
+            sight = some[i]
+            if sight.called:
+                called.add(self.batches[rank])
+                told = (prints[rank][i][0], sight.input_print) if sight.fed else prints[rank][i]
+                seen.setdefault(self._place(rank), set()).add((sight.outputs, sight.lasted, sight.fed, *told))
+        return len(called) > 1 and all(len(found) == 1 and all(x == x for x in min(found)) for found in seen.values())
+
+    def _place(self, rank: int) -> int:
+        """Which a process is of those that get its batch."""
+        return self.batches[:rank].count(self.batches[rank])
+
+    @property
+    def batch_count(self) -> int:
+        """Different batches in the step."""
+        return len(set(self.batches))
+
+    @property
+    def first_of_batch(self) -> bool:
+        """Whether this process is the one that speaks for its batch."""
+        return self.batches.index(self.batches[self.rank]) == self.rank
+
+    def layers(self, attribute: str) -> list[list[float]]:
+        """Layer by layer the values of all processes."""
+        return [[getattr(sight, attribute) for sight in some] for some in zip(*self.sights, strict=True)]
+
+    def anywhere(self, attribute: str) -> set[int]:
+        """Layers of which some process saw it."""
+        return {i for i, values in enumerate(self.layers(attribute)) if any(values)}
+
+    def wherever_called(self, attribute: str) -> set[int]:
+        """Layers that were called, of which every process saw it that called them."""
+        called = self.layers("called")
+        return {
+            i
+            for i, values in enumerate(self.layers(attribute))
+            if any(called[i]) and all(value or not there for value, there in zip(values, called[i], strict=True))
+        }
+
+    def everywhere(self, attribute: str) -> set[int]:
+        """Layers of which every process saw it."""
+        return {i for i, values in enumerate(self.layers(attribute)) if all(values)}
+
+    def rows(self, i: int, which: str) -> RowPlace:
+        """Where this process's ``which`` ("inputs" or "outputs") of a layer lie."""
+        if (i, which) not in self._places:
+            self._places[(i, which)] = self._rows(i, which)
+        return self._places[(i, which)]
+
+    def _rows(self, i: int, which: str) -> RowPlace:
+        sights = [some[i] for some in self.sights]
+        keys = [self._owners_key(i, which, rank) for rank in range(len(sights))]
+        owner: dict[tuple[str, int], int] = {}
+        for rank, key in enumerate(keys):
+            owner.setdefault(key, rank)
+        counts = {key: int(getattr(sights[rank], which)) for key, rank in owner.items()}
+        mine = keys[self.rank]
+        before = sum(count for key, count in counts.items() if owner[key] < owner[mine])
+        holders = sum(count > 0 for count in counts.values())
+        speaks = owner[mine] == self.rank and mine[0] != "none"
+        return RowPlace(before, counts[mine], sum(counts.values()), speaks, holders)
+
+    def _owners_key(self, i: int, which: str, rank: int) -> tuple[str, int]:
+        """Equal for processes that have the same rows."""
+        sight = self.sights[rank][i]
+        split = bool(getattr(sight, f"split_{which}"))
+        if which == "outputs" and i in self.common:
+            return ("all", self._place(rank) if split else 0) if sight.called else ("none", rank)
+        return ("rank", rank) if split else ("batch", self.batches[rank])
+
+
+_STEP, _SIGHT = len(fields(Step)), len(fields(Sight))
+
+
+def census(step: Step, sights: Sequence[Sight], prints: torch.Tensor, processes: Processes | None) -> Routine[Census]:
+    """What all processes saw, known to each after one sum.
+
+    ``prints`` (layers, k): numbers that are equal where outputs are; those after the first are NaN where rows repeat
+    themselves.
+    """
+    if processes is None:
+        return Census([step], [list(sights)], [], None)
+    numbers = [*vars(step).values(), *(value for sight in sights for value in vars(sight).values())]
+    # A fingerprint that is cut to float32 is that of other rows too.
+    mine = torch.tensor([float(number) for number in numbers], dtype=torch.float64, device=processes.device)
+    table = mine.new_zeros(processes.size, len(numbers) + prints.numel())
+    table[processes.rank] = torch.cat([mine, prints.to(mine).flatten()])
+    (table,) = yield [table]
+    steps, all_sights, all_prints = [], [], []
+    for row in table.tolist():
+        steps.append(Step(*row[:_STEP]))
+        end = len(numbers)
+        all_sights.append([Sight(*row[start : start + _SIGHT]) for start in range(_STEP, end, _SIGHT)])
+        width = prints.shape[1]
+        all_prints.append([tuple(row[start : start + width]) for start in range(end, len(row), width)])
+    return Census(steps, all_sights, all_prints, processes)

@@ -1,0 +1,1 @@
+"""Measure features, and how a step changes them."""

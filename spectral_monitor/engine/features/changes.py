@@ -1,0 +1,197 @@
+"""What a step did to the features: forwards after it, compared with those before."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.capture.replay.feature_change import Change, Replay
+from spectral_monitor.engine.features.change_sums import DH, INNER, Found, group_sums, spread, statistics
+from spectral_monitor.engine.features.kernels import FullStage
+from spectral_monitor.engine.features.replays import Done
+from spectral_monitor.engine.features.stage import RowStage
+from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK
+from spectral_monitor.engine.results.reasons import StepFacts
+from spectral_monitor.functional.features import row_ratios
+from spectral_monitor.functional.standard_errors import GROUPS, standard_error
+from spectral_monitor.linalg import Routine, abreast, in_turn, joined, shares, totals
+from spectral_monitor.sharding import Processes
+
+ELSEWHERE = "the forward could not be run again in another process"
+
+
+class ChangeStage:
+    """Puts what forwards after the step say of the rows that were measured before it.
+
+    Attributes:
+        probe_lost: whether the first probe batch was taken in some processes only, and is of no use.
+        off: whether some process has seen that forwards must be of all samples.
+        unchosen: layers that were called as before, but with none of the rows that are compared.
+    """
+
+    def __init__(self, rows: RowStage, processes: Processes | None, full: FullStage) -> None:
+        self._rows = rows
+        self._full = full
+        self._processes = processes
+        self.probe_lost = self.off = False
+        self.unchosen: set[int] = set()
+
+    def measure(self, done: Done, facts: StepFacts, before: Tensor | None) -> Routine[None]:
+        """Put everything, with the change of the loss, if it is known; tell ``facts`` what could be seen.
+
+        Args:
+            done: what was run again in this process.
+            facts: of the step.
+            before: the loss before the step, where all processes know it.
+        """
+        routines: list[Routine[Any]] = []
+        if done.same is not None:
+            routines.append(self._change(done.same.replay, "feature_change", size=True))
+        if done.drift is not None:
+            routines.append(self._change(done.drift.replay, "feature_drift", size=False))
+        if not routines:
+            return
+        census, after = self._rows.census, None if done.same is None else done.same.loss
+        change = None if before is None or after is None else after.double() - before.double()
+        lost = [float(ran is not None and ran.replay is None) for ran in (done.same, done.drift)]
+        off = float(done.off)
+        if self._processes is None:
+            found = yield from in_turn(routines)
+        else:
+            mine = torch.tensor([0.0, float(change is None), off, *lost])
+            if change is not None and census.first_of_batch:
+                mine[0] = change
+            *found, summed = yield from abreast([*routines, totals(mine, 1, self._processes)])
+            total, missing, off, *lost = summed.tolist()
+            change = None if missing else torch.tensor(total / census.batch_count)
+        self.off = bool(off)
+        if lost[0]:
+            facts.no_replay = facts.no_replay or ELSEWHERE
+        if lost[1]:
+            facts.no_drift = facts.no_drift or ELSEWHERE
+            self.probe_lost = done.first
+        facts.unchosen = self.unchosen
+        if done.same is not None:
+            facts.replayed = found[0]
+        if change is not None:
+            self._rows.out.put(NETWORK, LOSS_CHANGE, change)
+
+    @torch.no_grad()
+    def _change(self, replay: Replay | None, name: str, *, size: bool) -> Routine[set[int]]:
+        """What happened to the features since ``replay``'s outputs were kept; the layers for which it could be seen.
+
+        Args:
+            replay: of this process; ``None`` if it failed.
+            name: of the mean relative change.
+            size: whether dh itself is measured, and its inner product with b.
+        """
+        layers = sorted(self._rows.census.wherever_called("lasted"))
+        changes = {i: None if replay is None else replay.change(i) for i in layers}
+        if self._rows.exchange is None:
+            seen = {i: change for i, change in changes.items() if change is not None}
+            there = {i: change for i, change in seen.items() if change.size}
+            groups = GROUPS if replay is None else min(GROUPS, replay.samples or GROUPS)
+            found = {
+                i: Found(sums, there[i].size, sum(there[i].calls), there[i].of, there[i].inner is not None)
+                for i, sums in group_sums(there, groups).items()
+            }
+            self.unchosen |= seen.keys() - found.keys()
+        else:
+            found = yield from self._everywhere(changes, None if replay is None else replay.samples)
+        devices: dict[torch.device, list[int]] = defaultdict(list)
+        for i, some in found.items():
+            devices[some.sums.device].append(i)
+        for every in devices.values():
+            self._put(every, [found[i] for i in every], name, size)
+        if size and replay is not None:
+            self._full.compared(replay)
+        return set(found)
+
+    def _put(self, layers: list[int], found: list[Found], name: str, size: bool) -> None:
+        """Put what sums over rows say of some layers, and how far that may be from what all rows would say."""
+        out, census = self._rows.out, self._rows.census
+        groups = torch.stack([some.sums for some in found])  # (L, G, 7)
+        means, errors = statistics(groups.sum(1)), standard_error(groups, statistics)  # (L, 3)
+        lengths = groups[..., DH:].sum(1).sqrt()  # (L, 3): dh, h, b
+        inner = groups[..., INNER].sum(1)
+        every = torch.tensor([some.rows == some.of for some in found], device=groups.device)
+        errors = torch.where(every[:, None], torch.where(means.isnan(), means, 0.0), errors)
+        for k, (i, some) in enumerate(zip(layers, found, strict=True)):
+            out.put(i, name, means[k, 0])
+            out.put(i, f"{name}.error", errors[k, 0])
+            if size:
+                out.put(i, "dh.norm", lengths[k, 0])
+                out.put(i, "dh.size", torch.tensor(float(some.size)))
+                out.put(i, "dh.share", torch.tensor(some.rows / some.of))
+                out.put(i, "h.compared", lengths[k, 1])
+            if size and some.graded:
+                out.put(i, "b.dh", inner[k])
+                # What processes have of b of common outputs are shares of a sum, whose norm is known.
+                out.put(i, "b.compared", out.get(i, "b.norm") if i in census.common else lengths[k, 2])
+                if i not in census.common:
+                    out.put(i, "bfa_cos.error", errors[k, 1])
+                    out.put(i, "sensitivity.error", errors[k, 2] * some.rows / some.of)
+
+    def _everywhere(self, changes: Mapping[int, Change | None], samples: int | None) -> Routine[dict[int, Found]]:
+        """Return the changes of all processes as one, of layers that all have seen; ``samples``: those of this one."""
+        exchange, census = self._rows.exchange, self._rows.census
+        assert exchange is not None
+        if not changes:
+            return {}
+        called, graded = census.layers("called"), census.wherever_called("graded")
+        mine = -(-GROUPS // census.batch_count)  # groups of each batch
+        used = min(mine, samples or mine)
+        here = group_sums({i: change for i, change in changes.items() if change is not None and change.size}, used)
+        sums = torch.zeros(len(changes), mine, 7, device=exchange.device)
+        known = torch.zeros(len(changes), 4, device=exchange.device)  # missing, entries, rows compared, rows there are
+        squares = []
+        for k, (i, change) in enumerate(changes.items()):
+            place, across = census.rows(i, "outputs"), self._rows.cols(i, "h") is not None
+            rows = sums.new_zeros(place.total if across else 0, 2)
+            squares.append(rows)
+            if change is None:
+                known[k, 0] = float(bool(called[i][census.rank]))
+                continue
+            if i not in here:
+                continue
+            some = torch.cat([here[i][:, :DH], here[i][:, DH:].sqrt()], 1).to(sums)
+            # Of gradients of outputs that all batches have in common each has its share.
+            if across or (census.first_of_batch if i in census.common else place.speaks):
+                sums[k, :used, INNER] = some[:, INNER]
+            if across or place.speaks:
+                sums[k, :used, :INNER], sums[k, :used, DH:] = some[:, :INNER], some[:, DH:]
+                known[k, 1:] = torch.tensor([change.size, sum(change.calls), change.of])
+            if across:  # a row's length is not known before all features are
+                both = torch.stack([change.lengths, change.before], dim=1).square()
+                rows[place.offset : place.offset + len(both)] = both
+        table, whole, *squares = yield [shares(sums, exchange), shares(known, exchange), *squares]
+        groups = _by_batch(table.double(), census.batches)
+        found = {}
+        for k, (i, (missing, size, seen, of)) in enumerate(zip(changes, joined(whole, 1).tolist(), strict=True)):
+            if not missing and not size:
+                self.unchosen.add(i)
+            if missing or not size:
+                continue
+            if len(squares[k]):
+                ratios, counted = row_ratios(*squares[k].double().sqrt().unbind(1))
+                index = spread(len(ratios), used * census.batch_count, groups.device)
+                rows = torch.stack([torch.ones_like(ratios), ratios, counted], 1)
+                groups[k, :, :INNER] = 0.0
+                groups[k, :, :INNER].index_add_(0, index, rows)
+            found[i] = Found(groups[k], int(size), int(seen), int(of), i in graded)
+        return found
+
+
+def _by_batch(table: Tensor, batches: Sequence[int]) -> Tensor:
+    """Return sums (L, batches * G, 7) from those of processes (P, L, G, 7), where norms are not squared.
+
+    Processes with the same batch have parts of the same rows.
+    """
+    squared = torch.cat([table[..., :DH], table[..., DH:].square()], -1)
+    index = torch.tensor([sorted(set(batches)).index(batch) for batch in batches], device=table.device)
+    joint = table.new_zeros(len(set(batches)), *table.shape[1:]).index_add_(0, index, squared)
+    return joint.transpose(0, 1).flatten(1, 2)

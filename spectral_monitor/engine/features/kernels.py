@@ -1,0 +1,239 @@
+"""Tier "full": forwards that are run again with their graph, and checks of what the papers assume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.replay.batch_slicing import Portion
+from spectral_monitor.capture.replay.feature_change import Outputs, Replay
+from spectral_monitor.capture.replay.graph_replay import Graph, sees_all_modules, unseen
+from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.capture.row_sampling import rows_of
+from spectral_monitor.engine.features.replays import Again, Context, Given, trained_on
+from spectral_monitor.engine.results.raw import NETWORK, Scalars
+from spectral_monitor.engine.results.reasons import StepFacts
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.functional.features import mean_ratio
+from spectral_monitor.functional.kernels import bfk_moments, kernel_change, length, signs
+from spectral_monitor.functional.norms import ratio
+from spectral_monitor.linalg import compute_dtype
+from spectral_monitor.messages import Warner
+from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.state.snapshot import preserved
+
+PROBES = 4
+"""Random vectors for the kernel of each layer; each takes two passes."""
+SEED = 3
+"""Of the private generator they are drawn from: the same ones in every step, so that their noise is no change."""
+
+ALONE = frozenset(key for key, q in QUANTITIES.items() if q.tier == "full" and q.needs & {"h", "b"})
+"""Quantities that are measured in a single process only."""
+
+SEVERAL = "measured in a single process only"
+ACCUMULATED = "gradients are accumulated: it is not this batch alone that moves the features"
+DIFFERENTLY = "called differently when the forward was run again"
+NO_GRAPH = "no graph leads to its outputs: nothing up to there is trained, or activation checkpointing"
+NO_SOURCE = "its inputs are not a measured layer's outputs after elementwise operations alone"
+NO_SHARE = "known of single matrices that are called once, and whose inputs and gradients are at hand"
+NO_LOSS = "the loss after the step is not known: the model does not return what was trained on"
+
+Work = Callable[[Graph, Tensor | None], None]
+
+
+class FullStage:
+    """What one measured step adds for tier "full"; the facts are told why where it cannot."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        features: FeatureCapture,
+        settings: Settings,
+        alone: bool,
+        facts: StepFacts,
+        out: Scalars,
+        warn: Warner,
+    ) -> None:
+        """``alone``: whether no other process takes part; otherwise there is nothing to do."""
+        asked = ALONE & set(settings.keys)
+        self._keys = asked if alone else frozenset[str]()
+        self._host = settings.low_memory
+        self._model = model
+        self._features = features
+        self._facts = facts
+        self._out = out
+        self._warn = warn
+        facts.why_not.update({(key, NETWORK): SEVERAL for key in asked - self._keys})
+
+    def replay(self, outputs: Outputs, portion: Portion | None) -> Replay:
+        """To compare a forward after the step with; where all properties are asked for, the readout's inputs too.
+
+        ``portion``: the samples it is run on, if that is not all.
+        """
+        readouts = [i for i, layer in self._features.layers.items() if layer.info.role == "readout"]
+        whole = self._keys == ALONE and len(readouts) == 1
+        inputs = self._features.inputs(readouts[0]) if whole else None
+        if portion is not None:
+            outputs = self._features.first(outputs, portion)
+            inputs = None if inputs is None else self._features.first(inputs, portion)
+        return Replay(outputs, self._keys, inputs, None if portion is None else portion.samples)
+
+    def checks(self) -> None:
+        """What the step's own passes showed, if they were looked at."""
+        if self._features.checks is None:
+            return
+        for i, recorded in self._features.calls.items():
+            found = [call.checked for call in recorded if call.checked is not None]
+            pairs = [(c.input, c.source) for c in found if c.input is not None and c.source is not None]
+            if pairs and len(pairs) == len(recorded):
+                inputs, sources = (length(torch.stack(lengths)) for lengths in zip(*pairs, strict=True))
+                self._out.put(i, "activation_ratio", ratio(inputs, sources))
+            else:
+                self._facts.why_not["activation_ratio", i] = NO_SOURCE
+            if len(recorded) == len(found) == recorded[0].b_count == 1 and found[0].share is not None:
+                self._out.put(i, "sample_share", found[0].share)
+            else:
+                self._facts.why_not["sample_share", i] = NO_SHARE
+
+    def compared(self, replay: Replay) -> None:
+        """What the forward after the step showed."""
+        for i in replay.layers():
+            change = replay.change(i)
+            if change is not None and change.after is not None:
+                ratios = mean_ratio(change.after, change.before + change.lengths)
+                self._out.put(i, "feature_cancellation", ratios.clamp(max=1))
+            if change is not None and change.pairs is not None:
+                self._out.put(i, "kernel_change", kernel_change(*change.pairs))
+        for i in replay.inputs.layers() if replay.inputs is not None else ():
+            change = replay.inputs.change(i) if replay.inputs is not None else None
+            if change is not None and change.size:
+                self._out.put(i, "x.norm", length(change.before))
+                self._out.put(i, "dx.norm", length(change.lengths))
+                self._out.put(i, "dx.size", torch.tensor(float(change.size)))
+
+    def graphs(
+        self, again: Again | None, given: Given, outputs: Outputs, rates: Sequence[tuple[nn.Parameter, float]]
+    ) -> None:
+        """What takes forwards with a graph, and passes through it.
+
+        Args:
+            again: the step's forward, if it can be run again.
+            given: what is known of the step.
+            outputs: of the layers, before it, with their gradients.
+            rates: the parameters that are trained, and their learning rates.
+        """
+        if "bfk_ratio" in self._keys:
+            self._kernels(again, rates, given.context)
+        if "backward_speed" in self._keys:
+            self._backwards(again, given, outputs, [p for p, _ in rates])
+
+    def _kernels(self, again: Again | None, rates: Sequence[tuple[nn.Parameter, float]], context: Context) -> None:
+        """Moments of the layers' backward-to-feature kernels, at the weights after the step."""
+        reason = ACCUMULATED if self._facts.accumulated > 1 else ""
+        trained = [(p, rate) for p, rate in rates if p.requires_grad]
+
+        def work(graph: Graph, loss: Tensor | None) -> None:
+            for i in self._as_before("bfk_ratio", graph):
+                self._kernel(i, graph.outputs[i], trained)
+
+        with sdpa_kernel(SDPBackend.MATH):  # of attention's ways the one that can be differentiated twice
+            self._trace("bfk_ratio", again, reason, [p for p, _ in rates], context, Graph(copies=True), work)
+
+    def _kernel(self, i: int, outputs: Sequence[Tensor], trained: Sequence[tuple[nn.Parameter, float]]) -> None:
+        if not all(out.requires_grad for out in outputs):
+            self._facts.why_not["bfk_ratio", i] = NO_GRAPH
+            return
+        generator = torch.Generator().manual_seed(SEED)
+        probes = [[signs(out.shape, generator) for out in outputs] for _ in range(PROBES)]
+        try:
+            first, second = bfk_moments(outputs, [p for p, _ in trained], [rate for _, rate in trained], probes)
+        except Exception as error:
+            self._facts.why_not["bfk_ratio", i] = f"no second derivatives ({type(error).__name__}: {error})"
+            return
+        self._out.put(i, "K.1", first)
+        self._out.put(i, "K.2", second)
+
+    def _backwards(
+        self, again: Again | None, given: Given, outputs: Outputs, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """How far the gradients of the layers' outputs have moved."""
+        run, start = _with_loss(again, given)
+
+        def work(graph: Graph, loss: Tensor | None) -> None:
+            if loss is None or not loss.requires_grad:
+                raise ValueError("no graph leads to its loss")
+            layers = self._as_before("backward_speed", graph)
+            edges = [edge for i in layers for edge in graph.edges[i] if edge is not None]
+            begin = torch.as_tensor(start).to(loss)
+            gradients = iter(torch.autograd.grad(loss, edges, begin, allow_unused=True) if edges else ())
+            for i in layers:
+                after = [None if edge is None else next(gradients) for edge in graph.edges[i]]
+                if i in outputs:  # else they were overwritten, which is known
+                    self._backward(i, after, outputs)
+
+        reason = NO_LOSS if again is not None and run is None else ""
+        self._trace("backward_speed", run, reason, parameters, given.context, Graph(copies=False), work)
+
+    def _backward(self, i: int, after: Sequence[Tensor | None], outputs: Outputs) -> None:
+        layer, lengths = self._features.layers[i], []
+        for b, seen in zip(after, outputs[i], strict=True):
+            if b is None or seen.b is None:
+                self._facts.why_not["backward_speed", i] = NO_GRAPH
+                return
+            new = rows_of(b, layer.channels_first, len(layer.info.shape) - 2, seen.index)
+            if new.shape != seen.b.shape:
+                self._facts.why_not["backward_speed", i] = DIFFERENTLY
+                return
+            dtype = compute_dtype(seen.b.dtype)
+            lengths.append(length(new.to(dtype) - seen.b.to(dtype)))
+        self._out.put(i, "db.norm", length(torch.stack(lengths)))
+
+    def _as_before(self, key: str, graph: Graph) -> list[int]:
+        """Layers that were called as often as in the step; the others have a reason."""
+        for i, calls in self._features.calls.items():
+            if len(graph.edges.get(i, ())) != len(calls):
+                self._facts.why_not[key, i] = DIFFERENTLY
+        return [i for i in graph.edges if (key, i) not in self._facts.why_not]
+
+    def _trace(
+        self,
+        key: str,
+        again: Again | None,
+        reason: str,
+        parameters: Sequence[Tensor],
+        context: Context,
+        graph: Graph,
+        work: Work,
+    ) -> None:
+        """Run a forward again with its graph, and ``work`` on that, unless there is a reason not to."""
+        reason = self._facts.no_replay or reason or sees_all_modules()
+        if again is None or reason:
+            self._facts.why_not[key, NETWORK] = reason
+            return
+        try:
+            with preserved(self._model, host=self._host), unseen(self._model, parameters):
+                again.rewind()
+                with self._features.replaying(graph):
+                    with context():
+                        loss = again()
+                    work(graph, loss)
+        except Exception as error:
+            reason = f"the forward could not be run again with a graph ({type(error).__name__}: {error})"
+            self._facts.why_not[key, NETWORK] = reason
+            self._warn(f"{reason}; {key} is left out", error)
+
+
+def _with_loss(again: Again | None, given: Given) -> tuple[Again | None, Tensor | float]:
+    """The forward up to the loss, and the gradient that the backward pass began with there."""
+    if isinstance(again, RootCall) and len(again.loss_gradients) == 1:
+        loss = trained_on(again, given)
+        if loss is not None and not bool(loss.isnan()):
+            return again, again.loss_gradients[0]
+    step = given.training_step
+    if again is None or step is None or step.iterators or step.uncopied or given.loss is None:
+        return None, 0.0
+    return step, given.loss_scale / given.accumulated

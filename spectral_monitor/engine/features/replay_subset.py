@@ -1,0 +1,209 @@
+"""Whether the forward after the step may be run on the first samples of the batch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median_low
+from typing import Any, Literal, Protocol
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from spectral_monitor.capture.records.calls import Call
+from spectral_monitor.capture.replay.batch_slicing import Portion, batch_size, signature
+from spectral_monitor.capture.replay.sample_independence import Rehearsal
+from spectral_monitor.layers.naming import named_modules
+from spectral_monitor.state.serialize import fingerprint
+
+NO, UNSEEN, YES = 0, 1, 2
+"""Whether the first samples will do: no; that is to be seen, by running them and all; yes."""
+
+VALUES = 4
+"""Values of an argument that are told apart. One that has had more, with which the first samples did, is taken for one
+that counts or names things, such as the number of the step, and is not looked at any more."""
+KEPT = 64
+"""Ways of calling the model that are known; of more the oldest ones are forgotten, and looked at anew."""
+
+DRAWS = "the forward draws random numbers (dropout?), which are others where there are fewer samples"
+STATISTICS = "batch normalization in training mode takes its statistics from the whole batch"
+NO_BATCH = "the model is given no tensor with entries for samples, or one that is sparse, nested or distributed"
+BEFORE = "an earlier part of this run has seen that the first samples will not do"
+
+ROWS, SAMPLES = 256, 4
+"""With ``"auto"`` as few samples are run as have this many rows in the layer in the middle, but no fewer."""
+MOST_ERROR = 0.1
+"""Twice as many are run from the next time on where ``feature_change`` may be off by more, relative to it."""
+
+ELSEWHERE = "in another process samples depend on each other, or the forward of some of them fails"
+
+
+class Sliceable(Protocol):
+    """What is told of a forward that is to be run again: see :class:`~spectral_monitor.engine.features.replays.Again`."""
+
+    module: nn.Module
+    given: Any
+    modes: tuple[bool, ...]
+
+
+class Slices:
+    """What is known of the samples of forwards: whether the first give alone what they give among the others.
+
+    That is seen once, and again for what is called with other arguments, in another mode, or reaches other layers.
+    Where they do not, all samples are run from then on.
+
+    Attributes:
+        portion: of the forward that was looked at last; ``None`` if all its samples have to be run.
+        off: whether it was seen, here or in another process, that the first samples will not do.
+        noise: layer index -> how far its outputs are off for the first samples alone, relative to them: by roundings.
+    """
+
+    def __init__(self, asked: int | Literal["auto"] | None, model: nn.Module) -> None:
+        """``asked``: how many are to be run; ``None`` for all. ``model``: where what is called has its name."""
+        self._asked, self._model = asked, model
+        self._samples = None if asked == "auto" else asked
+        # Fingerprints, which are the same in another process: how a call is built -> of each leaf of its arguments the
+        # values it has had, None for too many; that with the values and the layers called -> which calls are common.
+        self._values: dict[str, list[list[str] | None]] = {}
+        self._known: dict[tuple[str, str], frozenset[tuple[int, int]]] = {}
+        self._form, self._now, self._calls = "", [""], ""
+        self._before = ""
+        self.portion: Portion | None = None
+        self.off = False
+        self.noise: dict[int, float] = {}
+
+    def foresee(self, again: Sliceable) -> Portion | None:
+        """The samples that will be run, if layers are called as they were before; ``None`` if nothing is known."""
+        portion = self._cut(again)
+        if portion is None:
+            return None
+        key = self._key(*self._built(again))
+        common = next((common for (known, _), common in reversed(self._known.items()) if known == key), None)
+        return None if common is None else replace(portion, common=common)
+
+    def look(self, again: Sliceable | None, calls: Mapping[int, Sequence[Call]]) -> tuple[int, str]:
+        """Whether the first samples will do for a forward and its calls, and why they never will if that is new."""
+        if self.automatic and self._samples is None and again is not None:
+            self._samples = _enough(again, calls)
+        self.portion = None if again is None else self._cut(again)
+        if again is None or self.portion is None:
+            nothing = again is not None and self._samples is not None and batch_size(again.given) is None
+            return NO, self._before if self.off else NO_BATCH if nothing else ""
+        if any(on and isinstance(m, _BatchNorm) for m, on in zip(again.module.modules(), again.modes, strict=False)):
+            self.give_up()
+            return NO, STATISTICS
+        self._form, self._now = self._built(again)
+        self._calls = _short(sorted((i, len(some)) for i, some in calls.items()))
+        common = self._known.get((self._key(self._form, self._now), self._calls))
+        if common is None:
+            return UNSEEN, ""
+        self.portion = portion = replace(self.portion, common=common)
+        counts = [((i, n), call.outputs) for i, some in calls.items() for n, call in enumerate(some)]
+        return (UNSEEN if any(portion.rows(*call) is None for call in counts) else YES), ""
+
+    def settle(self, rehearsal: Rehearsal) -> str:
+        """Remember what was seen; why the first samples will not do, empty if they will or it could not be told."""
+        why = rehearsal.verdict()
+        if why:
+            self.give_up()
+        elif why is not None and self.portion is not None:
+            common = frozenset(rehearsal.common)
+            self.portion = replace(self.portion, common=common)
+            self._remember(common)
+            for i, noise in rehearsal.noise.items():
+                self.noise[i] = max(self.noise.get(i, 0.0), noise)
+            return ""
+        self.portion = None
+        return why or ""
+
+    @property
+    def automatic(self) -> bool:
+        """Whether nobody asked for so many samples, so that nobody is told where all have to be run."""
+        return self._asked == "auto"
+
+    @property
+    def samples(self) -> int:
+        """Return how many are to be run; 0 if that is not known, or all."""
+        return self._samples or 0
+
+    def agree(self, samples: Sequence[int]) -> bool:
+        """Settle on the most that any process would run; whether that is what all would."""
+        if self.automatic:
+            self._samples = max(samples) or None
+        return len(set(samples)) == 1
+
+    def widen(self, error: float) -> None:
+        """Run more samples from now on if numbers from these may be so far off, relative to them."""
+        if self.automatic and self.portion is not None and error > MOST_ERROR:
+            self._samples = 2 * self.portion.samples
+
+    def give_up(self) -> None:
+        """From now on all samples are run."""
+        self.portion = None
+        self.off = True
+
+    def _cut(self, again: Sliceable) -> Portion | None:
+        size = None if self._samples is None or self.off else batch_size(again.given)
+        return None if self._samples is None or size is None or size <= self._samples else Portion(self._samples, size)
+
+    def _built(self, again: Sliceable) -> tuple[str, list[str]]:
+        """How a call is built, its values left out, and these."""
+        name = next((name for name, module in named_modules(self._model) if module is again.module), "")
+        where = sorted({f"{p.dtype} {p.device.type}" for p in again.module.parameters()})  # roundings are others there
+        leaves = signature(again.given)
+        kinds = [(place, kind) for place, kind, _ in leaves]
+        return _short([type(again).__name__, name, where, again.modes, kinds]), [_short(value) for *_, value in leaves]
+
+    def _key(self, form: str, now: Sequence[str]) -> str:
+        """The call with those values that are looked at."""
+        had = self._values.get(form) or [[]] * len(now)
+        return _short([form, [None if seen is None else value for seen, value in zip(had, now, strict=True)]])
+
+    def _remember(self, common: frozenset[tuple[int, int]]) -> None:
+        """The first samples did for the call that was looked at last."""
+        had = self._values.pop(self._form, [[] for _ in self._now])
+        for place, (seen, value) in enumerate(zip(had, self._now, strict=True)):
+            if seen is not None and value not in seen:
+                had[place] = [*seen, value] if len(seen) < VALUES else None
+        self._values[self._form] = had
+        self._known[self._key(self._form, self._now), self._calls] = common
+        for known in (self._values, self._known):
+            while len(known) > KEPT:
+                del known[next(iter(known))]  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What is known, in plain types; layers by index."""
+        if self._asked is None:
+            return None
+        return {
+            "samples": self._asked,
+            "count": self._samples,
+            "off": self.off,
+            "values": [[form, had] for form, had in self._values.items()],
+            "known": [[*key, sorted(map(list, common))] for key, common in self._known.items()],
+            "noise": [[i, noise] for i, noise in self.noise.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what :meth:`state_dict` gave, of a model with the same layers, if it is of as many samples."""
+        if state is None or state["samples"] != self._asked:
+            return
+        self._samples = state.get("count", self._samples)
+        self.off = bool(state["off"])
+        self._before = BEFORE if self.off else ""
+        self._values = {form: list(had) for form, had in state["values"]}
+        self._known = {(key, calls): frozenset((i, n) for i, n in common) for key, calls, common in state["known"]}
+        self.noise = {int(i): float(noise) for i, noise in state["noise"]}
+
+
+def _enough(again: Sliceable, calls: Mapping[int, Sequence[Call]]) -> int | None:
+    """Return how many samples have enough rows in the layer in the middle; ``None`` if there are no samples."""
+    size = batch_size(again.given)
+    if not size or not calls:
+        return None
+    rows = median_low(sum(call.outputs for call in some) for some in calls.values())
+    return max(SAMPLES, -(-ROWS * size // max(rows, 1)))
+
+
+def _short(tree: Any) -> str:
+    return fingerprint(tree)[:16]

@@ -1,0 +1,315 @@
+"""Forwards after the step: once more on the same batch, and now and then on the probe batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from spectral_monitor.capture.hooks.forward import FeatureCapture, Watcher
+from spectral_monitor.capture.replay.batch_slicing import batch_size
+from spectral_monitor.capture.replay.feature_change import Outputs, Replay
+from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.capture.replay.sample_independence import Alone, Rehearsal
+from spectral_monitor.engine.features.replay_subset import DRAWS, NO, UNSEEN, YES, Slices
+from spectral_monitor.engine.results.reasons import MOVED, StepFacts
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.layers.naming import label, named_modules
+from spectral_monitor.messages import Warner
+from spectral_monitor.sharding import call_through, reshard
+from spectral_monitor.state.snapshot import preserved
+
+
+class Again(Protocol):
+    """A forward that can be run again as it was, with its own randomness and precision.
+
+    Attributes:
+        iterators: types of iterators that it would use up; then it must not be.
+        uncopied: why what it is given could not be copied, if it could not; then it cannot be.
+        module: what is called.
+        given: what it is given: nested containers and their tensors.
+        modes: whether each module inside was training.
+        drew: whether it has drawn random numbers when it was last run again.
+    """
+
+    iterators: list[str]
+    uncopied: Exception | None
+    module: nn.Module
+    given: Any
+    modes: tuple[bool, ...]
+    drew: bool
+
+    def rewind(self) -> None:
+        """Give the model the state it had before that forward, but for its weights."""
+
+    def __call__(self) -> Tensor | None:
+        """Run it; the loss, if it has one."""
+
+    def part(self, which: slice) -> Again:
+        """The same forward with some samples of its batch."""
+
+    def pack(self, model: nn.Module) -> dict[str, Any]:
+        """All of it in plain types, when the model was just rewound; an error if that cannot be."""
+
+
+Context = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The first measured batch: how to run it again, and what the layers' outputs were.
+
+    ``part``: whether these are its first samples only. ``packed`` is the first of these in plain types; ``None`` if
+    that cannot be, for ``why_not``.
+    """
+
+    again: Again
+    outputs: Outputs
+    part: bool
+    packed: dict[str, Any] | None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What whoever runs the loop knows of a step; see :meth:`~spectral_monitor.engine.Engine.finish`."""
+
+    training_step: Again | None
+    loss: Tensor | None
+    accumulated: int
+    loss_scale: float
+    context: Context
+    only_if_stepped: bool = False
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A forward that was run again; no replay if it failed."""
+
+    replay: Replay | None
+    loss: Tensor | None
+
+
+@dataclass(frozen=True)
+class Done:
+    """Forwards that were run: on the same batch, on the probe batch; ``None`` if there was nothing to run.
+
+    ``first``: whether the batch has just become the probe batch; ``off``: whether forwards must be of all samples from
+    now on, if they were to be of some.
+    """
+
+    same: Ran | None = None
+    drift: Ran | None = None
+    first: bool = False
+    off: bool = False
+
+
+class Replays:
+    """Runs forwards again without a trace; never if something in the model is ``compiled``.
+
+    Attributes:
+        needs: what must be captured of the step.
+        slices: of which samples forwards are run.
+        probe: the batch ``feature_drift`` is measured on, once there is one.
+        done: what the last run came to.
+    """
+
+    def __init__(
+        self, model: nn.Module, wrapper: nn.Module, features: FeatureCapture, settings: Settings, compiled: str
+    ) -> None:
+        """``wrapper``: what is called in the model's place, to have its weights whole; the model if there is none."""
+        self._model = model
+        self._wrapper = wrapper
+        self._features = features
+        self.needs = settings.needs
+        self._drift_every = settings.drift_every
+        self._compiled = compiled
+        self._host = settings.low_memory
+        self.slices = Slices(settings.replay_samples, model)
+        self.probe: Probe | None = None
+        self.done = Done()
+
+    def choose(self, given: Given, moved: bool, warn: Warner) -> tuple[Again | None, Tensor | None, str]:
+        """How the forward can be run again, the loss it had, and why it cannot."""
+        roots = self._features.roots
+        again: Again
+        if moved or self._compiled:
+            # A replay would have to run eagerly, where roundings and dropout are others than in the compiled forward.
+            reason = MOVED if moved else f"the forward cannot be run again: {self._compiled} is compiled"
+            return None, None, reason
+        if len(roots) == 1:
+            again, before = roots[0], trained_on(roots[0], given)
+        elif given.training_step is not None and roots:
+            again, before = given.training_step, None if given.loss is None else given.loss * given.accumulated
+        else:
+            parts = "was not called" if not roots else f"is called in {len(roots)} separate parts"
+            return None, None, f"the forward cannot be run again: the model {parts}"
+        if again.iterators or again.uncopied is not None:
+            why = (
+                f"that would use up an iterator ({again.iterators[0]})"
+                if again.uncopied is None
+                else f"its arguments cannot be copied: {type(again.uncopied).__name__}: {again.uncopied}"
+            )
+            reason = f"the forward of {self._name(again)} cannot be run again: {why}"
+            if self.needs & {"dh", "probe"}:
+                warn(f"{reason}; what needs the features after the step is left out", again.uncopied)
+            return None, None, reason
+        return again, before, ""
+
+    def look(self, again: Again | None, warn: Warner) -> int:
+        """Whether the first samples of a forward will do when it is run again; see :mod:`.slices`."""
+        if not self.needs & {"dh", "probe"}:
+            return NO
+        stand, never = self.slices.look(again, self._features.calls)
+        if never and not self.slices.automatic:
+            warn(f"replay_samples is of no use: {never}; the whole batch is run again")
+        return stand
+
+    def run(
+        self,
+        measured: int,
+        again: Again | None,
+        part: int,
+        replay: Replay,
+        facts: StepFacts,
+        context: Context,
+        warn: Warner,
+    ) -> None:
+        """Run what is due, into :attr:`done`; ``again`` is ``None`` if the forward cannot be run, and facts say why.
+
+        ``replay`` has the outputs that those of the same batch are compared with, of its first samples if those will do
+        (``part``).
+
+        What ``done`` has does not depend on what goes wrong here: other processes do the same.
+        """
+        due = "probe" in self.needs and measured % self._drift_every == 0
+        first = due and self.probe is None
+        wanted = again is not None and ("dh" in self.needs or first)
+        failed = Ran(None, None)
+        self.done = Done(failed if wanted else None, failed if due and (wanted or not first) else None, first)
+        if not due:
+            facts.no_drift = f"measured at every {self._drift_every}th measured step"
+        probe = self.probe
+        if again is not None and wanted:
+            same = self._same_batch(again, part, replay, facts, context, warn)
+            self.done = replace(self.done, same=same, drift=same if first else self.done.drift)
+        if first:
+            facts.no_drift = facts.no_replay
+        elif due and probe is not None:
+            self.done = replace(self.done, drift=self._probe_batch(probe, facts, context, warn))
+        self.done = replace(self.done, off=self.slices.off)
+
+    def _same_batch(
+        self, again: Again, part: int, replay: Replay, facts: StepFacts, context: Context, warn: Warner
+    ) -> Ran:
+        rehearsal = self._rehearsal(again, context) if part == UNSEEN else None
+        what, portion = f"the forward of {self._name(again)}", self.slices.portion
+        try:
+            run = again.part(slice(portion.samples)) if part == YES and portion is not None else again
+            loss = self._run(run, context, *([replay] if rehearsal is None else [replay, rehearsal]))
+            if part == YES:
+                _check_part(run, replay)
+        except Exception as error:
+            facts.no_replay = f"{what} could not be run again ({type(error).__name__}: {error})"
+            further = ""
+            if part == YES:
+                self.slices.give_up()
+                further = "; from the next measured step on the whole batch is run again"
+            warn(f"{facts.no_replay}; what needs the features after the step is left out{further}", error)
+            return Ran(None, None)
+        if rehearsal is not None:
+            why = self.slices.settle(rehearsal)
+            if why and not self.slices.automatic:
+                warn(f"replay_samples is of no use: {why}; the whole batch is run again")
+        if self.probe is None and "probe" in self.needs:
+            outputs, portion = replay.outputs, self.slices.portion
+            if part == UNSEEN and portion is not None:
+                run, outputs = again.part(slice(portion.samples)), self._features.first(outputs, portion)
+            kept: Outputs = {
+                i: [replace(call, h=call.h.to("cpu", copy=True), b=None) for call in calls]
+                for i, calls in outputs.items()
+            }
+            self.probe = Probe(run, kept, run is not again, *self._pack(run))
+        return Ran(replay, None if part == YES else loss)
+
+    def _rehearsal(self, again: Again, context: Context) -> Rehearsal:
+        """What the first and the last samples give alone, to be compared with what they give among the others.
+
+        As many forwards are run as there are in every other process, whatever goes wrong.
+        """
+        portion = self.slices.portion
+        assert portion is not None
+        parts, wrong = [], ""
+        for which in (slice(portion.samples), slice(-portion.samples, None)):
+            seen = Alone()
+            parts.append(seen)
+            try:
+                part = again.part(which)
+                self._run(part, context, seen)
+                wrong = wrong or (DRAWS if part.drew else "")
+            except Exception as error:
+                wrong = wrong or f"the forward of {portion.samples} samples fails ({type(error).__name__}: {error})"
+        return Rehearsal(parts[0], parts[1], portion, wrong)
+
+    def _probe_batch(self, probe: Probe, facts: StepFacts, context: Context, warn: Warner) -> Ran:
+        replay = Replay(probe.outputs, samples=batch_size(probe.again.given) if probe.part else None)
+        try:
+            loss = self._run(probe.again, context, replay)
+            if probe.part:
+                _check_part(probe.again, replay)
+        except Exception as error:
+            facts.no_drift = f"the probe batch could not be run again ({type(error).__name__}: {error})"
+            warn(facts.no_drift, error)
+            return Ran(None, None)
+        return Ran(replay, loss)
+
+    def _name(self, again: Again) -> str:
+        """The module as the user knows it."""
+        if not isinstance(again, RootCall):
+            return "training_step"
+        name = next((name for name, module in named_modules(self._model) if module is again.module), "")
+        return label(name, again.module)
+
+    def _pack(self, again: Again) -> tuple[dict[str, Any] | None, str]:
+        try:
+            with preserved(self._model, host=self._host), torch.no_grad():
+                again.rewind()
+                return again.pack(self._model), ""
+        except Exception as error:
+            return None, str(error)
+
+    def _run(self, again: Again, context: Context, *watchers: Watcher) -> Tensor | None:
+        """Run a forward before some watchers; the loss, if it has one."""
+        with preserved(self._model, host=self._host), torch.no_grad():
+            again.rewind()
+            try:
+                with context(), self._features.replaying(*watchers):
+                    loss = call_through(self._wrapper, self._model, again)
+            finally:
+                reshard(self._wrapper)
+        return None if loss is None else loss.detach()
+
+
+def _check_part(part: Again, replay: Replay) -> None:
+    """Whether what was seen of forwards of the first samples still holds.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    if part.drew:
+        raise RuntimeError(DRAWS)
+    if not replay.same_calls():
+        raise RuntimeError("for the first samples alone, layers are called differently")
+
+
+def trained_on(root: RootCall, given: Given) -> Tensor | None:
+    """The loss the call returned; NaN if training is known to use another one."""
+    if root.loss is None or given.loss is None:
+        return root.loss
+    same = (root.loss / given.accumulated).to(given.loss) == given.loss
+    return torch.where(same.all(), root.loss, math.nan)

@@ -1,0 +1,318 @@
+"""Feature quantities of one measured step: from recorded rows to scalars on the device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.capture.records.calls import Call, joined
+from spectral_monitor.capture.replay.feature_change import Outputs
+from spectral_monitor.capture.row_sampling import RowPicker, sample_size
+from spectral_monitor.engine.agreement.rank_report import Census
+from spectral_monitor.engine.results.raw import Scalars
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.weights.matrix_batches import Member
+from spectral_monitor.engine.weights.norms import rows_worth
+from spectral_monitor.functional.kernels import length
+from spectral_monitor.linalg import Exchange, Part, Pieces, Routine, abreast, in_turn, spectral_estimates, totals
+from spectral_monitor.sharding import Range
+
+Calls = Mapping[int, Sequence[Call]]
+
+ROW_ENTRIES = 1 << 24
+"""Entries of the rows that are copied and measured in one solve, in a single process."""
+ROW_TOLERANCE = 0.05
+"""Relative tolerance of spectral norms of rows, of which a stable rank is made that differs more between batches."""
+
+
+def inputs(calls: Sequence[Call]) -> list[Tensor | None]:
+    """A layer's inputs, call by call; ``None`` where they are not at hand."""
+    return [call.h_in.get() if call.h_in is not None else None for call in calls]
+
+
+def gradients(calls: Sequence[Call]) -> list[Tensor | None]:
+    """Gradients of a layer's outputs, call by call; ``None`` where they did not arrive exactly once."""
+    return [call.gradient() for call in calls]
+
+
+def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
+    """The same over all its calls, in the dtype they are measured in, or the sample of them that is."""
+    return joined([call.gradient_sample() for call in calls])
+
+
+def input_rows(calls: Sequence[Call]) -> Tensor | None:
+    """A layer's inputs over all its calls, in the dtype they are measured in."""
+    return joined(inputs(calls))
+
+
+class _Kind(NamedTuple):
+    """What matrices of rows that are measured together have in common."""
+
+    rows: int
+    features: int
+    split: tuple[bool, bool]
+    like: tuple[torch.dtype, torch.device] | None
+
+
+class _Size(NamedTuple):
+    """Norm of all entries of a layer's rows, and how many entries."""
+
+    norm: Tensor
+    entries: int
+
+
+def _size(calls: Sequence[tuple[Tensor, int]]) -> _Size | None:
+    """Of several calls; ``None`` if there is nothing in them."""
+    entries = sum(some for _, some in calls)
+    return _Size(torch.linalg.vector_norm(torch.stack([norm for norm, _ in calls])), entries) if entries else None
+
+
+def _rows_size(rows: Tensor | None) -> _Size | None:
+    return None if rows is None else _size([(length(rows), rows.numel())])
+
+
+class _Chosen(NamedTuple):
+    """Which of a layer's rows are measured.
+
+    Attributes:
+        first: how many of other processes come before those of this one.
+        total: how many all have.
+        rows: of this process, before choosing; ``None`` if it has none, or another speaks for it.
+        kept: those chosen of them; ``None`` for all, which may have been chosen before.
+        holders: processes that have rows of their own.
+    """
+
+    first: int
+    total: int
+    rows: Tensor | None
+    kept: Tensor | None
+    holders: int
+
+    def get(self) -> Tensor | None:
+        """The rows chosen of this process."""
+        return self.rows if self.rows is None or self.kept is None else self.rows[self.kept]
+
+    def put(self, out: Tensor) -> None:
+        """The same, all being here, into a tensor of their shape."""
+        assert self.rows is not None
+        if self.kept is None:
+            out.copy_(self.rows)
+        else:
+            torch.index_select(self.rows, 0, self.kept, out=out)
+
+
+class RowStage:
+    """What one measured step reads off rows of features; created anew for each, when the forward is over.
+
+    Rows are those of all processes. Where some share out a batch by features (tensor parallelism), each has columns.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        settings: Settings,
+        census: Census,
+        exchange: Exchange | None,
+        picker: RowPicker,
+        out: Scalars,
+    ) -> None:
+        self._members = members
+        self._settings = settings
+        self.census = census
+        self.exchange = exchange
+        self.out = out
+        self._picker = picker
+        self.samples: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def forward(self, calls: Calls, outputs: Outputs) -> Routine[None]:
+        """Sizes and stable ranks of what the real forward and backward passes showed."""
+        census, exchange = self.census, self.exchange
+        lasted, fed, graded = (census.wherever_called(name) for name in ("lasted", "fed", "graded"))
+        rows: dict[tuple[int, str], Tensor | None] = {}
+        sizes: dict[tuple[int, str], _Size | None] = {}
+        for i in sorted(lasted):
+            sizes[(i, "h")] = _size([(call.norm, call.outputs * call.features) for call in calls.get(i, ())])
+        for i in sorted(graded):
+            rows[(i, "b")] = gradient_rows(calls.get(i, ()))
+        for i in sorted(fed):
+            rows[(i, "h_in")] = input_rows(calls.get(i, ()))
+        common = {key: found for key, found in rows.items() if key[1] == "b" and key[0] in census.common}
+        plain = {key: found for key, found in rows.items() if key not in common}
+        run = in_turn if exchange is None else abreast
+        if "backward_speed" in self._settings.keys:  # which is of all rows
+            sizes.update({key: _rows_size(found) for key, found in plain.items() if key[1] == "b"})
+        yield from run([self._sizes(sizes), self._measured(plain), self._of_sums(common)])
+
+    def _measured(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Routine[None]:
+        wanted = {"h_in": "input_stable_rank", "b": "backward_stable_rank"}
+        return self._spectra({key: found for key, found in rows.items() if wanted[key[1]] in self._settings.keys})
+
+    def _of_sums(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Routine[None]:
+        """Of the sums over batches of gradients of outputs that are the same for all."""
+        if not rows:
+            return
+        assert self.exchange is not None
+        shares, cols = [], []
+        for (i, name), found in rows.items():
+            part = self.cols(i, name)
+            width = self._features(i, name)
+            share = torch.zeros(self.census.rows(i, "outputs").total, width, device=self.exchange.device)
+            if found is not None and (part is not None or self.census.first_of_batch):
+                share = share.to(found.dtype)
+                share[:, slice(*(part or (0, width)))] = found
+            shares.append(share)
+            cols.append(slice(*(part or (0, width))))
+        sums = yield shares
+        summed = {key: total[:, some] for key, total, some in zip(rows, sums, cols, strict=True)}
+        sizes = {key: _rows_size(some) for key, some in summed.items()}
+        yield from abreast([self._sizes(sizes), self._measured(summed)])
+
+    def _which(self, name: str) -> str:
+        return "inputs" if name == "h_in" else "outputs"
+
+    def _chosen(self, i: int, name: str, found: Tensor | None, room: int) -> _Chosen:
+        """Of a layer's rows those to measure, at most ``room`` of all processes."""
+        place = self.census.rows(i, self._which(name))
+        total = place.total if self._settings.max_rows is None else min(place.total, room)
+        if found is None or (self.cols(i, name) is None and not place.speaks):
+            return _Chosen(0, total, None, None, place.holders)
+        if self.exchange is None and len(found) < place.count:
+            return _Chosen(0, total, found, None, place.holders)  # chosen when they were seen
+        last = place.offset + place.count
+        before, kept = self._picker.share(place.total, room, place.offset, last, found.device)
+        return _Chosen(before, total, found, kept, place.holders)
+
+    def cols(self, i: int, name: str) -> Range | None:
+        """Features that are here, ``None`` for all of them."""
+        if self.exchange is None:
+            return None
+        holding = self._members[i].holding
+        part = holding.inputs if name == "h_in" else holding.outputs
+        if part is None:
+            return None
+        return None if self._seen(i, name) - {0.0} == {float(self._width(i, name))} else part
+
+    def _seen(self, i: int, name: str) -> set[float]:
+        """How many features the processes have seen; 0 where there was none."""
+        return {getattr(some[i], f"{self._which(name)[:-1]}_features") for some in self.census.sights}
+
+    def _features(self, i: int, name: str) -> int:
+        """Features of a layer's rows, those of all processes together."""
+        return int(max(self._seen(i, name))) if self.cols(i, name) is None else self._width(i, name)
+
+    def _width(self, i: int, name: str) -> int:
+        """The same by the layer's shape."""
+        layer = self._members[i].layer
+        shape = layer.layout.shape[::-1] if layer.layout.kind == "transposed" else layer.layout.shape
+        if layer.info.role == "embedding":
+            return shape[1]
+        if name == "h_in":
+            return layer.layout.fan_in if layer.layout.kind == "patches" else shape[1]
+        return shape[0]
+
+    def _sizes(self, sizes: Mapping[tuple[int, str], _Size | None]) -> Routine[None]:
+        """Norm and number of the entries, and how many rows."""
+        norms, counts = [], []
+        for (i, name), found in sizes.items():
+            speaks = self.cols(i, name) is not None or self.census.rows(i, "outputs").speaks
+            norms.append(found.norm if found is not None and speaks else torch.zeros(()))
+            counts.append(found.entries if found is not None and speaks else 0)
+        if not norms:
+            return
+        device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
+        dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+        both, numbers = yield from abreast(
+            [
+                totals(torch.stack([norm.to(device, dtype) for norm in norms]), 2, self.exchange),
+                totals(torch.tensor(counts, dtype=torch.float32), 1, self.exchange),
+            ]
+        )
+        for k, (i, name) in enumerate(sizes):
+            self.out.put(i, f"{name}.norm", both[k])
+            self.out.put(i, f"{name}.size", numbers[k])
+            if name == "h":
+                self.out.put(i, "h.rows", numbers[k] / self._features(i, name))
+
+    def _spectra(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Routine[None]:
+        """Put spectral and Frobenius norms of matrices of rows, a fixed choice of those of each layer."""
+        groups: dict[_Kind, list[tuple[int, str]]] = defaultdict(list)
+        chosen: dict[tuple[int, str], _Chosen] = {}
+        for (i, name), found in rows.items():
+            part = self.cols(i, name)
+            width = self._features(i, name)
+            some = self._chosen(i, name, found, sample_size(width))
+            split = (some.holders > 1, part is not None)
+            like = None if found is None or self.exchange is not None else (found.dtype, found.device)
+            if some.total and width:
+                chosen[(i, name)] = some
+                groups[_Kind(some.total, width, split, like)].append((i, name))
+        # Stacks of one shape each; in a single process a few at a time, for they are copies.
+        batch: list[tuple[list[tuple[int, str]], Pieces]] = []
+        entries = 0
+        for kind, keys in groups.items():
+            each = kind.rows * kind.features
+            together = len(keys) if self.exchange is not None else max(1, ROW_ENTRIES // each)
+            for start in range(0, len(keys), together):
+                some_keys = keys[start : start + together]
+                if self.exchange is None and batch and entries + len(some_keys) * each > ROW_ENTRIES:
+                    yield from self._solve(batch)
+                    batch, entries = [], 0
+                batch.append((some_keys, self._pieces({key: chosen[key] for key in some_keys}, kind)))
+                entries += len(some_keys) * each
+        if batch:
+            yield from self._solve(batch)
+
+    def _solve(self, batch: Sequence[tuple[Sequence[tuple[int, str]], Pieces]]) -> Routine[None]:
+        found = yield from spectral_estimates([pieces for _, pieces in batch], ROW_TOLERANCE, bounds=False)
+        for (keys, _), estimate in zip(batch, found, strict=True):
+            for k, (i, name) in enumerate(keys):
+                self.out.put(i, f"{name}.sigma", estimate.sigma[k])
+                self.out.put(i, f"{name}.fro", estimate.fro[k])
+
+    def _pieces(self, chosen: Mapping[tuple[int, str], _Chosen], kind: _Kind) -> Pieces:
+        """Return the rows chosen of layers of one kind, as one stack."""
+        if self.exchange is None:
+            like = next(some.rows for some in chosen.values() if some.rows is not None)
+            buffer = like.new_empty(len(chosen), kind.rows, kind.features)
+            for out, some in zip(buffer, chosen.values(), strict=True):
+                some.put(out)
+            return Pieces.whole(buffer)
+        like = torch.empty(0, device=self.exchange.device)
+        parts: dict[tuple[Range, Range], list[tuple[int, Tensor]]] = defaultdict(list)
+        for k, ((i, name), some) in enumerate(chosen.items()):
+            rows = some.get()
+            if rows is not None and len(rows):
+                like = like.to(torch.promote_types(like.dtype, rows.dtype))
+                box = ((some.first, some.first + len(rows)), self.cols(i, name) or (0, kind.features))
+                parts[box].append((k, rows.to(like.device)))
+        made = [
+            Part(torch.tensor([k for k, _ in some]), slice(*box[0]), slice(*box[1]), torch.stack([x for _, x in some]))
+            for box, some in parts.items()
+        ]
+        return Pieces((len(chosen), kind.rows, kind.features), tuple(made), kind.split, self.exchange, like)
+
+    def sample(self, calls: Calls) -> Routine[None]:
+        """Input rows of all processes that alignments are measured on, into ``samples``."""
+        if not {"alignment", "update_alignment", "feature_change_local"} & set(self._settings.keys):
+            return
+        assert self.exchange is not None
+        fed = sorted(self.census.wherever_called("fed"))
+        asked: list[Tensor] = []
+        for i in fed:
+            found, part = input_rows(calls.get(i, ())), self.cols(i, "h_in")
+            width = self._features(i, "h_in")
+            some = self._chosen(i, "h_in", found, rows_worth(self._members[i].layer.layout))
+            mine = some.get()
+            rows = torch.zeros(some.total, width, device=self.exchange.device)
+            if mine is not None:
+                rows = rows.to(mine.dtype)
+                rows[some.first : some.first + len(mine), slice(*(part or (0, width)))] = mine
+            asked.append(rows)
+        if asked:
+            asked = yield asked
+            self.samples.update(zip(fed, asked, strict=True))

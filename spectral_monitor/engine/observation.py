@@ -1,0 +1,66 @@
+"""From hooks and stages to what one process saw, and from what all saw to what is known of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.replay.feature_change import Outputs
+from spectral_monitor.engine.agreement.rank_report import Census, Sight
+from spectral_monitor.engine.agreement.row_hash import fingerprints
+from spectral_monitor.engine.features.replays import Given
+from spectral_monitor.engine.features.stage import gradients, inputs
+from spectral_monitor.engine.results.reasons import StepFacts
+from spectral_monitor.engine.weights.stage import MatrixStage
+
+
+def sights(
+    layers: int,
+    features: FeatureCapture,
+    stage: MatrixStage,
+    outputs: Outputs,
+    noise: Mapping[int, float],
+    apart: bool,
+) -> list[Sight]:
+    """What this process saw of each layer.
+
+    Args:
+        noise: how far a layer's outputs are off where a few samples are run alone.
+        apart: whether other processes see it too, so that inputs are to be compared.
+    """
+    found = []
+    fed = {i: calls for some in range(layers if apart else 0) for i, calls in features.inputs(some).items()}
+    prints = fingerprints(fed)
+    for i in range(layers):
+        recorded = features.calls.get(i, ())
+        sight = Sight(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))
+        sight.hidden = 2.0 if i in features.unfit else i in features.hidden
+        if recorded:
+            x, b = inputs(recorded), gradients(recorded)
+            sight.fed = all(h is not None for h in x)
+            sight.graded = all(g is not None for g in b)
+            sight.lasted = i in outputs
+            sight.eps = max(noise.get(i, 0.0), *(call.eps for call in recorded))
+            there = [h for h in x if h is not None]
+            sight.inputs, sight.outputs = sum(map(len, there)), sum(call.count for call in recorded)
+            sight.input_print = prints[i][1] if i in prints else math.nan
+            sight.split_inputs = any(call.split_in for call in recorded)
+            sight.split_outputs = any(call.split_out for call in recorded)
+            sight.input_features = there[0].shape[1] if there else 0
+            sight.output_features = recorded[0].features
+        found.append(sight)
+    return found
+
+
+def step_facts(seen: Census, stage: MatrixStage, given: Given) -> StepFacts:
+    """What all processes know of the step."""
+    facts = StepFacts(stage.lr, seen.anywhere("stepped"), seen.everywhere("unused"), stage.divided)
+    facts.accumulated, facts.loss_scale = given.accumulated, given.loss_scale * seen.batch_count
+    facts.moved = any(some.moved for some in seen.steps)
+    facts.closures = int(max(some.closures for some in seen.steps))
+    facts.called, facts.hidden = seen.anywhere("called"), seen.anywhere("hidden")
+    facts.unfit = {i for i, values in enumerate(seen.layers("hidden")) if max(values) > 1}
+    facts.fed, facts.lasted, facts.graded = (seen.wherever_called(name) for name in ("fed", "lasted", "graded"))
+    facts.eps = {i: max(values) for i, values in enumerate(seen.layers("eps")) if i in facts.called}
+    return facts

@@ -1,0 +1,1 @@
+"""From raw numbers to a measurement."""

@@ -1,0 +1,67 @@
+"""From the numbers of a measured step to a measurement."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, Raw
+from spectral_monitor.engine.results.reasons import StepFacts, layer_errors, layer_row
+from spectral_monitor.engine.results.summary import properties
+from spectral_monitor.engine.results.values import sound, summarize
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.layers import Layer
+from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.quantities import TIERS
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step was measured for, and what the host knows of it."""
+
+    step: int
+    layers: tuple[Layer, ...]
+    infos: tuple[LayerInfo, ...]
+    asked: Settings
+    facts: StepFacts
+
+    def table(self, raw: Raw, reasons: dict[tuple[str, ...], dict[str, str]], skipped: int) -> Measurement:
+        """Every quantity of every layer, and what follows for the network.
+
+        Args:
+            raw: the numbers.
+            reasons: of earlier measurements with the same quantities: mostly the same, so one copy serves them all.
+            skipped: updates before this one that were.
+        """
+        keys, facts, network = self.asked.keys, self.facts, raw.get(NETWORK, {})
+        (change,) = network.pop(LOSS_CHANGE, [math.nan])
+        facts.rewritten = any(any(value) for name, value in network.items() if name.startswith("g.changed"))
+        rows, errors, missing = [], [], {}
+        for i, layer in enumerate(self.layers):
+            row, why = layer_row(i, layer, keys, raw, facts)
+            rows.append(row)
+            errors.append(layer_errors(i, layer, row, raw, facts, self.asked.max_rows is None))
+            missing.update({f"{key}/{layer.info.name}": reason for key, reason in why.items()})
+        if missing != reasons.get(keys):
+            reasons[keys] = missing
+        values = {key: torch.tensor([row[key] for row in rows], dtype=torch.float32) for key in keys}
+        off = {
+            key: torch.tensor([row[key] for row in errors], dtype=torch.float32)
+            for key in (errors[0] if errors else ())
+        }
+        summary = summarize(values, self.layers, raw)
+        if "feature_change" in values:
+            pairs = [(error["feature_change"], row["feature_change"]) for error, row in zip(errors, rows, strict=True)]
+            known = (error / change for error, change in pairs if change > 0 and not math.isnan(error))
+            summary["feature_error"] = max(known, default=math.nan)
+        if facts.rewritten or facts.closures > 1:
+            summary["loss_change_predicted"] = math.nan
+        if "dh" in self.asked.needs:
+            summary["loss_change"] = change
+        skipped += not (facts.stepped - facts.unused) or not all(map(sound, raw.values()))
+        summary["skipped_updates"] = float(skipped)
+        if set(values) >= set(TIERS["full"]):
+            summary.update(properties(values, summary, self.layers, raw, facts.eps))
+        return Measurement(self.step, self.infos, values, summary, reasons=reasons[keys], errors=off)

@@ -1,0 +1,216 @@
+"""The row of one layer: every quantity, and for each that cannot be had the reason why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from spectral_monitor.engine.results.raw import NETWORK, Raw
+from spectral_monitor.engine.results.values import ERRORS, FORMULAS, VECTOR_KEYS, LayerScalars
+from spectral_monitor.layers import Layer
+from spectral_monitor.measurement import LOST
+from spectral_monitor.quantities import QUANTITIES
+
+ROUNDED = "its change is too close to the rounding of its outputs"
+UNCHOSEN = "none of its max_rows rows is of the samples that are run again: raise max_rows or replay_samples"
+UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
+REPLACED = "since training began its weight was replaced, pruned or parametrized"
+UNFIT = "its outputs are not its inputs times its weight"
+MOVED = "something moved the weights between the forward pass and the update, or before both"
+
+ONE_HOT = frozenset({"alignment", "update_alignment", "input_stable_rank", "feature_change_local"})
+"""What is read off a layer's inputs; not defined for the one-hot ones of an embedding."""
+
+# Angles are off by about rounding over change, so 1 % needs a margin of 100. The size of a change is off by half the
+# square of that: 2 leaves about as little, for roundings are spread over a third of their bound.
+ANGLE_MARGIN = 100.0
+CHANGE_MARGIN = 2.0
+
+
+@dataclass
+class StepFacts:
+    """What the host knows about one step.
+
+    Attributes:
+        lr: layer index -> learning rate, for layers some optimizer owns.
+        stepped: layers whose optimizer made its step.
+        unused: layers without a gradient.
+        divided: layers whose parameters are stepped by several optimizers.
+        called: layers that were called in the forward.
+        hidden: layers that were called inside a transform of ``torch.func``.
+        unfit: layers whose outputs are not their inputs times their weight.
+        fed: layers whose inputs are at hand.
+        lasted: layers whose outputs are at hand.
+        graded: layers whose every output received its gradient once.
+        eps: layer index -> rounding of its outputs.
+        replayed: layers whose outputs after the step are known.
+        unchosen: layers whose outputs were computed again, but none of the rows that are compared.
+        no_replay: why none are; empty if they should be.
+        no_drift: why ``feature_drift`` is missing; empty if it should not be.
+        closures: how often the closure ran, if more than once.
+        replaced: layers whose weight has become another one since training began.
+        rewritten: whether an optimizer overwrote gradients.
+        accumulated: what the loss was divided by before the backward pass.
+        loss_scale: what it was multiplied by.
+        moved: whether the weights of the forward are not those before the update.
+        multipliers: layer index -> what a correction multiplied the learning rate with.
+        why_not: (quantity, layer index or NETWORK for all of them) -> why it is missing.
+    """
+
+    lr: dict[int, float]
+    stepped: set[int]
+    unused: set[int]
+    divided: set[int] = field(default_factory=set)
+    called: set[int] = field(default_factory=set)
+    hidden: set[int] = field(default_factory=set)
+    unfit: set[int] = field(default_factory=set)
+    fed: set[int] = field(default_factory=set)
+    lasted: set[int] = field(default_factory=set)
+    graded: set[int] = field(default_factory=set)
+    eps: dict[int, float] = field(default_factory=dict)
+    replayed: set[int] = field(default_factory=set)
+    unchosen: set[int] = field(default_factory=set)
+    no_replay: str = ""
+    no_drift: str = ""
+    closures: int = 0
+    replaced: set[int] = field(default_factory=set)
+    rewritten: bool = False
+    accumulated: int = 1
+    loss_scale: float = 1.0
+    moved: bool = False
+    multipliers: Mapping[int, float] = field(default_factory=dict)
+    why_not: dict[tuple[str, int], str] = field(default_factory=dict)
+
+
+def layer_row(
+    i: int, layer: Layer, keys: Sequence[str], raw: Raw, facts: StepFacts
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Quantity -> value and, for every value that is NaN, quantity -> reason; also for a contribution of exactly 0 that
+    is not for want of a gradient.
+    """
+    scalars = LayerScalars(layer, raw.get(i, {}))
+    row, reasons = {}, {}
+    for key in keys:
+        reason = _missing(key, i, layer, scalars, facts)
+        value = math.nan if reason else _value(key, i, scalars, facts)
+        if math.isnan(value):
+            reasons[key] = reason or _undefined(scalars)
+        elif key == "contribution" and value == 0 and scalars.get("g.arrives") > 0:
+            reasons[key] = LOST
+        row[key] = value
+    return row, reasons
+
+
+def _value(key: str, i: int, scalars: LayerScalars, facts: StepFacts) -> float:
+    if key == "lr":
+        return facts.lr[i]
+    if key == "lr_multiplier":
+        return facts.multipliers.get(i, 1.0)
+    value = FORMULAS[key](scalars)
+    # b was the gradient of the divided and scaled loss.
+    return value * facts.loss_scale / facts.accumulated if key == "sensitivity" else value
+
+
+def layer_errors(
+    i: int, layer: Layer, values: Mapping[str, float], raw: Raw, facts: StepFacts, exact: bool
+) -> dict[str, float]:
+    """Return the standard errors of those of the values that are known of some rows; 0 if all rows were used."""
+    scalars = LayerScalars(layer, raw.get(i, {}))
+    errors = {}
+    for key in (key for key in ERRORS if key in values):
+        scale = facts.loss_scale / facts.accumulated if key == "sensitivity" else 1.0
+        known = math.nan if math.isnan(values[key]) else 0.0
+        errors[key] = known if math.isnan(known) or (exact and key in ONE_HOT) else abs(ERRORS[key](scalars) * scale)
+    return errors
+
+
+def _undefined(scalars: LayerScalars) -> str:
+    if not scalars.sound():
+        return "NaN or inf in its values"
+    return "undefined: it divides by a norm that is zero"
+
+
+def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepFacts) -> str:
+    """Why a quantity cannot be had for a layer; empty if it can."""
+    role, needs = layer.info.role, QUANTITIES[key].needs
+    if i in facts.replaced:
+        return REPLACED
+    if role == "vector" and key not in VECTOR_KEYS:
+        return "a bias or gain has its RMS, update, drift and contribution only"
+    if (needs & {"dW", "g"} or key in ("lr", "lr_multiplier")) and i not in facts.lr:
+        return "no optimizer updates it" if facts.lr else "no optimizer made a step"
+    if needs & {"dW", "g"} and i in facts.unused:
+        return UNUSED
+    if needs & {"dW", "g"} and i not in facts.stepped:
+        return "its optimizer did not step"
+    if i in facts.divided and (needs & {"dW", "g"} or key == "lr"):
+        return "several optimizers step the parameters it is computed from"
+    if key == "lr" and math.isnan(facts.lr[i]):
+        return "the parameters it is computed from have different learning rates"
+    if key == "contribution":
+        return _no_contribution(layer, facts)
+    if needs & {"h", "b", "dh", "probe"}:
+        return _no_features(key, i, layer, scalars, facts)
+    return ""
+
+
+def _no_contribution(layer: Layer, facts: StepFacts) -> str:
+    if layer.tied_to:
+        return f"counted at {layer.tied_to}, whose parameter it is"
+    if facts.closures > 1:
+        return f"the closure ran {facts.closures} times: the gradient is not that of the weights before the step"
+    if facts.rewritten:
+        return "the optimizer overwrote the gradients"
+    return ""
+
+
+def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepFacts) -> str:
+    needs = QUANTITIES[key].needs
+    if layer.no_features:
+        return layer.no_features
+    if facts.moved:
+        return MOVED
+    if layer.info.role == "embedding" and key in ONE_HOT:
+        return "an embedding's inputs are one-hot"
+    if i in facts.unfit:
+        return UNFIT
+    if i in facts.hidden:
+        return "called inside a transform of torch.func, where its features cannot be seen"
+    if i not in facts.called:
+        return "not called in this step"
+    known = facts.why_not.get((key, NETWORK), "") or facts.why_not.get((key, i), "")
+    if known:
+        return known
+    if key in ONE_HOT and i not in facts.fed:
+        return "its inputs are not a tensor of numbers, or were overwritten"
+    small = facts.eps[i] >= torch.finfo(torch.float32).eps and scalars.underflows()
+    tiny = "its outputs are so small that the squares of their change leave float32's range" if small else ""
+    missed = UNCHOSEN if i in facts.unchosen else ""
+    if key == "feature_drift":
+        rounded = 0 < scalars.get(key) < CHANGE_MARGIN * facts.eps[i]
+        return facts.no_drift or missed or tiny or (ROUNDED if rounded else "")
+    if key == "feature_change_local" and layer.layout.taps > 1:
+        return "the taps of a convolution overlap: what one adds, another may take away"
+    if needs & {"h", "dh"} and key not in ONE_HOT - {"feature_change_local"} and i not in facts.lasted:
+        return "its outputs were overwritten in this step; from the next measured one on they are copied"
+    if "b" in needs and i not in facts.graded:
+        return "no gradient arrived at its output, or more than one, or it was overwritten"
+    if key == "backward_speed" and 0 < scalars.get("db.norm") < CHANGE_MARGIN * facts.eps[i] * scalars.get("b.norm"):
+        return "its change is too close to the rounding of its gradients"
+    if "dh" not in needs:
+        return ""
+    if facts.no_replay:
+        return facts.no_replay
+    if i not in facts.replayed:
+        return missed or "called differently when the forward was run again"
+    if tiny:
+        return tiny
+    if key == "feature_cancellation":
+        return ""  # a change that is rounded away cancels nothing
+    margin = ANGLE_MARGIN if key in ("bfa", "bfa_cos") else CHANGE_MARGIN
+    if scalars.get("dh.norm") > 0 and not scalars.above_rounding(facts.eps[i], margin):
+        return ROUNDED
+    return ""

@@ -1,0 +1,254 @@
+"""On the host: from raw scalars to the documented quantities of each layer, one line per quantity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.engine.results.raw import Raw, Values
+from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.layers import Layer
+
+Norm = Literal["sigma", "fro"]
+
+VECTOR_KEYS = frozenset(
+    {"weight_natural", "update_natural", "update_ratio", "drift_ratio", "contribution", "lr", "lr_multiplier"}
+)
+"""What is measured of a bias or gain."""
+
+RATIOS = frozenset(
+    {"alignment", "update_alignment", "feature_change", "feature_drift", "feature_cancellation", "kernel_change"}
+    | {"activation_ratio", "sample_share"}
+)
+"""Raw scalars that divide by a norm: NaN where that is zero, and then nothing is wrong."""
+
+SMALL_FEATURES, SMALL_CHANGE = 1e-12, 1e-17
+"""Float32 ends at 1e-38, so squares of entries below 1e-17 lose digits or are 0."""
+
+
+def sound(raw: Mapping[str, Values]) -> bool:
+    """Return whether everything measured of a layer is finite, but for ratios to zero."""
+    return all(_finite(values) for name, values in raw.items() if name not in RATIOS and not name.endswith(".error"))
+
+
+def _finite(values: Values) -> bool:
+    return bool(values.isfinite().all()) if isinstance(values, Tensor) else all(map(math.isfinite, values))
+
+
+class LayerScalars:
+    """Raw scalars of one layer and how they combine over taps and blocks.
+
+    Norms of a convolution's taps add up (an upper bound on the whole); of several blocks the largest value counts.
+    Plain numbers: there are thousands, and a tensor operation on each would cost more than all the matrices.
+    """
+
+    def __init__(self, layer: Layer, raw: Mapping[str, Values]) -> None:
+        self.layer = layer
+        self._raw = raw
+        self._blocks = layer.layout.blocks
+
+    def get(self, name: str) -> float:
+        """A single number, NaN if it was not measured."""
+        value = self._raw.get(name)
+        return math.nan if value is None else float(value[0])
+
+    def sound(self) -> bool:
+        """Return whether everything measured of this layer is finite, but for ratios to zero."""
+        return sound(self._raw)
+
+    def _by_block(self, name: str) -> Tensor:
+        """Return values (taps, blocks), NaN if not measured."""
+        values = self._raw.get(name)
+        if values is None:
+            return torch.full((1, self._blocks), math.nan, dtype=torch.float64)
+        return torch.as_tensor(values, dtype=torch.float64).view(-1, self._blocks)
+
+    def _norms(self, name: str, norm: Norm) -> list[float]:
+        """Return the norm of each block."""
+        values = self._raw.get(f"{name}.{norm}")
+        if values is None:
+            return [math.nan] * self._blocks
+        if len(values) == self._blocks:  # a single tap
+            return values.tolist() if isinstance(values, Tensor) else values
+        taps = self._by_block(f"{name}.{norm}")
+        blocks = taps.sum(0) if norm == "sigma" else torch.linalg.vector_norm(taps, dim=0)
+        found: list[float] = blocks.tolist()
+        return found
+
+    def norm(self, name: str, norm: Norm = "sigma") -> float:
+        """Spectral or Frobenius norm."""
+        norms = self._norms(name, norm)
+        return math.nan if any(math.isnan(value) for value in norms) else max(norms)
+
+    def natural(self, name: str) -> float:
+        """Natural norm by the layer's role; of each block by its own fans."""
+        if self.layer.info.role == "embedding":
+            return self.get(f"{name}.row")
+        layout = self.layer.layout
+        norms = [
+            math.sqrt(layout.fan_in / fan_out) * norm
+            for fan_out, norm in zip(layout.fan_outs, self._norms(name, "sigma"), strict=True)
+        ]
+        return math.nan if any(math.isnan(value) for value in norms) else max(norms)
+
+    def ratio(self, above: str, below: str, norm: Norm = "sigma") -> float:
+        """Norm over norm."""
+        pairs = zip(self._norms(above, norm), self._norms(below, norm), strict=True)
+        ratios = [a / b if b > 0 else math.nan for a, b in pairs]
+        return math.nan if any(math.isnan(value) for value in ratios) else max(ratios)
+
+    def stable_rank(self, name: str) -> float:
+        """Return the stable rank; zero taps and blocks have none and are left out."""
+        if len(self._raw.get(f"{name}.sigma", ())) == 1:
+            return self.row_stable_rank(name)
+        sigma, fro = self._by_block(f"{name}.sigma"), self._by_block(f"{name}.fro")
+        ranks = (fro / sigma)[sigma != 0].square()
+        return float(ranks.amax()) if ranks.numel() else math.nan
+
+    def alignment(self, name: str) -> float:
+        """Return the mean over taps; taps and blocks without one are left out."""
+        values: Values = self._raw.get(name, [])
+        if len(values) == 1:
+            return float(values[0])
+        means = self._by_block(name).nanmean(0)
+        means = means[~means.isnan()]
+        return float(means.amax()) if means.numel() else math.nan
+
+    def row_stable_rank(self, name: str) -> float:
+        """Stable rank of a matrix of rows."""
+        sigma = self.get(f"{name}.sigma")
+        return (self.get(f"{name}.fro") / sigma) ** 2 if sigma > 0 else math.nan
+
+    def cancellation(self, after: str, before: str, change: str) -> float:
+        """Norm of a sum over the sum of norms; of the block where most is cancelled."""
+        blocks = zip(*(self._norms(name, "sigma") for name in (after, before, change)), strict=True)
+        ratios = [a / (b + c) if b + c > 0 else math.nan for a, b, c in blocks]
+        return math.nan if any(math.isnan(value) for value in ratios) else min(*ratios, 1.0)
+
+    def speed(self, name: str) -> float:
+        """Length of a change over that of what changed."""
+        before = self.get(f"{name}.norm")
+        return self.get(f"d{name}.norm") / before if before else math.nan
+
+    def kernel_ratio(self) -> float:
+        """First moment of the kernel over the root of the second."""
+        first, second = self.get("K.1"), self.get("K.2")
+        return min(first / math.sqrt(second), 1.0) if second > 0 else math.nan
+
+    def root_mean_square(self, name: str) -> float:
+        """RMS of the entries of a matrix of rows."""
+        size = self.get(f"{name}.size")
+        return self.get(f"{name}.norm") / math.sqrt(size) if size else math.nan
+
+    def cosine(self) -> float:
+        """Cosine of the backward-feature angle."""
+        lengths = self.get("b.compared") * self.get("dh.norm")
+        return min(max(-self.get("b.dh") / lengths, -1.0), 1.0) if lengths else math.nan
+
+    def local_change(self) -> float:
+        """RMS length of ``dW h'`` over that of ``h``."""
+        length = self.get("h.norm") / math.sqrt(rows) if (rows := self.get("h.rows")) else math.nan
+        return self.get("dW.h") / length if length else math.nan
+
+    def sensitivity(self) -> float:
+        """Feature change per loss decrease; rows that were not compared are taken to add as much to it as others."""
+        decrease = -self.get("b.dh") / self.get("dh.share")
+        return self.root_mean_square("dh") / decrease if decrease else math.nan
+
+    def underflows(self) -> bool:
+        """Whether squares of the change of the features are too small for float32, where the features are small."""
+        return 0 < self.root_mean_square("h") < SMALL_FEATURES and self.root_mean_square("dh") < SMALL_CHANGE
+
+    def above_rounding(self, eps: float, margin: float) -> bool:
+        """Whether the change of the features is ``margin`` times larger than their rounding."""
+        return self.get("dh.norm") >= margin * eps * self.get("h.compared")
+
+
+FORMULAS: dict[str, Callable[[LayerScalars], float]] = {
+    "weight_norm": lambda s: s.norm("W"),
+    "weight_natural": lambda s: s.natural("W"),
+    "update_norm": lambda s: s.norm("dW"),
+    "update_natural": lambda s: s.natural("dW"),
+    "update_ratio": lambda s: s.ratio("dW", "W"),
+    "weight_fro": lambda s: s.norm("W", "fro"),
+    "update_fro": lambda s: s.norm("dW", "fro"),
+    "weight_stable_rank": lambda s: s.stable_rank("W"),
+    "update_stable_rank": lambda s: s.stable_rank("dW"),
+    "drift_ratio": lambda s: s.ratio("drift", "W0"),
+    "drift_fro_ratio": lambda s: s.ratio("drift", "W0", "fro"),
+    "contribution": lambda s: s.get("contribution"),
+    "feature_rms": lambda s: s.root_mean_square("h"),
+    "feature_change": lambda s: s.get("feature_change"),
+    "feature_change_local": lambda s: s.local_change(),
+    "feature_drift": lambda s: s.get("feature_drift"),
+    "alignment": lambda s: s.alignment("alignment"),
+    "update_alignment": lambda s: s.alignment("update_alignment"),
+    "input_stable_rank": lambda s: s.row_stable_rank("h_in"),
+    "backward_stable_rank": lambda s: s.row_stable_rank("b"),
+    "bfa": lambda s: math.acos(s.cosine()),
+    "bfa_cos": lambda s: s.cosine(),
+    "sensitivity": lambda s: s.sensitivity(),
+    "weight_cancellation": lambda s: s.cancellation("W1", "W", "dW"),
+    "feature_cancellation": lambda s: s.get("feature_cancellation"),
+    "activation_ratio": lambda s: s.get("activation_ratio"),
+    "sample_share": lambda s: s.get("sample_share"),
+    "kernel_change": lambda s: s.get("kernel_change"),
+    "bfk_ratio": lambda s: s.kernel_ratio(),
+    "backward_speed": lambda s: s.speed("b"),
+}
+"""How each measured quantity is read off the raw scalars of a layer."""
+
+
+ERRORS: dict[str, Callable[[LayerScalars], float]] = {
+    "feature_change": lambda s: s.get("feature_change.error"),
+    "feature_change_local": lambda s: s.get("dW.h.error") * s.local_change(),
+    "feature_drift": lambda s: s.get("feature_drift.error"),
+    "alignment": lambda s: s.get("alignment.error"),
+    "update_alignment": lambda s: s.get("update_alignment.error"),
+    "bfa": lambda s: s.get("bfa_cos.error") / math.sqrt(max(1 - s.cosine() ** 2, 1e-12)),
+    "bfa_cos": lambda s: s.get("bfa_cos.error"),
+    "sensitivity": lambda s: s.get("sensitivity.error"),
+}
+"""How the standard error of a quantity is read off them, 0 where all rows were looked at."""
+
+
+def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -> dict[str, float]:
+    """Values of the whole network that follow from what was measured, NaN where they are not defined.
+
+    ``loss_change_predicted`` counts every parameter with a gradient, measured or not, each once. Of several readouts
+    ``final_layer_alignment`` is the smallest, of those that were called.
+    """
+    summary: dict[str, float] = {}
+    operators = [i for i, layer in enumerate(layers) if layer.info.role in ("operator", "readout")]
+    if "contribution" in values:
+        parts = [
+            float(v[0]) for some in raw.values() for name, v in some.items() if name.partition(".")[0] == "contribution"
+        ]
+        known = bool(parts) and not bool(values["contribution"].isinf().any())
+        summary["loss_change_predicted"] = -sum(parts) if known else math.nan
+        shares = values["contribution"][operators]
+        shares = shares[~shares.isnan()]
+        downhill = len(shares) > 0 and bool(shares.amin() > 0)
+        summary["contribution_spread"] = float(shares.amax() / shares.amin()) if downhill else math.nan
+    if "alignment" in values:
+        heads = [float(values["alignment"][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
+        summary["final_layer_alignment"] = min((head for head in heads if not math.isnan(head)), default=math.nan)
+    if "update_natural" in values:
+        off = balance_ratios(values["update_natural"][operators])
+        off = torch.maximum(off, 1 / off)
+        summary["worst_layer_ratio"] = max((x for x in off.tolist() if not math.isnan(x)), default=math.nan)
+    return summary
+
+
+def balance_ratios(natural: Tensor) -> Tensor:
+    """Natural norms over their geometric median; NaN where there is nothing to compare with.
+
+    Example:
+        >>> balance_ratios(torch.tensor([0.1, 0.2, 0.8]))
+        tensor([0.5000, 1.0000, 4.0000])
+    """
+    return torch.where(natural > 0, natural / geometric_median(natural.tolist()), math.nan)

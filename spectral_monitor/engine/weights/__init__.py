@@ -1,0 +1,1 @@
+"""Measure weights, updates, drift and gradients."""

@@ -1,0 +1,84 @@
+"""What this process has of the parameters' gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.functional import contribution
+from spectral_monitor.linalg import compute_dtype
+from spectral_monitor.sharding.shard_region import extent_of
+from spectral_monitor.state.dtensor import is_distributed, local_part
+
+CHUNK = 1 << 18
+"""Entries of an update that are there at a time."""
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """A gradient that an embedding left sparse, as the optimizers see it; any other as it is."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def gradient_here(p: Tensor) -> Tensor | None:
+    """What is here of a gradient, of the same entries as what is here of its parameter; ``None`` if there is none.
+
+    Raises:
+        ValueError: entries of the gradient lie elsewhere, or have yet to be summed.
+    """
+    if p.grad is None:
+        return None
+    gradient = _dense(local_part(p.grad))
+    if not is_distributed(p.grad) or p.grad.placements == p.placements:  # type: ignore[attr-defined]
+        return gradient
+    # Tensor parallelism may leave a whole gradient to a parameter that is split.
+    mine, there = extent_of(p), extent_of(p.grad)
+    if any(a < c or b > d for (a, b), (c, d) in zip(mine.box, there.box, strict=True)):
+        raise ValueError(f"a gradient lies elsewhere ({there.placement}) than its parameter ({mine.placement})")
+    gradient = gradient.reshape([b - a for a, b in there.box])
+    return gradient[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(mine.box, there.box, strict=True))]
+
+
+def summed_over(p: Tensor) -> list[int]:
+    """Dimensions of its mesh whose processes all hold the same of a parameter, but a summand each of its gradient.
+
+    Sequence parallelism leaves such gradients to norms. None where the gradient is not placed as the parameter else.
+    """
+    if p.grad is None or not is_distributed(p.grad):
+        return []
+    pairs = list(enumerate(zip(p.placements, p.grad.placements, strict=True)))  # type: ignore[attr-defined]
+    found = [k for k, (held, placed) in pairs if held.is_replicate() and placed.is_partial("sum")]
+    return found if all(k in found or held == placed for k, (held, placed) in pairs) else []
+
+
+def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
+    """Norms of what is here of the gradients, -1 for those that are gone."""
+    if not parameters:
+        return torch.empty(0)
+    gone = torch.tensor(-1.0, device=local_part(parameters[0]).device)
+    gradients = [None if p.grad is None else _dense(local_part(p.grad)) for p in parameters]
+    there = [g for g in gradients if g is not None]
+    norms = iter(torch._foreach_norm(there) if there else ())
+    return torch.stack([gone if g is None else next(norms).to(gone) for g in gradients])
+
+
+def contribution_here(p: Tensor, old: Tensor) -> Tensor:
+    """What the step of what is here of a parameter with a gradient does to the loss, to first order; the mean of all
+    processes that hold the same of it.
+    """
+    new, summed = local_part(p), summed_over(p)
+    gradient = _dense(local_part(p.grad)) if summed else gradient_here(p)  # type: ignore[arg-type]
+    assert gradient is not None
+    if new.is_complex():  # torch's gradient is that of the real and imaginary parts
+        gradient, new, old = (torch.view_as_real(x.resolve_conj()) for x in (gradient, new, old))
+    if not new.ndim:
+        gradient, new, old = gradient.reshape(1), new.reshape(1), old.reshape(1)
+    # A few rows at a time: the difference of all would be another copy.
+    rows = max(1, CHUNK * len(new) // max(new.numel(), 1))
+    parts = zip(gradient.split(rows), new.split(rows), old.split(rows), strict=True)
+    dtype = compute_dtype(new.dtype)
+    total: Tensor = torch.stack([contribution(g, a.to(dtype) - b.to(a.device, dtype)) for g, a, b in parts]).sum()
+    summands: int = math.prod([p.grad.device_mesh.size(k) for k in summed])  # type: ignore[union-attr]
+    return total * summands

@@ -1,0 +1,267 @@
+"""Matrices of one shape, copied side by side: what this process measures of them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.layers import Layer
+from spectral_monitor.linalg import Exchange, Part, Pieces, compute_dtype
+from spectral_monitor.linalg.lanczos import BLOCK, MORE_ROOM, ROOM
+from spectral_monitor.sharding import Holding, Range, Rectangle
+from spectral_monitor.state.buffers import kept, room
+from spectral_monitor.state.dtensor import local_part
+
+SPARE, SPARE_BYTES = 0.035, 1 << 27
+"""Memory that measuring may take besides the copy of the weights: a share of that, or 128 MB if that is more."""
+VECTORS = (2 * ROOM + MORE_ROOM + 8) * BLOCK
+"""Those of a Lanczos iteration while its basis is moved to where there is more room, and those in passing."""
+
+Start = Mapping[int, Sequence[Tensor]]
+"""Layer index -> the weights drift is counted from, as the contents of the layer's rectangles in host memory."""
+
+
+class Kind(NamedTuple):
+    """Shape, dtype and device of matrices, and whether rows and columns are split over processes."""
+
+    fan_out: int
+    fan_in: int
+    dtype: torch.dtype
+    device: torch.device
+    split: tuple[bool, bool]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A measured layer and what this process does for it."""
+
+    layer: Layer
+    holding: Holding
+
+    @property
+    def kind(self) -> Kind:
+        """What layers that are measured together have in common."""
+        source = local_part(self.layer.sources[0])
+        layout = self.layer.layout
+        return Kind(layout.fan_out, layout.fan_in, source.dtype, source.device, self.holding.split)
+
+    @property
+    def count(self) -> int:
+        """Matrices of the layer."""
+        return self.layer.layout.taps * self.layer.layout.blocks
+
+    def contents(self, tensor: Tensor) -> list[Tensor]:
+        """The entries (count, rows, cols) of each rectangle, of a tensor spread as the parameter is."""
+        return self.holding.contents(self.layer, tensor)
+
+
+class Stack:
+    """Matrices of some layers; ``spans`` says which are a layer's, among those of all processes.
+
+    Copies of the same rectangle of several matrices lie in one buffer: in the dtype of the weights, and after
+    :meth:`here` in the one they are measured in.
+    """
+
+    def __init__(self, members: dict[int, Member], exchange: Exchange | None) -> None:
+        """Without memory so far.
+
+        Args:
+            members: layer index -> what all have one kind of.
+            exchange: those who measure with this process.
+        """
+        self.members = members
+        self.exchange = exchange
+        self.spans: dict[int, slice] = {}
+        kind = next(iter(members.values())).kind
+        self.split = kind.split
+        self.dtype = kind.dtype
+        self.like = torch.empty(0, dtype=compute_dtype(kind.dtype), device=kind.device)
+        total = 0
+        held: dict[tuple[Range, Range], list[tuple[int, int, Rectangle]]] = defaultdict(list)
+        for i, member in members.items():
+            self.spans[i] = slice(total, total + member.count)
+            for rectangle in member.holding.rectangles:
+                held[(rectangle.rows, rectangle.cols)].append((i, total + rectangle.index, rectangle))
+            total += member.count
+        self.shape = (total, kind.fan_out, kind.fan_in)
+        self.matrices = total  # of the whole stack, if this becomes a part of one
+        self.boxes = list(held)
+        self.indices: list[Tensor] = []
+        self.sizes: list[tuple[int, int, int]] = []
+        self.places: dict[int, list[tuple[Rectangle, int, slice]]] = {i: [] for i in members}
+        for buffer, ((rows, cols), entries) in enumerate(held.items()):
+            end = 0
+            for i, _, rectangle in entries:
+                self.places[i].append((rectangle, buffer, slice(end, end + rectangle.count)))
+                end += rectangle.count
+            self.sizes.append((end, rows[1] - rows[0], cols[1] - cols[0]))
+            if exchange is not None:
+                self.indices.append(torch.cat([torch.arange(first, first + r.count) for _, first, r in entries]))
+        for i, places in self.places.items():  # contents come in the order of the rectangles
+            if len(places) > 1:
+                places.sort(key=lambda place: members[i].holding.rectangles.index(place[0]))
+        self.buffers: list[Tensor] = []
+        self._host = False
+
+    def working_bytes(self, copies: int) -> int:
+        """Return the memory that each matrix takes while it is measured, with so many copies of it besides."""
+        _, m, n = self.shape
+        copies += self.dtype != self.like.dtype
+        return (VECTORS * min(m, n) * max(copies, 1) + m * n * copies) * self.like.dtype.itemsize
+
+    def subset(self, members: Iterable[int]) -> Stack:
+        """Return some layers, which come one after the other, in the same memory; of a single process."""
+        stack = Stack({i: self.members[i] for i in members}, None)
+        spans = [self.spans[i] for i in stack.members]
+        stack.buffers = [buffer[spans[0].start : spans[-1].stop] for buffer in self.buffers]  # one, for all is here
+        stack._host, stack.matrices = self._host, self.matrices
+        return stack
+
+    @property
+    def pieces(self) -> Pieces:
+        """As norms are computed of it."""
+        parts = []
+        for k, ((rows, cols), buffer) in enumerate(zip(self.boxes, self.buffers, strict=True)):
+            members = None if self.exchange is None else self.indices[k]
+            parts.append(Part(members, slice(*rows), slice(*cols), buffer))
+        return Pieces(self.shape, tuple(parts), self.split, self.exchange, self.like)
+
+    def entries(self, i: int) -> list[Tensor]:
+        """Return the entries (count, rows, cols) of each of layer ``i``'s rectangles."""
+        return [self.buffers[buffer][place] for _, buffer, place in self.places[i]]
+
+    def parts(self, i: int) -> Iterator[tuple[Rectangle, Tensor]]:
+        """Yield the same with the rectangles that they are."""
+        yield from zip((rectangle for rectangle, _, _ in self.places[i]), self.entries(i), strict=True)
+
+    def load(self, host: bool = False) -> None:
+        """Fill with the weights as they are now, in memory of its own: the ``host``'s or the device's."""
+        self.buffers = [room(size, self.dtype, self.like.device, host) for size in self.sizes]
+        self._host = host
+        self._refill(lambda i: self.members[i].contents(self.members[i].layer.weight()))
+
+    def begin(self, start: Start) -> None:
+        """The same with the weights at the start."""
+        self.buffers = [room(size, self.dtype, self.like.device, False) for size in self.sizes]
+        self._refill(lambda i: start[i])
+
+    def _refill(self, contents: Callable[[int], Sequence[Tensor]]) -> None:
+        for i, places in self.places.items():
+            if places:
+                for (_, buffer, place), part in zip(places, contents(i), strict=True):
+                    self.buffers[buffer][place].copy_(part, non_blocking=True)
+
+    def now(self, *, in_place: bool) -> Stack:
+        """Return the weights as they are now; ``in_place``: in this memory."""
+        stack = self._target(in_place)
+        stack._refill(lambda i: self.members[i].contents(self.members[i].layer.weight()))
+        return stack
+
+    def change(self, start: Start | None = None, *, in_place: bool) -> Stack:
+        """Return the weights as they are now less what lies here, or less those at the start.
+
+        ``in_place``: in this memory, which is lost then.
+        """
+        target = self._target(in_place)
+        for i, places in self.places.items():
+            if not places:
+                continue
+            member = self.members[i]
+            new = member.contents(member.layer.weight())
+            for k, (_, buffer, place) in enumerate(places):
+                old = self.buffers[buffer][place] if start is None else start[i][k]
+                out = target.buffers[buffer][place]
+                if (old.dtype, old.device) != (out.dtype, out.device):
+                    old = out.copy_(old, non_blocking=True)
+                torch.sub(new[k], old, out=out)
+        return target
+
+    def _target(self, in_place: bool) -> Stack:
+        return self if in_place else self._with([self.like.new_empty(size) for size in self.sizes])
+
+    def away(self) -> Stack:
+        """The same in the host's memory, whatever happens to the weights."""
+        return self._with([kept(buffer, host=True) for buffer in self.buffers], host=True)
+
+    def here(self, slot: Tensor | None = None) -> Stack:
+        """The same on the device, if need be in the bytes of ``slot``, and as it is read."""
+        dtype = self.like.dtype
+        if not self._host:
+            return self._with([buffer.to(dtype) for buffer in self.buffers])
+        sizes = [buffer.numel() for buffer in self.buffers]
+        flat = room([sum(sizes)], dtype, self.like.device, host=False) if slot is None else slot.view(dtype)
+        pairs = zip(flat[: sum(sizes)].split(sizes), self.buffers, strict=True)
+        return self._with([place.view(buffer.shape).copy_(buffer, non_blocking=True) for place, buffer in pairs])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is held, in whole numbers of any dtype."""
+        return -(-sum(buffer.nbytes for buffer in self.buffers) // 8) * 8
+
+    def _with(self, buffers: list[Tensor], host: bool = False) -> Stack:
+        """The same matrices in other memory."""
+        stack = copy(self)
+        stack.buffers, stack._host = buffers, host
+        return stack
+
+
+def stacks(members: dict[int, Member], exchange: Exchange | None, single: bool) -> list[Stack]:
+    """Group layers into stacks, in every process alike; ``single``: each by itself."""
+    groups: dict[tuple[Kind, int], dict[int, Member]] = defaultdict(dict)
+    for i, member in members.items():
+        groups[(member.kind, i if single else 0)][i] = member
+    return [Stack(group, exchange) for group in groups.values()]
+
+
+class Portion(NamedTuple):
+    """Stacks of a single process, or parts of them, that are measured together.
+
+    Attributes:
+        stacks: with memory.
+        in_place: whether updates must take the place of the weights before, for want of memory.
+    """
+
+    stacks: list[Stack]
+    in_place: bool
+
+
+def portions(found: Sequence[Stack], copies: int) -> list[Portion]:
+    """Return stacks of a single process in portions that fit into memory, all in one if they do.
+
+    Args:
+        found: all stacks, with memory.
+        copies: that one solve for everything would take besides: of updates, and so on.
+    """
+    spare = max(
+        SPARE * sum(sum(math.prod(size) for size in stack.sizes) * stack.dtype.itemsize for stack in found), SPARE_BYTES
+    )
+    if sum(stack.shape[0] * stack.working_bytes(copies) for stack in found) <= spare:
+        return [Portion(list(found), in_place=False)]
+    result: list[Portion] = []
+    left = 0.0
+    for stack in found:
+        some: list[int] = []
+        for i, member in stack.members.items():
+            needed = member.count * stack.working_bytes(0)
+            if needed > left:  # a layer that is too large has a portion of its own
+                if some:
+                    result[-1].stacks.append(stack.subset(some))
+                    some = []
+                result.append(Portion([], in_place=True))
+                left = spare
+            some.append(i)
+            left -= needed
+        result[-1].stacks.append(stack.subset(some))
+    return result
+
+
+def host_copies(parts: Iterable[Tensor]) -> list[Tensor]:
+    """Copies in host memory."""
+    return [part.to("cpu", copy=True) for part in parts]

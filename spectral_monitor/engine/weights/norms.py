@@ -1,0 +1,204 @@
+"""Norms of matrices, all in one solve, and what the layers' inputs become in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.engine.results.raw import Scalars
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.weights.matrix_batches import Stack
+from spectral_monitor.functional.features import mean_alignment, mean_alignment_error, standard_error_of_mean
+from spectral_monitor.functional.vector_norms import largest, lengths
+from spectral_monitor.layers import Layout
+from spectral_monitor.linalg import Routine, abreast, frobenius, spectral_estimates
+from spectral_monitor.quantities import QUANTITIES
+
+PRODUCT_BUDGET = 1 << 25
+"""Multiply-adds spent on the rows ``W h'`` of one layer; 64 rows are always used, and all with max_rows=None."""
+RATIO_BUDGET = 1 << 18
+"""Rows times matrices of one shape whose alignments are taken: of a depthwise convolution's thousands few rows do."""
+MOST_ROWS = 256
+"""Rows that are enough: what they have in common is seen in 256 to a few percent, and several processes send them."""
+
+FROBENIUS_KEYS = frozenset({"weight_fro", "update_fro", "drift_fro_ratio"})
+"""Quantities that need no spectral norm."""
+
+
+def rows_worth(layout: Layout) -> int:
+    """How many rows of inputs the alignments of a layer are worth."""
+    weights = layout.taps * layout.blocks * layout.fan_out * layout.fan_in
+    return min(MOST_ROWS, max(64, PRODUCT_BUDGET // max(weights, 1)))
+
+
+class Job(NamedTuple):
+    """Matrices of some layers, and what is measured of them.
+
+    Attributes:
+        stack: the matrices.
+        name: of the raw scalars: ``W`` before the update, ``dW``, ``W1`` after it, ``drift`` or ``W0`` at the start.
+    """
+
+    stack: Stack
+    name: str
+
+
+NEEDS = {"W": "W", "dW": "dW", "W1": "W1", "drift": "W0", "W0": "W0"}
+"""What a quantity needs that is read off these matrices."""
+MAPS = {"W": ("alignment", ""), "dW": ("update_alignment", "feature_change_local")}
+"""Quantities that say what matrices make of the layers' inputs: how well they are aligned, and their length."""
+
+
+class MatrixNorms:
+    """Puts raw scalars of matrices: norms by name, and what the layers' inputs become in them."""
+
+    def __init__(self, settings: Settings, inputs: Callable[[int], Tensor | None], out: Scalars) -> None:
+        self._settings = settings
+        self._inputs = inputs
+        self._inputs_of: dict[tuple[int, ...], _Rows | None] = {}
+        self._out = out
+
+    def measure(self, jobs: Sequence[Job]) -> Routine[None]:
+        """Measure everything at once: one solve for all spectral norms."""
+        wanted = [job for job in jobs if self._quantities(job)]
+        spectral = [job for job in wanted if not self._quantities(job) <= FROBENIUS_KEYS]
+        others = [job for job in wanted if job not in spectral]
+        mapped = [job for job in jobs if set(MAPS.get(job.name, ())) & set(self._settings.keys)]
+        routines: list[Routine[Any]] = [
+            spectral_estimates([job.stack.pieces for job in spectral], self._settings.tol, bounds=False),
+            abreast([job.stack.pieces.combined(frobenius, 2) for job in others]),
+            abreast([self._row_norms(job) for job in wanted]),
+            abreast([self._mapped(job) for job in mapped]),
+        ]
+        estimates, fros, _, products = yield from abreast(routines)
+        sigmas = {job: found.sigma for job, found in zip(spectral, estimates, strict=True)}
+        norms = {job: found.fro for job, found in zip(spectral, estimates, strict=True)}
+        norms.update(zip(others, fros, strict=True))
+        for job in wanted:
+            for i, span in job.stack.spans.items():
+                self._out.put(i, f"{job.name}.fro", norms[job][span])
+                if job in sigmas:
+                    self._out.put(i, f"{job.name}.sigma", sigmas[job][span])
+        for job, found in zip(mapped, products, strict=True):
+            if found is not None:
+                self._put_maps(job, found, sigmas.get(job))
+            if job.name == "dW":
+                self._inputs_of.pop(tuple(job.stack.members), None)
+
+    def _quantities(self, job: Job) -> set[str]:
+        """Return the quantities that norms of these matrices are needed for."""
+        return {key for key in self._settings.keys if NEEDS[job.name] in QUANTITIES[key].needs} - {"contribution"}
+
+    def _row_norms(self, job: Job) -> Routine[None]:
+        """Put the largest RMS over the rows of embedding tables."""
+        stack, across = job.stack, job.stack.split[1]
+        tables = [i for i, member in stack.members.items() if member.layer.info.role == "embedding"]
+        if not tables:
+            return
+        found = []
+        # Squares need the range of float64, and one such tensor has all that goes with it sent as float64.
+        wide = torch.float64 if across or stack.exchange is None else stack.like.dtype
+        for i in tables:
+            rows = stack.like.new_zeros(stack.members[i].count, stack.shape[1], dtype=wide)
+            for rectangle, part in stack.parts(i):
+                first, last = rectangle.index, rectangle.index + rectangle.count
+                rows[first:last, slice(*rectangle.rows)] = lengths(part).square() if across else lengths(part)
+            found.append(rows)
+        if stack.exchange is not None:
+            found = yield found
+        for i, rows in zip(tables, found, strict=True):
+            longest = rows.amax()
+            self._out.put(i, f"{job.name}.row", (longest.sqrt() if across else longest) / stack.shape[2] ** 0.5)
+
+    def _mapped(self, job: Job) -> Routine[Tensor | None]:
+        """Return lengths (K, R) of what the matrices make of the layers' inputs; ``None`` if no inputs are at hand."""
+        stack = job.stack
+        if stack.exchange is not None:
+            yield []  # the inputs are on their way
+        rows = self._rows(stack)
+        if rows is None:
+            return None
+        products = stack.pieces.times(rows.x)  # (K, R, m), what is here of them
+        if stack.exchange is None:
+            return lengths(products)
+        if stack.split[1]:
+            (whole,) = yield [products]
+            return lengths(whole)
+        (squares,) = yield [lengths(products).square()]
+        return squares.sqrt()
+
+    def _rows(self, stack: Stack) -> _Rows | None:
+        """Return input rows for each matrix of a stack, which are the same for weights and updates."""
+        key = tuple(stack.members)
+        if key not in self._inputs_of:
+            most = None if self._settings.max_rows is None else max(1, RATIO_BUDGET // stack.matrices)
+            self._inputs_of[key] = _rows_of(stack, self._inputs, most)
+        return self._inputs_of[key]
+
+    def _put_maps(self, job: Job, products: Tensor, sigma: Tensor | None) -> None:
+        """Put alignments, and lengths of what matrices make of the inputs."""
+        alignment, length = MAPS[job.name]
+        rows = self._rows(job.stack)
+        assert rows is not None
+        wanted = set(self._settings.keys)
+        aligned = None if sigma is None or alignment not in wanted else mean_alignment(products, rows.lengths, sigma)
+        squares = (products * rows.sizes).square() if length in wanted else None  # (K, R)
+        totals = None if squares is None else squares.sum(1)
+        errors = off = None
+        if self._settings.max_rows is not None:
+            if aligned is not None and sigma is not None:
+                errors = mean_alignment_error(products, rows.lengths, sigma)
+            if squares is not None and totals is not None:
+                there = rows.lengths > 0
+                off = standard_error_of_mean(squares, there) * there.sum(1) / totals / 2  # of the root, relative to it
+        for i, count in rows.counts.items():
+            span = job.stack.spans[i]
+            if aligned is not None:
+                self._out.put(i, alignment, aligned[span])
+            if errors is not None:
+                self._out.put(i, f"{alignment}.error", errors[span].amax())
+            if totals is not None and job.stack.members[i].layer.layout.taps == 1:
+                self._out.put(i, f"{job.name}.h", (totals[span].sum() / count).sqrt())
+                if off is not None:
+                    self._out.put(i, f"{job.name}.h.error", off[span].amax())
+
+
+class _Rows(NamedTuple):
+    """Input rows of the K matrices of a stack, as many for each, zeros where there are fewer.
+
+    Attributes:
+        x: (K, R, n), each row divided by its largest entry: products are then as large as the matrices are.
+        sizes: (K, R) what rows were divided by.
+        lengths: (K, R) of the rows of ``x``.
+        counts: layer -> how many rows it has; only layers with inputs are there.
+    """
+
+    x: Tensor
+    sizes: Tensor
+    lengths: Tensor
+    counts: dict[int, int]
+
+
+def _rows_of(stack: Stack, inputs: Callable[[int], Tensor | None], most: int | None) -> _Rows | None:
+    """Return the input rows of a stack, at most so many of each layer; ``None`` if no layer has any."""
+    found: dict[int, Tensor] = {}
+    for i, member in stack.members.items():
+        rows = inputs(i) if member.layer.info.role in ("operator", "readout") else None
+        if rows is not None and len(rows):
+            found[i] = rows
+    if not found:
+        return None
+    K, _, n = stack.shape
+    if most is not None:
+        found = {i: rows[:: -(-len(rows) // most)] for i, rows in found.items()}
+    counts = {i: len(rows) for i, rows in found.items()}
+    x = stack.like.new_zeros(K, max(counts.values()), n)
+    for i, rows in found.items():
+        layout = stack.members[i].layer.layout
+        x[stack.spans[i], : len(rows)] = layout.inputs(rows.to(x)).repeat(layout.taps, 1, 1)
+    sizes = largest(x, 2)
+    x /= sizes
+    return _Rows(x, sizes.squeeze(2), torch.linalg.vector_norm(x, dim=2), counts)

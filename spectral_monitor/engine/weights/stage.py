@@ -1,0 +1,303 @@
+"""Weights, updates and drift: everything that is read off matrices around the very update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spectral_monitor.engine.results.raw import NETWORK, Scalars
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.weights.gradients import contribution_here, gradient_here, gradient_norms, summed_over
+from spectral_monitor.engine.weights.matrix_batches import Member, Stack, Start, portions, stacks
+from spectral_monitor.engine.weights.norms import Job, MatrixNorms
+from spectral_monitor.functional.feature_speed import inner
+from spectral_monitor.linalg import Exchange, Routine, abreast, alone, in_turn
+from spectral_monitor.state.buffers import kept
+from spectral_monitor.state.dtensor import local_part
+
+
+@dataclass
+class _Held:
+    """What is kept of one optimizer between the two ends of its step."""
+
+    members: dict[int, Member]
+    stacks: list[Stack]
+    trained: list[nn.Parameter] = field(default_factory=list)
+    others: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    gradient_norms: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class MatrixStage:
+    """What one measured step reads off the parameters; created anew for each.
+
+    In a single process norms are taken right at the update: all in one solve or, of models with many weights, in three,
+    of weights, updates and drift, which lie in the same memory one after the other. Where several measure, that waits
+    for :meth:`routine`, for nothing may be asked of others in the middle of a step; but then each process holds only
+    what it measures. With ``low_memory`` copies are held by the host, and layers are measured one by one.
+
+    ``inputs``: layer index -> chosen rows of its input, those of all processes, if there are any.
+
+    Attributes:
+        lr: layer index -> learning rate at the update.
+        stepped: layers whose optimizer has stepped.
+        unused: layers that had no gradient.
+        divided: layers whose parameters are stepped by several optimizers.
+        rates: every parameter that is trained and the learning rate it meets, where kernels are asked for.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        settings: Settings,
+        start: Start,
+        inputs: Callable[[int], Tensor | None],
+        copies: Callable[[Tensor], int],
+        exchange: Exchange | None,
+        out: Scalars,
+    ) -> None:
+        self.members = dict(enumerate(members))
+        self.settings = settings
+        self.start = start
+        self._norms = MatrixNorms(settings, inputs, out)
+        self._copies = copies
+        self._exchange = exchange
+        self._out = out
+        self._held: dict[int, _Held] = {}
+        self._originals: dict[int, list[tuple[nn.Parameter, Tensor, int]]] = {}  # with how many copies it is counted in
+        self._host = settings.low_memory
+        self._room: dict[torch.device, int] = {}  # bytes that the largest of what waits in host memory takes
+        self._slots: dict[torch.device, Tensor] = {}
+        self._jobs: list[Job] = []
+        self._waiting: list[Routine[None]] = []
+        self._steps = 0
+        self.lr: dict[int, float] = {}
+        self.stepped: set[int] = set()
+        self.unused: set[int] = set()
+        self.divided: set[int] = set()
+        self.rates: list[tuple[nn.Parameter, float]] = []
+        self._stepper: dict[int, int] = {}
+
+    @torch.no_grad()
+    def before(self, optimizer: Optimizer) -> None:
+        """Copy what the update is about to change."""
+        owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        mine = {i: m for i, m in self.members.items() if any(id(p) in owned for p in m.layer.sources)}
+        for i in mine:
+            if self._stepper.setdefault(i, id(optimizer)) != id(optimizer):
+                self.divided.add(i)
+        held = _Held(mine, self._stacks(mine) if self.settings.needs & {"W", "dW", "W0"} else [])
+        for stack in held.stacks:
+            stack.load(self._host)
+        if "g" in self.settings.needs:
+            measured = {id(p) for i, m in mine.items() for p in m.layer.sources if i not in self.divided}
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            held.others = [(p, kept(local_part(p), self._host)) for p in parameters if id(p) not in measured]
+            for i, member in mine.items():
+                layer = member.layer
+                if layer.compute is not None and not layer.tied_to and i not in self.divided:
+                    sources = [p for p in layer.sources if id(p) in owned and member.holding.rectangles]
+                    self._originals[i] = [(p, kept(p.detach(), self._host), 1) for p in sources]
+        self._held[id(optimizer)] = held
+
+    @torch.no_grad()
+    def ready(self, optimizer: Optimizer) -> None:
+        """Note which gradients there are, now that they are final, and the learning rates they meet."""
+        held = self._held[id(optimizer)]
+        owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for i, member in held.members.items():
+            rates = {float(owned[id(p)]["lr"]) for p in member.layer.sources if id(p) in owned}
+            self.lr[i] = rates.pop() if len(rates) == 1 else math.nan
+        if "J" in self.settings.needs:
+            self.rates += [(p, float(group["lr"])) for group in optimizer.param_groups for p in group["params"]]
+        self.unused.update(i for i, m in held.members.items() if all(p.grad is None for p in m.layer.sources))
+        # A fused optimizer takes the loss scale out of the gradients by itself, in place; they are then the loss's.
+        if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
+            held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            held.gradient_norms = gradient_norms(held.trained)
+            for i, member in held.members.items():
+                p = member.layer.sources[0]
+                if member.layer.compute is None and i not in self.divided and summed_over(p):
+                    self._originals[i] = [(p, kept(local_part(p), self._host), self._copies(p))]
+
+    @torch.no_grad()
+    def after(self, optimizer: Optimizer) -> None:
+        """Measure weights, then, in the same memory, the update, then the drift; or keep what that takes."""
+        held = self._held.pop(id(optimizer))
+        self.stepped.update(held.members)
+        shares: dict[int, Tensor] = {}
+        self._measure_all(held.stacks, partial(self._changes, shares=shares))
+        if shares:
+            self._sum(self._contributions(shares, self._arrivals(held, shares)))
+        if "g" in self.settings.needs:
+            changed = torch.zeros(1)
+            if held.trained:
+                # What the optimizer overwrote (old ones add weight decay in place) is not the loss's gradient any more.
+                now, then = gradient_norms(held.trained), held.gradient_norms
+                changed = ((now != then) & ~(now.isnan() & then.isnan())).any().float().reshape(1)
+            self._sum(self._network(held, changed))
+
+    def _measure_all(self, found: Sequence[Stack], measure: Callable[[Sequence[Stack], bool], None]) -> None:
+        """Measure stacks with memory, as many at a time as there is room for; that is gone then."""
+        if self._exchange is not None or self._host:
+            for stack in found:
+                measure([stack.here()], self._host)
+                stack.buffers = []
+            return
+        for portion in portions(found, len(self.settings.needs & {"dW", "W0", "W1"})):
+            measure([stack.here() for stack in portion.stacks], portion.in_place)
+            self._solve()
+
+    def _changes(self, found: Sequence[Stack], in_place: bool, shares: dict[int, Tensor]) -> None:
+        """Measure everything that is read off some layers, whose weights before the update these are."""
+        needs = self.settings.needs
+        self._weights(found, in_place)
+        if "dW" in needs:
+            found = [stack.change(in_place=in_place) for stack in found]
+            self._do("dW", found, in_place)
+            if "g" in needs:
+                for stack in found:
+                    known = [i for i, member in stack.members.items() if self._is_known(i, member)]
+                    shares.update((i, self._share(i, stack)) for i in known)
+        if "W0" in needs:
+            self._do("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
+        if "W1" in needs:
+            self._do("W1", [stack.now(in_place=in_place) for stack in found], in_place)
+
+    @torch.no_grad()
+    def rest(self) -> None:
+        """Measure the weights and the drift of what no optimizer has stepped."""
+        if self.settings.needs & {"W", "W0"}:
+            found = self._stacks({i: m for i, m in self.members.items() if i not in self.stepped})
+            for stack in found:
+                stack.load()
+            self._measure_all(found, self._unchanged)
+
+    def _unchanged(self, found: Sequence[Stack], in_place: bool) -> None:
+        self._weights(found, in_place)
+        if "W0" in self.settings.needs:
+            self._do("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
+
+    def routine(self) -> Routine[None]:
+        """Measure what waits for other processes."""
+        waiting, self._waiting = self._waiting, []
+        jobs, self._jobs = self._jobs, []
+        # What there is no memory for must show now, before others wait for this process.
+        self._slots.update((on, torch.empty(size, dtype=torch.uint8, device=on)) for on, size in self._room.items())
+        if self._host:
+            yield from in_turn(waiting)
+        else:
+            yield from abreast([self._norms.measure(jobs), *waiting])
+        self._slots.clear()
+
+    def _stacks(self, members: dict[int, Member]) -> list[Stack]:
+        return stacks(members, self._exchange, single=self._host)
+
+    def _do(self, name: str, found: Sequence[Stack], in_place: bool) -> None:
+        """Measure matrices now, before others take their place, or with everything else."""
+        self._jobs += [Job(stack, name) for stack in found]
+        if self._host and self._exchange is not None:
+            for job in self._jobs:
+                away, device = job.stack.away(), job.stack.like.device
+                self._room[device] = max(self._room.get(device, 0), away.nbytes)
+                self._waiting.append(_fetched(self._norms, Job(away, name), self._slots))
+            self._jobs = []
+        elif in_place:
+            self._solve()
+
+    def _solve(self) -> None:
+        """Measure what has been put off; of a single process."""
+        jobs, self._jobs = self._jobs, []
+        alone(self._norms.measure(jobs))
+
+    def _sum(self, routine: Routine[None]) -> None:
+        """The same of what takes no matrices."""
+        if self._exchange is None:
+            alone(routine)
+        else:
+            self._waiting.append(routine)
+
+    def _weights(self, found: Sequence[Stack], in_place: bool) -> None:
+        if "W" in self.settings.needs:
+            self._do("W", found, in_place)
+
+    def _is_known(self, i: int, member: Member) -> bool:
+        """Whether it can be said what a layer contributes; if its parameters are divided, they are counted as such."""
+        return member.layer.compute is None or i in self._originals or bool(member.layer.tied_to)
+
+    def _share(self, i: int, stack: Stack) -> Tensor:
+        """What this process's part of a layer contributes; of tied weights the first one counts."""
+        layer = stack.members[i].layer
+        if layer.tied_to or i in self.unused:
+            return stack.like.new_zeros(())
+        if layer.compute is not None or i in self._originals:  # to first order this is the same
+            parts = [contribution_here(p, old) / n for p, old, n in self._originals.pop(i, ()) if p.grad is not None]
+        else:
+            gradient = gradient_here(layer.sources[0])
+            if gradient is None:
+                return stack.like.new_zeros(())
+            contents = stack.members[i].contents(gradient)
+            parts = [-inner(g, dW, dW.dtype) for g, dW in zip(contents, stack.entries(i), strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        total: Tensor = torch.stack(parts).sum() if parts else stack.like.new_zeros(())
+        return total
+
+    def _arrivals(self, held: _Held, layers: Iterable[int]) -> Tensor:
+        """Of each layer, how many of its parameters have a gradient here that is not zero, whatever the update kept."""
+        norms = held.gradient_norms
+        arrives = ((norms != 0) & (norms != -1)).float()  # -1: it is gone
+        known = dict(zip(map(id, held.trained), arrives, strict=True))
+        none = arrives.new_zeros(())
+        counts = [[known[id(p)] for p in self.members[i].layer.sources if id(p) in known] or [none] for i in layers]
+        return torch.stack([count[0] if len(count) == 1 else torch.stack(count).sum() for count in counts])
+
+    def _contributions(self, shares: dict[int, Tensor], arrivals: Tensor) -> Routine[None]:
+        here = torch.stack([share.to(next(iter(shares.values()))) for share in shares.values()])
+        total, arrived = yield [here, arrivals]
+        for i, value, gradients in zip(shares, total, arrived, strict=True):
+            if not self.members[i].layer.tied_to and i not in self.unused:
+                self._out.put(i, "contribution", value)
+                self._out.put(i, "g.arrives", gradients)
+
+    def _network(self, held: _Held, changed: Tensor) -> Routine[None]:
+        """What parameters that are not measured contribute, and whether gradients were overwritten."""
+        self._steps += 1
+        name = self._steps
+        shares = [contribution_here(p, old) / self._copies(p) for p, old in held.others if p.grad is not None]
+        here = torch.stack(shares).sum().reshape(1) if shares else torch.zeros(1)
+        total, changed = yield [here, changed]
+        if shares or (held.others and self._exchange is not None):
+            self._out.put(NETWORK, f"contribution.{name}", total)
+        self._out.put(NETWORK, f"g.changed.{name}", changed)
+
+
+@torch.no_grad()
+def start_norms(
+    members: Sequence[Member], start: Start, settings: Settings, exchange: Exchange | None
+) -> Routine[Scalars]:
+    """Raw scalars ``W0.sigma`` and ``W0.fro`` of the weights at the start."""
+    out = Scalars()
+    norms = MatrixNorms(settings, lambda i: None, out)
+    found = stacks(dict(enumerate(members)), exchange, single=settings.low_memory)
+    if exchange is not None and not settings.low_memory:
+        for stack in found:
+            stack.begin(start)
+        yield from norms.measure([Job(stack.here(), "W0") for stack in found])
+        return out
+    for stack in found:
+        stack.begin(start)
+        yield from norms.measure([Job(stack.here(), "W0")])
+        stack.buffers = []
+    return out
+
+
+def _fetched(norms: MatrixNorms, away: Job, slots: Mapping[torch.device, Tensor]) -> Routine[None]:
+    """Measure layers that the host holds, when their turn comes."""
+    stack = away.stack.here(slots[away.stack.like.device])
+    yield from norms.measure([Job(stack, away.name)])

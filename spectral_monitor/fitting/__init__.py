@@ -1,0 +1,1 @@
+"""Fits to measured numbers: power laws with intervals, and limits of infinite width."""

@@ -1,0 +1,162 @@
+"""The weights of a model or a checkpoint as they are: sizes, stable ranks and roles, without training."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from spectral_monitor.capture.unwrap import unwrap_model
+from spectral_monitor.engine.results.values import FORMULAS, LayerScalars
+from spectral_monitor.inspection.checkpoint import skeleton, weights_in
+from spectral_monitor.layers.inspect_model import Layer, dissect
+from spectral_monitor.linalg import spectral_estimate
+from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.parametrization.init import largest_row
+from spectral_monitor.reporting.text.roles import Roles
+from spectral_monitor.state.dtensor import is_distributed
+
+if TYPE_CHECKING:
+    from spectral_monitor.reporting.text.lines import Table
+
+MEASURED = ("weight_norm", "weight_natural", "weight_fro", "weight_stable_rank")
+
+
+class Inspection:
+    """What :func:`inspect` has found; it prints as a table.
+
+    Attributes:
+        roles: every layer with its role, and what is not measured and why.
+        measurement: the numbers, as a measurement at step 0: ``weight_norm``, ``weight_natural``, ``weight_fro`` and
+            ``weight_stable_rank``.
+    """
+
+    def __init__(self, roles: Roles, measurement: Measurement) -> None:
+        self.roles, self.measurement = roles, measurement
+
+    def __getitem__(self, layer: str) -> dict[str, float]:
+        """Every number of one layer.
+
+        Raises:
+            KeyError: there is no such layer, with what may have been meant.
+        """
+        return self.measurement[layer]
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return one plain dict for each layer."""
+        return self.measurement.to_rows()
+
+    def to_pandas(self) -> Any:
+        """Return a ``pandas.DataFrame`` in long format, as of a measurement.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return self.measurement.to_pandas()
+
+    def table(self) -> str:
+        """Return a row for each matrix as text."""
+        return str(self.rows())
+
+    def rows(self, layers: Collection[str] | None = None) -> Table:
+        """Return a row for each matrix, of some layers or of all."""
+        from spectral_monitor.reporting.text.lines import Column
+        from spectral_monitor.reporting.text.table import number
+
+        m, whole = self.measurement, self.roles.table()
+        places = [i for i, info in enumerate(m.layers) if info.role != "vector"]
+        values = {key: m.values[key].tolist() for key in MEASURED}
+        numbers = (
+            ("|W|", [number(values["weight_norm"][i]) for i in places]),
+            ("|W| nat", [number(values["weight_natural"][i]) for i in places]),
+            ("srank W", [number(values["weight_stable_rank"][i]) for i in places]),
+            ("of", [str(_full_rank(m.layers[i])) for i in places]),
+        )
+        columns = [*whole.columns[:3], *(Column(title, tuple(cells)) for title, cells in numbers), *whole.columns[3:]]
+        kept = [k for k, i in enumerate(places) if layers is None or m.layers[i].name in layers]
+        columns = [replace(column, cells=tuple(column.cells[k] for k in kept)) for column in columns]
+        foot = (
+            "|W|: largest stretch of an input; |W| nat: the same in RMS, of order 1 at any width",
+            "srank W: directions that the weight stretches alike, of so many",
+            *whole.foot,
+        )
+        return replace(whole, columns=tuple(columns) if places else (), foot=foot)
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        from spectral_monitor.reporting.text.notebook import html_table
+
+        return html_table(self.rows())
+
+
+def inspect(
+    model: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str], *, roles: Mapping[str, str] | None = None
+) -> Inspection:
+    """Measure the weights of a model or a checkpoint, without training and without changing anything.
+
+    Args:
+        model: a module; or a ``state_dict``; or the path of a Lightning checkpoint, of a ``state_dict`` that
+            ``torch.save`` has written, or of a ``.safetensors`` file. Without a module, roles are guessed from names
+            and shapes.
+        roles: pattern -> role, where a guess is wrong.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: nothing in it can be measured, a pattern matches nothing, or the file holds more than tensors.
+        OSError: the file cannot be read.
+        ImportError: safetensors is not installed.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> _ = nn.init.eye_(model[0].weight)
+        >>> found = inspect(model)
+        >>> found["0"]["weight_natural"], found["0"]["weight_stable_rank"], found.roles["2"]
+        (1.0, 4.0, 'readout')
+    """
+    if isinstance(model, nn.Module):
+        root = unwrap_model(model)
+    elif isinstance(model, Mapping):
+        root = skeleton(model, "the state_dict")
+    elif isinstance(model, str | os.PathLike):
+        root = skeleton(weights_in(Path(model)), repr(str(model)))
+    else:
+        raise TypeError(f"inspect takes a module, a state_dict or the path of a checkpoint, got {type(model).__name__}")
+    anatomy = dissect(root, roles=roles)
+    spread = next((layer.info.name for layer in anatomy.layers if any(map(is_distributed, layer.sources))), None)
+    if spread is not None:
+        raise ValueError(
+            f"{spread!r} is spread over processes: inspect the model before it is sharded, or a checkpoint"
+        )
+    found = [_measured(layer) for layer in anatomy.layers]
+    values = {key: torch.tensor([row[key] for row in found]) for key in MEASURED}
+    return Inspection(Roles.of(anatomy), Measurement(0, anatomy.infos, values, {}))
+
+
+def _full_rank(info: LayerInfo) -> int:
+    """Return the largest stable rank that a layer can have."""
+    return min(info.shape[-2:]) if info.role == "embedding" else min(info.fan_in, info.fan_out)
+
+
+@torch.no_grad()
+def _measured(layer: Layer) -> dict[str, float]:
+    """Return the numbers of one layer, by the formulas of a measured step."""
+    weight = layer.weight()
+    if weight.is_meta:
+        return dict.fromkeys(MEASURED, math.nan)
+    stack = layer.layout.stack(weight).flatten(0, 1)  # (taps * blocks, fan_out, fan_in)
+    estimate = spectral_estimate(stack)
+    raw = {"W.sigma": estimate.sigma, "W.fro": estimate.fro}
+    if layer.info.role == "embedding":
+        raw["W.row"] = torch.tensor([largest_row(layer, weight)])
+    scalars = LayerScalars(layer, raw)
+    formulas: Mapping[str, Callable[[LayerScalars], float]] = FORMULAS
+    return {key: formulas[key](scalars) for key in MEASURED}

@@ -1,0 +1,8 @@
+"""Which matrices a model has: name, role, blocks, fans, and what cannot be measured and why."""
+
+from spectral_monitor.layers.compiled import compiled_modules, without_compiled
+from spectral_monitor.layers.inspect_model import Anatomy, Layer, Unmeasured, dissect
+from spectral_monitor.layers.layout import Layout
+from spectral_monitor.layers.parameter_tracker import Whereabouts
+
+__all__ = ["Anatomy", "Layer", "Layout", "Unmeasured", "Whereabouts", "compiled_modules", "dissect", "without_compiled"]

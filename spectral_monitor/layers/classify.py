@@ -1,0 +1,167 @@
+"""What a single weight is, judged by the module that owns it and the place of that module."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from spectral_monitor.layers.experts import experts_layout, is_experts_bias
+from spectral_monitor.layers.fused import ATTENTION, is_a, split_of
+from spectral_monitor.layers.layout import Kind, Layout
+from spectral_monitor.layers.linear_lookalikes import linear_layout
+
+_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONV_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+"""Modules whose parameters are gains and biases of any shape."""
+_GATES = {"LSTM": 4, "GRU": 3}
+_TABLE = re.compile(r"emb|pos|token|codebook|quer", re.IGNORECASE)
+_NO_CALL = "no module call to hook"
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a parameter seems to be.
+
+    Attributes:
+        suffix: what follows the module's name in the layer's name.
+        role, layout: as measured; without layout it is not measured, for ``reason``.
+        module: whose calls give features.
+        bare: a parameter whose use is not known; a role the user gives it does not turn it around.
+        unfit: no role makes it measurable.
+        doubted: whether the first call has to show that the module works as its weight says.
+    """
+
+    suffix: str
+    role: str = ""
+    layout: Layout | None = None
+    module: nn.Module | None = None
+    channels_first: bool = False
+    no_features: str = _NO_CALL
+    note: str = ""
+    reason: str = ""
+    bare: bool = False
+    unfit: bool = False
+    doubted: bool = False
+
+
+Place = tuple[nn.Module, str]
+"""The module that holds another one, and under which name."""
+
+
+def classify(module: nn.Module, key: str, weight: Tensor, place: Place | None = None) -> Guess:
+    """Guess role and layout of ``module.<key>``, a parameter or what is computed in its stead."""
+    if reason := _unfit(weight):
+        return Guess(key, reason=reason, unfit=True)
+    if _is_hooked(module, key):
+        return Guess(key, reason="parametrized: the weight in use is computed from it")
+    shape = tuple(weight.shape)
+    if isinstance(module, _NORMS):
+        return Guess(key, "vector", Layout("vector", shape))
+    if key == "weight" and (guess := _known_module(module, shape)):
+        return _split(guess, place)
+    if len(shape) == 2 and (guess := _known_key(module, key, shape)):
+        return guess
+    if known := experts_layout(module, key, shape):
+        return Guess(key, "operator", known[0], note=known[1])
+    if sum(size != 1 for size in shape) <= 1 and len(shape) != 2:
+        return Guess(key, "vector", Layout("vector", shape))
+    if len(shape) > 2 and all(size == 1 for size in shape[:-2]):
+        shape = shape[-2:]
+    if len(shape) == 2:
+        if _TABLE.search(key):
+            note = "bare parameter, taken for a table (tokens, d)"
+            return Guess(key, "embedding", Layout("linear", shape), note=note, bare=True)
+        return Guess(key, "operator", Layout("linear", shape), note="bare parameter, taken for (out, in)", bare=True)
+    owner = type(module).__name__
+    return Guess(key, reason=f"{len(shape)}-D parameter of {owner}: which axes are inputs and outputs is not known")
+
+
+def _unfit(weight: Tensor) -> str:
+    """Why a weight cannot be measured at all; empty if it can."""
+    if isinstance(weight, UninitializedParameter):
+        return "not initialised: run one batch through the model before"
+    if not weight.is_floating_point():
+        return f"dtype {weight.dtype} is not real floating point"
+    if weight.element_size() < 2:
+        return f"dtype {weight.dtype} says nothing without its scales, which are elsewhere"
+    if weight.numel() == 0:
+        return "empty"
+    return ""
+
+
+def _is_hooked(module: nn.Module, key: str) -> bool:
+    """Whether some hook that is not known seems to compute another weight from this one."""
+    base = key.rpartition("_")[0]
+    return key.endswith(("_g", "_v", "_orig")) and base in dir(module) and base not in module._parameters
+
+
+def _split(guess: Guess, place: Place | None) -> Guess:
+    """A matrix that is known, with the blocks it is fused of if it looks so from its place."""
+    layout = guess.layout
+    if place is None or layout is None or guess.role != "operator" or layout.kind not in ("linear", "transposed"):
+        return guess
+    outputs = layout.fan_out
+    split = split_of(*place, outputs, layout.fan_in)
+    if split is None:
+        return guess
+    if not split.fits(outputs):
+        note = f"its name says {split.what}, but how its {outputs} outputs are shared out is not known: one block"
+        return replace(guess, note=note)
+    sizes = split.sizes if len(set(split.sizes)) > 1 else ()
+    layout = replace(layout, blocks=len(split.sizes), sizes=sizes, repeats=split.repeats)
+    return replace(guess, layout=layout, note=split.note)
+
+
+def _known_module(module: nn.Module, shape: tuple[int, ...]) -> Guess | None:
+    """Modules whose ``weight`` is their matrix: the layer is named after the module."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return Guess("", "embedding", Layout("linear", shape), module, no_features="")
+    if isinstance(module, (*_CONV, *_CONV_TRANSPOSED)):
+        kind: Kind = "conv" if isinstance(module, _CONV) else "conv_transposed"
+        layout = Layout(kind, shape, blocks=module.groups, groups=module.groups)
+        note = f"{layout.taps} taps, norms added up" if layout.taps > 1 else ""
+        if layout.taps > 1 and _reads_patches(module):
+            note = f"patches of {layout.taps} taps, one matrix"
+            layout = Layout("patches", shape)
+        return Guess("", "operator", layout, module, channels_first=True, no_features="", note=note)
+    if isinstance(module, nn.Linear) and len(shape) == 2:
+        if is_a(module, "NonDynamicallyQuantizableLinear"):
+            why = "MultiheadAttention uses the weight without calling the module"
+            return Guess("", "operator", Layout("linear", shape), no_features=why)
+        return Guess("", "operator", Layout("linear", shape), module, no_features="")
+    # Hugging Face's Conv1D, a Linear with a transposed weight; known by name so that transformers is not imported.
+    if is_a(module, "Conv1D") and hasattr(module, "nf") and len(shape) == 2:
+        return Guess("", "operator", Layout("transposed", shape), module, no_features="")
+    alike = linear_layout(module, shape)
+    return None if alike is None else Guess("", "operator", alike, module, no_features="", doubted=True)
+
+
+def _reads_patches(module: nn.Module) -> bool:
+    """Return whether a convolution reads each input once, so that it is one matrix that maps patches to outputs."""
+    return (
+        isinstance(module, _CONV)
+        and module.stride == module.kernel_size
+        and set(module.dilation) == {1}
+        and (module.padding == "valid" or set(module.padding) == {0})
+        and module.groups == 1
+    )
+
+
+def _known_key(module: nn.Module, key: str, shape: tuple[int, ...]) -> Guess | None:
+    """Matrices that modules hold under names of their own."""
+    if isinstance(module, nn.MultiheadAttention) and key.endswith("_proj_weight"):
+        blocks = 3 if key == "in_proj_weight" else 1
+        note = f"{ATTENTION}, 3 blocks" if blocks == 3 else ""
+        return Guess(key.removesuffix("_weight"), "operator", Layout("linear", shape, blocks), note=note)
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and key.startswith("weight_"):
+        kinds = (gates for name, gates in _GATES.items() if is_a(module, name) or is_a(module, f"{name}Cell"))
+        gates = next(kinds, 1) if not key.startswith("weight_hr") else 1
+        note = f"{gates} gates" if gates > 1 else ""
+        return Guess(key, "operator", Layout("linear", shape, gates), note=note)
+    if is_experts_bias(module, key, shape):
+        return Guess(key, "vector", Layout("vector", shape))
+    return None

@@ -1,0 +1,52 @@
+"""Experts held as one 3-D parameter: which axes are inputs and outputs, told by the module or by its other weights."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from spectral_monitor.layers.fused import is_a
+from spectral_monitor.layers.layout import Kind, Layout
+
+_KEYS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def experts_layout(module: nn.Module, key: str, shape: tuple[int, ...]) -> tuple[Layout, str] | None:
+    """Layout of ``module.<key>`` of this 3-D shape and a note; ``None`` if it is not known."""
+    if key not in _KEYS or len(shape) != 3:
+        return None
+    transposed = _is_transposed(module)
+    if transposed is None:
+        return None
+    experts, outputs = shape[0], shape[2 if transposed else 1]
+    kind: Kind = "experts_transposed" if transposed else "experts"
+    if key != "gate_up_proj":
+        return Layout(kind, shape, experts, experts), f"{experts} experts, a block each"
+    if outputs % 2:
+        return None
+    # GPT-OSS was there before modules said so.
+    by_turns = not getattr(module, "is_concatenated", not is_a(module, "GptOssExperts"))
+    note = f"gate and up of {experts} experts, {2 * experts} blocks{' by turns' if by_turns else ''}"
+    return Layout(kind, shape, 2 * experts, experts, repeats=outputs // 2 if by_turns else 1), note
+
+
+def is_experts_bias(module: nn.Module, key: str, shape: tuple[int, ...]) -> bool:
+    """Whether a matrix (experts, d) is the biases of such a parameter."""
+    owner = getattr(module, key.removesuffix("_bias"), None) if key.endswith("_bias") else None
+    return isinstance(owner, nn.Parameter) and owner.ndim == 3 and owner.shape[0] == shape[0]
+
+
+def _is_transposed(module: nn.Module) -> bool | None:
+    """Whether experts are held as (in, out): what the shapes say, else what the module says."""
+    says = getattr(module, "is_transposed", None)
+    fused, down = (module._parameters.get(key) for key in ("gate_up_proj", "down_proj"))
+    if fused is None or down is None:
+        return says if isinstance(says, bool) else None
+    if fused.ndim != 3 or down.ndim != 3 or fused.shape[0] != down.shape[0]:
+        return None
+    (rows, columns), (down_rows, down_columns) = fused.shape[1:], down.shape[1:]
+    fits = {
+        False: columns == down_rows and rows == 2 * down_columns,
+        True: rows == down_columns and columns == 2 * down_rows,
+    }
+    answers = [answer for answer, fit in fits.items() if fit and says in (answer, None)]
+    return answers[0] if len(answers) == 1 else None

@@ -1,0 +1,335 @@
+"""Take a model apart: every parameter becomes a measured layer or is listed with the reason why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from spectral_monitor.functional.norms import ROLES
+from spectral_monitor.layers.classify import Guess, Place, classify
+from spectral_monitor.layers.layout import Layout
+from spectral_monitor.layers.naming import check_patterns, join, matches, named_modules, places
+from spectral_monitor.layers.output_layers import Operator, guess_readouts
+from spectral_monitor.layers.parametrized import computed_weights
+from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.state.dtensor import is_distributed
+
+ROLE_CHOICES = (*ROLES, "ignore")
+_DISPLAYED = {"hidden": "operator", "output": "readout"}
+"""What roles are called in tables, which users may call them too."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A measured layer: its public description and where to find it.
+
+    Attributes:
+        info: as in :class:`~spectral_monitor.measurement.LayerInfo`.
+        sources: the live parameters the weight is made of, mostly one that is the weight itself; only read.
+        layout: from the weight to its matrices.
+        module: whose calls give the features, ``None`` where no call can be hooked.
+        channels_first: rows of its inputs and outputs lie along dimension 1 (convolutions).
+        no_features: why there is no ``module``; empty where there is one.
+        tied_to: the layer that already counts these very parameters, empty if none.
+        note: what a reader of the role table should know.
+        compute: makes the weight of the sources; ``None`` where it is the one there is.
+        given: whether the user gave the role.
+        doubted: whether the first call has to show that the module works as its weight says.
+    """
+
+    info: LayerInfo
+    sources: tuple[nn.Parameter, ...]
+    layout: Layout
+    module: nn.Module | None
+    channels_first: bool
+    no_features: str
+    tied_to: str
+    note: str
+    compute: Callable[[], Tensor] | None = None
+    given: bool = False
+    doubted: bool = False
+
+    @torch.no_grad()
+    def weight(self) -> Tensor:
+        """The weight in use, detached: the live parameter or, where it is computed, a new tensor."""
+        return self.sources[0].detach() if self.compute is None else self.compute().detach()
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether spectral quantities mean something here."""
+        return self.info.role != "vector"
+
+    def placed(self, role: str, why: str = "") -> Layer:
+        """Return the layer as an operator or a readout, with a note that says why."""
+        notes = [note for note in self.note.split("; ") if not note.startswith("readout")]
+        return replace(self, info=replace(self.info, role=role), note=join_notes(why, *notes))
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """A parameter that is not measured."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a model is made of.
+
+    Attributes:
+        layers: in registration order.
+        unmeasured: every other parameter, with the reason.
+        whole: whether every operator whose module is called is measured.
+    """
+
+    layers: tuple[Layer, ...]
+    unmeasured: tuple[Unmeasured, ...]
+    whole: bool = True
+
+    @property
+    def infos(self) -> tuple[LayerInfo, ...]:
+        """The public descriptions."""
+        return tuple(layer.info for layer in self.layers)
+
+    def table(self) -> str:
+        """The role table as text."""
+        from spectral_monitor.reporting.text.role_table import role_table
+
+        return role_table(self)
+
+
+def dissect(
+    root: nn.Module,
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    roles: Mapping[str, str] | None = None,
+    blocks: Mapping[str, int] | None = None,
+    shapes: Mapping[int, tuple[int, ...]] | None = None,
+    optimized: Sequence[Collection[int]] = (),
+) -> Anatomy:
+    """Find every parameter of ``root`` and say how it is measured.
+
+    Args:
+        root: any module.
+        include: fnmatch patterns on module or layer names; only what matches is measured.
+        exclude: what matches is not measured.
+        roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``; the first
+            pattern that matches overrides the guess.
+        blocks: pattern -> number of matrices stacked along the output, such as 3 for fused query, key and value.
+        shapes: id of a parameter -> shape of the whole of it, where this process has only a stretch of its entries.
+        optimized: ids of the parameters of each optimizer, which tell networks apart and say what nobody trains.
+
+    Raises:
+        ValueError: a pattern that matches nothing, an unknown role, a role or a number of blocks that does not
+            fit a shape; nothing left to measure.
+
+    Example:
+        >>> from torch import nn
+        >>> for info in dissect(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))).infos:
+        ...     print(info.name, info.role, info.fan_in, info.fan_out)
+        0 operator 3 5
+        0.bias vector 1 5
+        2 readout 5 2
+        2.bias vector 1 2
+    """
+    roles = {pattern: _DISPLAYED.get(role, role) for pattern, role in (roles or {}).items()}
+    blocks = dict(blocks or {})
+    for pattern, role in roles.items():
+        if role not in ROLE_CHOICES:
+            raise ValueError(f"roles: {pattern!r}: unknown role {role!r}; valid roles: {', '.join(ROLE_CHOICES)}")
+    for pattern, number in blocks.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"blocks: {pattern!r}: the number of blocks must be an integer >= 1, got {number!r}")
+    found = _weights(root, shapes or {})
+    whole = [item for item in found if not item.is_part]
+    names = [item.name for item in whole]
+    check_patterns("roles", roles, names)
+    check_patterns("blocks", blocks, names)
+    owners = list(dict.fromkeys([*names, *(item.owner for item in whole if item.owner)]))
+    check_patterns("include", include or (), owners)
+    check_patterns("exclude", exclude or (), owners)
+
+    chosen = {name: next((role for pattern, role in roles.items() if matches([pattern], name)), "") for name in names}
+    readouts = {} if "readout" in chosen.values() else guess_readouts(root, _operators(found), optimized)
+    layers: list[Layer] = []
+    unmeasured: list[Unmeasured] = []
+    counted: dict[int, str] = {}
+    for item in found:
+        name, guess = item.name, item.guess
+        if item.is_part:
+            unmeasured.append(Unmeasured(name, item.shape, guess.reason))
+            continue
+        role = chosen[name]
+        count = next((count for pattern, count in blocks.items() if matches([pattern], name)), None)
+        reason = guess.reason if not role else ""
+        if (include and not matches(include, name, item.owner)) or (exclude and matches(exclude, name, item.owner)):
+            reason = "left out by include or exclude"
+        if role == "ignore":
+            reason = "left out by roles"
+        if reason:
+            unmeasured.append(Unmeasured(name, item.shape, reason))
+            continue
+        if guess.unfit:
+            raise ValueError(f"roles: {name!r} cannot be {role!r}: {guess.reason}; choose ignore")
+        if count is not None and guess.layout is not None and not (guess.bare or guess.layout.taps > 1):
+            guess = replace(guess, note="")  # which says how it was to be split
+        if name in readouts and not role:
+            guess = replace(guess, role="readout", note=join_notes(readouts[name], guess.note))
+        ties = [counted.get(id(source), "") for source in item.sources]
+        layers.append(_layer(replace(item, guess=guess), role, count, ties[0] if all(ties) else ""))
+        for source in item.sources:
+            counted.setdefault(id(source), name)
+    if not layers:
+        reasons = Counter(item.reason for item in unmeasured) or {"no parameters": 0}
+        listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
+        raise ValueError(f"nothing to measure in {type(root).__name__}: {listed}")
+    measured = {layer.info.name for layer in layers}
+    return Anatomy(tuple(layers), tuple(unmeasured), all(o.name in measured for o in _operators(found)))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A weight of some module, ties included, or a parameter that is part of one.
+
+    Attributes:
+        owner: name of the module.
+        name: of the layer.
+        sources, compute: as in :class:`Layer`.
+        is_part: whether another weight is computed from it.
+    """
+
+    owner: str
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[nn.Parameter, ...]
+    guess: Guess
+    compute: Callable[[], Tensor] | None = None
+    is_part: bool = False
+
+
+def _weights(root: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> list[_Found]:
+    """Every weight in use of every module, and what those that are computed are computed from."""
+    found: list[_Found] = []
+    held = places(root)
+    inside: dict[int, str] = {}  # modules whose parameters make up a weight, and why those are not measured
+    for owner, module in named_modules(root):
+        parts: dict[int, str] = {}
+        for key, computed in computed_weights(module).items():
+            try:
+                if any(is_distributed(source) or id(source) in shapes for source in computed.sources):
+                    raise ValueError("its parts are spread over processes")
+                item = _weight(owner, module, key, computed.sources, held, computed.weight)
+            except Exception as error:
+                reason = f"the weight computed from it is not known ({type(error).__name__}: {error})"
+            else:
+                found.append(item)
+                reason = f"part of the weight of {item.name}"
+            parts.update((id(source), reason) for source in computed.sources)
+            inside.update((id(part), reason) for part in computed.modules)
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if reason := inside.get(id(module)) or parts.get(id(parameter), ""):
+                shape = () if isinstance(parameter, UninitializedParameter) else tuple(parameter.shape)
+                part = Guess(key, reason=reason)
+                found.append(_Found(owner, join(owner, key), shape, (parameter,), part, is_part=True))
+            else:
+                found.append(_weight(owner, module, key, (parameter,), held, shape=shapes.get(id(parameter))))
+    return found
+
+
+def _weight(
+    owner: str,
+    module: nn.Module,
+    key: str,
+    sources: tuple[nn.Parameter, ...],
+    held: Mapping[int, Place],
+    compute: Callable[[], Tensor] | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> _Found:
+    with torch.no_grad():
+        weight = sources[0] if compute is None else compute()
+        if shape is not None:
+            weight = torch.empty(shape, dtype=weight.dtype, device="meta")
+    guess = classify(module, key, weight, held.get(id(module)))
+    known = () if isinstance(weight, UninitializedParameter) else tuple(weight.shape)
+    return _Found(owner, join(owner, guess.suffix) or key, known, sources, guess, compute)
+
+
+def _operators(found: Sequence[_Found]) -> list[Operator]:
+    """Return the operators whose modules are called."""
+    return [
+        Operator(
+            item.name,
+            item.guess.module,
+            item.guess.layout,
+            frozenset(map(id, item.sources)),
+            any(source.requires_grad for source in item.sources),
+        )
+        for item in found
+        if item.guess.role == "operator" and item.guess.module is not None and item.guess.layout is not None
+    ]
+
+
+def join_notes(*notes: str) -> str:
+    """Non-empty notes as one."""
+    return "; ".join(note for note in notes if note)
+
+
+def _layer(item: _Found, role: str, count: int | None, tied_to: str) -> Layer:
+    name, shape, guess, given = item.name, item.shape, item.guess, bool(role)
+    layout = _cast(name, shape, guess, role)
+    if role and guess.bare:  # the guess does not hold, nor what its note says
+        guess = replace(guess, note="bare parameter")
+    role = role or guess.role
+    if count is not None:
+        if role in ("embedding", "vector"):
+            raise ValueError(f"blocks: {name!r} is measured as {role}, which has no blocks (shape {shape})")
+        try:
+            layout = replace(layout, blocks=count, repeats=1, sizes=())
+        except ValueError as error:
+            raise ValueError(f"blocks: {name!r}: {error}") from None
+    fan_out, fan_in = (layout.fan_in, 1) if role == "embedding" else (layout.fan_out, layout.fan_in)
+    note = join_notes(
+        guess.note,
+        f"tied to {tied_to}" if tied_to else "",
+        "" if any(source.requires_grad for source in item.sources) else "frozen",
+        f"features: {guess.no_features}" if guess.no_features and role != "vector" else "",
+    )
+    return Layer(
+        info=LayerInfo(name, role, fan_out, fan_in, shape, layout.blocks),
+        sources=item.sources,
+        layout=layout,
+        module=guess.module if role != "vector" else None,
+        channels_first=guess.channels_first,
+        no_features=guess.no_features if role != "vector" else "a vector has no features of its own",
+        tied_to=tied_to,
+        note=note,
+        compute=item.compute,
+        given=given,
+        doubted=guess.doubted,
+    )
+
+
+def _cast(name: str, shape: tuple[int, ...], guess: Guess, role: str) -> Layout:
+    """The layout under an overriding role (an embedding's rows are tokens; an operator's are outputs)."""
+    if role == "vector":
+        return Layout("vector", shape)
+    layout = guess.layout
+    if layout is None or (role and layout.kind == "vector"):
+        raise ValueError(f"roles: {name!r} of shape {shape} cannot be {role!r}; choose vector or ignore")
+    if guess.bare:
+        return layout
+    if role == "embedding" and guess.role != "embedding":
+        if guess.channels_first or layout.blocks > 1:
+            raise ValueError(f"roles: {name!r} of shape {shape} cannot be 'embedding': it is not a table (tokens, d)")
+        return Layout("linear" if layout.kind == "transposed" else "transposed", shape)
+    if role in ("operator", "readout") and guess.role == "embedding":
+        return Layout("transposed", shape)  # a table (tokens, d) seen as a map from tokens to d
+    return layout

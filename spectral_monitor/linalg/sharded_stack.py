@@ -1,0 +1,111 @@
+"""A stack of matrices of which every process holds rectangles, or all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.linalg.collectives import Exchange, Routine, totals
+
+
+@dataclass(frozen=True)
+class Part:
+    """The same rectangle of some members of the stack.
+
+    Attributes:
+        members: which, (P,) on the CPU; ``None`` for all of them.
+        rows, cols: where the rectangle lies.
+        A: (P, rows, cols) what is in it.
+    """
+
+    members: Tensor | None
+    rows: slice
+    cols: slice
+    A: Tensor
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """K matrices (m, n); their entries are the sums of the rectangles that all processes hold.
+
+    Attributes:
+        shape: (K, m, n).
+        parts: what this process holds, at most one rectangle of a matrix.
+        split: whether some matrix has rows (first) or columns (second) whose entries are in several processes. Where
+            neither is, each matrix is whole in one process.
+        exchange: the processes; ``None`` if there is one.
+        like: an empty tensor of the dtype and on the device of all.
+    """
+
+    shape: tuple[int, int, int]
+    parts: tuple[Part, ...]
+    split: tuple[bool, bool]
+    exchange: Exchange | None
+    like: Tensor
+
+    @classmethod
+    def whole(cls, A: Tensor) -> Pieces:
+        """A stack (K, m, n) that is all here."""
+        everything = slice(None)
+        shape = (A.shape[0], A.shape[1], A.shape[2])
+        return cls(shape, (Part(None, everything, everything, A),), (False, False), None, A.new_empty(0))
+
+    @property
+    def mT(self) -> Pieces:  # noqa: N802  as torch calls it
+        """The transposed matrices."""
+        K, m, n = self.shape
+        parts = tuple(Part(part.members, part.cols, part.rows, part.A.mT) for part in self.parts)
+        return replace(self, shape=(K, n, m), parts=parts, split=self.split[::-1])
+
+    def select(self, first: int, last: int) -> Pieces:
+        """The members from ``first`` up to ``last``."""
+        parts = []
+        for part in self.parts:
+            if part.members is None:
+                parts.append(replace(part, A=part.A[first:last]))
+                continue
+            start, stop = torch.searchsorted(part.members, torch.tensor([first, last])).tolist()
+            if stop > start:
+                parts.append(replace(part, members=part.members[start:stop] - first, A=part.A[start:stop]))
+        return replace(self, shape=(last - first, *self.shape[1:]), parts=tuple(parts))
+
+    def map(self, function: Callable[[Tensor, Tensor | None], Tensor]) -> Pieces:
+        """The stack of what a function makes of each part's matrices and members."""
+        return replace(self, parts=tuple(replace(part, A=function(part.A, part.members)) for part in self.parts))
+
+    def times(self, x: Tensor) -> Tensor:
+        """``A x`` of rows x (K, b, n) as rows (K, b, m): this process's share, the rows of others 0."""
+        K, b, _ = x.shape
+        if len(self.parts) == 1 and self.parts[0].members is None and self.parts[0].A.shape == self.shape:
+            return torch.bmm(x, self.parts[0].A.mT)  # rows times matrices: the fast order
+        y = x.new_zeros(K, b, self.shape[1])
+        for part in self.parts:
+            mine = x if part.members is None else x[part.members.to(x.device)]
+            product = torch.bmm(mine[:, :, part.cols], part.A.mT)
+            if part.members is None:
+                y[:, :, part.rows] += product
+            else:
+                y[part.members.to(x.device), :, part.rows] = product
+        return y
+
+    def gram(self) -> Tensor:
+        """This process's share of ``A A^T``, (K, m, m), where rows are not split."""
+        total = self.like.new_zeros(self.shape[0], self.shape[1], self.shape[1])
+        for part in self.parts:
+            product = torch.bmm(part.A, part.A.mT)
+            if part.members is None:
+                total += product
+            else:
+                total[part.members.to(total.device)] = product
+        return total
+
+    def combined(self, measure: Callable[[Tensor], Tensor], order: float) -> Routine[Tensor]:
+        """(K,) the ``order``-norm over all rectangles of ``measure``, from (P, rows, cols) to (P,)."""
+        mine = self.like.new_zeros(self.shape[0])
+        for part in self.parts:
+            mine[slice(None) if part.members is None else part.members.to(mine.device)] = measure(part.A)
+        whole = yield from totals(mine, order, self.exchange)
+        return whole

@@ -1,0 +1,323 @@
+"""Largest singular values of a stack of matrices, with bounds on both sides."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.linalg.collectives import Routine, abreast, alone
+from spectral_monitor.linalg.lanczos import KrylovSpace, ritz
+from spectral_monitor.linalg.scaling import compute_dtype, tame
+from spectral_monitor.linalg.sharded_stack import Pieces
+
+SMALL = 72
+"""Up to this min(m, n) the Gram matrix is diagonalized: cheaper than Lanczos, and exact."""
+LOOKS = (2, 4, 7, 11, 15, 20, 26, 32)
+"""Lanczos steps after which is asked what is decided: each is a wait for the device, and costs about a step."""
+MAX_STEPS = LOOKS[-1]
+PADDED = 2
+"""Padding makes a basis that matrices of several sizes share at most this much larger."""
+EXACT = 1e-5
+"""Tolerance where the Gram matrix of a small matrix cannot be had, for its short side is split over processes."""
+DOUBT = 0.01
+"""Lanczos stops when a start that hides a value beyond the tolerance is at most this probable."""
+
+
+@dataclass(frozen=True)
+class SpectralEstimate:
+    """Largest singular values of a stack of K matrices, with bounds; NaN for those with NaN or inf entries.
+
+    Attributes:
+        sigma: (K,) the estimate, a Rayleigh quotient and so a lower bound up to rounding.
+        sigma_low: (K,) ``sigma`` less the rounding of this computation: never above the truth.
+        error_bound: (K,) *some* singular value lies this close to ``sigma``: the residual of the singular triplet,
+            plus rounding.
+        sigma_high: (K,) never below the truth: ``sqrt(sigma^2 + (Frobenius norm of what Lanczos has not seen)^2)``,
+            which is at most the Frobenius norm, plus rounding.
+        fro: (K,) Frobenius norms; inf for a matrix with inf entries.
+        passes: how often the matrices were read, at most.
+    """
+
+    sigma: Tensor
+    sigma_low: Tensor
+    error_bound: Tensor
+    sigma_high: Tensor
+    fro: Tensor
+    passes: int
+
+
+@torch.no_grad()
+def spectral_estimate(A: Tensor, *, tol: float = 0.01, exact: bool = False) -> SpectralEstimate:
+    """Return the largest singular value of each matrix of a stack.
+
+    Block Lanczos (two passes a step, at most 32 steps) runs on a matrix until a singular value above ``(1 + tol)``
+    times the estimate would have shown, but for one random start in a hundred. The start is fixed and the result is
+    that of the matrix's own last step: neither the global random state matters nor, beyond rounding, what else is in
+    the stack.
+
+    Products of float32 matrices are made as ``torch.get_float32_matmul_precision()`` says: below "highest" results and
+    bounds are off by up to about 0.1 %.
+
+    Args:
+        A: (K, m, n), floating point; half precisions are measured in float32.
+        tol: relative tolerance, in (0, 1).
+        exact: use a float64 SVD.
+
+    Raises:
+        ValueError: ``A`` is not a real floating-point stack of matrices, or ``tol`` is out of range.
+    """
+    if A.ndim != 3 or not A.is_floating_point() or A.element_size() < 2:  # eight bits have no arithmetic
+        raise ValueError(f"expected a real floating-point stack (K, m, n), got {A.dtype} of shape {tuple(A.shape)}")
+    if not 0 < tol < 1:
+        raise ValueError(f"tol must be in (0, 1), got {tol}")
+    converted = A.to(compute_dtype(A.dtype))
+    if 0 in A.shape:
+        zero = converted.new_zeros(len(A))
+        return SpectralEstimate(zero, zero, zero, zero, zero, passes=0)
+    with torch.autocast(A.device.type, enabled=False):
+        (found,) = alone(spectral_estimates([Pieces.whole(converted)], tol, exact))
+    return replace(found, passes=found.passes + int(converted.dtype != A.dtype))
+
+
+def spectral_estimates(
+    stacks: Sequence[Pieces], tol: float, exact: bool = False, bounds: bool = True
+) -> Routine[list[SpectralEstimate]]:
+    """Return the same of several stacks in one solve, whether they are all here or lie in several processes.
+
+    Results are the same in every process.
+
+    Args:
+        stacks: not empty, and of the dtypes they are measured in.
+        tol: relative tolerance.
+        exact: use a float64 SVD; for stacks that are all here.
+        bounds: without them, which take a while for small matrices, those are NaN.
+    """
+    solves: dict[object, list[int]] = defaultdict(list)
+    for k, A in enumerate(stacks):
+        dealt = A.exchange is not None and not any(A.split)
+        solves["dealt" if dealt else (A.like.dtype, A.like.device)].append(k)
+    routines = []
+    for kind, which in solves.items():
+        some = [stacks[k] for k in which]
+        routines.append(_dealt(some, tol, bounds) if kind == "dealt" else _solve(some, tol, exact, bounds))
+    found = yield from abreast(routines)
+    results = {
+        k: e for which, some in zip(solves.values(), found, strict=True) for k, e in zip(which, some, strict=True)
+    }
+    return [results[k] for k in range(len(stacks))]
+
+
+def _dealt(stacks: Sequence[Pieces], tol: float, bounds: bool) -> Routine[list[SpectralEstimate]]:
+    """Return estimates of stacks whose matrices are each whole in one process; the others hear what it found."""
+    held = [(k, part) for k, A in enumerate(stacks) for part in A.parts]
+    here = [Pieces.whole(part.A) for _, part in held]
+    estimates = alone(spectral_estimates(here, tol, bounds=bounds)) if here else []
+    columns = [A.like.new_zeros(5, A.shape[0]) for A in stacks]
+    passes = [0] * len(stacks)
+    for (k, part), e in zip(held, estimates, strict=True):
+        members = slice(None) if part.members is None else part.members
+        columns[k][:, members] = torch.stack([e.sigma, e.sigma_low, e.error_bound, e.sigma_high, e.fro])
+        passes[k] = max(passes[k], e.passes)
+    columns = yield columns
+    found = []
+    for rows, reads in zip(columns, passes, strict=True):
+        sigma, low, error, high, fro = rows
+        found.append(SpectralEstimate(sigma, low, error, high, fro, reads))
+    return found
+
+
+class _Norms(NamedTuple):
+    """Norms of the K matrices of some stacks, one after the other, before rounding is accounted for.
+
+    Attributes:
+        sigma, error: (K,) the norm and its residual.
+        unseen: (K,) squared Frobenius norm of what has not been seen.
+        passes: how often each stack was read.
+    """
+
+    sigma: Tensor
+    error: Tensor
+    unseen: Tensor
+    passes: list[int]
+
+    @classmethod
+    def exact(cls, sigma: Tensor, passes: list[int]) -> _Norms:
+        """Return norms of which everything has been seen."""
+        return cls(sigma, torch.zeros_like(sigma), torch.zeros_like(sigma), passes)
+
+    def split(self, counts: Sequence[int]) -> list[_Norms]:
+        """Return those of each stack, of which these are the numbers of matrices."""
+        columns = (x.split(list(counts)) for x in (self.sigma, self.error, self.unseen))
+        rows = zip(*columns, self.passes, strict=True)
+        return [_Norms(sigma, error, unseen, [passes]) for sigma, error, unseen, passes in rows]
+
+
+def _solve(stacks: Sequence[Pieces], tol: float, exact: bool, bounds: bool) -> Routine[list[SpectralEstimate]]:
+    """Return estimates of stacks of one dtype on one device."""
+    tamed, fro, scale, read = yield from tame(stacks)
+    counts = [A.shape[0] for A in tamed]
+    fros = fro.split(counts)
+    # Which stacks are measured how.
+    trivial: list[int] = []
+    small: dict[int, Pieces] = {}
+    large: dict[float, dict[int, Pieces]] = defaultdict(dict)  # by tolerance
+    for k, A in enumerate(tamed):
+        short = A if A.shape[1] < A.shape[2] else A.mT  # its rows are the short side
+        if short.shape[1] == 1:
+            trivial.append(k)
+        elif exact or (short.shape[1] <= SMALL and not short.split[0]):
+            small[k] = short
+        elif short.shape[1] <= SMALL:  # elsewhere the norm of such a matrix is exact
+            large[EXACT][k] = short.mT if short.split[1] else short
+        else:
+            large[tol][k] = short.mT
+    bases = [(wanted, basis) for wanted, some in large.items() for basis in _bases(some)]
+    gram = _svd if exact else _gram
+    routines = [gram(list(small.values()), [fros[k] for k in small])] if small else []
+    routines += [_lanczos(list(some.values()), [fros[k] for k in some], wanted, bounds) for wanted, some in bases]
+    found = yield from abreast(routines)
+    # Back in the order of the stacks.
+    norms = {k: _Norms.exact(fros[k], [0]) for k in trivial}
+    for some, result in zip([small] * bool(small) + [basis for _, basis in bases], found, strict=True):
+        norms.update(zip(some, result.split([counts[k] for k in some]), strict=True))
+    ordered = [norms[k] for k in range(len(tamed))]
+    columns = _certain(tamed, ordered, fro, scale) if bounds else _plain(ordered, fro, scale)
+    passes = [read + some.passes[0] for some in ordered]
+    return [SpectralEstimate(*some) for some in zip(*(x.split(counts) for x in columns), passes, strict=True)]
+
+
+def _plain(found: Sequence[_Norms], fro: Tensor, scale: Tensor) -> list[Tensor]:
+    """Return the columns of an estimate of tamed stacks, NaN for bounds."""
+    unknown = torch.full_like(fro, math.nan)
+    sigma = torch.cat([some.sigma for some in found]) * torch.where(scale.isfinite(), scale, math.nan)
+    return [sigma, unknown, unknown, unknown, fro * scale]
+
+
+def _certain(stacks: Sequence[Pieces], found: Sequence[_Norms], fro: Tensor, scale: Tensor) -> list[Tensor]:
+    """Return the columns of an estimate of tamed stacks, with bounds that hold in spite of rounding."""
+    slack = torch.cat([fro.new_full((A.shape[0],), _slack(A)) for A in stacks])
+    sigma, error, unseen = (torch.cat(column) for column in zip(*(some[:3] for some in found), strict=True))
+    high = torch.minimum(torch.sqrt(sigma.square() + unseen), fro) * (1 + slack)
+    values = torch.stack([sigma, sigma * (1 - slack), error + slack * sigma, torch.maximum(high, sigma)])
+    sigma, low, error, high = values * torch.where(scale.isfinite(), scale, math.nan)
+    # Results so small that they are rounded themselves are moved outwards by a last digit.
+    low = torch.nextafter(low, torch.zeros_like(low))
+    error, high = (torch.where(fro > 0, torch.nextafter(x, torch.full_like(x, math.inf)), x) for x in (error, high))
+    return [sigma, low, error, high, fro * scale]
+
+
+def _slack(A: Pieces) -> float:
+    """Return the relative rounding of products: of max(m, n) it is about sqrt(max(m, n)) eps; 8 leaves a margin."""
+    return 8 * torch.finfo(A.like.dtype).eps * math.sqrt(max(A.shape[1:]))
+
+
+def _bases(stacks: Mapping[int, Pieces]) -> list[dict[int, Pieces]]:
+    """Deal stacks to as few bases as padding allows, the widest first."""
+    bases: list[dict[int, Pieces]] = []
+    widest = padded = entries = 0
+    for k, A in sorted(stacks.items(), key=lambda some: -some[1].shape[2]):
+        padded, entries = padded + A.shape[0] * widest, entries + A.shape[0] * A.shape[2]
+        if not bases or padded > PADDED * entries:
+            bases.append({})
+            widest, padded = A.shape[2], A.shape[0] * A.shape[2]
+            entries = padded
+        bases[-1][k] = A
+    return bases
+
+
+def _svd(stacks: Sequence[Pieces], fros: Sequence[Tensor]) -> Routine[_Norms]:
+    """Return norms by float64 SVD."""
+    yield from ()
+    matrices = [A.parts[0].A for A in stacks]
+    sigma = [torch.linalg.svdvals(A.double())[:, 0].to(fro) for A, fro in zip(matrices, fros, strict=True)]
+    return _Norms.exact(torch.cat(sigma), [1 + int(A.dtype != torch.float64) for A in matrices])
+
+
+def _gram(stacks: Sequence[Pieces], fros: Sequence[Tensor]) -> Routine[_Norms]:
+    """Return exact norms of stacks (k, s, n) with few rows, by one eigenvalue call for all that have as many."""
+    grams = [A.gram() for A in stacks]
+    if any(A.split[1] for A in stacks):
+        summed = iter((yield [gram for A, gram in zip(stacks, grams, strict=True) if A.split[1]]))
+        grams = [next(summed) if A.split[1] else gram for A, gram in zip(stacks, grams, strict=True)]
+    found: dict[int, Tensor] = {}
+    for size in {A.shape[1]: None for A in stacks}:
+        some = [k for k, A in enumerate(stacks) if A.shape[1] == size]
+        fro = torch.cat([fros[k] for k in some])
+        # Some builds of LAPACK do not converge on float32 matrices as small as 1e-7.
+        unit = torch.where(fro > 0, fro, 1.0).double()
+        squares = torch.linalg.eigvalsh(torch.cat([grams[k] for k in some]).double() / unit.square()[:, None, None])
+        sigma = (squares[:, -1].clamp(min=0).sqrt() * unit).to(fro)
+        found.update(zip(some, sigma.split([stacks[k].shape[0] for k in some]), strict=True))
+    return _Norms.exact(torch.cat([found[k] for k in range(len(stacks))]), [1] * len(stacks))
+
+
+class _Look(NamedTuple):
+    """What is seen of undecided matrices.
+
+    Attributes:
+        places: in the basis.
+        T: projected.
+        sigma: their norms, in units.
+        done: which of them are decided.
+    """
+
+    places: Tensor
+    T: Tensor
+    sigma: Tensor
+    done: Tensor
+
+
+def _lanczos(stacks: Sequence[Pieces], fros: Sequence[Tensor], tol: float, bounds: bool) -> Routine[_Norms]:
+    """Return norms of stacks (k, m, n) by block Lanczos on their n columns.
+
+    All processes stop at the same step. Each looks for itself, and what the first one saw counts, which the others hear
+    with the next sums.
+    """
+    counts, fro = [A.shape[0] for A in stacks], torch.cat(list(fros))
+    space = KrylovSpace(stacks, fro, MAX_STEPS)
+    exchange = stacks[0].exchange
+    speaks = float(exchange is None or exchange.rank == 0)
+    found = torch.zeros(3, len(fro), dtype=torch.float64)  # sigma, error, unseen; in units
+    reads = torch.zeros(len(fro), dtype=torch.int64)
+    told = nothing = fro.new_zeros(0)
+    look: _Look | None = None
+    while bool(space.undecided.any()):
+        told = yield from space.step(told)
+        if look is not None:  # the others have heard of it now
+            look = look._replace(done=told.to("cpu") > 0.5)
+        elif space.steps in LOOKS:
+            look = _look(space, tol)
+            if space.split and space.steps < MAX_STEPS:
+                told = look.done.to(fro) * speaks
+                continue
+        if look is None:
+            continue
+        places = look.places[look.done]
+        decided = space.members[places]
+        found[:, decided] = _ritz(look) if bounds else torch.stack([look.sigma[look.done]] * 3)
+        reads[decided] = 2 * space.steps
+        space.decide(places)
+        look, told = None, nothing
+    found[2] += 2 * torch.repeat_interleave(torch.tensor([_slack(A) for A in stacks]), torch.tensor(counts))
+    sigma, error, unseen = found.to(fro.dtype).to(fro.device) * fro
+    return _Norms(sigma, error, unseen * fro, [int(some.max()) for some in reads.split(counts)])
+
+
+def _look(space: KrylovSpace, tol: float) -> _Look:
+    places = space.undecided.nonzero()[:, 0]
+    T = space.projected(places)
+    doubt, sigma = space.doubt(T, places, tol)
+    return _Look(places, T, sigma, (doubt <= DOUBT) | (space.steps == MAX_STEPS))
+
+
+def _ritz(look: _Look) -> Tensor:
+    """Return sigma, its error bound and the share of the squares that has not been seen, in units."""
+    sigma, residual, seen = ritz(look.T[look.done])
+    # (u, w) is an eigenvector of [[0, A], [A^T, 0]] up to the residual, and of length sqrt(2).
+    return torch.stack([sigma, residual / math.sqrt(2), (1 - seen).clamp(min=0)])

@@ -1,0 +1,249 @@
+"""A few steps of a copy before a long job: what will be measured, what is off already, and what it will cost here."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from spectral_monitor.condition import SpectralCondition
+from spectral_monitor.condition.verdict import Verdict
+from spectral_monitor.engine.overhead_budget import MAX_OVERHEAD
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.messages import SpectralMonitorWarning
+from spectral_monitor.monitoring.probe import SpectralProbe
+from spectral_monitor.monitoring.trial_copy import HOW, TrialCopy
+from spectral_monitor.quantities import TIERS
+from spectral_monitor.state.rng import RandomState
+
+if TYPE_CHECKING:
+    from spectral_monitor.reporting.text.lines import Table
+
+STEPS = 3
+"""Steps of each copy: memory is set aside in the first one, and evidence adds up over all of them."""
+TIER = "standard"
+"""What verdicts are given by."""
+EVERY = 100
+"""The monitor's interval after the first steps."""
+
+
+@dataclass(frozen=True)
+class TierCost:
+    """What a tier costs on this machine.
+
+    Attributes:
+        tier: ``"light"``, ``"standard"`` or ``"full"``.
+        seconds: that a measured step takes more than a plain one.
+        steps: the same in plain steps.
+    """
+
+    tier: str
+    seconds: float
+    steps: float
+
+    @property
+    def share(self) -> float:
+        """Of training time, with every hundredth step measured."""
+        return self.steps / EVERY
+
+    @property
+    def interval(self) -> int:
+        """Steps between measurements at which it takes 1 % of training time."""
+        return max(1, math.ceil(self.steps / MAX_OVERHEAD))
+
+
+class Check:
+    """What :func:`check` has found; it prints as a page of text.
+
+    Attributes:
+        verdicts: what is off already, roots first.
+        roles: every measured layer with its role; ``roles.unmeasured`` says which parameters are not measured and why.
+        missing: quantity -> why it is NaN in every matrix.
+        measurement: of the last step of the copy.
+        costs: of each tier.
+        step_seconds: of a plain training step.
+        notes: what else there is to know, in sentences.
+    """
+
+    def __init__(
+        self,
+        probe: SpectralProbe,
+        full: SpectralProbe,
+        costs: Sequence[TierCost],
+        step_seconds: float,
+        notes: Sequence[str],
+    ) -> None:
+        self.roles, self.measurement = probe.roles(), probe.measurements[-1]
+        self.verdicts: tuple[Verdict, ...] = self.measurement.verdicts
+        self.missing = _missing(full.measurements[-1])
+        self.costs, self.step_seconds, self.notes = tuple(costs), step_seconds, tuple(notes)
+
+    def assert_healthy(self) -> None:
+        """Raise if anything is off already.
+
+        Raises:
+            AssertionError: with the layers, causes and what to do.
+        """
+        if self.verdicts:
+            raise AssertionError("\n  ".join([self._answer(), *map(str, self.measurement.roots)]))
+
+    def _answer(self) -> str:
+        from spectral_monitor.reporting.content.headline import headline
+
+        return headline(self.measurement)
+
+    def _tables(self) -> Iterator[Table]:
+        from spectral_monitor.reporting.content.headline import names_in
+        from spectral_monitor.reporting.content.tally import named_by, tally
+        from spectral_monitor.reporting.text.lines import Column, Table
+
+        state = tally(self.measurement).state
+        found = []
+        for root in self.measurement.roots:
+            names = named_by(root)
+            found.append(f"{names_in(self.measurement, names)}: {root.sentence}" if names else root.sentence)
+        title = f"spectral monitor, {STEPS} steps of a copy: {self._answer()}"
+        yield Table(title, (), tuple(f"  {line}" for line in found), state=state)
+        roles = self.roles.table()
+        missing = [f"not measured: {key}: {reason}" for key, reason in self.missing.items()]
+        yield Table(roles.title, roles.columns, (*roles.foot, *missing))
+        columns = (
+            Column("tier", tuple(cost.tier for cost in self.costs), text=True),
+            Column("ms", tuple(f"{1e3 * cost.seconds:.3g}" for cost in self.costs)),
+            Column("plain steps", tuple(f"{cost.steps:.2g}" for cost in self.costs)),
+            Column(f"every {EVERY}th step", tuple(f"{100 * cost.share:.2g} %" for cost in self.costs)),
+            Column("1 % is every", tuple(f"{cost.interval} steps" for cost in self.costs)),
+        )
+        plain = f"a plain step takes {1e3 * self.step_seconds:.3g} ms here, a measured one so much more:"
+        yield Table(plain, columns, self.notes)
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(str, self._tables()))
+
+    def _repr_html_(self) -> str:
+        from spectral_monitor.reporting.text.notebook import html_table
+
+        return "".join(map(html_table, self._tables()))
+
+
+def check(
+    model: nn.Module,
+    batch: Any,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    condition: SpectralCondition = SpectralCondition(),
+    roles: Mapping[str, str] | None = None,
+) -> Check:
+    """Train a copy for a few steps on one batch, and say what a monitor would say: ten seconds before ten days.
+
+    The model, its optimizer, the batch and all random generators stay bit for bit as they are. The copy takes the
+    memory of the model and its optimizer's state once more.
+
+    Args:
+        model: the module that is to be trained. A ``LightningModule`` needs neither an optimizer nor a loss.
+        batch: one batch: ``(inputs, ..., targets)`` with a loss. Without one it is what ``training_step`` takes, or
+            what the model takes to return its loss: a mapping for keywords, a tuple for arguments.
+        optimizer: its optimizer, or several. Learning rates that a schedule has lowered are set to their peak in the
+            copy.
+        loss: ``loss(outputs, targets)``, such as ``torch.nn.functional.cross_entropy``.
+        condition: what layers are held against.
+        roles: pattern -> role, where a guess is wrong.
+
+    Raises:
+        TypeError: something is not what it should be, in a sentence.
+        ValueError: the model cannot be copied or measured, or no loss is found.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> found = check(model, (torch.randn(16, 4), torch.randint(2, (16,))), optimizer, nn.functional.cross_entropy)
+        >>> found.roles["2"], [cost.tier for cost in found.costs]
+        ('readout', ['light', 'standard', 'full'])
+    """
+    _refuse(model, batch, loss)
+    before = RandomState.now()
+    try:
+        with _notes_of_warnings() as notes:
+            trial = TrialCopy(model, batch, optimizer, loss)
+            notes += trial.notes
+            plain = min([trial.timed() for _ in range(STEPS)][1:])
+            probes = {}
+            for tier in TIERS:
+                trial = TrialCopy(model, batch, optimizer, loss)
+                probes[tier] = _probed(trial, tier, condition, roles)
+    finally:
+        before.restore()
+    costs = []
+    for tier, probe in probes.items():
+        spent = min(m.summary["overhead_ms"] / 1e3 for m in list(probe.measurements)[1:])
+        costs.append(TierCost(tier, spent, spent / plain))
+    return Check(probes[TIER], probes["full"], costs, plain, list(dict.fromkeys(notes)))
+
+
+def _probed(
+    trial: TrialCopy, tier: str, condition: SpectralCondition, roles: Mapping[str, str] | None
+) -> SpectralProbe:
+    """Return a probe that has measured every step of a copy.
+
+    Raises:
+        ValueError: a step was not measured.
+    """
+    probe = SpectralProbe(
+        trial.root, trial.optimizers, quantities=tier, roles=roles, condition=condition, mode="observe", drift_every=1
+    )
+    for _ in range(STEPS):
+        with probe.step():
+            trial.step()
+    if len(probe.measurements) < STEPS:
+        raise ValueError("the optimizer did not step: nothing was measured")
+    return probe
+
+
+def _refuse(model: Any, batch: Any, loss: Any) -> None:
+    """Raise for arguments that cannot be what they should be."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if getattr(model, "automatic_optimization", True) is False and loss is None:
+        raise ValueError("check cannot run a training step with manual optimization: give it an optimizer and a loss")
+    if isinstance(batch, Iterator | DataLoader):
+        raise TypeError(f"batch must be one batch, got {type(batch).__name__}: give next(iter(loader))")
+    if loss is None:
+        return
+    if not callable(loss):
+        raise TypeError(f"loss must be a function of outputs and targets, got {loss!r}")
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise TypeError(f"with a loss, batch must be (inputs, ..., targets), got {type(batch).__name__}: {HOW}")
+
+
+@contextmanager
+def _notes_of_warnings() -> Iterator[list[str]]:
+    """Give a list that takes up what is warned of by the monitor; other warnings are given again afterwards."""
+    notes: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield notes
+    for item in caught:
+        if issubclass(item.category, SpectralMonitorWarning):
+            notes.append(str(item.message))
+        elif "self.log" not in str(item.message):  # which has no trainer here
+            warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
+
+
+def _missing(measurement: Measurement) -> dict[str, str]:
+    """Return quantity -> why no matrix has a number of it."""
+    matrices = [i for i, info in enumerate(measurement.layers) if info.role != "vector"]
+    return {
+        key: measurement.why(key, measurement.layers[matrices[0]].name) or "not known why"
+        for key, column in measurement.values.items()
+        if matrices and not bool((~column[matrices].isnan()).any())
+    }

@@ -1,0 +1,266 @@
+"""The monitor for plain PyTorch loops."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
+from spectral_monitor.condition import SpectralCondition, save_profile
+from spectral_monitor.correction import LRCorrection
+from spectral_monitor.engine import Engine, Settings
+from spectral_monitor.layers import Anatomy
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.messages import SpectralMonitorWarning, Warner, announce
+from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
+from spectral_monitor.monitoring.supervisor import Mode, Oversight, checked, with_needed
+from spectral_monitor.reporting.run import MeasuredRun
+from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
+from spectral_monitor.reporting.text.roles import Roles
+from spectral_monitor.suggestions import helpful
+
+
+class SpectralProbe(MeasuredRun):
+    """Measures optimizer steps of a bare training loop.
+
+    Wrap the forward, the backward and the optimizer's step of an iteration in ``with probe.step():``. Every
+    ``every_n_steps``-th such block is measured; the others cost a comparison. Training is not changed, except with
+    ``mode="correct"``: parameters, optimizer state, gradients, buffers and random states stay bit for bit what they
+    would have been.
+
+    To resume, save :meth:`state_dict` with the model's and the optimizer's, and load it after them.
+
+    Args:
+        model: the module that is trained; call it once per step (call its parts instead, and what needs the
+            features after the step is NaN). Fabric's wrapper will do.
+        optimizer: its optimizer, or several; Fabric's and Accelerate's wrappers will do.
+        every_n_steps: measure every n-th step; or steps in words, ``"1, 2, 4, ..., every 100"``; or a mapping
+            from tiers and keys to either, such as ``{"light": 10, "standard": 100}`` or ``{"update_norm": 1,
+            "feature_change": 50}``: a tier stands for its own quantities, not for those of the tiers below, and at a
+            step only what is due is measured and paid for.
+        quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
+            (features too), ``"full"`` (kernels, backward speeds and checks of assumptions too; several times as slow)
+            or a list of keys; only what is asked for is paid for.
+        include: fnmatch patterns on module or layer names; only these are measured.
+        exclude: fnmatch patterns on module or layer names; these are not measured.
+        roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
+            guess in :meth:`role_table` is wrong.
+        blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
+        max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
+        replay_samples: samples that are run again after the step, the first ones of the batch (of each process's);
+            ``None`` for all. What is compared is then of these, ``summary/feature_error`` says how far it may be from
+            that of all, and ``summary/loss_change`` is not known. ``"auto"`` runs few, and more of them while that
+            error is above a tenth. All are run where some do not give alone what they give among the others, which
+            is seen at the first measured step: with dropout, or batch normalization in training mode.
+        tol: relative tolerance of spectral norms.
+        drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step that has features.
+        history: measurements kept in :attr:`measurements`.
+        condition: what layers are held against; every measurement has its verdicts.
+        correction: how learning rates are put right, with ``mode="correct"``.
+        mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
+            ``"correct"`` also puts learning rates right, of steps inside ``probe.step()``.
+        sinks: what is given every measurement, such as a :class:`~spectral_monitor.reporting.TensorBoardSink`;
+            :meth:`close` tells them when training is over.
+        low_memory: keep the weights before the update, and the copy that guards them during the extra forward, in host
+            memory, and measure one layer at a time: slower, with at most two layers' worth of memory on the device.
+        max_overhead: share of training time that measuring may take, such as ``0.01``: steps that are due are passed
+            over until the time since the last measured one makes up for what that took, and a line says how far apart
+            they are. The first two of a run, which take longest, are not waited for. ``None``: nothing is timed.
+        on_verdict: is called with every root :class:`~spectral_monitor.Verdict` that begins: to send a message, say.
+            What it raises becomes a warning.
+        stop_on: cause, or causes, such as ``["diverged", "exploding"]``, at which :attr:`should_stop` becomes true;
+            ``"any"`` for all.
+
+    Attributes:
+        should_stop: whether a verdict of ``stop_on`` has begun; leave the loop then.
+
+    Raises:
+        ValueError: an argument out of range, an unknown key, a pattern that matches nothing, a role or number of
+            blocks that does not fit, LBFGS with feature quantities, several processes.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> probe = SpectralProbe(model, optimizer)
+        >>> for _ in range(3):
+        ...     with probe.step():
+        ...         optimizer.zero_grad()
+        ...         model(torch.randn(16, 4)).square().mean().backward()
+        ...         optimizer.step()
+        >>> probe.latest
+        Measurement(step=3, layers=4, quantities=25)
+        >>> probe.latest.value("update_ratio", "0") > 0
+        True
+    """
+
+    @helpful
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        every_n_steps: int | str | Mapping[str, int | str] = 1,
+        quantities: str | Sequence[str] = "standard",
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        roles: Mapping[str, str] | None = None,
+        blocks: Mapping[str, int] | None = None,
+        max_rows: int | None = 512,
+        replay_samples: int | Literal["auto"] | None = "auto",
+        tol: float = 0.01,
+        drift_every: int = 5,
+        history: int = 1000,
+        condition: SpectralCondition = SpectralCondition(),
+        correction: LRCorrection | None = None,
+        mode: Mode = "warn",
+        sinks: Sequence[Sink] = (),
+        low_memory: bool = False,
+        max_overhead: float | None = None,
+        on_verdict: OnVerdict | None = None,
+        stop_on: str | Sequence[str] = (),
+    ) -> None:
+        self._reactions, self.should_stop = Reactions(on_verdict, stop_on), False
+        self._warn = Warner()
+        self._sinks = Sinks(checked_sinks(sinks))
+        correction = checked(mode, condition, correction)
+        settings = Settings(
+            every_n_steps=every_n_steps,
+            quantities=with_needed(quantities, correction),
+            include=include,
+            exclude=exclude,
+            roles=roles,
+            blocks=blocks,
+            max_rows=max_rows,
+            replay_samples=replay_samples,
+            tol=tol,
+            drift_every=drift_every,
+            history=history,
+            low_memory=low_memory,
+            max_overhead=max_overhead,
+        )
+        given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
+        optimizers = [unwrap_optimizer(item) for item in given]
+        if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            processes = torch.distributed.get_world_size()
+            if processes > 1:
+                raise ValueError(f"SpectralProbe measures one process so far, not {processes}")
+        self.settings = settings
+        self.steps = 0
+        self._measurements: deque[Measurement] = deque(maxlen=settings.history)
+        self._engine = Engine(unwrap_model(model), optimizers, settings)
+        self._oversight = Oversight(mode, condition, correction, self._engine)
+        self._engine.start()
+        self._begun = False
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """What the model was found to be made of."""
+        return self._engine.anatomy
+
+    @property
+    def measurements(self) -> deque[Measurement]:
+        """The newest ones."""
+        return self._measurements
+
+    @property
+    def multipliers(self) -> dict[str, float]:
+        """Layer -> what its learning rate is multiplied with; empty without a correction."""
+        return self._oversight.multipliers
+
+    def param_groups_code(self) -> str:
+        """Return Python code that makes the optimizers with the learning rates found; empty without a correction."""
+        return self._oversight.param_groups_code()
+
+    def save_profile(self, path: str | os.PathLike[str]) -> None:
+        """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
+
+        Raises:
+            ValueError: nothing, or not enough, was measured.
+        """
+        save_profile(self.measurements, path, self._oversight.settings)
+
+    def role_table(self) -> str:
+        """Which layers are measured and how, and which are not and why, as text."""
+        return self.anatomy.table()
+
+    def roles(self) -> Roles:
+        """Return every measured layer with its role, and what is not measured."""
+        return Roles.of(self.anatomy)
+
+    @contextmanager
+    def step(self, *, accumulated: int = 1) -> Iterator[None]:
+        """Around forward, backward and ``optimizer.step()`` of one iteration.
+
+        Args:
+            accumulated: what the loss was divided by, when gradients are accumulated over that many micro-batches;
+                features are those of the last one.
+        """
+        if not self._begun:
+            self._begun = True
+            if self._oversight.rescale():
+                self._engine.start()
+        self.steps += 1
+        keys = self._oversight.due(self.steps)
+        self._oversight.arm()
+        if keys:
+            self._engine.arm(keys)
+        try:
+            yield
+        except BaseException:
+            self._engine.disarm()
+            raise
+        finally:
+            self._oversight.disarm()
+        if keys:
+            measurement = self._engine.finish(self.steps, accumulated=accumulated)
+            if measurement is not None:
+                measurement = self._oversight.judge(measurement, announce)
+                self._measurements.append(measurement)
+                self._sinks.write(measurement)
+                self._oversight.correct(measurement)
+                if self._reactions(self._oversight.began, self._warn) is not None:
+                    self.should_stop = True
+
+    def close(self) -> None:
+        """Tell the sinks that training is over; without sinks there is no need to."""
+        self._sinks.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on measuring in another process: plain types and CPU tensors, shared, not copied.
+
+        That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
+        measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it.
+        """
+        state = {**self._engine.state(), "oversight": self._oversight.state_dict()}
+        return {"steps": self.steps, "state": state, "tensors": self._engine.tensors()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave, when the model has its weights back.
+
+        What starts anew all the same, such as ``feature_drift`` where the batch held more than tensors, containers
+        and numbers, is said in a warning.
+
+        Raises:
+            ValueError: it is of other layers, which are named, or of another version; nothing has been changed then.
+        """
+        anew = self._engine.restore(state["state"], state["tensors"], int(state["steps"]))
+        self.steps = int(state["steps"])
+        self._begun = self.steps > 0
+        if "oversight" in state["state"]:
+            self._oversight.load_state_dict(state["state"]["oversight"])
+        if anew:
+            warnings.warn(f"resumed at step {self.steps}: {'; '.join(anew)}", SpectralMonitorWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"

@@ -1,0 +1,65 @@
+"""What a user wants done when something is off: a function called, training stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from spectral_monitor.condition.causes.explanation import CAUSES
+from spectral_monitor.condition.verdict import Verdict
+from spectral_monitor.messages import Warner
+from spectral_monitor.suggestions import unknown
+
+OnVerdict = Callable[[Verdict], object]
+ANY = "any"
+"""Stands for every cause."""
+_OTHERS = {"nan": "diverged", "inf": "diverged", "explode": "exploding", "divergence": "diverged", "lr": "lr_too_large"}
+"""Words that people try for a cause -> the cause."""
+
+
+class Reactions:
+    """Calls a function at each verdict that begins, and says whether training is to stop.
+
+    Args:
+        on_verdict: is given each root verdict that begins. What it raises becomes a warning.
+        stop_on: a cause, or several, of :data:`~spectral_monitor.condition.CAUSES`; ``"any"`` for all of them.
+
+    Raises:
+        TypeError: ``on_verdict`` cannot be called.
+        ValueError: an unknown cause.
+
+    Example:
+        >>> Reactions(None, "explodes")
+        Traceback (most recent call last):
+        ...
+        ValueError: stop_on: no cause 'explodes'; did you mean 'exploding'? It has: any, lr_zero, lr_too_large, \
+lr_too_small, rates_too_large, rates_too_small, momentum, width, sgd_rule_under_adam, ntk_scaling, eps, input_scale, \
+readout_init, weights_too_large, weights_too_small, weights_grown, embedding_scale, exploding, rounding, dead, \
+dead_input, dead_above, unmoved, vanishing, readout_width, diverged, nothing_trains, unknown
+    """
+
+    def __init__(self, on_verdict: OnVerdict | None, stop_on: str | Sequence[str]) -> None:
+        if on_verdict is not None and not callable(on_verdict):
+            raise TypeError(f"on_verdict must be a function of a verdict, got {on_verdict!r}")
+        causes = [stop_on] if isinstance(stop_on, str) else list(stop_on)
+        for cause in causes:
+            if cause != ANY and cause not in CAUSES:
+                if cause in _OTHERS:
+                    raise ValueError(f"stop_on: no cause {cause!r}; did you mean {_OTHERS[cause]!r}?")
+                raise ValueError(f"stop_on: {unknown('cause', cause, [ANY, *CAUSES])}")
+        self._on_verdict, self._causes = on_verdict, frozenset(causes)
+
+    def __call__(self, began: Sequence[Verdict], warn: Warner, speaks: bool = True) -> Verdict | None:
+        """React to verdicts that begin, and return the first one that training is to stop for.
+
+        Args:
+            began: root verdicts.
+            warn: is told of a function that fails.
+            speaks: whether the function is called, as in one process of several.
+        """
+        if self._on_verdict is not None and speaks:
+            for verdict in began:
+                try:
+                    self._on_verdict(verdict)
+                except Exception as error:
+                    warn(f"on_verdict failed ({type(error).__name__}: {error}); training goes on", error)
+        return next((verdict for verdict in began if ANY in self._causes or verdict.cause in self._causes), None)

@@ -1,0 +1,338 @@
+"""What follows from measurements: verdicts, and learning rates put right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from spectral_monitor.condition import Judge, SpectralCondition, Verdict
+from spectral_monitor.condition.bands import bands
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
+from spectral_monitor.condition.optimizers.recipe import describe
+from spectral_monitor.correction import Change, Corrector, LRCorrection, looks_drawn, rescale, starting_norm
+from spectral_monitor.engine import Engine
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.messages import Warner
+from spectral_monitor.quantities import resolve
+from spectral_monitor.reporting.content.headline import announcement
+
+Mode = Literal["observe", "warn", "correct"]
+MODES: tuple[str, ...] = get_args(Mode)
+BEGINNING = frozenset({"weight_natural", "drift_ratio"})
+"""Measured at the first measured step, whatever their interval, if at all: they tell which layers began at zero."""
+
+EARLY = 8
+"""The first steps that a correction measures are apart by the steps so far over this."""
+NAMED = 6
+"""Layers that a warning names."""
+TOLD = 1.5
+"""Factor on a learning rate, either way, from which a correction says so in a line."""
+
+
+class Oversight:
+    """Judges every measurement of an engine and corrects its optimizers' learning rates, if it is told how.
+
+    Attributes:
+        settings: layer -> its optimizer's settings at the latest measurement.
+        began: root verdicts that began at the latest measurement.
+    """
+
+    def __init__(
+        self, mode: Mode, condition: SpectralCondition, correction: LRCorrection | None, engine: Engine
+    ) -> None:
+        self._silent = mode == "observe"
+        self._engine = engine
+        self._warn = Warner()
+        optimizers = engine.optimizers.optimizers
+        tied = {layer.info.name: layer.tied_to for layer in engine.layers if layer.tied_to}
+        self._profile_lacks = "" if condition.profile is None else condition.profile.lacks
+        condition.check((layer.info for layer in engine.layers), hyperparameters(engine.layers, optimizers))
+        self._judge = Judge(condition, tied)
+        self.settings: dict[str, Hyperparameters] = {}
+        self.began: tuple[Verdict, ...] = ()
+        self._flagged: set[str] = set()
+        # A profile, or the theory, has a reference for every layer.
+        self._expects = correction is not None and condition.reference == "balance"
+        self._corrector = None
+        if correction is not None:
+            self._corrector = Corrector(correction, engine.layers, optimizers)
+            engine.multipliers = self._corrector.by_layer()
+
+    @property
+    def recipe(self) -> str:
+        """The kind of recipe that the optimizers' settings follow, in a sentence; empty where they do not tell."""
+        layers = self._engine.layers
+        settings = hyperparameters(layers, self._engine.optimizers.optimizers)
+        return describe((layer.info for layer in layers), settings)
+
+    @property
+    def decision(self) -> str:
+        """Return what learning rates mean under a correction, in a sentence; empty where they mean what they did."""
+        return "" if self._corrector is None else self._corrector.decision
+
+    @property
+    def _expected(self) -> dict[str, float]:
+        return self._corrector.expected if self._corrector is not None and self._expects else {}
+
+    @property
+    def multipliers(self) -> dict[str, float]:
+        """Layer -> what its learning rate is multiplied with; empty where nothing is corrected."""
+        return {} if self._corrector is None else self._corrector.multipliers
+
+    def param_groups_code(self) -> str:
+        """Return code that makes the optimizers with corrected learning rates; empty without a correction."""
+        return "" if self._corrector is None else self._corrector.code(self._engine.model.named_parameters())
+
+    def due(self, step: int, tell: Callable[[str], None] | None = None) -> frozenset[str]:
+        """What is to be measured at a step, counted from 1, whose first batch begins now; nothing at most of them.
+
+        Args:
+            step: which.
+            tell: is told, in one line, when there is a budget and intervals become longer or shorter for it; without
+                it that is a warning.
+        """
+        keys, budget = self._scheduled(step), self._engine.budget
+        if budget is not None:
+            budget.begin(step)
+            keys = budget.granted(step, keys)
+            if budget.news:
+                (tell or self._warn)(budget.news)
+        if keys and self._corrector is not None:
+            self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
+        return keys
+
+    def _scheduled(self, step: int) -> frozenset[str]:
+        """As scheduled; and of the first measured step what tells who began at zero, for later ones may have it too
+        late.
+        """
+        keys = self._wanted(step)
+        if step == self._first:
+            keys |= BEGINNING & set(self._engine.settings.keys)
+        return keys
+
+    @cached_property
+    def _first(self) -> int:
+        """The first measured step: a correction's first, or that of a schedule."""
+        schedules = self._engine.settings.schedule.groups
+        return min(filter(self._wanted, {1, *(step for some in schedules for step in (*some.first[:1], some.every))}))
+
+    def _wanted(self, step: int) -> frozenset[str]:
+        """As scheduled; and if there is a correction, all that it needs at its own steps: those of what it aims at, and
+        the first ones, which it learns most from.
+        """
+        timetable = self._engine.settings.schedule
+        keys = timetable.due(step)
+        if self._corrector is not None:
+            needed = self._corrector.correction.quantities
+            schedule, alike = timetable.with_key(needed[0])
+            if step in _first_steps(schedule.every):
+                keys |= alike
+            if needed[0] in keys:
+                keys |= frozenset(needed)
+        return keys
+
+    def arm(self) -> None:
+        """Correct every step from now on."""
+        if self._corrector is not None:
+            self._corrector.arm()
+
+    def disarm(self) -> None:
+        """Leave the optimizers alone; safe to call at any time."""
+        if self._corrector is not None:
+            self._corrector.disarm()
+
+    def rescale(self) -> bool:
+        """Give the measured weights the size they are to begin with; whether the correction asks for that."""
+        size = False if self._corrector is None else self._corrector.correction.spectral_init
+        layers = self._engine.layers
+        if size == "auto":
+            size = looks_drawn(layers)
+        if size:
+            rescale(layers, starting_norm(self._engine.model, layers) if size is True else float(size))
+        return bool(size)
+
+    def judge(self, measurement: Measurement, warn: Callable[[str], None]) -> Measurement:
+        """Return the measurement with its verdicts.
+
+        Nothing that goes wrong here, or in :meth:`correct`, stops training.
+
+        Args:
+            measurement: the next one.
+            warn: is told of a layer that begins to violate the condition.
+        """
+        self.began = ()
+        try:
+            measurement = self._judged(measurement)
+        except Exception as error:
+            self._warn(f"a measurement was not judged ({type(error).__name__}: {error})", error)
+            return measurement
+        self.began = self._judge.began
+        if not self._silent:  # out here, for whoever makes errors of warnings means it
+            if self._profile_lacks:
+                warn(self._profile_lacks)
+                self._profile_lacks = ""
+            for verdict in self.began:
+                warn(announcement(verdict, measurement))
+        return measurement
+
+    def correct(self, measurement: Measurement, tell: Callable[[str], None] = lambda text: None) -> None:
+        """Correct learning rates by a measurement.
+
+        Args:
+            measurement: the newest one.
+            tell: is told what was corrected, in one line.
+        """
+        if self._corrector is None:
+            return
+        try:
+            changes = self._corrector.update(measurement)
+            self._engine.multipliers = self._corrector.by_layer()
+            if notable := [change for change in changes if change.factor >= TOLD]:
+                tell(f"step {measurement.step}: {_most(notable)}")
+        except Exception as error:
+            self._warn(f"learning rates were not corrected ({type(error).__name__}: {error})", error)
+            return
+        if limited := [change for change in changes if change.limited]:
+            self._warn(f"step {measurement.step}: {_held(limited)}")
+
+    def _judged(self, measurement: Measurement) -> Measurement:
+        verdicts = self._verdicts(measurement)
+        now = {name for verdict in verdicts for name in verdict.layers}
+        self._flagged |= now
+        return replace(
+            measurement,
+            summary={**measurement.summary, "violations": float(sum(verdict.is_root for verdict in verdicts))},
+            verdicts=verdicts,
+            flags={layer: float(layer in now) for layer in sorted(self._flagged)},
+            bands=self._bands(measurement),
+            states=self._judge.states,
+        )
+
+    def _verdicts(self, measurement: Measurement) -> tuple[Verdict, ...]:
+        """Return what a correction makes larger on purpose is held against others by what it would be without."""
+        expected, key = self._expected, "update_natural"
+        self.settings = settings = hyperparameters(self._engine.layers, self._engine.optimizers.optimizers)
+        values = dict(measurement.values)
+        if key in values:
+            values[key] = values[key] / torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers])
+        return tuple(
+            replace(v, value=v.value * share, band=(v.band[0] * share, v.band[1] * share))
+            if (share := expected.get(v.layer, 1.0)) != 1.0 and v.quantity == key
+            else v
+            for v in self._judge.judge(replace(measurement, values=values), settings)
+        )
+
+    def _bands(self, measurement: Measurement) -> dict[str, torch.Tensor]:
+        """Return where layers should be, those that a correction makes larger on purpose included."""
+        names = [info.name for info in measurement.layers]
+        found, key = bands(self._judge.findings, names), "update_natural"
+        if key in found and self._expected:
+            found[key] = found[key] * torch.tensor([[self._expected.get(name, 1.0)] for name in names])
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it takes to go on, in plain types."""
+        judge = self._judge.state_dict()
+        if len(self._engine.settings.schedule.groups) == 1:  # each measurement has everything, so none needs others
+            judge["known"] = {}
+        state: dict[str, Any] = {"judge": judge, "flagged": sorted(self._flagged)}
+        if self._corrector is not None:
+            state["corrector"] = self._corrector.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: it does not fit this model or these settings.
+        """
+        self._judge.load_state_dict(state["judge"])
+        self._flagged = set(state["flagged"])
+        if self._corrector is not None and "corrector" in state:
+            self._corrector.load_state_dict(state["corrector"])
+            self._engine.multipliers = self._corrector.by_layer()
+
+
+@cache
+def _first_steps(every: int) -> frozenset[int]:
+    """Return the first steps that a correction measures: each an eighth later, until they are ``every`` steps apart.
+
+    The younger a run, the faster its updates change at the same learning rate.
+    """
+    found, step = set(), 1
+    while step < EARLY * every:
+        found.add(step)
+        step += max(1, step // EARLY)
+    return frozenset(found)
+
+
+def _most(changes: Sequence[Change]) -> str:
+    most = max(changes, key=lambda change: change.factor)
+    return f"{len(changes)} learning rates corrected, most {most}" if len(changes) > 1 else str(most)
+
+
+def _held(changes: Sequence[Change]) -> str:
+    names = ", ".join(change.layer for change in changes[:NAMED]) + (", ..." if len(changes) > NAMED else "")
+    change = changes[0]
+    return (
+        f"{names}: learning rates are held at the limit of the correction (x {change.after:.3g}); {change.quantity} is "
+        f"{change.observed:.2e} and should be {change.wanted:.2e}: look at these layers' gradients and settings"
+    )
+
+
+def checked(mode: str, condition: SpectralCondition, correction: LRCorrection | None) -> LRCorrection | None:
+    """The correction in force.
+
+    Raises:
+        ValueError: an unknown mode, or a correction in a mode that does not correct.
+        TypeError: a condition or correction of another type.
+    """
+    if mode not in MODES:
+        raise ValueError(f"unknown mode {mode!r}; valid modes: {', '.join(MODES)}")
+    if not isinstance(condition, SpectralCondition):
+        raise TypeError(f"condition must be a SpectralCondition, got {condition!r}")
+    if correction is not None and not isinstance(correction, LRCorrection):
+        raise TypeError(f"correction must be an LRCorrection, got {correction!r}")
+    if correction is not None and mode != "correct":
+        raise ValueError(f'correction is for mode="correct", not mode={mode!r}')
+    return LRCorrection() if mode == "correct" and correction is None else correction
+
+
+def with_needed(quantities: str | Sequence[str], correction: LRCorrection | None) -> str | Sequence[str]:
+    """The quantities asked for and those the correction needs."""
+    needed = () if correction is None else correction.quantities
+    return quantities if set(needed) <= set(resolve(quantities)) else [*resolve(quantities), *needed]
+
+
+def described(mode: str, condition: SpectralCondition, correction: LRCorrection | None) -> dict[str, Any]:
+    """Settings as plain values by name, for tables of hyperparameters.
+
+    Example:
+        >>> described("warn", SpectralCondition(), None)["condition/reference"]
+        'balance'
+    """
+    low, high = condition.limits
+    settings: dict[str, Any] = {
+        "mode": mode,
+        "condition/reference": _file(condition.reference),
+        "condition/band_low": low,
+        "condition/band_high": high,
+        "condition/persistence": condition.persistence,
+        "condition/hysteresis": condition.hysteresis,
+        "condition/expected": ", ".join(f"{pattern} x{factor:g}" for pattern, factor in condition.expected.items()),
+        "condition/ignore": ", ".join(condition.ignore),
+    }
+    if correction is not None:
+        settings |= {f"correction/{f.name}": getattr(correction, f.name) for f in fields(correction) if f.init}
+        settings["correction/reference"] = _file(correction.reference or "")
+    return {key: value if isinstance(value, bool | int | float) else str(value) for key, value in settings.items()}
+
+
+def _file(reference: str | Path) -> str:
+    """Without its folder, which is nobody's business."""
+    return Path(reference).name

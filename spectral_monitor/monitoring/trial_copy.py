@@ -1,0 +1,174 @@
+"""A copy of a model and its optimizer that can be trained on one batch without the originals noticing."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spectral_monitor.capture.replay.replay import clone_tree, loss_in
+from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
+
+HOW = "give check(model, (inputs, targets), optimizer, loss), or a model that returns its loss"
+_PEAKS = ("lr", "initial_lr", "max_lr")
+"""What a param group holds of its learning rate and, where a schedule drives it, of the largest one."""
+
+
+class TrialCopy:
+    """A copy to train.
+
+    Args:
+        model: what is copied.
+        batch: as :func:`~spectral_monitor.check` takes it.
+        optimizer: or several; ``None`` for those that ``configure_optimizers`` makes.
+        loss: of outputs and targets; ``None`` where the model has it.
+
+    Attributes:
+        root: the module whose call is one forward, with the layers under the names they have in the model.
+        optimizers: of the copy's parameters.
+        notes: what is other than in the model, in sentences.
+
+    Raises:
+        TypeError: something is not what it should be.
+        ValueError: it cannot be copied, or no optimizer holds a parameter of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        optimizer: Optimizer | Iterable[Optimizer] | None,
+        loss: Callable[[Any, Any], Tensor] | None,
+    ) -> None:
+        self.notes: list[str] = []
+        self._batch, self._loss = batch, loss
+        model, given = unwrap_model(model), _given(optimizer)
+        try:
+            self.model, self.optimizers = copy.deepcopy((model, given))
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} and its optimizer cannot be copied ({type(error).__name__}: {error})"
+            ) from error
+        if optimizer is None:
+            self.optimizers = _configured(self.model)
+        held = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
+        if not any(id(p) in held for p in self.model.parameters()):
+            raise ValueError("the optimizer holds no parameter of the model")
+        if not self.model.training:
+            self.model.train()
+            self.notes.append("the model is in evaluation mode; the copy was trained in training mode")
+        self._raise_rates()
+        self._steps_itself = loss is None and hasattr(self.model, "training_step")
+        self.root = _Whole(self.model, self._training_step) if self._steps_itself else self.model
+
+    def step(self) -> None:
+        """Train on the batch once.
+
+        Raises:
+            ValueError: the model returns no loss.
+        """
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self._forward().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def timed(self) -> float:
+        """Return the seconds that a step takes, until the device is done."""
+        self._wait()
+        begin = perf_counter()
+        self.step()
+        self._wait()
+        return perf_counter() - begin
+
+    def _wait(self) -> None:
+        for device in {p.device for p in self.model.parameters() if p.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
+
+    def _forward(self) -> Tensor:
+        batch = clone_tree(self._batch)
+        if self._loss is not None:
+            *inputs, targets = batch
+            return self._loss(self.root(*inputs), targets)
+        if self._steps_itself:
+            output = self.root(batch)
+        elif isinstance(batch, Mapping):
+            output = self.root(**batch)
+        else:
+            output = self.root(*batch) if isinstance(batch, tuple | list) else self.root(batch)
+        found = loss_in(output)
+        if found is None:
+            raise ValueError(f"no loss in what {type(self.model).__name__} returns, {type(output).__name__}: {HOW}")
+        return found
+
+    def _training_step(self, batch: Any) -> Any:
+        step: Any = self.model.training_step
+        names = [p.name for p in inspect.signature(step).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        return step(batch, 0) if len(names) > 1 else step(batch)
+
+    def _raise_rates(self) -> None:
+        """Set learning rates that a schedule has lowered to their peak: the first steps of a warm-up tell nothing."""
+        for group in (group for one in self.optimizers for group in one.param_groups):
+            peak = max(float(group[key]) for key in _PEAKS if key in group)
+            if peak > float(group["lr"]):
+                self.notes.append("learning rates that a schedule has lowered were taken at their peak")
+                group["lr"] = peak
+
+
+class _Whole(nn.Module):
+    """A module with the children of another one, whose forward is a call of that one's training step."""
+
+    def __init__(self, model: nn.Module, forward: Callable[[Any], Any]) -> None:
+        super().__init__()
+        for table in ("_modules", "_parameters", "_buffers"):
+            object.__setattr__(self, table, getattr(model, table))
+        self._call = forward
+
+    def forward(self, batch: Any) -> Any:
+        """Return what the training step returns."""
+        return self._call(batch)
+
+
+def _given(optimizer: Any) -> list[Optimizer]:
+    """Return optimizers as a list, without wrappers.
+
+    Raises:
+        TypeError: something is no optimizer.
+    """
+    if optimizer is None:
+        return []
+    wrapped = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    found = [unwrap_optimizer(one) for one in wrapped]
+    if not found or not all(isinstance(one, Optimizer) for one in found):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
+    if any(isinstance(one, torch.optim.LBFGS) for one in found):
+        raise ValueError("check cannot step LBFGS, which runs the model as often as it likes")
+    return found
+
+
+def _configured(model: nn.Module) -> list[Optimizer]:
+    """Return the optimizers that a ``LightningModule`` makes.
+
+    Raises:
+        TypeError: it makes none.
+        ValueError: it cannot without a trainer.
+    """
+    make: Any = getattr(model, "configure_optimizers", None)
+    if make is None:
+        raise TypeError("check needs an optimizer: check(model, batch, optimizer, loss)")
+    try:
+        made = make()
+    except Exception as error:
+        raise ValueError(
+            f"configure_optimizers fails without a trainer ({type(error).__name__}: {error}): give check an optimizer"
+        ) from error
+    if isinstance(made, tuple | list) and made and isinstance(made[0], list | tuple):
+        made = made[0]  # ([optimizers], [schedulers])
+    items = list(made) if isinstance(made, tuple | list) else [made]
+    return _given([item["optimizer"] if isinstance(item, Mapping) else item for item in items])

@@ -1,0 +1,193 @@
+"""Weights of the right size from the start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from spectral_monitor.layers import Layer, dissect
+from spectral_monitor.linalg import spectral_estimate
+from spectral_monitor.parametrization.tying import DENSE, units
+from spectral_monitor.sharding import Extent, flat_extents
+from spectral_monitor.state.dtensor import is_distributed
+
+NORMALIZING, PLAIN = 1.25, 2.0
+"""Natural norms to begin with, in networks that normalize their features and in others."""
+TORCH_OWN = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm)
+TOLERANCE = 1e-3
+"""Of the norms that weights are divided by."""
+DRAWN = 0.6
+"""Stable rank of the median weight over that of a Gaussian matrix, from which weights look as they are drawn: 1 for
+those that were just drawn, 0.1 to 0.4 for those of trained networks.
+"""
+
+
+def spectral_init_(
+    module: nn.Module,
+    scale: float = 1.0,
+    *,
+    roles: Mapping[str, str] | None = None,
+    blocks: Mapping[str, int] | None = None,
+) -> dict[str, float]:
+    """Rescale every matrix of a module to natural norm 1, in place; returns layer -> the factor, of its first block.
+
+    ``W <- scale sqrt(fan_out / fan_in) W / |W|*`` (A Spectral Condition for Feature Learning, Eq. 16), each block of a
+    fused matrix by itself; a convolution by the root of the sum of squares over its taps, which is what taps that are
+    drawn one by one do together. Embeddings are scaled to a largest row of RMS 1, whatever the scale, as inputs are
+    one-hot (Appendix E). A matrix that is embedding and readout at once is scaled as the readout, and the other
+    embeddings of its width, which are added to the same stream, to its largest row. What is zero stays zero, and
+    biases, gains and weights that are computed from others (weight norm) stay as they are.
+
+    Args:
+        module: any module, before it is sharded.
+        scale: the natural norm of operators and readouts. A square Gaussian matrix of natural norm 2 keeps the RMS of
+            what it is applied to, so 2 suits networks that do not normalize their features.
+        roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
+
+    Raises:
+        ValueError: a weight that is spread over processes, by name; a pattern that does not fit.
+
+    Example:
+        >>> import torch
+        >>> from spectral_monitor.functional import natural_norm
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+        >>> _ = spectral_init_(net)
+        >>> round(float(natural_norm(net[0].weight, role="operator")), 3)
+        1.0
+    """
+    flat = flat_extents(module)
+    shapes = {key: extent.shape for key, extent in flat.items()}
+    layers = dissect(module, roles=roles, blocks=blocks, shapes=shapes).layers
+    return rescale([_placed(layer, flat) for layer in layers], scale)
+
+
+def starting_norm(module: nn.Module, layers: Sequence[Layer]) -> float:
+    """The natural norm that operators and readouts should begin with: 2, which keeps the size of features.
+
+    Where features are normalized, 1.25: their size does not matter then, and weights that are smaller beside the same
+    updates trained better (docs/transfer.md). Normalization is told by the classes of modules: torch's, and others
+    whose name ends in "Norm". But 2 if a readout is an embedding too: the widest of such networks ended higher with
+    1.25 (docs/correction.md).
+
+    Args:
+        module: the network.
+        layers: its layers.
+
+    Example:
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+        >>> normalized = torch.nn.Sequential(torch.nn.LayerNorm(8), block)
+        >>> [starting_norm(net, dissect(net).layers) for net in (block, normalized)]
+        [2.0, 1.25]
+    """
+    tied = any(unit.is_tied(layers) for unit in units(layers))
+    return NORMALIZING if any(map(_normalizes, module.modules())) and not tied else PLAIN
+
+
+def looks_drawn(layers: Sequence[Layer]) -> bool:
+    """Return whether weights are those that training begins with: all trained, none computed, most as random as drawn.
+
+    Frozen weights and adapters beside them were loaded, and so were weights whose stable rank is far below that of a
+    Gaussian matrix of their shape, ``m n / (sqrt(m) + sqrt(n))^2``. Zeros and orthogonal matrices count as drawn.
+
+    Args:
+        layers: of the network; those with a weight that is spread over processes say nothing.
+
+    Example:
+        >>> fresh = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> looks_drawn(dissect(fresh).layers), looks_drawn(dissect(fresh.requires_grad_(False)).layers)
+        (True, False)
+    """
+    dense = [layer for layer in layers if layer.info.role in DENSE]
+    if any(layer.compute is not None or not layer.sources[0].requires_grad for layer in dense):
+        return False
+    found = sorted(ratio for layer in dense if not _is_spread(layer) for ratio in _randomness(layer) if ratio > 0)
+    return not found or found[len(found) // 2] >= DRAWN
+
+
+@torch.no_grad()
+def _randomness(layer: Layer) -> list[float]:
+    """Return the stable rank over that of a Gaussian matrix, of each block and tap; 0 for zeros."""
+    stack = layer.layout.stack(layer.sources[0].detach()).flatten(0, 1)
+    sigma = spectral_estimate(stack, tol=TOLERANCE).sigma.double()
+    rows, cols = stack.shape[-2:]
+    usual = rows * cols / (math.sqrt(rows) + math.sqrt(cols)) ** 2
+    ratios = stack.double().square().sum((1, 2)) / sigma.square() / usual
+    return [float(ratio) if math.isfinite(ratio) else 0.0 for ratio in ratios]
+
+
+def _normalizes(module: nn.Module) -> bool:
+    kind = type(module)
+    # torch.nn.utils has parametrizations of weights by such names.
+    return isinstance(module, TORCH_OWN) or (
+        kind.__name__.lower().endswith("norm") and not kind.__module__.startswith("torch.nn.utils")
+    )
+
+
+@torch.no_grad()
+def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
+    """The same of these layers; those of another kind than matrices are left alone."""
+    layers = [layer for layer in layers if layer.is_matrix]
+    spread = next((layer.info.name for layer in layers if _is_spread(layer)), None)
+    if spread is not None:
+        raise ValueError(f"{spread!r} is spread over processes: rescale the weights before the module is sharded")
+    factors: dict[str, float] = {}
+    for unit in units(layers):
+        done: set[int] = set()
+        rows = 1.0  # of embeddings
+        for layer in (layers[i] for i in unit.members):
+            weight = layer.sources[0]
+            if layer.compute is not None or id(weight) in done:
+                continue
+            done.add(id(weight))
+            factors[layer.info.name] = _rescale(layer, weight, rows if layer.info.role == "embedding" else scale)
+            if unit.is_tied(layers) and len(done) == 1 and 0 < (largest := largest_row(layer, weight)) < math.inf:
+                rows = largest
+    return {layer.info.name: factors[layer.info.name] for layer in layers if layer.info.name in factors}
+
+
+def _placed(layer: Layer, flat: Mapping[int, Extent]) -> Layer:
+    """The layer, saying how FSDP1 has laid out its parameter, if it has."""
+    extent = flat.get(id(layer.sources[0]))
+    return layer if extent is None else replace(layer, info=replace(layer.info, placement=extent.placement))
+
+
+def _is_spread(layer: Layer) -> bool:
+    """Whether a matrix lies in several processes: what all of them say, also one that has all of it or nothing."""
+    return layer.info.placement.startswith("flat on") or any(map(is_distributed, layer.sources))
+
+
+def largest_row(layer: Layer, weight: Tensor) -> float:
+    """RMS of the largest row of an embedding, or of an update of it; of a readout's outputs if it is one."""
+    return float(layer.layout.stack(weight.detach())[0, 0].double().square().mean(1).sqrt().max())
+
+
+def _rescale(layer: Layer, weight: nn.Parameter, scale: float) -> float:
+    layout = layer.layout
+    if layer.info.role == "embedding":
+        sizes = [largest_row(layer, weight)]
+    else:
+        stack = layout.stack(weight.detach())  # (taps, blocks, fan_out, fan_in)
+        sigma = spectral_estimate(stack.flatten(0, 1), tol=TOLERANCE).sigma.view(layout.taps, layout.blocks)
+        sizes = [
+            math.sqrt(layout.fan_in / fan_out) * norm
+            for fan_out, norm in zip(layout.fan_outs, sigma.square().sum(0).sqrt().tolist(), strict=True)
+        ]
+    factors = [scale / size if size > 0 and math.isfinite(size) else 1.0 for size in sizes]
+    weight.mul_(by_entry(layer, weight, factors))
+    return factors[0]
+
+
+def by_entry(layer: Layer, weight: Tensor, factors: list[float]) -> Tensor:
+    """The factor of each entry's block, in the weight's shape."""
+    scale = torch.tensor(factors, dtype=weight.dtype, device=weight.device)
+    if len(factors) == 1:
+        return scale
+    numbers = torch.arange(1, weight.numel() + 1, device=weight.device).view(weight.shape)
+    places = layer.layout.stack(numbers)  # where blocks differ in size, they end in zeros
+    by_entry = torch.ones(weight.numel() + 1, dtype=weight.dtype, device=weight.device)
+    by_entry[places] = scale[None, :, None, None].expand(places.shape)
+    return by_entry[1:].view(weight.shape)

@@ -1,0 +1,109 @@
+"""Where a parameter stands in a network, which is all that rules of scaling ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from spectral_monitor.layers import Layer
+from spectral_monitor.layers.naming import named_modules
+from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.parametrization.tying import DENSE, units
+
+Kind = Literal["input", "hidden", "readout"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter stands.
+
+    Attributes:
+        kind: ``"input"`` reads what does not grow with the width: the data, one-hot tokens, the constant 1 (biases);
+            ``"readout"`` writes the network's outputs; ``"hidden"`` is between.
+        fan_in: inputs of one block, taps of a convolution counted; 1 for embeddings, biases and gains.
+        fan_out: outputs of one block; all of a grouped convolution.
+        index: which of the operators and readouts it is, from 0; of others, 0 or, at a readout, that of the readout.
+        depth: number of operators and readouts.
+    """
+
+    kind: Kind
+    fan_in: int
+    fan_out: int
+    index: int = 0
+    depth: int = 1
+
+
+def data_reader(infos: Sequence[LayerInfo]) -> str:
+    """The operator that reads the data, which is the first by its place; empty where there are embeddings."""
+    if any(info.role == "embedding" for info in infos):
+        return ""
+    return next((info.name for info in infos if info.role == "operator"), "")
+
+
+def kinds(infos: Sequence[LayerInfo]) -> dict[str, Kind]:
+    """Layer -> kind of its place; a bias beside a readout is a readout.
+
+    Example:
+        >>> layers = [LayerInfo("0", "operator", 512, 64, (512, 64)), LayerInfo("2", "readout", 10, 512, (10, 512)),
+        ...           LayerInfo("2.bias", "vector", 10, 1, (10,))]
+        >>> kinds(layers)
+        {'0': 'input', '2': 'readout', '2.bias': 'readout'}
+    """
+    first = data_reader(infos)
+    readouts = {info.name for info in infos if info.role == "readout"}
+
+    def kind(info: LayerInfo) -> Kind:
+        if info.role == "readout" or (info.role == "vector" and info.name.rpartition(".")[0] in readouts):
+            return "readout"
+        return "hidden" if info.role == "operator" and info.name != first else "input"
+
+    return {info.name: kind(info) for info in infos}
+
+
+def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None = None) -> dict[int, Place]:
+    """By ``id`` of a parameter, its place; parameters that share a learning rate stand where their leader does."""
+    layers = [layer for layer in layers if layer.compute is None]
+    shared = units(layers)
+    dense = sorted(unit.leader for unit in shared if layers[unit.leader].info.role in DENSE)
+    depth = depth if depth is not None else max(1, len(dense))
+    kind_of, outputs = kinds([layer.info for layer in layers]), _outputs(module, layers)
+    last = {layers[i].info.name: place for place, i in enumerate(dense)}
+    found: dict[int, Place] = {}
+    for unit in shared:
+        leader = layers[unit.leader]
+        info, parameter = leader.info, id(leader.sources[0])
+        if info.role in DENSE:
+            fan_in, fan_out = leader.layout.fan_in * leader.layout.taps, all_outputs(leader)
+        else:
+            fan_in = 1
+            fan_out = info.fan_out if info.role == "embedding" else outputs.get(parameter, leader.layout.fan_out)
+        at = last.get(info.name, last.get(info.name.rpartition(".")[0], 0) if kind_of[info.name] == "readout" else 0)
+        place = Place(kind_of[info.name], fan_in, fan_out, at, depth)
+        found.update({id(layers[i].sources[0]): place for i in unit.members})
+    return found
+
+
+def all_outputs(layer: Layer) -> int:
+    """Of a block, and of a grouped convolution as a whole."""
+    layout = layer.layout
+    return layout.fan_out * (layout.groups if layout.kind.startswith("conv") else 1)
+
+
+def _outputs(module: nn.Module, layers: Sequence[Layer]) -> dict[int, int]:
+    """By ``id`` of a bias beside a matrix: outputs of one block of that, if the bias is as long as it has outputs; else
+    of one of the matrices beside it, if it is as long as all of them together.
+    """
+    by_id = {id(layer.sources[0]): layer for layer in layers}
+    found: dict[int, int] = {}
+    for _, part in named_modules(module):
+        own = [by_id[id(p)] for p in part.parameters(recurse=False) if id(p) in by_id]
+        matrices = [layer for layer in own if layer.is_matrix]
+        for bias in own:
+            if not bias.is_matrix:
+                for some in (*([matrix] for matrix in matrices), matrices):
+                    if some and sum(sum(matrix.layout.fan_outs) for matrix in some) == bias.layout.fan_out:
+                        found.setdefault(id(bias.sources[0]), max(map(all_outputs, some)))
+    return found

@@ -1,0 +1,155 @@
+"""Direct spectral normalization: updates that have the right size because they are made so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spectral_monitor.functional import natural_norm
+from spectral_monitor.layers import Layer, dissect
+from spectral_monitor.linalg import spectral_estimate
+from spectral_monitor.parametrization.init import by_entry, largest_row
+from spectral_monitor.parametrization.tying import units
+from spectral_monitor.state.dtensor import is_distributed
+
+Norm = Literal["spectral", "frobenius"]
+
+
+class NormalizedUpdates(Optimizer):
+    r"""An optimizer whose updates keep the direction of another's and have natural norm ``lr``.
+
+    ``dW = lr sqrt(m/n) dW' / |dW'|*`` with ``dW'`` what the other optimizer would do (A Spectral Condition for Feature
+    Learning, Eq. 17, where that is SGD); with :func:`~spectral_monitor.spectral_init_` for Eq. 16 the condition holds
+    from the first step on, at every width. The learning rate is the relative change of features per layer.
+
+    Each block of a fused matrix is normalized by itself, a convolution by the sum over its taps, an embedding by its
+    largest row, biases and gains by their RMS. A matrix that is embedding and readout at once is normalized as the
+    readout, and the other embeddings of its width, which are added to the same stream, move by its largest row, as
+    :func:`~spectral_monitor.spectral_init_` scales them. What :func:`~spectral_monitor.layers.dissect` cannot measure
+    moves as the other optimizer moves it. An update of zero stays zero. Weight decay is part of the update, so better
+    left out.
+
+    Args:
+        optimizer: whose directions are taken, with any learning rates: they count as ``lr`` here, and schedulers may
+            be made of either. Its state, and so what ``state_dict`` gives, is the only one there is.
+        module: whose parameters it has.
+        norm: ``"spectral"``, or ``"frobenius"``, which is cheaper, as no singular value is looked for, and makes
+            updates smaller by the root of their stable rank, which is small.
+        roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
+
+    Raises:
+        ValueError: an unknown norm, a parameter that is spread over processes, a pattern that does not fit.
+
+    Example:
+        >>> import torch
+        >>> from spectral_monitor.functional import natural_norm
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+        >>> optimizer = NormalizedUpdates(torch.optim.SGD(net.parameters(), lr=0.1), net)
+        >>> before = net[0].weight.detach().clone()
+        >>> net(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> round(float(natural_norm(net[0].weight.detach() - before)), 3)
+        0.1
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        module: nn.Module,
+        *,
+        norm: Norm = "spectral",
+        roles: Mapping[str, str] | None = None,
+        blocks: Mapping[str, int] | None = None,
+    ) -> None:
+        if norm not in get_args(Norm):
+            raise ValueError(f"unknown norm {norm!r}; valid norms: {', '.join(get_args(Norm))}")
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        layers = [layer for layer in dissect(module, roles=roles, blocks=blocks).layers if layer.compute is None]
+        spread = next((layer.info.name for layer in layers if any(map(is_distributed, layer.sources))), None)
+        if spread is not None:
+            raise ValueError(f"{spread!r} is spread over processes, which NormalizedUpdates cannot measure")
+        super().__init__([{"params": group["params"]} for group in optimizer.param_groups], dict(optimizer.defaults))
+        self.optimizer, self.norm = optimizer, norm
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self._layers: dict[Tensor, Layer] = {}  # what is followed comes before what follows it
+        self._tables: dict[Tensor, Layer] = {}  # readouts that are embeddings too, as such
+        self._follows: dict[Tensor, Tensor] = {}  # other embeddings -> the one of those that they follow
+        for unit in units(layers):
+            leader = layers[unit.leader].sources[0]
+            for layer in (layers[i] for i in unit.members):
+                weight = layer.sources[0]
+                if weight in held:
+                    self._layers.setdefault(weight, layer)
+                if unit.is_tied(layers) and weight is not leader:
+                    self._follows[weight] = leader
+                elif unit.is_tied(layers) and layer.info.role == "embedding":
+                    self._tables[weight] = layer
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of the other optimizer, and its updates put to size."""
+        before = {p: p.detach().clone() for group in self.param_groups for p in group["params"] if p in self._layers}
+        loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        rates = {p: float(group["lr"]) for group in self.param_groups for p in group["params"]}
+        rows: dict[Tensor, float] = {}  # largest of an update of natural norm 1, for those that follow
+        with torch.no_grad():
+            for p in (p for p in self._layers if p in before):
+                lr = rates[p]
+                if p in self._follows:  # with no update to follow it moves as any embedding does
+                    lr *= rows.get(self._follows[p], 1.0)
+                update = self._sized(self._layers[p], p - before[p], lr)
+                p.copy_(before[p] + update)
+                if p in self._tables and 0 < (largest := largest_row(self._tables[p], update)) < float("inf"):
+                    rows[p] = largest / lr
+        return loss
+
+    def _sized(self, layer: Layer, update: Tensor, lr: float) -> Tensor:
+        sizes = self._sizes(layer, update)
+        return update * by_entry(layer, update, [lr / size if 0 < size < float("inf") else 1.0 for size in sizes])
+
+    def _sizes(self, layer: Layer, update: Tensor) -> list[float]:
+        """Natural norm of each block."""
+        if not layer.is_matrix:
+            return [float(natural_norm(update.flatten(), "vector"))]
+        if layer.info.role == "embedding":
+            return [largest_row(layer, update)]
+        layout, stack = layer.layout, layer.layout.stack(update)  # (taps, blocks, fan_out, fan_in)
+        if self.norm == "spectral":
+            norms = spectral_estimate(stack.flatten(0, 1)).sigma.view(layout.taps, layout.blocks)
+        else:
+            norms = torch.linalg.matrix_norm(stack.float())
+        totals = norms.sum(0).tolist()
+        return [(layout.fan_in / m) ** 0.5 * total for m, total in zip(layout.fan_outs, totals, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The other optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self.optimizer.load_state_dict(state_dict)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after the start, when the module is known.
+
+        Raises:
+            RuntimeError: always, but while it is made.
+        """
+        if hasattr(self, "optimizer"):
+            raise RuntimeError("add the group to the optimizer before NormalizedUpdates is made of it")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = {name: getattr(self, name) for name in ("optimizer", "norm", "_layers", "_tables", "_follows")}
+        return {**super().__getstate__(), **mine}  # the base class keeps only what it knows
+
+    def __repr__(self) -> str:
+        return f"NormalizedUpdates({type(self.optimizer).__name__}, norm={self.norm!r}, {len(self._layers)} parameters)"

@@ -1,0 +1,176 @@
+"""The spectral parametrization as an optimizer's groups: learning rates that go with width, set before training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from numbers import Real
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from spectral_monitor.layers import dissect
+from spectral_monitor.layers.naming import join, named_modules
+from spectral_monitor.parametrization.layer_position import Place, by_parameter
+from spectral_monitor.sharding import flat_extents
+
+Family = Literal["adam", "sgd"]
+FAMILIES: tuple[str, ...] = get_args(Family)
+
+
+def spectral_param_groups(
+    module: nn.Module,
+    lr: float | Tensor,
+    *,
+    optimizer: Family = "adam",
+    roles: Mapping[str, str] | None = None,
+    blocks: Mapping[str, int] | None = None,
+    weight_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    r"""Groups for an optimizer, in which ``lr`` is right at every width once it is at one.
+
+    So asks the spectral condition (A Spectral Condition for Feature Learning, Parametrization 1, Appendices D and E):
+    an update changes features by as much as ``lr`` says, whatever the widths. Each learning rate is ``lr`` times
+
+    =======================  ===========================  ================
+    ..                       ``"sgd"``                    ``"adam"``
+    =======================  ===========================  ================
+    operators and readout    fan_out / fan_in             1 / fan_in
+    embeddings (one-hot)     fan_out                      1
+    biases and gains         n, the number of outputs     1
+    =======================  ===========================  ================
+
+    ``"adam"`` is for optimizers that move every entry by about the learning rate, whatever its gradient: Adam, AdamW,
+    NAdam, RAdam, Adamax, Lion, RMSprop. Muon takes care of fans by itself.
+
+    * Fans are those of a block of a fused matrix; of blocks that differ, those of the largest.
+    * A convolution's fan_in counts taps, ``in / groups * taps``: the natural norm of a kernel is the sum over its
+      taps, so each may move by its share. Under ``"sgd"`` fan_out is the number of all outputs, in a grouped
+      convolution too, for the gradient of one output becomes smaller with the number of all.
+    * A parameter that is embedding and readout at once follows the readout's rule, and so do all embeddings of its
+      width, which are added to the same stream: else the positions, say, would outrun the tokens.
+    * What :func:`~spectral_monitor.layers.dissect` cannot measure, or finds to be part of a computed weight (weight
+      norm, adapters), gets ``lr`` itself. Parameters that are frozen are left out.
+
+    Args:
+        module: the model, or FSDP's wrapper around it.
+        lr: the learning rate, of features: a step of ``"adam"`` moves a feature by about ``lr`` through each layer.
+        optimizer: the family of update rules.
+        roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
+        weight_decay: divided by what ``lr`` is multiplied by, so that a decay apart from the gradient (AdamW) takes
+            ``lr * weight_decay`` off every weight in a step. Without momentum that is so for SGD too. To be left out
+            for Adam, whose decay goes through its normalization. By default the optimizer's own, unchanged.
+
+    Returns:
+        A group for every multiplier, with ``params``, ``lr``, ``weight_decay`` if given, ``name`` (the multiplier,
+        under which Lightning's ``LearningRateMonitor`` shows it) and ``parameter_names``. Every parameter that requires
+        a gradient is in exactly one.
+
+    Raises:
+        ValueError: an unknown family, a learning rate that is not a positive number, a negative decay, a parameter
+            that is not initialised, or spread by FSDP around the module; a pattern that does not fit.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+        >>> groups = spectral_param_groups(net, lr=0.064, weight_decay=0.01)
+        >>> for group in groups:
+        ...     print(group["name"], group["lr"], group["parameter_names"])
+        x1_over_64 0.001 ['0.weight']
+        x1 0.064 ['0.bias', '2.bias']
+        x1_over_512 0.000125 ['2.weight']
+        >>> optimizer = torch.optim.AdamW(groups)
+    """
+    check_family(optimizer)
+    return grouped(
+        module,
+        lr,
+        lambda place: Fraction(place.fan_out if optimizer == "sgd" else 1, place.fan_in),
+        roles=roles,
+        blocks=blocks,
+        weight_decay=weight_decay,
+    )
+
+
+def check_family(optimizer: str) -> None:
+    """A ValueError with the valid choices unless it is one of them."""
+    if optimizer not in FAMILIES:
+        raise ValueError(f"unknown optimizer family {optimizer!r}; valid families: {', '.join(FAMILIES)}")
+
+
+def grouped(
+    module: nn.Module,
+    lr: float | Tensor,
+    rule: Callable[[Place], Fraction | float],
+    *,
+    roles: Mapping[str, str] | None = None,
+    blocks: Mapping[str, int] | None = None,
+    weight_decay: float | None = None,
+    depth: int | None = None,
+) -> list[dict[str, Any]]:
+    """The same by any rule: from the place of a parameter to what its learning rate is multiplied by.
+
+    Args:
+        module, lr, roles, blocks, weight_decay: as in :func:`spectral_param_groups`.
+        rule: gives a positive number.
+        depth: what counts as the depth of every place; by default the number of operators and readouts.
+    """
+    if not _is_positive(lr):
+        raise ValueError(f"lr must be a positive number, got {lr!r}")
+    if weight_decay is not None and not (_is_number(weight_decay) and 0 <= weight_decay < math.inf):
+        raise ValueError(f"weight_decay must be a number >= 0, got {weight_decay!r}")
+    flat = flat_extents(module)
+    names = _trained(module)
+    for name, parameter in names:
+        if is_lazy(parameter):
+            raise ValueError(f"{name!r} is not initialised: run one batch through the model before")
+        if getattr(parameter, "_fsdp_flattened", False) and id(parameter) not in flat:
+            raise ValueError(f"{name!r} is spread by FSDP around this module: give FSDP's wrapper instead")
+    shapes = {key: extent.shape for key, extent in flat.items()}
+    places = by_parameter(module, dissect(module, roles=roles, blocks=blocks, shapes=shapes).layers, depth)
+    groups: dict[Fraction | float, dict[str, Any]] = {}
+    for name, parameter in names:
+        factor = rule(places[id(parameter)]) if id(parameter) in places else Fraction(1)
+        if factor not in groups:
+            groups[factor] = {"params": [], "lr": lr * float(factor), "name": _name(factor), "parameter_names": []}
+            if weight_decay is not None:
+                groups[factor]["weight_decay"] = weight_decay / float(factor)
+        groups[factor]["params"].append(parameter)
+        # Not under torch's own key, param_names, which forbids to add groups without it later.
+        groups[factor]["parameter_names"].append(name)
+    return list(groups.values())
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter that requires a gradient once, with its name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for owner, part in named_modules(module):
+        for key, parameter in part.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                found.setdefault(id(parameter), (join(owner, key), parameter))
+    if not found:
+        raise ValueError(f"no parameter of {type(module).__name__} requires a gradient")
+    return list(found.values())
+
+
+def _name(factor: Fraction | float) -> str:
+    """Exact if it is a fraction, and without a slash, which would make folders of it in TensorBoard."""
+    if not isinstance(factor, Fraction):
+        return f"x{factor:.6g}"
+    return f"x{factor.numerator}" + (f"_over_{factor.denominator}" if factor.denominator != 1 else "")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_positive(lr: Any) -> bool:
+    if isinstance(lr, Tensor):
+        return lr.numel() == 1 and 0 < float(lr) < math.inf
+    return _is_number(lr) and 0 < lr < math.inf

@@ -1,0 +1,249 @@
+"""Parametrizations as data: how weights begin and learning rates go, by where a matrix stands and by its fans."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectral_monitor.layers import Layer, dissect
+from spectral_monitor.parametrization.init import by_entry
+from spectral_monitor.parametrization.layer_position import Kind, Place, by_parameter
+from spectral_monitor.parametrization.param_groups import Family, check_family, grouped
+from spectral_monitor.state.dtensor import is_distributed
+
+BIAS = re.compile(r".*bias(_[ih]h(_l\d+)?(_reverse)?)?")
+"""Names of biases, those of recurrent cells included; attention's ``bias_k`` and ``bias_v`` are tokens."""
+
+
+@dataclass(frozen=True)
+class Power:
+    """``factor * fan_in^a * fan_out^b * L^c``, with L the depth.
+
+    Example:
+        >>> rate = Power(fan_in=-1, fan_out=1, depth=-2)
+        >>> print(rate, "=", rate.at(fan_in=64, fan_out=256, depth=2))
+        fan_out / (fan_in L^2) = 1.0
+    """
+
+    fan_in: float = 0.0
+    fan_out: float = 0.0
+    depth: float = 0.0
+    factor: float = 1.0
+
+    def at(self, fan_in: float, fan_out: float, depth: float = 1) -> float:
+        """Its value."""
+        return float(self.factor * fan_in**self.fan_in * fan_out**self.fan_out * depth**self.depth)
+
+    def __str__(self) -> str:
+        exponents = {"fan_in": self.fan_in, "fan_out": self.fan_out, "L": self.depth}
+        above = [_power(name, e) for name, e in exponents.items() if e > 0]
+        below = [_power(name, -e) for name, e in exponents.items() if e < 0]
+        if self.factor != 1:
+            above.insert(0, "sqrt(2)" if math.isclose(self.factor, math.sqrt(2)) else f"{self.factor:g}")
+        under = f"({' '.join(below)})" if len(below) > 1 else "".join(below)
+        return (" ".join(above) or "1") + (f" / {under}" if under else "")
+
+
+def _power(name: str, exponent: float) -> str:
+    if exponent == 0.5:
+        return f"sqrt({name})"
+    return name if exponent == 1 else f"{name}^{exponent:g}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What holds at one kind of place.
+
+    Attributes:
+        std: of the weights' entries at the start; of several powers the least.
+        sgd, adam: what the learning rate is multiplied by, for SGD and for optimizers that move every entry by about
+            the learning rate.
+    """
+
+    std: tuple[Power, ...]
+    sgd: Power
+    adam: Power
+
+    def __str__(self) -> str:
+        least = str(self.std[0]) if len(self.std) == 1 else f"min({', '.join(map(str, self.std))})"
+        return f"std {least}; sgd {self.sgd}; adam {self.adam}"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A rule at one place, in numbers: standard deviation, factors of the learning rate."""
+
+    std: float
+    sgd: float
+    adam: float
+
+
+@dataclass(frozen=True)
+class Parametrization:
+    """Rules for three kinds of places, each by fans and depth.
+
+    One-hot tokens, biases and gains read what has one entry, so they follow ``input`` (beside a readout, ``readout``)
+    with a fan_in of 1. Convolutions count taps in fan_in. A matrix that is embedding and readout at once follows
+    ``readout``, and every embedding of its width follows it.
+
+    Attributes:
+        name: for tables.
+        input: of what reads the data, tokens, or the constant 1.
+        hidden: one rule for all matrices between, or one for each in order.
+        readout: of what writes the outputs.
+        source: paper and place.
+
+    Example:
+        >>> import torch
+        >>> from spectral_monitor.scaling import MUP
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+        >>> _ = torch.manual_seed(0)
+        >>> MUP.init_(net)
+        >>> round(net[2].weight.std().item() * 256, 1)
+        1.0
+        >>> optimizer = torch.optim.SGD(MUP.param_groups(net, lr=0.1, optimizer="sgd"))
+        >>> [round(group["lr"], 4) for group in optimizer.param_groups]
+        [0.4, 25.6, 0.0039, 1.0]
+        >>> print(MUP)
+        muP
+          input    std 1 / sqrt(fan_in); sgd fan_out / fan_in; adam 1 / fan_in
+          hidden   std 1 / sqrt(fan_in); sgd fan_out / fan_in; adam 1 / fan_in
+          readout  std 1 / fan_in; sgd fan_out / fan_in; adam 1 / fan_in
+    """
+
+    name: str
+    input: Rule
+    hidden: Rule | tuple[Rule, ...]
+    readout: Rule
+    source: str = ""
+
+    def rule(self, kind: Kind, index: int = 1) -> Rule:
+        """What holds at a kind of place; ``index`` counts the operators, the first being 0.
+
+        Raises:
+            ValueError: an operator for which there is no rule, as the parametrization is of a shallower network.
+        """
+        if kind != "hidden":
+            return self.input if kind == "input" else self.readout
+        if isinstance(self.hidden, Rule):
+            return self.hidden
+        if not 1 <= index <= len(self.hidden):
+            raise ValueError(
+                f"{self.name} has rules for {len(self.hidden)} hidden matrices after the first; there is no rule for "
+                f"operator {index}"
+            )
+        return self.hidden[index - 1]
+
+    def scale(self, place: Place) -> Scale:
+        """The rule of a place in numbers."""
+        rule, fans = self.rule(place.kind, place.index), (place.fan_in, place.fan_out, place.depth)
+        return Scale(min(power.at(*fans) for power in rule.std), rule.sgd.at(*fans), rule.adam.at(*fans))
+
+    @torch.no_grad()
+    def init_(
+        self,
+        module: nn.Module,
+        *,
+        scale: float = 1.0,
+        depth: int | None = None,
+        roles: Mapping[str, str] | None = None,
+        blocks: Mapping[str, int] | None = None,
+    ) -> None:
+        """Draw every matrix anew, in place, from ``N(0, (scale std)^2)``, and set biases to zero.
+
+        An embedding's ``padding_idx`` row becomes zero, too. Gains, and weights that are computed from others (weight
+        norm), stay as they are. The global random state is used, as by ``torch.nn.init``.
+
+        Args:
+            module: any module, before it is sharded.
+            scale: of all standard deviations; the root of 2 makes up for a ReLU.
+            depth: L in the formulas; by default the number of operators and readouts.
+            roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
+
+        Raises:
+            ValueError: a weight that is spread over processes, by name; a pattern that does not fit; an operator that
+                there is no rule for; a scale or depth that is none. Nothing is drawn then.
+        """
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
+        _check_depth(depth)
+        layers = dissect(module, roles=roles, blocks=blocks).layers
+        places = by_parameter(module, layers, depth)
+        spread = next((layer.info.name for layer in layers if any(map(is_distributed, layer.sources))), None)
+        if spread is not None:
+            raise ValueError(f"{spread!r} is spread over processes: draw the weights before the module is sharded")
+        layers = tuple(layer for layer in layers if layer.compute is None)
+        stds: dict[nn.Parameter, tuple[Layer, list[float]]] = {}  # all before the first draw, for a rule may be missing
+        for layer in layers:
+            weight = layer.sources[0]
+            if layer.is_matrix and weight not in stds:
+                stds[weight] = layer, [scale * std for std in self._stds(layer, places[id(weight)])]
+        for weight, (layer, by_block) in stds.items():
+            weight.normal_().mul_(by_entry(layer, weight, by_block))
+        for layer in layers:
+            weight = layer.sources[0]
+            if not layer.is_matrix and BIAS.fullmatch(layer.info.name.rpartition(".")[2]):
+                weight.zero_()
+            padding = layer.module.padding_idx if isinstance(layer.module, (nn.Embedding, nn.EmbeddingBag)) else None
+            if padding is not None:
+                weight[padding].zero_()
+
+    def _stds(self, layer: Layer, place: Place) -> list[float]:
+        """Standard deviation of each block of a matrix."""
+        sizes = [place.fan_out if len(set(layer.layout.fan_outs)) == 1 else n for n in layer.layout.fan_outs]
+        return [self.scale(replace(place, fan_out=n)).std for n in sizes]
+
+    def param_groups(
+        self,
+        module: nn.Module,
+        lr: float | Tensor,
+        optimizer: Family = "sgd",
+        *,
+        depth: int | None = None,
+        roles: Mapping[str, str] | None = None,
+        blocks: Mapping[str, int] | None = None,
+        weight_decay: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Groups for an optimizer, with ``lr`` times the factor of each parameter's place.
+
+        Args:
+            module: the model, or FSDP's wrapper around it.
+            lr: the learning rate that is to be right at every width.
+            optimizer: ``"sgd"``, or ``"adam"`` for those that move every entry by about the learning rate.
+            depth: L in the formulas; by default the number of operators and readouts.
+            roles, blocks, weight_decay: as in :func:`~spectral_monitor.spectral_param_groups`.
+
+        Returns:
+            A group for every factor, as :func:`~spectral_monitor.spectral_param_groups` does.
+
+        Raises:
+            ValueError: an unknown family, a learning rate that is not a positive number, a depth below 1, and what
+                that function refuses.
+        """
+        check_family(optimizer)
+        _check_depth(depth)
+        return grouped(
+            module,
+            lr,
+            lambda place: self.scale(place).sgd if optimizer == "sgd" else self.scale(place).adam,
+            roles=roles,
+            blocks=blocks,
+            weight_decay=weight_decay,
+            depth=depth,
+        )
+
+    def __str__(self) -> str:
+        hidden = (self.hidden,) if isinstance(self.hidden, Rule) else self.hidden
+        lines: Sequence[tuple[str, Rule]] = [("input", self.input), *(("hidden", r) for r in hidden)]
+        return "\n".join([self.name, *(f"  {k:<8} {r}" for k, r in [*lines, ("readout", self.readout)])])
+
+
+def _check_depth(depth: int | None) -> None:
+    if depth is not None and not 1 <= depth < math.inf:
+        raise ValueError(f"depth must be a number of matrices, >= 1, got {depth!r}")

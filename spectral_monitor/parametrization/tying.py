@@ -1,0 +1,59 @@
+"""Which layers share a learning rate."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spectral_monitor.layers import Layer
+
+DENSE = frozenset({"operator", "readout"})
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers whose parameters share one learning rate.
+
+    Attributes:
+        leader: the layer whose rule counts, and whose update is looked at.
+        followers: layers besides it.
+    """
+
+    leader: int
+    followers: tuple[int, ...] = ()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """All of them."""
+        return (self.leader, *self.followers)
+
+    def is_tied(self, layers: Sequence[Layer]) -> bool:
+        """Whether the leader's matrix is embedding and readout at once."""
+        followers = (layers[i].info.role for i in self.followers)
+        return layers[self.leader].info.role in DENSE and "embedding" in followers
+
+
+def units(layers: Sequence[Layer]) -> list[Unit]:
+    """Every layer in exactly one unit, and every parameter: mostly each layer has its own.
+
+    A matrix that is embedding and readout at once follows the readout's rule, and every other embedding of its width,
+    which is added to the same stream, follows it too: else the position embedding, say, outruns the tokens.
+    """
+    owners = [layer.tied_to or layer.info.name for layer in layers]  # equal where parameters are
+    roles: dict[str, set[str]] = defaultdict(set)
+    for layer, owner in zip(layers, owners, strict=True):
+        roles[owner].add(layer.info.role)
+    streams: dict[int, str] = {}  # width -> owner of a matrix that writes to it and reads it
+    for layer, owner in zip(layers, owners, strict=True):
+        if layer.info.role == "embedding" and roles[owner] & DENSE:
+            streams.setdefault(layer.info.fan_out, owner)
+    members: dict[str, list[int]] = defaultdict(list)
+    for i, (layer, owner) in enumerate(zip(layers, owners, strict=True)):
+        joins = roles[owner] == {"embedding"}
+        members[streams.get(layer.info.fan_out, owner) if joins else owner].append(i)
+    found = []
+    for some in members.values():
+        leader = next((i for i in some if layers[i].info.role in DENSE), some[0])
+        found.append(Unit(leader, tuple(i for i in some if i != leader)))
+    return found

@@ -1,0 +1,1 @@
+"""What is shown of a measurement, whatever shows it: the answer, its numbers, their questions, their names."""

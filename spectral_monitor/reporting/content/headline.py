@@ -1,0 +1,166 @@
+"""The answer in a sentence, the same wherever it is shown: console, progress bar, TensorBoard, W&B and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from spectral_monitor.condition.verdict import Verdict
+from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
+from spectral_monitor.reporting.content.families import folded
+from spectral_monitor.reporting.content.labels import unprefixed
+from spectral_monitor.reporting.content.tally import Tally, disturbed, named_by, tally
+
+NAMED = 3
+"""Layers, and reasons, that a sentence names."""
+ROOM = 14
+"""Characters of the shortest answer; a progress bar has no room for more."""
+ROOTS = 3
+"""Causes that have a line of their own."""
+_SHORT = {"rates_too_small": "rates too low"}
+"""Causes that are longer than that, in shorter words."""
+
+
+def headline(measurement: Measurement) -> str:
+    """Return the answer on one line.
+
+    Example:
+        >>> from spectral_monitor import LayerInfo
+        >>> from spectral_monitor.measurement import LayerState
+        >>> layers = tuple(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abc")
+        >>> states = {"a": LayerState("healthy"), "b": LayerState("healthy"), "c": LayerState("not judged", "frozen")}
+        >>> headline(Measurement(50, layers, {}, {"violations": 0.0}, states=states))
+        '2 of 3 layers healthy, 1 not judged: frozen'
+    """
+    return "; ".join(headlines(measurement))
+
+
+def headlines(measurement: Measurement) -> list[str]:
+    """Return the answer, one line for each verdict on the whole network and then one for the layers.
+
+    The last is left out where the network has a verdict and no layer was judged.
+    """
+    count = tally(measurement)
+    lines = [verdict.sentence for verdict in count.network]
+    return [*lines, _layers(measurement, count)] if count.judged or not lines else lines
+
+
+def brief(measurement: Measurement) -> str:
+    """Return the answer in at most 14 characters: ``"OK"``, ``"2 off"``, ``"diverged"`` or ``"not judged"``.
+
+    Example:
+        >>> from spectral_monitor import LayerInfo
+        >>> brief(Measurement(50, (LayerInfo("head", "readout", 10, 64, (10, 64)),), {}, {}))
+        'not judged'
+    """
+    count = tally(measurement)
+    if count.network:
+        cause = count.network[0].cause
+        words = _SHORT.get(cause, cause.replace("_", " "))
+        return words if len(words) <= ROOM else "network off"
+    return {HEALTHY: "OK", OFF: f"{len(count.off) or len(count.disturbed)} off"}.get(count.state, NOT_JUDGED)
+
+
+def announcement(verdict: Verdict, measurement: Measurement) -> str:
+    """Return what a root verdict says when it begins: the layers, the sentence and how many layers follow from it.
+
+    Example:
+        >>> told = Verdict("head", "lr", 0.1, (0.0, 1.0), 98.0, 20, 3, "lr_too_large", "its learning rate is too large")
+        >>> announcement(told, Measurement(30, (), {}, {}, (told,)))
+        'step 30: head: its learning rate is too large'
+    """
+    return f"step {measurement.step}: {_said(verdict, measurement)}"
+
+
+def root_lines(measurement: Measurement) -> list[str]:
+    """Return a line for each root verdict on layers, the worst first; of many, how many more there are.
+
+    Example:
+        >>> told = Verdict("head", "lr", 0.1, (0.0, 1.0), 98.0, 20, 3, "lr_too_large", "its learning rate is too large")
+        >>> root_lines(Measurement(30, (), {}, {}, (told,)))
+        ['head: its learning rate is too large']
+    """
+    roots = [root for root in measurement.roots if named_by(root)]
+    lines = [_said(root, measurement, named=True) for root in roots[:ROOTS]]
+    rest = len(roots) - ROOTS
+    return [*lines, *([f"and {rest} more cause{'s' if rest > 1 else ''}"] if rest > 0 else [])]
+
+
+def _said(verdict: Verdict, measurement: Measurement, named: bool = False) -> str:
+    """Return where, what and how many other layers follow from it; ``named``: those too."""
+    names = named_by(verdict)
+    bare = unprefixed(tuple(info.name for info in measurement.layers))
+    where = names_in(measurement, names) if len(names) > NAMED else ", ".join(bare.get(name, name) for name in names)
+    follow = [layer for layer, root in disturbed(measurement).items() if root == verdict.layer]
+    text = f"{where}: {verdict.sentence}" if where else verdict.sentence
+    if not follow:
+        return text
+    more = "1 other layer is" if len(follow) == 1 else f"{len(follow)} other layers are"
+    who = f": {names_in(measurement, follow)}" if named else "."
+    return f"{text.removesuffix('.')}. {more} disturbed by it{who}"
+
+
+def some(texts: Sequence[str], most: int = NAMED) -> str:
+    """Return the first of them, and how many more there are.
+
+    Example:
+        >>> some(["tokens", "head"]), some(list("abcde"))
+        ('tokens, head', 'a, b, c and 2 more')
+    """
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
+def names_in(measurement: Measurement, layers: Iterable[str], most: int = 2 * NAMED) -> str:
+    """Return names without the prefix that all layers share, equal places of the blocks together.
+
+    Example:
+        >>> from spectral_monitor import LayerInfo
+        >>> names = [*(f"model.h.{i}.mlp" for i in range(12)), "model.head"]
+        >>> layers = tuple(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in names)
+        >>> names_in(Measurement(5, layers, {}, {}), names[3:])
+        'h.*.mlp x9, head'
+    """
+    bare = unprefixed(tuple(info.name for info in measurement.layers))
+    return some(folded([bare.get(layer, layer) for layer in layers]), most)
+
+
+def _layers(measurement: Measurement, count: Tally) -> str:
+    """Return the sentence on the layers."""
+    if not count.judged:
+        return f"{NOT_JUDGED}: {_reasons(count) or 'no matrix was measured'}"
+    parts = []
+    if count.off:
+        bare = unprefixed(tuple(info.name for info in measurement.layers))
+        names = some([bare.get(layer, layer) for layer in count.off])
+        parts.append(f"{len(count.off)} of {count.layers} layers off: {names}")
+        if count.disturbed:
+            parts.append(f"{len(count.disturbed)} disturbed by {'it' if len(count.off) == 1 else 'them'}")
+    elif count.disturbed:
+        parts.append(f"{len(count.disturbed)} of {count.layers} layers disturbed")
+    elif count.network:
+        parts.append(f"none of {count.layers} layers off by itself")
+    elif count.healthy == count.layers:
+        parts.append(f"all {count.layers} layers healthy" if count.layers > 1 else "the only layer is healthy")
+    else:
+        parts.append(f"{count.healthy} of {count.layers} layers healthy")
+    if (count.off or count.disturbed) and count.healthy:
+        parts.append(f"{count.healthy} healthy")
+    if count.passing:
+        parts.append(f"{len(count.passing)} outside the limits just now, which counts once it lasts")
+    if count.not_judged:
+        parts.append(f"{count.layers - count.judged} {NOT_JUDGED}: {_reasons(count)}".removesuffix(": "))
+    return _joined(parts, "; " if count.off else ", ")
+
+
+def _joined(parts: Sequence[str], first: str) -> str:
+    """Return the parts with commas between them, but for the first gap."""
+    return parts[0] + (first + ", ".join(parts[1:]) if parts[1:] else "")
+
+
+def _reasons(count: Tally) -> str:
+    """Return why layers were not judged; counted where there are several reasons."""
+    if len(count.not_judged) < 2:
+        return next(iter(count.not_judged), "")
+    found = [f"{len(layers)} {reason or 'without a reason'}" for reason, layers in count.not_judged.items()]
+    rest = sum(map(len, list(count.not_judged.values())[NAMED:]))
+    return ", ".join([*found[:NAMED], *([f"{rest} for other reasons"] if rest else [])])

@@ -1,0 +1,187 @@
+"""How many layers are healthy, off, disturbed or not judged: what every way of showing counts by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from spectral_monitor.condition.verdict import NETWORK, Verdict
+from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
+from spectral_monitor.reporting.content.panels import MATRICES
+
+NOBODY = "no judge has seen this measurement"
+"""The reason where nothing has judged at all."""
+_JUDGED = ("update_natural", "weight_natural", "update_ratio")
+"""Without any of these nothing is compared with anything; asked only where a file has no states."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The layers of one measurement by their state; every layer is counted once.
+
+    Attributes:
+        layers: number of layers: matrices, and vectors with a verdict.
+        network: verdicts on the network as a whole.
+        off: layers that a root verdict names, in the order of the verdicts.
+        disturbed: layer -> the root that it follows from, in the order of the roots.
+        passing: layers outside a band that have no verdict yet; only where a measurement has no states.
+        not_judged: reason -> layers, the most frequent reason first.
+    """
+
+    layers: int
+    network: tuple[Verdict, ...] = ()
+    off: tuple[str, ...] = ()
+    disturbed: dict[str, str] = field(default_factory=dict)
+    passing: tuple[str, ...] = ()
+    not_judged: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> int:
+        """Number of layers with a state."""
+        return self.layers - sum(map(len, self.not_judged.values()))
+
+    @property
+    def healthy(self) -> int:
+        """Number of healthy layers."""
+        return self.judged - len(self.off) - len(self.disturbed) - len(self.passing)
+
+    @property
+    def state(self) -> str:
+        """The network's state: off with any root verdict, not judged where no layer was judged, else healthy."""
+        if self.network or self.off or self.disturbed:
+            return OFF
+        return HEALTHY if self.judged else NOT_JUDGED
+
+
+def named_by(verdict: Verdict) -> tuple[str, ...]:
+    """Return the layers that a verdict is on; none where it is on the network.
+
+    Example:
+        >>> named_by(Verdict("head", "lr", 0.1, (0.0, 1.0), 9.0, 40, 5, "lr_too_large", "", ("head", "net.2")))
+        ('head', 'net.2')
+    """
+    if verdict.layer == NETWORK:
+        return ()
+    return tuple(dict.fromkeys((verdict.layer, *verdict.layers)))
+
+
+def off(measurement: Measurement) -> tuple[str, ...]:
+    """Return the layers that root verdicts name, the worst root first; each layer once."""
+    return tuple(dict.fromkeys(layer for root in measurement.roots for layer in named_by(root)))
+
+
+def disturbed(measurement: Measurement) -> dict[str, str]:
+    """Return layer -> its root, for every layer that follows from a root and is not off by itself."""
+    named = set(off(measurement))
+    found: dict[str, str] = {}
+    for root in measurement.roots:
+        followers = (v for v in measurement.verdicts if v.root == root.layer)
+        for layer in (*(layer for v in followers for layer in named_by(v)), *root.consequences):
+            if layer not in named:
+                found.setdefault(layer, root.layer)
+    for verdict in measurement.verdicts:  # its root may have been lifted at this very step
+        for layer in named_by(verdict):
+            if layer not in named:
+                found.setdefault(layer, verdict.root)
+    return found
+
+
+def tally(measurement: Measurement) -> Tally:
+    """Count the layers of a measurement by their state.
+
+    Where a file of an earlier version has no states, layers count as judged if anything they are compared by is known.
+
+    Example:
+        >>> from spectral_monitor import LayerInfo
+        >>> layers = tuple(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abc")
+        >>> states = {"a": LayerState(HEALTHY), "b": LayerState(HEALTHY), "c": LayerState(NOT_JUDGED, "frozen")}
+        >>> found = tally(Measurement(50, layers, {}, {"violations": 0.0}, states=states))
+        >>> found.layers, found.healthy, found.not_judged
+        (3, 2, {'frozen': ('c',)})
+    """
+    bad, follow = off(measurement), disturbed(measurement)
+    names = dict.fromkeys(info.name for info in measurement.layers if info.role in MATRICES)
+    states = measurement.states or _states(measurement, names)
+    bad += tuple(name for name in names if _of(states, name).state == OFF and name not in {*bad, *follow})
+    reasons: dict[str, tuple[str, ...]] = {}
+    for name in (name for name in names if name not in {*bad, *follow}):
+        state = _of(states, name)
+        if state.state == NOT_JUDGED:
+            reasons[state.reason] = (*reasons.get(state.reason, ()), name)
+    names |= dict.fromkeys((*bad, *follow))
+    passing = () if measurement.states else _passing(measurement, names.keys() - {*bad, *follow})
+    return Tally(
+        layers=len(names),
+        network=tuple(root for root in measurement.roots if root.layer == NETWORK),
+        off=bad,
+        disturbed=follow,
+        passing=tuple(name for name in passing if not any(name in some for some in reasons.values())),
+        not_judged=dict(sorted(reasons.items(), key=lambda item: -len(item[1]))),
+    )
+
+
+def told(measurement: Measurement) -> frozenset[tuple[str, ...]]:
+    """Return what makes it worth saying again what is off: the roots by cause and layers.
+
+    Layers that begin or cease to follow from a root, and which of a cause's layers is the worst, make no difference.
+    """
+    return frozenset((root.cause, *sorted(named_by(root))) for root in measurement.roots)
+
+
+def is_judged(measurement: Measurement) -> bool:
+    """Return whether it has anything to judge by: some steps measure other quantities only, and verdicts just stand."""
+    network = any(root.layer == NETWORK for root in measurement.roots)
+    return network or any(key in measurement.values for key in _JUDGED)
+
+
+def unjudged(measurement: Measurement) -> str:
+    """Return why no layer could be judged at this step; empty if any could.
+
+    No verdict then means nothing: what is NaN, and what was not measured, violates nothing.
+
+    Example:
+        >>> import math
+        >>> from spectral_monitor import LayerInfo
+        >>> layers = (LayerInfo("head", "readout", 10, 64, (10, 64)),)
+        >>> nan = {"update_natural": torch.tensor([math.nan])}
+        >>> unjudged(Measurement(5, layers, nan, {}, reasons={"*/*": "NaN or inf in its values"}))
+        'NaN or inf in its values'
+    """
+    return "" if measurement.verdicts else _nothing_known(measurement)
+
+
+def _nothing_known(measurement: Measurement) -> str:
+    """Return why nothing is known that layers are compared by, whatever verdicts there still are."""
+    key = next((key for key in _JUDGED if key in measurement.values), None)
+    if key is None:
+        return f"none of {', '.join(_JUDGED)} was measured"
+    matrices = [i for i, info in enumerate(measurement.layers) if info.role in MATRICES]
+    if not matrices or measurement.values[key][matrices].isfinite().any():
+        return ""
+    return measurement.why(key, measurement.layers[matrices[0]].name) or f"no layer has a value of {key}"
+
+
+def _of(states: Mapping[str, LayerState], name: str) -> LayerState:
+    """Return a layer's state; what a judge said nothing of was not judged."""
+    return states.get(name, LayerState(NOT_JUDGED))
+
+
+def _states(measurement: Measurement, names: dict[str, None]) -> dict[str, LayerState]:
+    """Return the states that a measurement without any stands for."""
+    judged = "violations" in measurement.summary or measurement.verdicts
+    why = _nothing_known(measurement) if judged else NOBODY
+    return dict.fromkeys(names, LayerState(NOT_JUDGED, why) if why else LayerState(HEALTHY))
+
+
+def _passing(measurement: Measurement, among: set[str]) -> tuple[str, ...]:
+    """Return those layers that are outside a band at this one measurement, in the order of the network."""
+    outside = torch.zeros(len(measurement.layers), dtype=torch.bool)
+    for quantity, bands in measurement.bands.items():
+        if quantity in measurement.values:
+            values = measurement.values[quantity]
+            outside |= (values < bands[:, 0]) | (values > bands[:, 1])
+    return tuple(
+        info.name for info, out in zip(measurement.layers, outside.tolist(), strict=True) if out and info.name in among
+    )

@@ -1,0 +1,1 @@
+"""Runs in files: written, found, read, converted."""

@@ -1,0 +1,152 @@
+"""Measurements as a file of JSON lines has them: plain numbers, read without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
+from spectral_monitor.measurement import LayerInfo, LayerState
+from spectral_monitor.reporting.files.json_values import layers_from, value_of
+
+FORMAT, VERSION = "spectral_monitor.measurements", 2
+READ = (1, 2)
+"""Versions that are read; the first has neither states nor roots."""
+RUN_FILE = "spectral_monitor.jsonl"
+"""What the callback names its file in the folder of a run."""
+FURTHER_FILE = "spectral_monitor_{}.jsonl"
+"""That of a second monitor, and so on."""
+COMPARED = ("update_natural", "weight_natural", "update_ratio")
+"""Quantities that layers are judged by; a measurement without any of them was not judged."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A :class:`~spectral_monitor.Measurement` with lists of numbers in the place of tensors.
+
+    Attributes:
+        step: optimizer steps taken.
+        layers: L rows.
+        values: quantity -> L numbers.
+        summary: values of the whole network.
+        verdicts: roots first.
+        reasons: as in a measurement.
+        flags: as in a measurement.
+        states: as in a measurement.
+        bands: quantity -> L rows of the lowest value, the highest one and the reference.
+    """
+
+    step: int
+    layers: tuple[LayerInfo, ...]
+    values: dict[str, list[float]]
+    summary: dict[str, float]
+    verdicts: tuple[Verdict, ...]
+    reasons: dict[str, str]
+    flags: dict[str, float]
+    states: dict[str, LayerState]
+    bands: dict[str, list[list[float]]]
+
+    @property
+    def roots(self) -> tuple[Verdict, ...]:
+        """Verdicts that name a cause."""
+        return tuple(verdict for verdict in self.verdicts if verdict.is_root)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether layers could be compared at this step."""
+        return any(key in self.values for key in COMPARED) or any(root.layer == NETWORK for root in self.roots)
+
+
+def read_records(path: str | os.PathLike[str]) -> Iterator[Record]:
+    """Yield the measurements in a file that a :class:`~spectral_monitor.reporting.JSONLinesSink` wrote, in its order.
+
+    A line that is not complete is left out at the end, as in a file that is being written, and where another run goes
+    on in the same file, as after a process was killed.
+
+    Raises:
+        ValueError: it is no such file, or a line in its middle is broken.
+        OSError: it cannot be read.
+    """
+    layers: tuple[LayerInfo, ...] | None = None
+    reasons: dict[str, str] = {}
+    quantities: set[str] = set()
+    broken: ValueError | None = None
+    with Path(path).open(errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            record = None
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError("not an object")
+                if "format" in row:
+                    layers, reasons, quantities, broken = _layers(row), {}, set(), None
+                elif layers is None:
+                    raise ValueError("measurements before any layers")
+                else:
+                    reasons = {key: text for key, text in {**reasons, **row["reasons"]}.items() if text is not None}
+                    quantities |= row["values"].keys()
+                    others = quantities - row["values"].keys()
+                    record = _record(row, layers, concerning(reasons, others))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                broken = broken or ValueError(
+                    f"{str(path)!r}, line {number}: not what spectral_monitor writes ({type(error).__name__}: {error})"
+                )
+            if record is not None:
+                if broken is not None:
+                    raise broken
+                yield record
+    if broken is not None and (layers is None or line.endswith("\n")):
+        raise broken
+
+
+def concerning(reasons: dict[str, str], others: Container[str]) -> dict[str, str]:
+    """Return all but those of quantities that only other lines measured, which are kept for when they are again."""
+    return {key: text for key, text in reasons.items() if key.partition("/")[0] not in others}
+
+
+def _layers(row: dict[str, Any]) -> tuple[LayerInfo, ...]:
+    if row["format"] != FORMAT or row["version"] not in READ:
+        versions = " or ".join(map(str, READ))
+        raise ValueError(f"format {row['format']!r} version {row['version']!r}, expected {FORMAT!r} version {versions}")
+    return layers_from(row["layers"])
+
+
+def _record(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: dict[str, str]) -> Record:
+    for key, column in [*row["values"].items(), *row["bands"].items()]:
+        if len(column) != len(layers):
+            raise ValueError(f"{len(column)} values of {key} for {len(layers)} layers")
+    if any(len(limits) != 3 for rows in row["bands"].values() for limits in rows):
+        raise ValueError("a band that is not three numbers")
+    return Record(
+        step=int(row["step"]),
+        layers=layers,
+        values={key: list(map(value_of, column)) for key, column in row["values"].items()},
+        summary={key: value_of(value) for key, value in row["summary"].items()},
+        verdicts=tuple(map(_verdict, row["verdicts"])),
+        reasons=reasons,
+        flags=row["flags"],
+        states=_states(row.get("states", []), layers),
+        bands={key: [list(map(value_of, limits)) for limits in rows] for key, rows in row["bands"].items()},
+    )
+
+
+def _states(rows: list[list[Any]], layers: tuple[LayerInfo, ...]) -> dict[str, LayerState]:
+    """Return the state of each layer that has one, in the order of the layers."""
+    known = {place: LayerState(state, reason) for state, reason, places in rows for place in places}
+    return {layers[place].name: known[place] for place in sorted(known)}
+
+
+def _verdict(row: dict[str, Any]) -> Verdict:
+    read = dict(row)
+    read |= {key: value_of(row[key]) for key in ("value", "ratio")}
+    read |= {key: tuple(row[key]) for key in ("layers", "consequences") if key in row}
+    read["band"] = tuple(map(value_of, row["band"]))
+    if (remedy := row.get("remedy")) is not None:
+        read["remedy"] = Remedy(remedy["action"], tuple(remedy["layers"]), value_of(remedy["value"]))
+    return Verdict(**read)

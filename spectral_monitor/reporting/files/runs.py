@@ -1,0 +1,182 @@
+"""A run's measurements from its folder: which file, and what of it counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.reporting.files.records import FURTHER_FILE, RUN_FILE
+from spectral_monitor.reporting.run import MeasuredRun
+
+WHAT_TO_GIVE = "give the folder of a run that SpectralMonitor has logged, or a file that a JSONLinesSink wrote"
+
+
+class Taken(Protocol):
+    """A measurement, with tensors or without."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+
+    @property
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """What was measured."""
+
+
+T = TypeVar("T", bound=Taken)
+
+
+class Run(MeasuredRun):
+    """A run that was logged; iterating over it gives its measurements, steps rising.
+
+    Attributes:
+        notes: what was left out, in sentences.
+    """
+
+    def __init__(self, measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> None:
+        self._measurements = tuple(measurements)
+        self.notes = tuple(notes)
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """Of the same layers all."""
+        return self._measurements
+
+    def _notes(self) -> Sequence[str]:
+        return self.notes
+
+    def __iter__(self) -> Iterator[Measurement]:
+        return iter(self._measurements)
+
+    def __len__(self) -> int:
+        return len(self._measurements)
+
+    def __repr__(self) -> str:
+        if not self._measurements:
+            return "Run(no measurements)"
+        first, last = self._measurements[0], self._measurements[-1]
+        return f"Run({len(self)} measurements, steps {first.step} to {last.step}, {len(last.layers)} layers)"
+
+
+def load(run: str | os.PathLike[str]) -> Run:
+    """Read a run that ``SpectralMonitor`` or a ``JSONLinesSink`` has logged.
+
+    Args:
+        run: the folder that it was logged to, or one above it, of which the newest run is taken; or the file itself.
+
+    Raises:
+        ValueError: the file is not one of ours, or has no measurement yet.
+        OSError: there is no such file or folder, or it cannot be read.
+
+    Example:
+        >>> load("lightning_logs/version_9999")
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: there is no file or folder 'lightning_logs/version_9999'; give the folder of a run that \
+SpectralMonitor has logged, or a file that a JSONLinesSink wrote
+    """
+    return read_run(run_file(run)[0])
+
+
+def run_file(place: str | os.PathLike[str]) -> tuple[Path, int]:
+    """The file of measurements that is meant, and how many others there are.
+
+    Args:
+        place: the file itself, or a folder to be searched, the folders in it too; of several the newest is taken, and
+            of those of one run that of its first monitor.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    place = Path(place)
+    if place.is_file():
+        return place, 0
+    if not place.is_dir():
+        raise FileNotFoundError(f"there is no file or folder {str(place)!r}; {WHAT_TO_GIVE}")
+    found = run_files(place)
+    if not found:
+        raise FileNotFoundError(f"no {RUN_FILE} in {str(place)!r} or its folders; {WHAT_TO_GIVE}")
+    newest = max(found, key=lambda path: path.stat().st_mtime).parent
+    return min(path for path in found if path.parent == newest), len(found) - 1
+
+
+def run_files(folder: Path) -> list[Path]:
+    """Return every file of measurements in a folder and the folders in it."""
+    return [*folder.rglob(RUN_FILE), *folder.rglob(FURTHER_FILE.format("*"))]
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Return what a file of measurements says in the end, see :func:`settled`.
+
+    Raises:
+        ValueError: it is no such file, or holds no measurement yet.
+        OSError: it cannot be read.
+    """
+    from spectral_monitor.reporting.files.jsonlines import read_measurements  # with torch
+
+    return Run(*settled_in(path, read_measurements))
+
+
+def settled_in(
+    path: str | os.PathLike[str], read: Callable[[str | os.PathLike[str]], Iterable[T]]
+) -> tuple[tuple[T, ...], tuple[str, ...]]:
+    """Return the measurements of a file that count, and notes on those that do not.
+
+    Args:
+        path: of the file.
+        read: what reads it.
+
+    Raises:
+        ValueError: it is no file of measurements, or holds none yet.
+        OSError: it cannot be read.
+    """
+    try:
+        kept, notes = settle(read(path))
+    except ValueError as error:
+        raise ValueError(f"{error}; {WHAT_TO_GIVE}") from error
+    if not kept:
+        raise ValueError(
+            f"no measurement in {str(path)!r}: no step has been measured yet, it was cut short, or it is not what "
+            f"spectral_monitor writes; {WHAT_TO_GIVE}"
+        )
+    return kept, notes
+
+
+def settled(measurements: Iterable[Measurement]) -> Run:
+    """Return the measurements that count.
+
+    A run that is resumed goes some steps back and measures them again, and a script that is run again begins anew: the
+    later ones count. If the layers change, as where another model was trained into the same folder, those before are
+    left out.
+
+    Example:
+        >>> run = settled(Measurement(step, (), {}, {}) for step in (10, 20, 30, 20, 30, 40))
+        >>> [measurement.step for measurement in run]
+        [10, 20, 30, 40]
+        >>> print(run.notes[0].partition(";")[0])
+        2 measurements were taken again, after a resumption or by another run into the same file
+    """
+    return Run(*settle(measurements))
+
+
+def settle(measurements: Iterable[T]) -> tuple[tuple[T, ...], tuple[str, ...]]:
+    """Return the measurements that count, and notes on the others, as :func:`settled` does."""
+    kept: list[T] = []
+    others = again = 0
+    for measurement in measurements:
+        if kept and kept[-1].layers != measurement.layers:
+            others, again, kept = others + again + len(kept), 0, []
+        while kept and kept[-1].step >= measurement.step:
+            kept.pop()
+            again += 1
+        kept.append(measurement)
+    notes = []
+    if others:
+        notes.append(f"{others} earlier measurements are of other layers and left out.")
+    if again:
+        why = "after a resumption or by another run into the same file"
+        notes.append(f"{again} measurements were taken again, {why}; the later ones are shown.")
+    return tuple(kept), tuple(notes)

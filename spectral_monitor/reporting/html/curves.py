@@ -1,0 +1,296 @@
+"""The curves of a report: a line for each layer, over the band where it should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from textwrap import wrap
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.condition.verdict import short
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.reporting.content.families import kinds
+from spectral_monitor.reporting.content.labels import shortened
+from spectral_monitor.reporting.content.panels import Panel, shown
+from spectral_monitor.reporting.content.tally import off
+from spectral_monitor.reporting.html.figures import Figure, Series, digits, escaped, labels, series, title_of, titled
+from spectral_monitor.reporting.limit_run import limit_traces, widened
+
+FEW = 14
+"""Layers that each have a place in the legend; more of them have one by kind."""
+LINES = 120
+"""Layers that are drawn, at most; a browser takes its time for more."""
+CROWD = 5
+"""Layers outside, at most, that each have a thick line and a place in the legend."""
+POINTS = 1500
+"""Of all curves of a quantity together; if there are more, only the lines are drawn."""
+DECADES = 9.0
+"""Below the largest value; what is smaller is drawn at the bottom."""
+LINEAR = frozenset({"alignment", "update_alignment", "bfa_cos"})
+"""Quantities with a range of their own; all others are drawn on a log scale if they are nowhere negative."""
+OUTSIDE = "off now"
+LINE = 44
+"""Characters of a line below a chart's title."""
+GAP = 0.09
+"""Between two charts, for what is written beside the second one; of the width."""
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_DEPTH = ((59, 111, 216), (128, 90, 213), (200, 80, 150), (232, 112, 60), (205, 155, 20))
+"""Colours from the first layer to the last, legible on white and on black."""
+
+
+def depth_colours(count: int) -> list[str]:
+    """One for each layer, in the order of the network.
+
+    Example:
+        >>> depth_colours(2)
+        ['rgb(59,111,216)', 'rgb(205,155,20)']
+    """
+    found = []
+    for i in range(count):
+        place = i / max(1, count - 1) * (len(_DEPTH) - 1)
+        k = min(int(place), len(_DEPTH) - 2)
+        mixed = [round(a + (b - a) * (place - k)) for a, b in zip(_DEPTH[k], _DEPTH[k + 1], strict=True)]
+        found.append(f"rgb({','.join(map(str, mixed))})")
+    return found
+
+
+def drawn(rows: Sequence[int], first: Sequence[bool]) -> list[int]:
+    """Of very many layers some, evenly and with both ends: those that come first before others.
+
+    Example:
+        >>> found = drawn(range(1000), [i == 77 for i in range(1000)])
+        >>> len(found), found[0], 77 in found, found[-1]
+        (120, 0, True, 999)
+    """
+    found: list[int] = []
+    for some in ([i for i in rows if first[i]], [i for i in rows if not first[i]]):
+        room = min(len(some), LINES - len(found))
+        found += [some[k * (len(some) - 1) // max(1, room - 1)] for k in range(room)]
+    return sorted(found)
+
+
+def curves(
+    panel: Panel, measurements: Sequence[Measurement], now: Measurement, limit: Sequence[Measurement] = ()
+) -> tuple[Figure | None, dict[str, list[int]]]:
+    """The figure that answers one question, and the steps of each quantity in it; ``None`` where nothing is known.
+
+    Args:
+        panel: the question.
+        measurements: the whole run.
+        now: the one of them that says which layers are outside.
+        limit: of infinite width, drawn dashed.
+    """
+    outside = set(off(now))
+    first = [info.role == "readout" or info.name in outside for info in now.layers]
+    rows = drawn(shown(panel, now.layers), first)
+    known = {key: found for key in panel.quantities if (found := series(measurements, key)) is not None}
+    known = {key: found for key, found in known.items() if found.values[rows].isfinite().any()}
+    if not known:
+        return None, {}
+    layout: Figure = {
+        "height": 360,
+        "margin": {"l": 60, "r": 10, "t": 56, "b": 46},
+        "annotations": [],
+        "hovermode": "closest",
+        "legend": {"tracegroupgap": 0, "itemsizing": "constant"},
+    }
+    data: list[Figure] = []
+    meanings = {key: wrap(QUANTITIES[key].meaning, LINE) for key in known}
+    most = max(map(len, meanings.values()))
+    layout["margin"]["t"] += 15 * (most - 1)
+    layout["height"] += 15 * (most - 1)
+    for place, (key, found) in enumerate(known.items()):
+        suffix = "" if place == 0 else str(place + 1)
+        chart = _Chart(key, found, rows, now)
+        dashed = limit_traces(limit, key, chart.names)
+        chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
+        left, right = place / len(known), (place + 1) / len(known) - (GAP if place + 1 < len(known) else 0.0)
+        axis = {"domain": [left, right], "anchor": f"y{suffix}", "title": {"text": "step", "standoff": 4}}
+        layout |= {f"xaxis{suffix}": axis, f"yaxis{suffix}": {"anchor": f"x{suffix}", **chart.axis()}}
+        title = titled(key, *map(escaped, meanings[key]), *["&nbsp;"] * (most - len(meanings[key])))
+        layout["annotations"].append(title_of(title, suffix, f"y{suffix}"))
+        traces = [*chart.bands(), *dashed, *chart.lines(), *(chart.groups() if place == 0 else [])]
+        for trace in traces:
+            trace["showlegend"] = trace.get("showlegend", False) and place == 0
+            data.append({**trace, "xaxis": f"x{suffix}", "yaxis": f"y{suffix}"})
+    return {"data": data, "layout": layout}, {key: found.steps for key, found in known.items()}
+
+
+class _Chart:
+    """One quantity of some layers.
+
+    Args:
+        key: the quantity.
+        found: all of it.
+        rows: places of the layers that are shown.
+        now: the measurement that says which layers are outside.
+    """
+
+    def __init__(self, key: str, found: Series, rows: Sequence[int], now: Measurement) -> None:
+        known = found.values[rows].isfinite().any(1).tolist()
+        rows = [i for i, some in zip(rows, known, strict=True) if some]
+        colours = depth_colours(len(now.layers))
+        self.key, self.steps = key, found.steps
+        self.names, self.short = [now.layers[i].name for i in rows], labels(now)
+        self.values, self.limits = found.values[rows], found.bands[rows][..., :2]
+        verdicts = set(off(now))
+        self.outside = [name in verdicts for name in self.names]
+        self.crowd = sum(self.outside) > CROWD
+        self.colours = ["@danger" if out else colours[i] for i, out in zip(rows, self.outside, strict=True)]
+        self.few = len(rows) <= FEW
+        finite = self.values[self.values.isfinite()]
+        self.log = key not in LINEAR and bool((finite >= 0).all() and (finite > 0).any())
+        self.low, self.high = self._range(finite)
+
+    def _range(self, finite: Tensor) -> tuple[float, float]:
+        """Of the axis: all values, and limits that are not far from them."""
+        if self.key in LINEAR:
+            return (-1.05 if bool((finite < 0).any()) else -0.02), 1.05
+        if not self.log:
+            pad = 0.06 * (finite.max() - finite.min()).item() or 0.1 * finite.abs().max().item() or 1.0
+            return finite.min().item() - pad, finite.max().item() + pad
+        high = finite.max().item()
+        low = max(finite[finite > 0].min().item(), high * 10**-DECADES)
+        limits = [x for x in self.limits.flatten().tolist() if low / 5 < x < high * 5]
+        low, high = min([low, *limits]), max([high, *limits])
+        if bool((finite < low).any()):
+            low /= 2.0  # room at the bottom for what is 0
+        pad = max((high / low) ** 0.06, 1.1)
+        return low / pad, high * pad
+
+    def axis(self) -> Figure:
+        """Its layout."""
+        if not self.log:
+            return {"range": [self.low, self.high]}
+        ends = [math.log10(self.low), math.log10(self.high)]
+        decades = ends[1] - ends[0]
+        apart: float | str = "D2" if decades < 1.6 else math.ceil(decades / 6)
+        if decades < 0.35:  # then there may be no 1, 2 or 5 among the values
+            return {"type": "log", "range": ends, "nticks": 5, "tickformat": "~g"}
+        return {"type": "log", "range": ends, "dtick": apart, "tickformat": "~g"}
+
+    def lines(self) -> Iterator[Figure]:
+        """One for each layer, those that are outside last, which is on top."""
+        dots = self.values.numel() <= POINTS or len(self.steps) == 1
+        group = {k: (n, of) for n, (of, some) in enumerate(kinds(self.names).items()) for k in some}
+        for k in sorted(range(len(self.names)), key=lambda k: self.outside[k]):
+            name, out, values = escaped(self.names[k]), self.outside[k], self.values[k].tolist()
+            below = self.log and any(value < self.low for value in values)
+            drawn = [max(value, self.low) for value in values] if below else values
+            alone = not self.crowd if out else self.few
+            n, of = (0, OUTSIDE) if out else group[k]
+            yield {
+                "type": "scatter",
+                "mode": "lines+markers" if dots else "lines",
+                "name": self.short[self.names[k]],
+                "meta": [name, self._should_be(k)],
+                "x": self.key,
+                "y": digits(drawn),
+                **({"customdata": digits(values)} if below else {}),
+                "line": {
+                    "color": self.colours[k],
+                    "width": 3.5 if out and alone else 1.8 if self.few else 1.1,
+                    "dash": "solid" if alone else DASHES[n % len(DASHES)],
+                },
+                "marker": {"size": 7 if out and alone else 4},
+                "opacity": 1.0 if alone else 0.7,
+                "legendgroup": name if alone else escaped(of),
+                "legendrank": k + (0 if out else 1000),
+                "showlegend": alone,
+                "hovertemplate": f"<b>%{{meta[0]}}</b><br>step %{{x}}<br>{self.key} "
+                f"%{{{'customdata' if below else 'y'}:.3~g}}%{{meta[1]}}<extra></extra>",
+            }
+
+    def groups(self) -> Iterator[Figure]:
+        """What is in the legend where not every layer is: kinds of layers, on which one can click."""
+        if self.crowd:
+            yield self._group(OUTSIDE, OUTSIDE, sum(self.outside), "@danger", "solid", 500)
+        found = {} if self.few else kinds(self.names)
+        short = shortened(tuple(found))
+        for n, (of, some) in enumerate(found.items()):
+            count = sum(not self.outside[k] for k in some)
+            yield self._group(of, short[of], count, "@soft", DASHES[n % len(DASHES)], 2000 + n)
+
+    def _group(self, of: str, name: str, count: int, colour: str, dash: str, rank: int) -> Figure:
+        return {
+            "type": "scatter",
+            "mode": "lines",
+            "x": [None],
+            "y": [None],
+            "name": f"{escaped(name)} ({count})",
+            "line": {"color": colour, "width": 1.5, "dash": dash},
+            "legendgroup": escaped(of),
+            "legendrank": rank,
+            "showlegend": count > 0,
+        }
+
+    def _should_be(self, k: int) -> str:
+        low, high = self.limits[k, -1].tolist()
+        if math.isnan(low) or math.isnan(high):
+            return ""
+        words = f"above {short(low)}" if math.isinf(high) else f"{short(low)} .. {short(high)}"
+        return f"<br>should be {words if low > 0 else f'below {short(high)}'} at step {self.steps[-1]}"
+
+    def bands(self) -> Iterator[Figure]:
+        """The band that most layers share as an area; limits on one side, and the bands of others, as lines."""
+        for place, some in enumerate(self._alike()[:4]):
+            low, high = self.limits[some[0]].T
+            single = len(some) == 1 < len(self.names)
+            name = escaped(self.names[some[0]])
+            if place == 0 and not single and bool(((low > 0) & high.isfinite()).any()):
+                yield from self._area(low, high, len(some))
+                continue
+            colour, of = (self.colours[some[0]], name) if single else ("@limit", f"{len(some)} layers")
+            for limit in (low, high):
+                if bool((limit.isfinite() & (limit > 0)).any()):
+                    yield self._edge(limit, colour, f"limit of {of}", "band" if place == 0 and not single else name)
+
+    def _alike(self) -> list[list[int]]:
+        """Layers by band, the largest group first."""
+        groups: list[list[int]] = []
+        for k, limits in enumerate(self.limits):
+            if not limits.isfinite().any():
+                continue
+            for some in groups:
+                if torch.allclose(self.limits[some[0]], limits, rtol=1e-3, atol=0.0, equal_nan=True):
+                    some.append(k)
+                    break
+            else:
+                groups.append([k])
+        return sorted(groups, key=lambda some: -len(some))
+
+    def _area(self, low: Tensor, high: Tensor, count: int) -> Iterator[Figure]:
+        known = (low.isfinite() & high.isfinite()).tolist()
+        limited = int(self.limits.isfinite().flatten(1).any(1).sum())
+        most = "band of most layers" if 2 * count > limited else f"band of {count} layers"
+        steps = [step for step, some in zip(self.steps, known, strict=True) if some]
+        for limit, fill in ((low, "none"), (high, "tonexty")):
+            yield {
+                "type": "scatter",
+                "mode": "lines",
+                "x": steps,
+                "y": digits([x for x, some in zip(limit.tolist(), known, strict=True) if some]),
+                "line": {"color": "@limit", "width": 0.5},
+                "fill": fill,
+                "fillcolor": "@band",
+                "hoverinfo": "skip",
+                "name": "band" if len(self.names) == 1 else most,
+                "legendgroup": "band",
+                "legendrank": 3000,
+                "showlegend": fill != "none",
+            }
+
+    def _edge(self, limit: Tensor, colour: str, name: str, group: str) -> Figure:
+        return {
+            "type": "scatter",
+            "mode": "lines",
+            "x": self.key,
+            "y": digits(limit.tolist()),
+            "line": {"color": colour, "width": 1, "dash": "dash"},
+            "hoverinfo": "name",
+            "name": name,
+            "legendgroup": group,
+        }

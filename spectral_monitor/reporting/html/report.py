@@ -1,0 +1,246 @@
+"""A run as one page of HTML that opens without a network: the answer, pictures, tables."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from spectral_monitor.condition import NETWORK, Verdict
+from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
+from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.reporting.content.headline import headline, headlines, names_in
+from spectral_monitor.reporting.content.panels import MATRICES, PANELS, Panel
+from spectral_monitor.reporting.content.tally import disturbed, is_judged, named_by, tally
+from spectral_monitor.reporting.content.typical import legend
+from spectral_monitor.reporting.files.runs import settled
+from spectral_monitor.reporting.html.curves import LINES, curves, depth_colours
+from spectral_monitor.reporting.html.figures import Figure, escaped, overview
+from spectral_monitor.reporting.html.page import page
+from spectral_monitor.reporting.limit_run import limit_sentences
+from spectral_monitor.reporting.text.lines import Column
+from spectral_monitor.reporting.text.table import ARROWS, measurement_rows, number, summary_line
+
+FOLDED = 44
+"""Characters of a layer's name beyond which it is folded."""
+NAMED = 5
+"""Layers that the answer names; the table below it has all."""
+_IN_TABLE_OF_VERDICTS = ("should be", "what")
+
+
+def write_report(
+    measurements: Iterable[Measurement],
+    path: str | os.PathLike[str],
+    notes: Sequence[str] = (),
+    limit: Sequence[Measurement] = (),
+) -> None:
+    """Write a page about a run, about 5 MB, most of which is plotly.
+
+    Args:
+        measurements: in their order, such as ``monitor.measurements``; where a step comes again the later one counts.
+        path: of the file; what is there is replaced.
+        notes: sentences for the foot of the page.
+        limit: of infinite width, drawn dashed, such as :func:`spectral_monitor.scaling.reference_line` returns.
+
+    Raises:
+        ValueError: there are no measurements.
+        ImportError: plotly is not installed.
+        OSError: the file cannot be written.
+
+    Example:
+        With ``pip install "spectral-monitor[plots]"``: ``write_report(probe.measurements, "report.html")``.
+    """
+    Path(path).write_text(report(measurements, notes, limit), encoding="utf-8", errors="replace", newline="\n")
+
+
+def report(measurements: Iterable[Measurement], notes: Sequence[str] = (), limit: Sequence[Measurement] = ()) -> str:
+    """The page that :func:`write_report` writes.
+
+    Raises:
+        ValueError: there are no measurements.
+        ImportError: plotly is not installed.
+    """
+    run = settled(measurements)
+    if not run.measurements:
+        raise ValueError("there is nothing to report on: no measurements")
+    now = _judged(run.measurements)
+    told = next(filter(is_judged, reversed(run.measurements)), run.measurements[-1])
+    figures: dict[str, Figure] = {}
+    steps: dict[str, Sequence[int]] = {}
+    sections = [_header(told, run.measurements, now), _verdicts(told if told.roots else now)]
+    picture, known = overview(run.measurements, now)
+    if picture is not None:
+        figures["overview-figure"], steps = picture, {**steps, **known}
+        sections.append(_overview())
+    sections.append(_key(now))
+    summary = {key: value for measurement in run.measurements for key, value in measurement.summary.items()}
+    missing = []
+    for place, panel in enumerate(PANELS):
+        figure, known = curves(panel, run.measurements, now, limit)
+        if figure is None:
+            missing.append(panel.question)
+            continue
+        figures[f"panel-{place}"], steps = figure, {**steps, **known}
+        sections.append(_panel(panel, f"panel-{place}", summary))
+    if missing:
+        sections.append(f"<section><p>Not measured: {escaped(' '.join(missing))}</p></section>")
+    drawn = max(map(len, steps.values()), default=0)
+    thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run.measurements) else []
+    sections += [
+        _layers(now),
+        _footer(run.measurements, [*thinned, *run.notes, *notes, *limit_sentences(run.measurements, limit)]),
+    ]
+    body = "\n".join(filter(None, sections))
+    return page(f"{escaped(headlines(told)[0])} &middot; step {run.measurements[-1].step}", body, figures, steps)
+
+
+def _judged(measurements: Sequence[Measurement]) -> Measurement:
+    """Return the latest of which layers could be judged, for what is NaN says nothing; the latest if none could."""
+    judged = (m for m in reversed(measurements) if is_judged(m) and tally(m).judged)
+    return next(judged, measurements[-1])
+
+
+def _header(told: Measurement, measurements: Sequence[Measurement], now: Measurement) -> str:
+    """Return the answer, the worst roots and the numbers of the whole network.
+
+    Args:
+        told: the measurement that gives the answer.
+        measurements: the whole run.
+        now: the one that pictures and tables are of.
+    """
+    last, (answer, *more) = measurements[-1], headlines(told)
+    said = [f"<p>{escaped(line)}</p>" for line in more]
+    if now is not last:
+        what = f"step {now.step}, the last that could be judged: {headline(now)}"
+        said.append(f"<p>What follows is of {escaped(what)}.</p>")
+    roots = [root for root in (told.roots or now.roots) if root.layer != NETWORK]
+    lines = [f"<li>{_names(named_by(root))}: {escaped(root.sentence)}</li>" for root in roots[:NAMED]]
+    if len(roots) > NAMED:
+        lines.append(f"<li>and {len(roots) - NAMED} more, see below</li>")
+    said += [f"<ul>{''.join(lines)}</ul>"] if lines else []
+    over = [layer for layer, flag in now.flags.items() if flag == 0]
+    if over:
+        said.append(f"<p>Off earlier, not any more: {_names(over)}.</p>")
+    foot = " ".join(f"<span>{escaped(part)}</span>" for part in summary_line(last).split("   ") if part)
+    of = f"Step {last.step}, the last of {len(measurements)} measurements"
+    status = {HEALTHY: "healthy", OFF: "off", NOT_JUDGED: "unjudged"}[tally(told).state]
+    return (
+        f'<header class="{status}"><h1>{escaped(answer[:1].upper() + answer[1:])}</h1>\n{"".join(said)}\n'
+        f'<p class="facts soft"><span>{of}</span> {foot}</p></header>'
+    )
+
+
+def _verdicts(told: Measurement) -> str:
+    """Return a table with a row for each root verdict, and how many layers follow from it."""
+    if not told.roots:
+        return ""
+    titles = ("layer", "quantity", "value", "should be", "for", "cause", "what it likely is, and what to do")
+    rows = "".join(f"<tr>{_verdict(root, told)}</tr>" for root in told.roots)
+    head = "".join(f"<th>{title}</th>" for title in titles)
+    return (
+        f'<section id="off"><h2>What is off at step {told.step}</h2>\n<div class="wide long"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _verdict(root: Verdict, told: Measurement) -> str:
+    arrow = "" if math.isnan(root.ratio) else "&nbsp;&uarr;" if root.ratio > 1 else "&nbsp;&darr;"
+    seen = f"{number(root.value)}{arrow}" if root.quantity else ""
+    follow = [layer for layer, of in disturbed(told).items() if of == root.layer]
+    more = f"+{len(follow)} that follow from it: {names_in(told, follow)}" if follow else ""
+    return (
+        f"<td>{_names(named_by(root)) or 'the whole network'}</td>"
+        f'<td title="{_meaning(root.quantity)}">{escaped(root.quantity)}</td>'
+        f'<td class="bad">{seen}</td><td>{escaped(root.should_be) if root.quantity else ""}</td>'
+        f"<td>{root.steps} steps, {root.measurements} measurements</td>"
+        f'<td>{escaped(root.cause.replace("_", " "))}</td><td class="say">{escaped(root.sentence)}'
+        + (f'<br><span class="soft">{escaped(more)}</span></td>' if more else "</td>")
+    )
+
+
+def _overview() -> str:
+    return (
+        '<section id="overview"><h2>Every layer, from the first measurement to the last</h2>\n'
+        '<p class="soft">A row for each layer, the first of the network at the top. Left: where it is now; the bar is '
+        "where it should be. In the pictures red is an update that is too large, or a step uphill, and blue one that "
+        "is too small, or downhill; grey was not measured, or is held against nothing.</p>\n"
+        '<div class="wide"><div class="figure" id="overview-figure"></div></div></section>'
+    )
+
+
+def _key(now: Measurement) -> str:
+    colours = ", ".join(depth_colours(5))
+    count = sum(info.role in MATRICES for info in now.layers)
+    some = (
+        f" Of {count} layers {LINES} are drawn, evenly, with the readout and those that are off."
+        if count > LINES
+        else ""
+    )
+    return (
+        '<p class="soft">Below, a curve for each layer: <span class="key" style="background: linear-gradient(to right, '
+        f'{colours})"></span> from the first to the last, <span class="bad">red</span> what is off now; '
+        '<span class="key" style="background: var(--band)"></span> where they should be, dashed where only a limit is '
+        f"known or a layer has its own.{some}</p>"
+    )
+
+
+def _panel(panel: Panel, name: str, summary: Mapping[str, float]) -> str:
+    known = [(key, summary[key]) for key in panel.summaries if math.isfinite(summary.get(key, math.nan))]
+    words = [f"{key.replace('_', ' ')} {int(x) if x.is_integer() else number(x)}" for key, x in known]
+    facts = " ".join(f"<span>{escaped(text)}</span>" for text in words)
+    return (
+        f'<section><h2>{escaped(panel.question)}</h2>\n<p class="soft">{escaped(panel.reading)}</p>\n'
+        + (f'<p class="facts">{facts}</p>\n' if facts else "")
+        + f'<div class="wide"><div class="figure" id="{name}"></div></div></section>'
+    )
+
+
+def _layers(now: Measurement) -> str:
+    """Return a row for every layer, nothing folded, with its state."""
+    table = measurement_rows(now, folded=False)
+    columns = [column for column in table.columns if column.title not in _IN_TABLE_OF_VERDICTS and not column.drawn]
+    states = ["" if state == HEALTHY else state for state in table.states]
+    whats = next((column.cells for column in table.columns if column.title == "what"), states)
+    states = [what if state == NOT_JUDGED else state for state, what in zip(states, whats, strict=True)]
+    if any(states) and tally(now).judged:
+        columns.insert(1, Column("state", tuple(states), text=True))
+    head, rows = "", [""] * len(columns[0].cells)
+    for place, column in enumerate(columns):
+        side = "" if column.text else ' class="number"'
+        meaning = f' title="{_meaning(column.quantity)}"' if column.quantity else ""
+        head += f"<th{side}{meaning}>{escaped(column.title)}</th>"
+        for row, cell in enumerate(column.cells):
+            bad = table.states[row] == OFF and (place == 0 or cell.endswith(ARROWS))
+            shown = _name(cell) if place == 0 else escaped(cell)
+            rows[row] += f"<td{side}>{f'<span class=bad>{shown}</span>' if bad else shown}</td>"
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    known = legend(now)
+    return (
+        f'<section id="layers"><h2>All layers at step {now.step}</h2>\n'
+        + (f'<p class="soft">{escaped(known)}</p>\n' if known else "")
+        + f'<div class="wide long"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>'
+    )
+
+
+def _footer(measurements: Sequence[Measurement], notes: Sequence[str]) -> str:
+    from spectral_monitor import __version__
+
+    first, last = measurements[0], measurements[-1]
+    said = [f"spectral_monitor {__version__}", f"{len(measurements)} measurements, steps {first.step} to {last.step}"]
+    return f"<footer><p>{' &middot; '.join(said)}</p>{''.join(f'<p>{escaped(note)}</p>' for note in notes)}</footer>"
+
+
+def _name(layer: str) -> str:
+    return f'<span class="name{" folded" if len(layer) > FOLDED else ""}">{escaped(layer)}</span>'
+
+
+def _names(layers: Sequence[str]) -> str:
+    """Return the first of them, and how many more there are."""
+    more = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
+    return ", ".join(map(_name, layers[:NAMED])) + more
+
+
+def _meaning(quantity: str) -> str:
+    known = QUANTITIES.get(quantity)
+    return "" if known is None else escaped(f"{quantity}: {known.formula}; {known.meaning}").replace('"', "&quot;")

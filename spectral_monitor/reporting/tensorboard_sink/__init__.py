@@ -1,0 +1,1 @@
+"""What TensorBoard is given."""

@@ -1,0 +1,168 @@
+"""The Custom Scalars tab of TensorBoard: a category for each question, in which the first chart answers it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.reporting.content.essentials import (
+    ALL,
+    LIMITS,
+    PREFIX,
+    SPREAD,
+    Groups,
+    family_key,
+    group,
+    grouped,
+    log2_of,
+)
+from spectral_monitor.reporting.content.labels import unprefixed
+from spectral_monitor.reporting.content.panels import PANELS, Panel
+from spectral_monitor.reporting.content.typical import VS_TYPICAL
+
+if TYPE_CHECKING:
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+SUMMARY = f"{PREFIX}/summary"
+MANY = 24
+"""Of more charts than that, only the first category is open at first."""
+
+TITLES = {
+    "update_natural": "update",
+    "update_ratio": "update over weight",
+    "feature_change": "change of the outputs by a step",
+    "feature_drift": "change of the outputs since the start",
+    "weight_natural": "weights",
+    "drift_ratio": "change of the weights since the start",
+    "alignment": "alignment of inputs and weights",
+    "update_alignment": "alignment of inputs and update",
+    "update_stable_rank": "stable rank of the update",
+    "weight_stable_rank": "stable rank of the weights",
+    "bfa_cos": "do outputs move downhill, cosine",
+    "contribution": "decrease of the loss that the update promises",
+    "lr_multiplier": "what the learning rate is multiplied with",
+    "lr": "learning rate",
+}
+"""What charts of a quantity are called."""
+
+
+def layout(layers: tuple[LayerInfo, ...], tags: Collection[str]) -> Layout:
+    """Return the charts for what there is to show, as TensorBoard's protocol buffer; no category is empty.
+
+    Args:
+        layers: of the measurements.
+        tags: of all numbers so far.
+    """
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Layout
+
+    drawn = [(panel.question, list(_charts(panel, layers, tags))) for panel in PANELS]
+    drawn = [(question, charts) for question, charts in drawn if charts]
+    many = sum(len(charts) for _, charts in drawn) > MANY
+    categories = [Category(title=name, chart=charts, closed=many and i > 0) for i, (name, charts) in enumerate(drawn)]
+    return Layout(category=categories)
+
+
+def _charts(panel: Panel, layers: tuple[LayerInfo, ...], tags: Collection[str]) -> Iterator[Any]:
+    """Yield the charts of a question, the one that answers it first."""
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Chart, MultilineChartContent
+
+    quantities = list(_of_quantities(panel, layers, tags))
+    summaries = [
+        (f"whole network: {', '.join(names)}", [f"{re.escape(f'{SUMMARY}/{name}')}$" for name in names])
+        for names in _groups([key for key in panel.summaries if f"{SUMMARY}/{key}" in tags])
+    ]
+    place = 0 if panel.by_summary else 1
+    for title, patterns in [*quantities[:place], *summaries, *quantities[place:]]:
+        yield Chart(title=title, multiline=MultilineChartContent(tag=patterns))
+
+
+def _of_quantities(
+    panel: Panel, layers: tuple[LayerInfo, ...], tags: Collection[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the title and the tags' patterns of each chart: all layers together first, then the families.
+
+    A chart of a few lines shows a layer that is 100 times too large: TensorBoard cuts off what is above 95 % of all
+    points, unless it is told not to.
+    """
+    groups = grouped(layers)
+    for quantity in panel.quantities:
+        for key, title in (
+            (log2_of(quantity), f"{TITLES[quantity]} {VS_TYPICAL}, log2"),
+            (quantity, f"{TITLES[quantity]} ({quantity})"),
+        ):
+            if not any(tag.startswith(f"{group(key)}/") for tag in tags):
+                continue
+            compared = key != quantity
+            limits = _limits(key, tags)
+            if not groups.families:
+                names = [layers[i].name for i in groups.singles]
+                yield f"{title}{_shown(limits)}: every layer", [_pattern(key, names, ""), *limits]
+                continue
+            yield f"{title}{_shown(limits)}: all layers", [_pattern(key, [ALL], _one_of(SPREAD)), *limits]
+            if compared and panel is PANELS[0]:
+                yield from _of_families(key, title, groups, layers, tags)
+            else:
+                families = [_pattern(key, list(map(family_key, groups.families)), "/median")]
+                yield f"{title}: median of each family", [*families, *_singles(key, groups, layers, tags)]
+
+
+def _of_families(
+    key: str, title: str, groups: Groups, layers: tuple[LayerInfo, ...], tags: Collection[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield a chart for each family, and one for all layers that are logged one by one."""
+    limits = _limits(key, tags)
+    bare = unprefixed((*groups.families, *(info.name for info in layers)))
+    singles = _singles(key, groups, layers, tags)
+    if singles:
+        yield f"{title}: single layers", [*singles, *limits]
+    for family in groups.families:
+        yield f"{title}: {bare[family]}", [_pattern(key, [family_key(family)], _one_of(SPREAD)), *limits]
+
+
+def _singles(key: str, groups: Groups, layers: tuple[LayerInfo, ...], tags: Collection[str]) -> list[str]:
+    """Return the pattern of all layers that are logged one by one, those that have had a verdict among them.
+
+    It is the same whichever these are: of two runs with different charts of one title TensorBoard shows one.
+    """
+    if not any(f"{group(key)}/{info.name}" in tags for info in layers):
+        return []
+    return [re.escape(f"{group(key)}/") + rf"(?!{LIMITS}/)(?:(?!{_one_of(SPREAD)}$).)*$"]
+
+
+def _limits(key: str, tags: Collection[str]) -> list[str]:
+    """Return the pattern of a quantity's limits, if it has any."""
+    stem = f"{group(key)}/{LIMITS}/"
+    return [f"{re.escape(stem)}(?:low|high)$"] if any(tag.startswith(stem) for tag in tags) else []
+
+
+def _shown(limits: Sequence[str]) -> str:
+    return " (OK within limits)" if limits else ""
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return f"/(?:{'|'.join(names)})"
+
+
+def _pattern(key: str, names: Sequence[str], rest: str) -> str:
+    """Return a regular expression for a quantity of some layers, and of no others.
+
+    Args:
+        key: of the quantity.
+        names: of layers or families.
+        rest: an expression for what follows a name.
+    """
+    found = "|".join(map(re.escape, names))
+    return re.escape(f"{group(key)}/") + (f"(?:{found})" if len(names) > 1 else found) + f"{rest}$"
+
+
+def _groups(names: Sequence[str]) -> list[list[str]]:
+    """Names that begin with another one share its chart.
+
+    Example:
+        >>> _groups(["spread", "loss", "loss_predicted"])
+        [['spread'], ['loss', 'loss_predicted']]
+    """
+    first = [name for name in names if not any(name.startswith(f"{other}_") for other in names)]
+    return [[name for name in names if name == head or name.startswith(f"{head}_")] for head in first]

@@ -1,0 +1,227 @@
+"""TensorBoard: the essential numbers, a panel for each question, pictures of layer by step, verdicts as text."""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.reporting.content.essentials import PREFIX, Log, checked_log, essentials
+from spectral_monitor.reporting.content.history import History, is_drawn
+from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS, shown
+from spectral_monitor.reporting.content.tally import is_judged, tally, told
+from spectral_monitor.reporting.heatmap import can_draw, heatmap
+from spectral_monitor.reporting.sinks import need_room
+from spectral_monitor.reporting.tensorboard_sink import hparams
+from spectral_monitor.reporting.tensorboard_sink.custom_scalars import layout
+from spectral_monitor.reporting.text.markdown import verdict_markdown
+
+VERDICTS, HEATMAP, HISTOGRAM = "spectral/verdicts", "spectral/heatmap", "spectral/histogram"
+METRICS = tuple(f"{PREFIX}/summary/{key}" for key in ("violations", "worst_layer_ratio"))
+"""Shown in HParams as a run ended."""
+COLOURS = 128
+"""Of a picture at most; with them its file is a third of the size."""
+NO_PICTURES = "There are no pictures of layer by step: they need matplotlib (`pip install matplotlib`)."
+
+
+def can_write_to(writer: Any) -> bool:
+    """Whether it is torch's ``SummaryWriter``, and not that of tensorboardX or a stand-in."""
+    return type(writer).__module__.startswith("torch.utils.tensorboard")
+
+
+class TensorBoardSink:
+    """Writes measurements with a ``torch.utils.tensorboard.SummaryWriter``.
+
+    In the tab Scalars the essential numbers are found as ``spectral_<quantity>/<layer>``, a group for each quantity; of
+    a deep network ``spectral_<quantity>/h.N.mlp/lowest``, ``median`` and ``highest``, and the same of ``all`` layers.
+    ``spectral_vs_typical_log2`` is the size of updates against typical, as a power of two, with the limits. In Custom
+    Scalars there is a category for each question; in Images, ``spectral/heatmap/<quantity>``, pictures of layer by
+    step; in Text, ``spectral/verdicts``, the answer and the root verdicts whenever they change; in HParams, if the run
+    has hyperparameters, how many root verdicts it ended with.
+
+    Args:
+        writer: it is not closed.
+        heatmap_every: pictures after measurements 3 and 10, every n-th and the last, if matplotlib is installed; 0 for
+            none.
+        histograms: whether the tabs Histograms and Distributions show how the layers' values are spread.
+        log: ``"essential"``; ``"all"`` for every number too, as ``spectral/<quantity>/<layer>``; or patterns, such as
+            ``["contribution/*"]``, of single numbers that are written besides.
+        asked: quantities that are essential besides.
+        offset: added to the number of optimizer steps taken, for loggers that count from 0.
+
+    Example:
+        >>> # sink = TensorBoardSink(SummaryWriter("runs/mine"))
+        >>> # probe = SpectralProbe(model, optimizer, sinks=[sink])
+    """
+
+    def __init__(
+        self,
+        writer: Any,
+        heatmap_every: int = 20,
+        histograms: bool = False,
+        *,
+        log: Log = "essential",
+        asked: Sequence[str] = (),
+        offset: int = 0,
+    ) -> None:
+        self._writer = writer
+        self._every, self._histograms = heatmap_every, histograms
+        self._log, self._asked, self._offset = checked_log(log), tuple(asked), offset
+        self._reset()
+        writer._get_file_writer()  # one that was closed after an earlier fit begins another file, as for add_scalar
+        with suppress(OSError):  # it is tried again at the first measurement
+            self._add_metrics()
+
+    def _reset(self) -> None:
+        """Nothing has been written."""
+        self._history = History()
+        self._count = 0
+        self._latest: Measurement | None = None
+        self._judged: Measurement | None = None
+        self._drawn: Measurement | None = None
+        self._told: tuple[int, Any] | None = None  # step, and what made the text worth writing
+        self._laid_out: tuple[tuple[LayerInfo, ...], frozenset[str]] = ((), frozenset())
+        self._merged = False
+
+    def write(self, measurement: Measurement) -> None:
+        """All numbers in one event; then what is to be seen of them.
+
+        Raises:
+            OSError: the writer is closed, its folder is gone, or the disk is all but full.
+        """
+        self._check()
+        scalars = essentials(measurement, self._log, self._asked)
+        values: list[dict[str, Any]] = [{"tag": tag, "simple_value": value} for tag, value in scalars.items()]
+        first, self._latest = self._latest is None, measurement
+        self._judged = measurement if is_judged(measurement) else self._judged
+        self._count += 1
+        try:
+            # All that computes something comes before the numbers: while those are written, by Python in another
+            # thread, it would take many times as long.
+            values += self._layout(measurement.layers, scalars)
+            if self._every:
+                self._history.add(measurement)
+                if is_drawn(self._count, self._every):
+                    values += self._pictures(measurement)
+            if self._histograms:
+                self._add_histograms(measurement)
+            self._tell(measurement)
+            if first:
+                self._add_metrics()
+        finally:
+            self._add(values, measurement.step)
+
+    def close(self) -> None:
+        """The last pictures and verdicts; the writer stays open.
+
+        Raises:
+            OSError: as for :meth:`write`.
+        """
+        latest = self._latest
+        if latest is None:
+            return
+        try:
+            self._check()
+            judged = self._judged or latest
+            if self._told is not None and self._told[0] != judged.step:
+                self._told = None
+                self._tell(judged)
+            if self._every and self._drawn is not latest:
+                self._add(self._pictures(latest), latest.step)
+            self._writer.flush()
+            self._add_metrics()
+        finally:
+            self._reset()
+
+    def _check(self) -> None:
+        """The writer keeps an error that it meets while it writes, for whoever writes next: let it meet none."""
+        if self._writer.all_writers is None:
+            raise OSError(errno.EBADF, "the SummaryWriter is closed")
+        need_room(self._writer.get_logdir())
+
+    def _add(self, values: list[dict[str, Any]], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(**value) for value in values])
+        self._writer._get_file_writer().add_summary(summary, step + self._offset)
+
+    def _add_metrics(self) -> None:
+        """Metrics beside the hyperparameters that a logger writes before training, or when it begins."""
+        if not self._merged:
+            self._check()
+            self._writer.flush()
+            self._merged = hparams.merge(str(self._writer.get_logdir()), METRICS)
+
+    def _layout(self, layers: tuple[LayerInfo, ...], tags: Iterable[str]) -> list[dict[str, Any]]:
+        """Return the tab Custom Scalars where there is more to show; some steps measure only some quantities."""
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.custom_scalar import metadata
+
+        before, some = self._laid_out, frozenset(tags)
+        self._laid_out = layers, (some | before[1] if layers == before[0] else some)
+        if self._laid_out == before:
+            return []
+        charts = layout(*self._laid_out).SerializeToString()
+        value = {
+            "tag": metadata.CONFIG_SUMMARY_TAG,
+            "tensor": TensorProto(dtype=DT_STRING, string_val=[charts]),
+            "metadata": metadata.create_summary_metadata(),
+        }
+        return [value]
+
+    def _tell(self, measurement: Measurement) -> None:
+        """Write the verdicts, if roots or states are others than those that were written last."""
+        verdicts = told(measurement), tally(measurement).state
+        if self._told is not None and (self._told[1] == verdicts or not is_judged(measurement)):
+            return
+        text = verdict_markdown(measurement)
+        if self._every and not can_draw():
+            text = f"{text}\n\n{NO_PICTURES}"
+        self._writer.add_text(VERDICTS, text, measurement.step + self._offset)
+        self._told = measurement.step, verdicts
+
+    def _pictures(self, measurement: Measurement) -> list[dict[str, Any]]:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._drawn = measurement
+        values = []
+        for quantity in HEATMAPS:
+            pixels = heatmap(self._history, quantity)
+            if pixels is not None:
+                height, width, _ = pixels.shape
+                image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=_png(pixels))
+                values.append({"tag": f"{HEATMAP}/{quantity}", "image": image})
+        return values
+
+    def _add_histograms(self, measurement: Measurement) -> None:
+        """Of what panels show first, and of how far layers are from where they should be, as a power of two."""
+        spread = {}
+        for panel in PANELS:
+            rows = shown(panel, measurement.layers)
+            key = panel.quantities[0]
+            if key in measurement.values:
+                spread[key] = measurement.values[key][rows]
+            for key in panel.quantities:
+                if key in measurement.bands and key in measurement.values:
+                    ratios = measurement.values[key] / measurement.bands[key][:, 2]
+                    spread[f"{key}/log2_over_reference"] = ratios[rows].log2()
+        for name, values in spread.items():
+            known = values[torch.isfinite(values)]
+            if len(known):
+                self._writer.add_histogram(f"{HISTOGRAM}/{name}", known, measurement.step + self._offset)
+
+
+def _png(pixels: Any) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        file, format="PNG"
+    )
+    return file.getvalue()

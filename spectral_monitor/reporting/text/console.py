@@ -1,0 +1,80 @@
+"""A table on a terminal: in colour and within its width."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from spectral_monitor.measurement import HEALTHY, OFF
+from spectral_monitor.reporting.text.gauge import DRAWN
+from spectral_monitor.reporting.text.lines import Column, Table, folded_line, printable, that_fit
+from spectral_monitor.reporting.text.table import ARROWS, WIDTH
+
+if TYPE_CHECKING:
+    from rich.console import Console, JustifyMethod
+
+
+def rendered(table: Table) -> str:
+    """Return the table for standard output.
+
+    Where that is a terminal and rich is installed: layers that are off in colour (not if ``NO_COLOR`` is set), as wide
+    as the window, with the columns that matter least left out if it is narrow. Else plain text of 80 columns, or as
+    many as ``COLUMNS`` says.
+
+    Example:
+        >>> print(rendered(Table("two layers", (Column("layer", ("a", "head"), text=True), Column("x", ("1", "20"))))))
+        two layers
+        layer   x
+        a       1
+        head   20
+    """
+    try:
+        from rich.console import Console
+
+        console = Console()
+        if console.is_terminal and not console.legacy_windows:
+            return _drawn(table, console)
+    except Exception:  # without rich, or with one that is broken or of another age, the text is as good
+        pass
+    columns = os.environ.get("COLUMNS", "")
+    return table.plain(int(columns) if columns.isdigit() and int(columns) else WIDTH)
+
+
+def _drawn(table: Table, console: Console) -> str:
+    """As text with the terminal's codes, which a progress bar that has taken standard output over understands too."""
+    from rich import box
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    width = console.width
+    columns = that_fit(table.columns, width)
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
+    for place, column in enumerate(columns):
+        wraps = column.text and not column.drawn and place in (0, len(columns) - 1)
+        side: JustifyMethod = "left" if column.text else "right"
+        grid.add_column(Text(column.title), justify=side, no_wrap=not wraps, overflow="fold")
+    marks = DRAWN if "utf" in (console.encoding or "").lower() else {}
+    for row, cells in enumerate(zip(*(_cells(column, marks) for column in columns), strict=True)):
+        off = bool(table.states) and table.states[row] == OFF
+        grid.add_row(*(Text(cell, "bold red" if off and _marked(cell, i) else "") for i, cell in enumerate(cells)))
+    judgement = {HEALTHY: "bold green", OFF: "bold red"}.get(table.state, "bold")
+    with console.capture() as captured:
+        for line in (table.title, *table.notes):
+            for part in folded_line(printable(line), width):
+                console.print(Text(part, judgement))
+        if columns:
+            console.print(grid)
+        for line in table.below(columns, width):
+            console.print(Text(line, "dim"))
+    return captured.get().rstrip("\n")
+
+
+def _cells(column: Column, marks: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the cells, pictures with the characters that the terminal has for them."""
+    return tuple(cell.translate(marks) for cell in column.cells) if column.drawn else column.cells
+
+
+def _marked(cell: str, place: int) -> bool:
+    """Return whether a cell is the name of the layer, a value with an arrow or a gauge."""
+    return place == 0 or cell.endswith((*ARROWS, *DRAWN.values()))

@@ -1,0 +1,92 @@
+"""Verdicts as Markdown: the answer first, then a row for each root verdict, and what was done about it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from textwrap import wrap
+
+from spectral_monitor.condition.verdict import Verdict, short
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.content.headline import headlines, names_in, some
+from spectral_monitor.reporting.content.tally import disturbed, named_by
+
+LINE = 40
+"""Characters of a sentence in a line; TensorBoard makes columns beside a longer one too narrow for words."""
+LISTED = 20
+"""Layers with a corrected learning rate that are named."""
+
+
+def verdict_markdown(measurement: Measurement) -> str:
+    r"""Return the answer, the root verdicts and the learning rates a correction has multiplied, as Markdown.
+
+    Layers that follow from a root are counted in its row.
+
+    Example:
+        >>> from spectral_monitor import LayerInfo
+        >>> from spectral_monitor.measurement import LayerState
+        >>> layers = (LayerInfo("a", "operator", 8, 8, (8, 8)), LayerInfo("b_", "operator", 8, 8, (8, 8)))
+        >>> told = Verdict("b_", "update_natural", 0.4, (0.01, 0.16), 10.0, 40, 5, "lr_too_large", "divide it by 10")
+        >>> states = {"a": LayerState("healthy"), "b_": LayerState("off")}
+        >>> measurement = Measurement(50, layers, {}, {"violations": 1.0}, (told,), states=states)
+        >>> answer, table = verdict_markdown(measurement).split("\n\n")
+        >>> print(answer)
+        **Step 50: 1 of 2 layers off: b\_; 1 healthy**
+        >>> print(table)
+        | layer | quantity | value | should be | for | likely cause, and what to do |
+        |---|---|---|---|---|---|
+        | b\_ | update\_natural | 0.4 | 0.01 .. 0.16 | 40 steps | divide it by 10 |
+    """
+    first, *more = headlines(measurement)
+    parts = [f"**Step {measurement.step}: {escaped(first)}**", *map(escaped, more)]
+    if measurement.roots:
+        header = ("layer", "quantity", "value", "should be", "for", "likely cause, and what to do")
+        parts.append(_table(header, (_row(root, measurement) for root in measurement.roots)))
+    changed = _multiplied(measurement)
+    if changed:
+        many = f"{len(changed)} learning rates, the most changed first" if len(changed) > 1 else "one learning rate"
+        parts.append(f"The correction multiplies {many}:")
+        parts.append(_table(("layer", "multiplied by"), ((escaped(name), short(by)) for name, by in changed[:LISTED])))
+    if len(changed) > LISTED:
+        parts.append(f"... and {len(changed) - LISTED} more, changed less than these.")
+    return "\n\n".join(parts)
+
+
+def escaped(text: str) -> str:
+    r"""Text that says in Markdown what it says, in a table's cell too.
+
+    Example:
+        >>> print(escaped("blocks.0.w_q|<b>"))
+        blocks.0.w\_q\|&lt;b&gt;
+    """
+    text = re.sub(r"([\\`*_{}\[\]|])", r"\\\1", " ".join(text.split()))
+    for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("~", "&#126;")):
+        text = text.replace(char, entity)
+    return text
+
+
+def _row(root: Verdict, measurement: Measurement) -> tuple[str, ...]:
+    """Return the cells of a root verdict; a verdict without a quantity has no value."""
+    seen = (root.quantity, short(root.value), root.should_be) if root.quantity else ("", "", "")
+    cells = (some(named_by(root)) or "the whole network", *seen, f"{root.steps} steps")
+    lines = wrap(root.sentence, LINE)
+    follow = [layer for layer, of in disturbed(measurement).items() if of == root.layer]
+    if follow:
+        lines += wrap(f"+{len(follow)} that follow from it: {names_in(measurement, follow)}", LINE)
+    return *map(escaped, cells), "<br>".join(map(escaped, lines))
+
+
+def _multiplied(measurement: Measurement) -> list[tuple[str, float]]:
+    """Layers whose learning rate is multiplied with something else than 1, and with what."""
+    values = measurement.values.get("lr_multiplier")
+    if values is None:
+        return []
+    named = zip((info.name for info in measurement.layers), values.tolist(), strict=True)
+    changed = [(name, by) for name, by in named if by > 0 and by != 1]
+    return sorted(changed, key=lambda item: -abs(math.log(item[1])))
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    written = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([written[0], "|---" * len(header) + "|", *written[1:]])

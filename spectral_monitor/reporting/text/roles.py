@@ -1,0 +1,97 @@
+"""Which layers there are and what role each plays: a dict to work with, a table to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from spectral_monitor.suggestions import unknown
+
+if TYPE_CHECKING:
+    from spectral_monitor.layers import Anatomy
+    from spectral_monitor.measurement import LayerInfo
+    from spectral_monitor.reporting.text.lines import Table
+
+
+class Roles(dict[str, str]):
+    """Layer -> role, of every measured layer; it prints as a table, and fits the argument ``roles=``.
+
+    Attributes:
+        notes: layer -> what a reader should know, such as why it counts as the readout.
+        unmeasured: parameter -> why it is not measured.
+
+    Example:
+        >>> from spectral_monitor import LayerInfo
+        >>> body = LayerInfo("body", "operator", 64, 64, (64, 64))
+        >>> roles = Roles([body, LayerInfo("head", "readout", 9, 64, (9, 64))])
+        >>> roles["head"]
+        'readout'
+        >>> roles
+        2 matrices and 0 biases and gains
+        layer  role      in -> out
+        body   operator  64 -> 64
+        head   readout   64 -> 9
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[LayerInfo],
+        notes: Mapping[str, str] | None = None,
+        unmeasured: Mapping[str, str] | None = None,
+    ) -> None:
+        self.layers = tuple(layers)
+        super().__init__({info.name: info.role for info in self.layers})
+        self.notes = {name: note for name, note in (notes or {}).items() if note}
+        self.unmeasured = dict(unmeasured or {})
+
+    @classmethod
+    def of(cls, anatomy: Anatomy) -> Roles:
+        """Return those of a model that was taken apart."""
+        notes = {layer.info.name: layer.note for layer in anatomy.layers}
+        return cls(anatomy.infos, notes, {item.name: item.reason for item in anatomy.unmeasured})
+
+    def __missing__(self, layer: str) -> str:
+        if layer in self.unmeasured:
+            raise KeyError(f"{layer!r} is not measured: {self.unmeasured[layer]}")
+        raise KeyError(unknown("layer", layer, self))
+
+    def table(self) -> Table:
+        """Return a row for every matrix; below, what is not measured and why."""
+        from spectral_monitor.reporting.text.lines import Column, Table, printable
+
+        matrices = [info for info in self.layers if info.role != "vector"]
+        title = f"{len(matrices)} matrices and {len(self.layers) - len(matrices)} biases and gains"
+        cells = {
+            "layer": [info.name for info in matrices],
+            "role": [info.role for info in matrices],
+            "in -> out": [_fans(info) for info in matrices],
+            "note": [self.notes.get(info.name, "") for info in matrices],
+        }
+        columns = [
+            Column(name, tuple(map(printable, column)), text=True)
+            for name, column in cells.items()
+            if column and (name != "note" or any(column))
+        ]
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.unmeasured.items():
+            by_reason.setdefault(reason, []).append(name)
+        foot = [f"not measured ({len(self.unmeasured)}):"] if self.unmeasured else []
+        foot += [printable(f"  {', '.join(names)}: {reason}") for reason, names in by_reason.items()]
+        return Table(title, tuple(columns), tuple(foot))
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        from spectral_monitor.reporting.text.notebook import html_table
+
+        return html_table(self.table())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.layers, self.notes, self.unmeasured)
+
+
+def _fans(info: LayerInfo) -> str:
+    """Return inputs and outputs in words; a table has as many inputs as rows."""
+    inputs = f"{info.shape[0]} tokens" if info.role == "embedding" and len(info.shape) > 1 else str(info.fan_in)
+    return f"{inputs} -> {info.fan_out}" + (f" x{info.blocks}" if info.blocks > 1 else "")

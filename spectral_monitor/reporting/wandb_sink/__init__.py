@@ -1,0 +1,1 @@
+"""What Weights & Biases is given."""

@@ -1,0 +1,151 @@
+"""What Weights & Biases shows of a run besides numbers: lines, pictures of layer by step, a table of verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.content.families import kinds
+from spectral_monitor.reporting.content.history import History
+from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS, Panel, shown
+from spectral_monitor.reporting.content.tally import disturbed, named_by, off
+from spectral_monitor.reporting.content.typical import VS_TYPICAL
+from spectral_monitor.reporting.heatmap import heatmap
+
+CHARTS, PICTURES, VERDICTS = "spectral/charts", "spectral/heatmaps", "spectral/verdicts"
+LINES = 16
+"""In a chart; of more layers the kinds are shown."""
+SIGNED = frozenset({"contribution", "bfa_cos"})
+"""Quantities that may be below 0: of several layers their mean is shown, of all others the geometric mean."""
+DIGITS = 6
+"""Of a point of a line."""
+COLUMNS = (
+    *("step", "layer", "quantity", "value", "low", "high", VS_TYPICAL, "for steps", "cause", "what to do"),
+    *("same cause", "disturbs"),
+)
+
+
+def charts(history: History) -> dict[str, Any]:
+    """Key -> a chart of lines over steps for each question that has an answer."""
+    import wandb
+
+    found = {}
+    for panel in PANELS:
+        quantity, drawn = _answer(history, panel)
+        title = f"{panel.question} ({quantity})"
+        if drawn and quantity not in SIGNED:  # the axis of W&B's charts is linear: one layer at 100 would flatten all
+            drawn, title = _logarithms(drawn), f"{panel.question} ({quantity}, log10)"
+        if drawn:
+            found[f"{CHARTS}/{quantity}"] = wandb.plot.line_series(
+                xs=[[step for step, _ in points] for points in drawn.values()],
+                ys=[[value for _, value in points] for points in drawn.values()],
+                keys=list(drawn),
+                title=title,
+                xname="optimizer step",
+            )
+    return found
+
+
+def pictures(history: History) -> dict[str, Any]:
+    """Key -> a picture of layer by step; none without matplotlib."""
+    import wandb
+
+    readings = {quantity: panel.reading for panel in PANELS for quantity in panel.quantities}
+    drawn = {quantity: heatmap(history, quantity) for quantity in HEATMAPS}
+    return {
+        f"{PICTURES}/{quantity}": wandb.Image(pixels, caption=readings[quantity])
+        for quantity, pixels in drawn.items()
+        if pixels is not None
+    }
+
+
+def verdict_table(measurement: Measurement) -> Any:
+    """Return a row for each root verdict, the worst first; no rows if there is none.
+
+    The last two columns count the layers of the same cause and those that follow from it.
+    """
+    import wandb
+
+    table = wandb.Table(columns=list(COLUMNS))
+    follow = list(disturbed(measurement).values())
+    for root in measurement.roots:
+        row = root.to_row() | {"step": measurement.step, "for steps": root.steps, "what to do": root.sentence}
+        row |= {VS_TYPICAL: root.ratio, "same cause": len(named_by(root)), "disturbs": follow.count(root.layer)}
+        table.add_data(*(None if _is_nan(row[column]) else row[column] for column in COLUMNS))
+    return table
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _answer(history: History, panel: Panel) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+    """The first quantity of a panel that was measured, and its lines."""
+    for quantity in panel.quantities:
+        drawn = lines(history, quantity, shown(panel, history.layers))
+        if quantity == "lr_multiplier" and all(value == 1 for points in drawn.values() for _, value in points):
+            return "", {}  # nothing was corrected
+        if drawn:
+            return quantity, drawn
+    return "", {}
+
+
+def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, list[tuple[int, float]]]:
+    """What is drawn of a quantity: name of a line -> its points, step and value.
+
+    A line for each layer if they are few. Of many, one for each kind with the geometric mean of its layers (the mean,
+    of quantities that may be below 0), and one for each layer that a root verdict names now, the worst first.
+
+    Args:
+        history: the measurements.
+        quantity: a key of them.
+        rows: places of the layers.
+
+    Example:
+        >>> import torch
+        >>> from spectral_monitor import LayerInfo, Measurement
+        >>> layers = tuple(LayerInfo(f"net.{i}", "operator", 8, 8, (8, 8)) for i in range(20))
+        >>> history = History()
+        >>> history.add(Measurement(50, layers, {"update_natural": torch.tensor([0.1, 0.4] * 10)}, {}))
+        >>> lines(history, "update_natural", range(2))
+        {'net.0': [(50, 0.1)], 'net.1': [(50, 0.4)]}
+        >>> lines(history, "update_natural", range(20))
+        {'net.* (mean of 20)': [(50, 0.2)]}
+    """
+    drawn_of = history.of(quantity)
+    values, names = drawn_of.values(quantity), [info.name for info in history.layers]
+    measured = [i for i in rows if values[i].isfinite().any()]
+    alone = measured
+    drawn = {}
+    if len(measured) > LINES:
+        outside = off(history.measurements[-1])
+        alone = sorted((i for i in measured if names[i] in outside), key=lambda i: outside.index(names[i]))[:LINES]
+        for kind, places in list(kinds([names[i] for i in measured]).items())[:LINES]:
+            line = _mean(values[[measured[k] for k in places]], quantity in SIGNED)
+            drawn[f"{kind} (mean of {len(places)})"] = line
+    drawn |= {names[i]: values[i] for i in alone}
+    points = {name: _points(drawn_of.steps, line) for name, line in drawn.items()}
+    return {name: line for name, line in points.items() if line}
+
+
+def _logarithms(drawn: dict[str, list[tuple[int, float]]]) -> dict[str, list[tuple[int, float]]]:
+    """Return lines of logarithms to base 10, of what is above 0."""
+    found = {
+        name: [(step, float(f"{math.log10(value):.{DIGITS}g}")) for step, value in points if value > 0]
+        for name, points in drawn.items()
+    }
+    return {name: points for name, points in found.items() if points}
+
+
+def _mean(values: Tensor, signed: bool) -> Tensor:
+    """Over the layers that have a value, step by step; (layers, steps) -> (steps,)."""
+    return values.nanmean(0) if signed else values.log().nanmean(0).exp()
+
+
+def _points(steps: Sequence[int], line: Tensor) -> list[tuple[int, float]]:
+    pairs = zip(steps, line.tolist(), strict=True)
+    return [(step, float(f"{value:.{DIGITS}g}")) for step, value in pairs if math.isfinite(value)]

@@ -1,0 +1,63 @@
+"""A workspace for Weights & Biases: the questions as sections, with the numbers that every network has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.reporting.content.essentials import LOG2, OVERLAID, PREFIX, SUMMARIES, group, log2_of
+from spectral_monitor.reporting.content.panels import PANELS, Panel
+from spectral_monitor.reporting.wandb_sink.charts import VERDICTS
+from spectral_monitor.reporting.wandb_sink.sink import AXIS, PAGE
+
+
+def wandb_workspace(entity: str, project: str, name: str = "spectral monitor") -> str:
+    """Save a workspace in a project of Weights & Biases, and return its address.
+
+    A section for each question has line plots of what all runs have in common, on logarithmic axes where values are
+    positive, so that runs of different networks lie over each other. Needs ``pip install wandb-workspaces``.
+
+    Args:
+        entity: a user or a team.
+        project: of that.
+        name: of the workspace.
+
+    Raises:
+        ImportError: wandb-workspaces is not installed.
+    """
+    try:
+        import wandb_workspaces.workspaces as workspaces  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise ImportError("a workspace needs wandb-workspaces: pip install wandb-workspaces") from None
+    workspace = workspaces.Workspace(entity=entity, project=project, name=name, sections=sections())
+    workspace.save()
+    return str(workspace.url)
+
+
+def sections() -> list[Any]:
+    """Return the sections of a workspace, the first of which is open."""
+    import wandb_workspaces.workspaces as workspaces
+
+    found: list[Any] = []
+    for panel in PANELS:
+        plots = [*_plots(panel)]
+        if plots:
+            found.append(workspaces.Section(name=panel.question, panels=plots, is_open=not found))
+    return found
+
+
+def _plots(panel: Panel) -> Iterator[Any]:
+    """Yield a plot for each quantity and each number of the whole network that answers a question."""
+    import wandb_workspaces.reports.v2 as reports  # type: ignore[import-not-found,unused-ignore]
+
+    for quantity in panel.quantities:
+        for key in (log2_of(quantity), quantity):
+            shown = [f"{PREFIX}_{name}" for name in OVERLAID if name.startswith(f"{key}/")]
+            if shown:
+                logarithmic = LOG2 not in key and QUANTITIES[quantity].range.startswith((">= 0", "[1"))
+                yield reports.LinePlot(title=group(key), x=AXIS, y=shown, log_y=logarithmic)
+    for key in (key for key in panel.summaries if key in SUMMARIES):
+        yield reports.LinePlot(title=key.replace("_", " "), x=AXIS, y=[f"{PREFIX}/summary/{key}"])
+    if panel is PANELS[0]:
+        yield reports.MediaBrowser(title="verdicts and the page", media_keys=[VERDICTS, PAGE])

@@ -1,0 +1,1 @@
+"""Sweeps over widths and depths: points, their storage, slopes, verdicts, tables and pictures."""

@@ -1,0 +1,188 @@
+"""What the layers of a sweep go to at infinite width: exactly, by a twin, or extrapolated from the widths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from spectral_monitor.fitting.power_law import Fit, fit_slope
+from spectral_monitor.scaling.batches import SweepError
+from spectral_monitor.scaling.sweeps.point import Key, Point, Recipe
+
+if TYPE_CHECKING:
+    from spectral_monitor.limits import Twin
+    from spectral_monitor.scaling.sweeps.result import SweepResult
+
+How = Literal["exact", "extrapolated"]
+HOWS = ("exact", "extrapolated")
+FLAT = 0.1
+"""Slopes beyond this, with their whole interval, belong to quantities without a limit."""
+
+
+@dataclass(frozen=True)
+class WidthLimit:
+    """What one quantity of one layer is at infinite width, and how far single networks are from it.
+
+    Attributes:
+        layer, quantity: which.
+        value: at infinite width, mean over seeds; NaN where there is none.
+        low, high: the 95 % interval of an extrapolated value; the value twice where it is exact.
+        distances: width -> relative distance of the mean over seeds from it.
+        fit: what the mean distance of single networks goes like; -1/2 is expected.
+        reason: why there is no value; empty if there is one.
+    """
+
+    layer: str
+    quantity: str
+    value: float
+    low: float
+    high: float
+    distances: Mapping[int, float]
+    fit: Fit
+    reason: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """How far the widest networks are from the limit, in words.
+
+        Example:
+            >>> none = fit_slope([], [])
+            >>> WidthLimit("0", "feature_change", 0.5, 0.5, 0.5, {64: 0.1, 512: 0.037}, none).sentence
+            'at width 512 feature_change of 0 is within 4 % of its limit'
+        """
+        if self.reason:
+            return f"{self.quantity} of {self.layer} has no limit: {self.reason}"
+        width = max(self.distances)
+        percent = math.ceil(100 * self.distances[width])
+        return f"at width {width} {self.quantity} of {self.layer} is within {percent} % of its limit"
+
+
+def checked_limit(limit: How | None, axis: str, recipe: Recipe, depths: Any) -> How | None:
+    """Return how limits are found.
+
+    Raises:
+        SweepError: another word, or a sweep that has no such limits.
+    """
+    if limit is None:
+        return None
+    if limit not in HOWS:
+        raise SweepError(f"limit must be 'exact' or 'extrapolated', got {limit!r}")
+    if axis != "width" or depths is not None:
+        raise SweepError("limit= is for sweeps over widths, without depths=")
+    if limit == "exact" and (recipe.parametrization is None or recipe.family != "sgd"):
+        raise SweepError("limit='exact' needs parametrization= and optimizer='sgd': Adam has no exact limit here")
+    return limit
+
+
+def exact_points(recipe: Recipe, width: int, seeds: Sequence[int]) -> dict[int, Point | str]:
+    """Return, for each seed, a twin trained on its data and measured by the same probe, as at infinite width.
+
+    Args:
+        recipe: of the sweep.
+        width: of a module to read the shapes from.
+        seeds: of the data.
+
+    Returns:
+        seed -> point, or why there is no limit.
+
+    Raises:
+        SweepError: the module has no exact limit.
+    """
+    from spectral_monitor.limits.twin import NoLimitError, twin_inside
+
+    parametrization, lr, held = recipe.parametrization, recipe.lr, dict[str, Any]()
+    assert parametrization is not None
+    assert lr is not None
+
+    def make(_: int) -> nn.Module:
+        module, held["twin"] = twin_inside(recipe.make_module(width), parametrization, lr)
+        return module
+
+    def optimizer(_: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(held["twin"].param_groups, lr=lr)
+
+    try:
+        make(width)
+    except NoLimitError as error:
+        return dict.fromkeys(seeds, str(error))
+    except ValueError as error:
+        raise SweepError(str(error)) from error
+    at_infinity = replace(
+        recipe, make_module=make, parametrization=None, optimizer=optimizer, lr=None, measured=list(recipe.at)
+    )
+    return {seed: _converted(at_infinity.train(Key(width, None, seed)), held["twin"]) for seed in seeds}
+
+
+def _converted(point: Point, twin: Twin) -> Point:
+    return replace(point, measurements=tuple(twin.measurement(m) for m in point.measurements))
+
+
+def limits_of(result: SweepResult) -> dict[tuple[str, str], WidthLimit]:
+    """Return the limit of every layer and quantity of a sweep."""
+    return {} if result.limit is None else {(s.layer, s.quantity): _limit(result, s) for s in result.slopes}
+
+
+def _limit(result: SweepResult, slope: Any) -> WidthLimit:
+    from spectral_monitor.limits import extrapolate
+
+    layer, quantity, seeds = slope.layer, slope.quantity, list(dict.fromkeys(key.seed for key in result.keys))
+    found = {(p.key.width, p.key.seed): _value(p, result.step, quantity, layer) for p in result.points if not p.failure}
+    rows = {seed: [found.get((width, seed), math.nan) for width in slope.sizes] for seed in seeds}
+    if result.limit == "exact":
+        whys = {why for why in result.exact.values() if isinstance(why, str)}
+        if whys:
+            return _none(layer, quantity, whys.pop())
+        goals = {s: _value(p, result.step, quantity, layer) for s, p in result.exact.items() if isinstance(p, Point)}
+        value = low = high = math.fsum(goals.values()) / len(goals)
+        if math.isnan(value):
+            point = next(p for p in result.exact.values() if isinstance(p, Point))
+            measured = point.at(result.step)
+            why = "" if measured is None else measured.why(quantity, layer)
+            return _none(layer, quantity, why or point.failure or "no value at infinite width")
+    else:
+        if not slope.fit.reason and (slope.fit.low > FLAT or slope.fit.high < -FLAT):
+            return _none(layer, quantity, f"it {slope.behaviour}")
+        fitted = extrapolate(slope.sizes, list(rows.values()))
+        if fitted.reason:
+            return _none(layer, quantity, fitted.reason)
+        goals, value, low, high = dict.fromkeys(seeds, fitted.value), fitted.value, fitted.low, fitted.high
+    apart = [[abs(q - goals[seed]) for q in row] for seed, row in rows.items()]
+    means = {}
+    for place, width in enumerate(slope.sizes):
+        known = [row[place] - goals[seed] for seed, row in rows.items() if math.isfinite(row[place])]
+        if known and value:
+            means[width] = abs(math.fsum(known) / len(known) / value)
+    if not means:
+        return _none(layer, quantity, "no values")
+    return WidthLimit(layer, quantity, value, low, high, means, fit_slope(slope.sizes, apart))
+
+
+def _value(point: Point, step: int, quantity: str, layer: str) -> float:
+    """Return a value; NaN where the layer was not measured."""
+    measurement = point.at(step)
+    if measurement is None or layer not in {info.name for info in measurement.layers}:
+        return math.nan
+    return measurement.value(quantity, layer)
+
+
+def _none(layer: str, quantity: str, reason: str) -> WidthLimit:
+    return WidthLimit(layer, quantity, math.nan, math.nan, math.nan, {}, fit_slope([], []), reason)
+
+
+def limit_sentences(result: SweepResult) -> list[str]:
+    """Return one sentence for each quantity, of the layer that is farthest from its limit, and of those without one."""
+    said = []
+    for quantity in result.recipe.quantities:
+        some = [limit for (_, of), limit in result.limits.items() if of == quantity]
+        known = [limit for limit in some if not limit.reason]
+        if known:
+            said.append(max(known, key=lambda limit: limit.distances[max(limit.distances)]).sentence)
+        reasons = list(dict.fromkeys(limit.reason for limit in some if limit.reason))
+        if reasons:
+            said.append(f"no limit of {quantity} in {len(some) - len(known)} of {len(some)} layers: {reasons[0]}")
+    return said

@@ -1,0 +1,322 @@
+"""One point of a sweep: a network of some width, depth and seed, trained and measured."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spectral_monitor.layers import dissect
+from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.monitoring.probe import SpectralProbe
+from spectral_monitor.parametrization.layer_position import Place, by_parameter
+from spectral_monitor.parametrization.param_groups import FAMILIES, Family
+from spectral_monitor.parametrization.rules import Parametrization
+from spectral_monitor.quantities import resolve
+from spectral_monitor.scaling.batches import SweepError, batches, check_data, loss_of, moved, seeded
+from spectral_monitor.scaling.sweeps.arguments import data_name, integer, integers, name_of, number
+
+MakeModule = Callable[..., nn.Module]
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+
+
+class Key(NamedTuple):
+    """Which point of a sweep; ``depth`` is ``None`` where the sweep is over widths alone."""
+
+    width: int
+    depth: int | None
+    seed: int
+
+    def __str__(self) -> str:
+        depth = "" if self.depth is None else f"depth {self.depth}, "
+        return f"width {self.width}, {depth}seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """What training one network came to.
+
+    Attributes:
+        key: its width, depth and seed.
+        measurements: of the steps that were measured, in order.
+        losses: of every step, before it.
+        failure: why nothing of it can be used, such as ``"the loss is nan at step 4"``; empty if all went well.
+        places: layer -> where the parametrization saw its parameter; empty without one.
+    """
+
+    key: Key
+    measurements: tuple[Measurement, ...]
+    losses: tuple[float, ...]
+    failure: str = ""
+    places: Mapping[str, Place] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """Of the network; none if nothing was measured."""
+        return self.measurements[0].layers if self.measurements else ()
+
+    def at(self, step: int) -> Measurement | None:
+        """The measurement of a step."""
+        return next((m for m in self.measurements if m.step == step), None)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How every point of a sweep is trained and measured; see :func:`~spectral_monitor.scaling.sweep`.
+
+    Raises:
+        ValueError: saying what does not fit, and what does.
+    """
+
+    make_module: MakeModule
+    data: Any
+    steps: int
+    quantities: Sequence[str]
+    measured: int | Sequence[int] | None = None
+    parametrization: Parametrization | None = None
+    optimizer: str | MakeOptimizer | None = None
+    lr: float | None = None
+    roles: Mapping[str, str] | None = None
+    blocks: Mapping[str, int] | None = None
+    at: tuple[int, ...] = field(init=False)
+    family: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.make_module) or isinstance(self.make_module, nn.Module):
+            kind = type(self.make_module).__name__
+            raise SweepError(
+                f"make_module is a {kind}: give a function that makes a module of the width it is called with"
+            )
+        check_data(self.data)
+        steps = integer(self.steps)
+        if steps is None or steps < 1:
+            raise SweepError(f"steps must be an integer >= 1, got {self.steps!r}")
+        at = tuple(sorted({*integers((1, steps) if self.measured is None else self.measured)}))
+        if not at or not all(1 <= step <= steps for step in at):
+            raise SweepError(f"measured must name steps from 1 to {steps}, got {self.measured!r}")
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "at", at)
+        object.__setattr__(self, "quantities", resolve(self.quantities))
+        object.__setattr__(self, "family", self._family())
+
+    def _family(self) -> str:
+        """Of the parametrization's optimizer; empty without a parametrization."""
+        if self.parametrization is None:
+            if self.lr is not None:
+                raise SweepError("lr= goes with parametrization=; without one the optimizer has its own")
+            if self.optimizer is not None and not callable(self.optimizer):
+                raise SweepError(
+                    f"optimizer={self.optimizer!r} goes with parametrization=; without one the module's "
+                    "configure_optimizers is used or, from Python, a function that makes an optimizer for a module"
+                )
+            return ""
+        if not isinstance(self.parametrization, Parametrization):
+            raise SweepError(
+                f"parametrization is a {type(self.parametrization).__name__}: give one of spectral_monitor.scaling's, "
+                "such as MUP"
+            )
+        family = "sgd" if self.optimizer is None else self.optimizer
+        if not isinstance(family, str) or family not in FAMILIES:
+            raise SweepError(f"with parametrization=, optimizer= must be one of {', '.join(FAMILIES)}, got {family!r}")
+        lr = number(self.lr)
+        if lr is None or not 0 < lr < math.inf:
+            raise SweepError(f"parametrization= needs lr=, a positive number, got {self.lr!r}")
+        object.__setattr__(self, "lr", lr)
+        return family
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What makes points comparable, in plain types; widths, depths and seeds may be added to later."""
+        parametrization = None
+        if self.parametrization is not None:
+            rules = hashlib.sha256(repr(self.parametrization).encode()).hexdigest()[:8]
+            parametrization = f"{self.parametrization.name} ({rules})"
+        return {
+            "make_module": name_of(self.make_module),
+            "data": data_name(self.data),
+            "steps": self.steps,
+            "measured": list(self.at),
+            "quantities": list(self.quantities),
+            "parametrization": parametrization,
+            "optimizer": name_of(self.optimizer) if callable(self.optimizer) else self.family or None,
+            "lr": self.lr,
+            "roles": dict(self.roles or {}),
+            "blocks": dict(self.blocks or {}),
+        }
+
+    def build(self, key: Key) -> nn.Module:
+        """The module of a point; draws from the global generators.
+
+        Raises:
+            SweepError: the factory returned something else.
+        """
+        module = self.make_module(key.width) if key.depth is None else self.make_module(key.width, key.depth)
+        if not isinstance(module, nn.Module):
+            raise SweepError(f"make_module must return a torch.nn.Module, got a {type(module).__name__}")
+        return module
+
+    def shapes(self, key: Key) -> dict[str, tuple[int, ...]]:
+        """Of a point's parameters; no random state is changed."""
+        with seeded("module", key.seed):
+            return {name: tuple(p.shape) for name, p in self.build(key).named_parameters()}
+
+    def train(self, key: Key) -> Point:
+        """Train a network and measure it; random states are as before.
+
+        Raises:
+            ValueError: the factory, the data or the module does not do what a sweep needs.
+            RuntimeError: the user's code raised an error, which is the cause; the point is named.
+        """
+        try:
+            with seeded("module", key.seed), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="You are trying to `self.log")  # there is no Trainer
+                return self._train(key)
+        except SweepError as error:
+            raise SweepError(f"{key}: {error}") from error
+        except Exception as error:
+            raise RuntimeError(f"{key}: {type(error).__name__}: {error}") from error
+
+    def _train(self, key: Key) -> Point:
+        module = self.build(key)
+        places = self._places(module)
+        optimizer, schedulers = self._optimizer(module)
+        step_of = _TrainingStep(module)
+        with _refused_in_words():
+            probe = SpectralProbe(
+                step_of,
+                optimizer,
+                quantities=self.quantities,
+                roles=self.roles,
+                blocks=self.blocks,
+                drift_every=1,
+                history=len(self.at),
+                mode="observe",
+            )
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        losses: list[float] = []
+        failure = ""
+        with closing(batches(self.data, key.seed)) as data:  # type: ignore[type-var]  # a generator
+            for step in range(1, self.steps + 1):
+                batch = moved(next(data), device)
+                probe.steps = step - 1  # of those between nothing is asked
+                try:
+                    with probe.step() if step in self.at else nullcontext():
+                        optimizer.zero_grad()
+                        loss = step_of(batch, step - 1)
+                        if not loss.requires_grad:
+                            raise SweepError("the loss has no gradient: nothing in it can be trained")
+                        losses.append(loss.item())
+                        if not math.isfinite(losses[-1]):
+                            raise _DivergedError
+                        loss.backward()
+                        optimizer.step()
+                except _DivergedError:
+                    failure = f"the loss is {losses[-1]} at step {step}"
+                    break
+                for scheduler, every in schedulers:
+                    if step % every == 0:
+                        scheduler.step()
+        measurements = tuple(_lasting(measurement) for measurement in probe.measurements)
+        missing = [step for step in self.at if step not in {m.step for m in measurements}]
+        if missing and not failure:
+            failure = f"step {missing[0]} could not be measured, a warning said why"
+        return Point(key, measurements, tuple(losses), failure, places)
+
+    def _places(self, module: nn.Module) -> dict[str, Place]:
+        """Those that the parametrization's rules are for; none without one."""
+        if self.parametrization is None:
+            return {}
+        with _refused_in_words():
+            layers = [
+                layer for layer in dissect(module, roles=self.roles, blocks=self.blocks).layers if layer.compute is None
+            ]
+            places = by_parameter(module, layers)
+        return {layer.info.name: places[id(layer.sources[0])] for layer in layers}
+
+    def _optimizer(self, module: nn.Module) -> tuple[Optimizer, list[tuple[Any, int]]]:
+        """With the schedulers that go with steps."""
+        if self.parametrization is not None:
+            assert self.lr is not None
+            p, family = self.parametrization, self.family
+            with _refused_in_words():
+                p.init_(module, roles=self.roles, blocks=self.blocks)
+                groups = p.param_groups(module, self.lr, cast(Family, family), roles=self.roles, blocks=self.blocks)
+            return OPTIMIZERS[family](groups, lr=self.lr), []
+        if callable(self.optimizer):
+            made: Any = self.optimizer(module)
+        elif callable(configure := getattr(module, "configure_optimizers", None)):
+            made = configure()
+        else:
+            raise SweepError(
+                "nothing says how to train: give parametrization= and lr=, or the module a configure_optimizers or, "
+                "from Python, a function that makes an optimizer for a module"
+            )
+        if getattr(module, "automatic_optimization", True) is False:
+            raise SweepError("the module optimizes by hand (automatic_optimization = False), which a sweep cannot")
+        return _configured(made)
+
+
+class _DivergedError(Exception):
+    pass
+
+
+@contextmanager
+def _refused_in_words() -> Iterator[None]:
+    """What is refused inside, where none of the user's code runs, is not an error of that."""
+    try:
+        yield
+    except ValueError as error:
+        raise SweepError(str(error)) from error
+
+
+class _TrainingStep(nn.Module):
+    """The whole way from a batch to the loss as one call of a module; layers keep their names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = module  # a name that anatomy takes for a wrapper's
+
+    def forward(self, batch: Any, index: int) -> Tensor:
+        module = self._checkpoint_wrapped_module
+        loss = loss_of(module, batch, index)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            called = "training_step" if callable(getattr(module, "training_step", None)) else "the module"
+            raise SweepError(
+                f"{called} returned {what}: a sweep trains on a scalar loss, from module.training_step(batch, i) if "
+                "there is one, else from module(*batch)"
+            )
+        return loss
+
+
+def _configured(made: Any) -> tuple[Optimizer, list[tuple[Any, int]]]:
+    """An optimizer in one of the forms Lightning allows; schedulers that go with steps, and how many lie between."""
+    schedulers: list[Any] = []
+    if isinstance(made, Sequence) and len(made) == 2 and isinstance(made[0], Sequence):
+        made, schedulers = made[0], list(made[1]) if isinstance(made[1], Sequence) else [made[1]]
+    if isinstance(made, Sequence):
+        if len(made) != 1:
+            raise SweepError(f"a sweep trains with one optimizer, got {len(made)}")
+        made = made[0]
+    if isinstance(made, Mapping):
+        schedulers += [made["lr_scheduler"]] if "lr_scheduler" in made else []
+        made = made.get("optimizer")
+    if not isinstance(made, Optimizer):
+        raise SweepError(f"a sweep needs a torch.optim.Optimizer, got a {type(made).__name__}")
+    steps = [s for s in schedulers if isinstance(s, Mapping) and s.get("interval") == "step"]
+    return made, [(s["scheduler"], s.get("frequency", 1)) for s in steps]
+
+
+def _lasting(measurement: Measurement) -> Measurement:
+    """What is kept of it: no verdicts, for a sweep has its own, and nothing of this machine."""
+    summary = {key: value for key, value in measurement.summary.items() if key not in ("overhead_ms", "violations")}
+    return Measurement(measurement.step, measurement.layers, measurement.values, summary, reasons=measurement.reasons)

@@ -1,0 +1,116 @@
+"""How one quantity of one layer goes with the width, and what to make of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from spectral_monitor.fitting.power_law import Fit
+
+TOLERANCE = 0.1
+"""Slopes this close are alike: over a factor of 16 in width that makes 30 %, what small widths are off by anyway."""
+
+
+@dataclass(frozen=True)
+class Slope:
+    """How one quantity of one layer goes with the width, or the depth.
+
+    Attributes:
+        layer: its name; in a sweep over depths of several alike ``"blocks.*.mlp (first)"``, ``(middle)``, ``(last)``.
+        quantity: a key of the registry.
+        axis: ``"width"`` or ``"depth"``.
+        beside: the depth, or the width, that all of it has; ``None`` where depths were not asked for.
+        sizes: n widths or depths.
+        values: n geometric means over the seeds; NaN where there is none.
+        least, most: n values each, the smallest and the largest in size over the seeds.
+        fit: the slope on log-log axes, its interval and what they are from, or why there is none.
+        predicted: the slope that theory predicts; NaN where it says nothing.
+        excluded: values left out, with the reason.
+        note: what else to know, such as that the layer's shape does not change.
+    """
+
+    layer: str
+    quantity: str
+    axis: str
+    beside: int | None
+    sizes: tuple[int, ...]
+    values: tuple[float, ...]
+    least: tuple[float, ...]
+    most: tuple[float, ...]
+    fit: Fit
+    predicted: float
+    excluded: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """With a prediction ``"as predicted"`` or ``"not as predicted"``, without one ``"flat"``, ``"grows"`` or
+        ``"vanishes"``, where the interval lies on one side of the tolerance; else ``"unclear"``, or ``"no slope"``.
+        """
+        if self.fit.reason:
+            return "no slope"
+        expected = 0.0 if math.isnan(self.predicted) else self.predicted
+        above, below = self.fit.low - expected, self.fit.high - expected
+        if above >= -TOLERANCE and below <= TOLERANCE:
+            return "flat" if math.isnan(self.predicted) else "as predicted"
+        if above <= TOLERANCE and below >= -TOLERANCE:
+            return "unclear"
+        if not math.isnan(self.predicted):
+            return "not as predicted"
+        return "grows" if above > 0 else "vanishes"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        if self.verdict == "no slope":
+            return f"no slope: {self.fit.reason}"
+        if self.verdict == "not as predicted":
+            return f"not as predicted: {self.behaviour}"
+        if self.verdict == "unclear":
+            known = not math.isnan(self.predicted)
+            inside = self.fit.low <= (self.predicted if known else 0.0) <= self.fit.high
+            but = f", but {'it fits the prediction' if known else 'it may be flat'}" if inside else ""
+            return f"unclear{but}: try more {'seeds' if self.fit.how == 'seeds' else 'seeds or sizes'}"
+        return self.verdict if self.verdict in ("as predicted", "flat") else self.behaviour
+
+    @property
+    def behaviour(self) -> str:
+        """Whether it is flat, grows or vanishes, and how fast."""
+        if abs(self.fit.slope) <= TOLERANCE:
+            return "flat"
+        verb = "grows" if self.fit.slope > 0 else "vanishes"
+        return f"{verb} like {self.axis}^{exponent(self.fit.slope)}"
+
+    @property
+    def distance(self) -> float:
+        """From the slope to the predicted one, or to 0."""
+        return abs(self.fit.slope - (0.0 if math.isnan(self.predicted) else self.predicted))
+
+    def to_row(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "layer": self.layer,
+            "quantity": self.quantity,
+            **({} if self.beside is None else {"depth" if self.axis == "width" else "width": self.beside}),
+            **{f"{self.axis}_{size}": value for size, value in zip(self.sizes, self.values, strict=True)},
+            "slope": self.fit.slope,
+            "low": self.fit.low,
+            "high": self.fit.high,
+            "interval": self.fit.how,
+            "predicted": self.predicted,
+            "verdict": self.verdict,
+            "sentence": self.sentence,
+            "excluded": "; ".join(self.excluded),
+            "note": self.note,
+        }
+
+
+def exponent(value: float) -> str:
+    """Two digits; never -0.
+
+    Example:
+        >>> exponent(-0.001), exponent(0.98)
+        ('0.00', '0.98')
+    """
+    return f"{round(value, 2) + 0.0:.2f}"

@@ -1,0 +1,122 @@
+"""The points of a sweep in files, so that it can be resumed, added to, and shared out between jobs."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.parametrization.layer_position import Place
+from spectral_monitor.reporting.files.json_values import is_torn, layers_from, plain, value_of
+from spectral_monitor.scaling.batches import SweepError
+from spectral_monitor.scaling.sweeps.point import Key, Point
+
+START = '{"format":"spectral_monitor.sweep","version":1,'
+"""Of every line. Each stands for itself, so that files may be joined, and a line that was cut short left out."""
+
+
+def part_path(path: Path, part: tuple[int, int] | None) -> Path:
+    """Where a part writes: a file of its own beside that of the sweep, for not all file systems can share one.
+
+    Example:
+        >>> part_path(Path("sweep.jsonl"), (2, 8)).name
+        'sweep.part2of8.jsonl'
+    """
+    return path if part is None else path.with_name(f"{path.stem}.part{part[0]}of{part[1]}{path.suffix}")
+
+
+def append(path: Path, point: Point, settings: Mapping[str, Any]) -> None:
+    """Add a point, in one write.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b", buffering=0) as file:
+        torn = "\n" if is_torn(file) else ""
+        row = json.dumps(_row(point, settings), separators=(",", ":"), allow_nan=False)
+        file.write(f"{torn}{START}{row[1:]}\n".encode())
+
+
+def read(path: Path, settings: Mapping[str, Any]) -> dict[Key, Point]:
+    """The points in a sweep's file and in those of its parts; none if there are none.
+
+    Raises:
+        ValueError: a file is of something else, or of another sweep, and what is different is named.
+        OSError: it cannot be read.
+    """
+    if path.is_dir():
+        raise SweepError(f"{str(path)!r} is a folder: give the name of a file")
+    parts = glob.glob(f"{glob.escape(str(path.with_name(path.stem)))}.part*of*{glob.escape(path.suffix)}")
+    points: dict[Key, Point] = {}
+    for file in [path, *map(Path, sorted(parts))]:
+        if file.exists():
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            for point in _points(file, lines, settings):
+                points.setdefault(point.key, point)
+    return points
+
+
+def _points(file: Path, lines: Iterable[str], settings: Mapping[str, Any]) -> Iterable[Point]:
+    for number, line in enumerate(lines, start=1):
+        if not line.startswith(START) and not START.startswith(line):
+            raise SweepError(
+                f"{str(file)!r}, line {number}: not a point of a sweep; give a file of your own to the sweep"
+            )
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # cut short, as when a process is killed while it writes
+        if row["settings"] != settings:
+            there, here = row["settings"], settings
+            keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+            what = "; ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} here" for key in keys)
+            raise SweepError(
+                f"{str(file)!r} has points of another sweep ({what}); give another file, or remove that one"
+            )
+        yield _point(row)
+
+
+def _row(point: Point, settings: Mapping[str, Any]) -> dict[str, Any]:
+    measurements = [
+        {
+            "step": m.step,
+            "values": {key: [plain(x) for x in column.tolist()] for key, column in m.values.items()},
+            "summary": {key: plain(x) for key, x in m.summary.items()},
+            "reasons": m.reasons,
+        }
+        for m in point.measurements
+    ]
+    return {
+        "settings": settings,
+        **point.key._asdict(),
+        "failure": point.failure,
+        "losses": [plain(loss) for loss in point.losses],
+        "layers": [asdict(info) for info in point.layers],
+        "places": {name: asdict(place) for name, place in point.places.items()},
+        "measurements": measurements,
+    }
+
+
+def _point(row: Mapping[str, Any]) -> Point:
+    layers = layers_from(row["layers"])
+    measurements = tuple(
+        Measurement(
+            step=m["step"],
+            layers=layers,
+            values={key: torch.tensor([value_of(x) for x in column]) for key, column in m["values"].items()},
+            summary={key: value_of(x) for key, x in m["summary"].items()},
+            reasons=m["reasons"],
+        )
+        for m in row["measurements"]
+    )
+    key = Key(row["width"], row["depth"], row["seed"])
+    losses = tuple(value_of(loss) for loss in row["losses"])
+    places = {name: Place(**place) for name, place in row.get("places", {}).items()}  # older files have none
+    return Point(key, measurements, losses, row["failure"], places)

@@ -1,0 +1,270 @@
+"""Sweeps: the same network at several widths or depths, trained, measured, and what its numbers grow like."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spectral_monitor.fitting.power_law import FEWEST
+from spectral_monitor.parametrization.rules import Parametrization
+from spectral_monitor.scaling.batches import SweepError
+from spectral_monitor.scaling.sweeps import storage as points_file
+from spectral_monitor.scaling.sweeps.arguments import integer, integers
+from spectral_monitor.scaling.sweeps.limit import How, checked_limit, exact_points
+from spectral_monitor.scaling.sweeps.point import Key, MakeModule, MakeOptimizer, Point, Recipe
+from spectral_monitor.scaling.sweeps.result import SweepResult, evaluated
+
+QUANTITIES = ("weight_natural", "update_natural", "feature_change")
+"""What is measured if nothing is said: the spectral condition, of weights and updates, and what follows from it."""
+
+
+def sweep(
+    make_module: MakeModule,
+    data: Any,
+    *,
+    widths: int | Sequence[int],
+    depths: int | Sequence[int] | None = None,
+    seeds: int | Sequence[int] = 5,
+    steps: int = 10,
+    quantities: str | Sequence[str] = QUANTITIES,
+    parametrization: Parametrization | None = None,
+    optimizer: str | MakeOptimizer | None = None,
+    lr: float | None = None,
+    measured: int | Sequence[int] | None = None,
+    roles: Mapping[str, str] | None = None,
+    blocks: Mapping[str, int] | None = None,
+    processes: int = 1,
+    path: str | os.PathLike[str] | None = None,
+    part: tuple[int, int] | None = None,
+    progress: bool = True,
+    limit: How | None = None,
+) -> SweepResult:
+    r"""Train and measure a network at several widths, and fit what each layer's quantities grow like.
+
+    Every network is trained for a few steps with a :class:`~spectral_monitor.SpectralProbe` around them. The value of
+    each quantity at the last step is fitted by ``width^s``: for every seed a line on log-log axes, then the mean of the
+    slopes and Student's 95 % interval. With a parametrization that is held against the slope that theory predicts
+    (:func:`~spectral_monitor.scaling.predict`), without one against 0. It is what the coordinate check of muP shows as
+    a picture, with an answer in words. Biases and gains are left out.
+
+    *What is fitted.* Layers are matched by name. A layer whose shape does not change with the width is fitted too, for
+    others feed it, and said to be so. A point whose loss becomes NaN or inf, a value that is 0, NaN or inf, and a width
+    that gives the same shapes as another one are left out, with the reason. A quantity that may be negative is fitted
+    by its size, if it has one sign everywhere. Fewer than three sizes give no slope.
+
+    *Depth.* With at least three ``widths`` slopes are against width, at each of ``depths``. With fewer widths and at
+    least three ``depths`` they are against depth, at each width, without predictions; of layers that differ by the
+    number in their names alone the first, the middle one and the last are followed.
+
+    *Randomness.* Weights, data order and dropout follow from the seed; the order of the data does not depend on the
+    width. Global random states are as before afterwards. With several processes, which share out the threads of this
+    one, and in every order, numbers are the same to the bit if the threads of a process are as many.
+
+    Args:
+        make_module: ``make_module(width)``, or ``make_module(width, depth)`` if depths are given, makes a module. Its
+            loss on a batch is ``module.training_step(batch, i)`` if it has that (a LightningModule; no Trainer is
+            needed, and none of its settings apply), else ``module(*batch)``: a scalar, or a dict with ``"loss"``.
+        data: a DataLoader or another collection of batches, read again from its start when there are no more; a tuple
+            or dict of tensors, which is the batch of every step; or a function of the seed that returns one of these.
+        widths, depths: what ``make_module`` is called with.
+        seeds: how many, or which. Of three the intervals are twice as wide as of five; with one they are from the
+            residuals of the line, with n - 2 degrees of freedom.
+        steps: optimizer steps each network is trained for.
+        quantities: ``"light"``, ``"standard"`` or a list of keys, as for the probe.
+        parametrization: redraws the weights and sets the learning rates, such as ``spectral_monitor.scaling.MUP``.
+        optimizer: with a parametrization ``"sgd"`` (the default) or ``"adam"``; without, a function that makes the
+            optimizer of a module, by default the module's ``configure_optimizers``, of whose schedulers those with
+            ``interval="step"`` are used, at their ``frequency``.
+        lr: with a parametrization, the learning rate that it scales.
+        measured: the steps that are measured, for :meth:`SweepResult.at`; by default the first and the last. The last
+            of them is fitted. ``feature_drift`` is counted from the first.
+        roles, blocks: pattern -> role or number of blocks, where the guess is wrong, as for the probe.
+        processes: networks that are trained at the same time. With more than one, ``make_module``, ``data`` and
+            ``optimizer`` must be picklable: functions at the top of a module, and the script guarded by
+            ``if __name__ == "__main__"``.
+        path: a file of JSON lines to which every point goes when it is done. Points that are there already are not
+            trained again; one of other settings is refused.
+        part: ``(i, n)``, i from 1 to n: train the i-th of n shares only, into a file of its own beside ``path``. A
+            sweep without it, of the same path, collects the shares and trains what is missing.
+        progress: show it on stderr, as a bar if tqdm is installed.
+        limit: say what values are at infinite width, and how far from it the networks are. ``"extrapolated"``: from
+            the widths, by ``q + c / n``, for any architecture; ``"exact"``: by :func:`~spectral_monitor.limits.twin`,
+            with SGD and a parametrization, where all parameters are in an ``nn.Sequential`` of two linear layers.
+
+    Returns:
+        The points and their slopes; ``print`` it for the table, ``.figure()`` for a picture.
+
+    Raises:
+        ValueError: something that does not fit, such as fewer than three widths, a factory that ignores the width, or
+            a file of another sweep; the offender is named.
+        RuntimeError: your code raised an error, which is the cause, or a process died; the point is named.
+
+    Example:
+        >>> class Net(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.read, self.out = torch.nn.Linear(8, width), torch.nn.Linear(width, 1)
+        ...     def forward(self, x, y):
+        ...         return (self.out(self.read(x).relu()) - y).square().mean()
+        >>> data = (torch.ones(4, 8), torch.ones(4, 1))
+        >>> from spectral_monitor.scaling import SP
+        >>> result = sweep(Net, data, widths=(64, 256, 1024), steps=1, quantities=["update_natural"],
+        ...                parametrization=SP, optimizer="adam", lr=0.001, progress=False)
+        >>> for slope in result.slopes:
+        ...     print(f"{slope.layer}: predicted width^{slope.predicted:.1f}, {slope.verdict}")
+        read: predicted width^0.0, as predicted
+        out: predicted width^1.0, as predicted
+    """
+    recipe = Recipe(make_module, data, steps, quantities, measured, parametrization, optimizer, lr, roles, blocks)
+    keys, axis = _keys(widths, depths, seeds)
+    limit = checked_limit(limit, axis, recipe, depths)
+    processes = _checked_processes(processes, recipe)
+    target = None if path is None else Path(path)
+    if part is not None and target is None:
+        raise SweepError("part= needs path=, where the parts meet")
+    part = None if part is None else _checked(part)
+    share = [key for i, key in enumerate(keys) if part is None or i % part[1] == part[0] - 1]
+    points = {} if target is None else points_file.read(target, recipe.settings)
+    missing = [key for key in share if key not in points]
+    if missing:
+        _check_sizes(recipe, keys, axis)
+    with _progress(len(share), len(share) - len(missing), progress) as advance:
+        for point in _trained(recipe, missing, processes):
+            points[point.key] = point
+            if target is not None:
+                points_file.append(points_file.part_path(target, part), point, recipe.settings)
+            advance(point.key)
+    ordered = sorted(keys, key=lambda key: (key.depth or 0, key.width, key.seed))
+    result = evaluated(recipe, ordered, points.values(), axis, recipe.at[-1])
+    exact = (
+        exact_points(recipe, ordered[0].width, [*dict.fromkeys(key.seed for key in ordered)])
+        if limit == "exact"
+        else {}
+    )
+    return replace(result, limit=limit, exact=exact)
+
+
+def _keys(
+    widths: int | Sequence[int], depths: int | Sequence[int] | None, seeds: int | Sequence[int]
+) -> tuple[list[Key], str]:
+    """All points, the small ones first, and what slopes are against."""
+    w, d = _sizes("widths", widths), [None] if depths is None else _sizes("depths", depths)
+    count = integer(seeds)
+    s = integers(seeds) if count is None else list(range(count))
+    if not s or min(s) < 0:
+        raise SweepError(f"seeds must be how many (>= 1) or a list of integers >= 0, got {seeds!r}")
+    axis = "depth" if len(w) < FEWEST <= len(d) else "width"
+    if len(w) < FEWEST and axis == "width":
+        given = f"widths {', '.join(map(str, w))}" + ("" if depths is None else f" and depths {', '.join(map(str, d))}")
+        raise SweepError(f"a slope needs {FEWEST} widths, or {FEWEST} depths, that differ; got {given}")
+    return [Key(width, depth, seed) for width in w for depth in d for seed in dict.fromkeys(s)], axis
+
+
+def _sizes(name: str, given: int | Sequence[int]) -> list[Any]:
+    sizes = integers(given)
+    if not sizes or min(sizes) < 1:
+        raise SweepError(f"{name} must be integers >= 1, got {given!r}")
+    return sorted(set(sizes))
+
+
+def _checked(part: tuple[int, int]) -> tuple[int, int]:
+    found = integers(part)
+    if len(found) != 2 or not 1 <= found[0] <= found[1]:
+        raise SweepError(f"part must be (i, n) with i from 1 to n, got {part!r}")
+    return found[0], found[1]
+
+
+def _checked_processes(processes: int, recipe: Recipe) -> int:
+    count = integer(processes)
+    if count is None or count < 1:
+        raise SweepError(f"processes must be an integer >= 1, got {processes!r}")
+    if count == 1:
+        return count
+    for name in ("make_module", "data", "optimizer"):
+        try:
+            pickle.dumps(getattr(recipe, name))
+        except Exception as error:
+            raise SweepError(
+                f"{name} cannot be sent to another process ({error}): with processes > 1 give functions from the top "
+                "of a module, not lambdas or functions inside others"
+            ) from error
+    return count
+
+
+def _check_sizes(recipe: Recipe, keys: Sequence[Key], axis: str) -> None:
+    """Build the two smallest networks, before any is trained.
+
+    Raises:
+        SweepError: they are the same.
+    """
+    first = keys[0]
+    others = [key for key in keys if key._replace(**{axis: getattr(first, axis)}) == first and key != first]
+    small, large = first, others[0]
+    try:
+        same = recipe.shapes(small) == recipe.shapes(large)
+    except SweepError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"make_module, {small} or {large}: {type(error).__name__}: {error}") from error
+    if same:
+        sizes = [getattr(key, axis) for key in (small, large)]
+        raise SweepError(
+            f"make_module ignores the {axis}: at {axis} {sizes[0]} and {sizes[1]} all parameters have the same shapes"
+        )
+
+
+def _trained(recipe: Recipe, keys: Sequence[Key], processes: int) -> Iterator[Point]:
+    """Points as they are done."""
+    if processes == 1 or len(keys) < 2:
+        yield from map(recipe.train, keys)
+        return
+    workers = min(processes, len(keys))
+    threads = max(1, torch.get_num_threads() // workers)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (threads,))
+    try:  # the large ones, which take longest, first
+        for future in as_completed([pool.submit(recipe.train, key) for key in reversed(keys)]):
+            yield future.result()
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a process of the sweep died: out of memory, or it could not import your script, which needs "
+            'if __name__ == "__main__": around what it runs; a notebook\'s functions must go to a module'
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _progress(total: int, done: int, show: bool) -> Iterator[Callable[[Key], None]]:
+    if not show or done == total:
+        yield lambda key: None
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        count = done
+
+        def advance(key: Key) -> None:
+            nonlocal count
+            count += 1
+            print(f"sweep: {count} of {total} points, {key}", file=sys.stderr)
+
+        yield advance
+        return
+    with tqdm(total=total, initial=done, desc="sweep", unit="point") as bar:
+
+        def move(key: Key) -> None:
+            bar.set_postfix_str(str(key), refresh=False)
+            bar.update()
+
+        yield move

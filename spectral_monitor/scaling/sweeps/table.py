@@ -1,0 +1,135 @@
+"""A sweep as a table of text: the answer first, then a row for each layer and quantity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from spectral_monitor.fitting.power_law import CONFIDENCE
+from spectral_monitor.reporting.text.lines import Column, Table, printable
+from spectral_monitor.reporting.text.table import number
+from spectral_monitor.scaling.sweeps.limit import limit_sentences
+from spectral_monitor.scaling.sweeps.result import SweepResult
+from spectral_monitor.scaling.sweeps.slope import TOLERANCE, Slope, exponent
+
+NAMED = 2
+"""Offenders in the first line."""
+LISTED = 20
+"""Points that are left out, below the table."""
+OFFENDERS = ("not as predicted", "grows", "vanishes")
+_REST = ("unclear", "no slope", "as predicted", "flat")
+
+
+def sweep_table(result: SweepResult) -> Table:
+    """The rows of a sweep, those that do not go as they should first, the farthest off first of all."""
+    off = result.off
+    rows = sorted(result.slopes, key=lambda slope: _place(slope, off))
+    return Table(sweep_headline(result), tuple(_columns(result, rows)) if rows else (), tuple(_foot(result)))
+
+
+def _place(slope: Slope, off: Sequence[Slope]) -> tuple[int, float]:
+    """Sorting keeps the network's order among what is in order."""
+    if slope.verdict in OFFENDERS:
+        return slope not in off, -slope.distance
+    return 2 + _REST.index(slope.verdict), 0.0
+
+
+def _columns(result: SweepResult, rows: Sequence[Slope]) -> list[Column]:
+    columns = [_text("layer", [row.layer for row in rows]), _text("quantity", [row.quantity for row in rows])]
+    besides = [row.beside for row in rows]
+    if len(set(besides)) > 1:
+        title = "depth" if rows[0].axis == "width" else "width"
+        columns.append(Column(title, tuple("" if beside is None else str(beside) for beside in besides)))
+    for i, size in enumerate(rows[0].sizes):
+        title = f"{rows[0].axis} {size}" if i == 0 else str(size)
+        columns.append(Column(title, tuple(number(row.values[i]) for row in rows), spare=1))
+    if result.limits:
+        limits = [result.limits[row.layer, row.quantity] for row in rows]
+        columns.append(Column("infinite", tuple(number(limit.value) for limit in limits)))
+        columns.append(Column("distance slope", tuple(_signed(limit.fit.slope) for limit in limits), spare=1))
+    columns.append(Column("slope", tuple(_signed(row.fit.slope) for row in rows)))
+    interval = ["-" if row.fit.reason else f"{_signed(row.fit.low)} .. {_signed(row.fit.high)}" for row in rows]
+    columns.append(Column(f"{CONFIDENCE:.0%} interval", tuple(interval)))
+    if any(not math.isnan(row.predicted) for row in rows):
+        columns.append(Column("predicted", tuple(_signed(row.predicted) for row in rows)))
+    several = any(row.fit.how == "seeds" for row in rows)
+    columns.append(_text("verdict", [_words(row, several) for row in rows]))
+    return columns
+
+
+def _text(title: str, cells: Sequence[str]) -> Column:
+    return Column(title, tuple(map(printable, cells)), text=True)
+
+
+def _signed(value: float) -> str:
+    return "-" if math.isnan(value) else f"{round(value, 2) + 0.0:+.2f}"
+
+
+def _words(slope: Slope, several: bool) -> str:
+    parts = [slope.sentence]
+    if slope.fit.how == "residuals" and several:
+        parts.append("of one seed, interval from its residuals")
+    if slope.note:
+        parts.append(slope.note)
+    if len(slope.excluded) > 2:
+        parts.append(f"without {len(slope.excluded)} values, such as {slope.excluded[0]}")
+    elif slope.excluded:
+        parts.append(f"without {', '.join(slope.excluded)}")
+    return "; ".join(parts)
+
+
+def sweep_headline(result: SweepResult) -> str:
+    """What was swept, and what came out, in one line."""
+    sizes = sorted({key.width if result.axis == "width" else key.depth or 0 for key in result.keys})
+    seeds = len({key.seed for key in result.keys})
+    besides = sorted({row.beside for row in result.slopes if row.beside is not None})
+    other = "depth" if result.axis == "width" else "width"
+    parts = [f"{result.axis} {sizes[0]} .. {sizes[-1]}"]
+    if besides:
+        parts.append(f"{other} {', '.join(map(str, besides))}")
+    parts += [f"{seeds} seed{'s' if seeds > 1 else ''}", f"step {result.step}"]
+    return f"sweep over {', '.join(parts)}: {_answer(result)}"
+
+
+def _answer(result: SweepResult) -> str:
+    if not result.slopes:
+        return "no slope, for all points are left out"
+    foretold = [slope for slope in result.slopes if not math.isnan(slope.predicted)]
+    judged, off = foretold or list(result.slopes), result.off
+    p, right = result.recipe.parametrization, "as predicted" if foretold else "flat"
+    under = f" ({p.name}, {result.recipe.family})" if p is not None else ""
+    parts = [f"{sum(slope.verdict == right for slope in judged)} of {len(judged)} {right}{under}"]
+    for verdict, words in (("unclear", "unclear"), ("no slope", "without a slope")):
+        count = sum(slope.verdict == verdict for slope in judged)
+        parts += [f"{count} {words}"] if count else []
+    if off:
+        named = ", ".join(f"{slope.layer} {slope.quantity} {_short(slope)}" for slope in off[:NAMED])
+        parts.append(f"{len(off)} off: {named}{', ...' if len(off) > NAMED else ''}")
+    elif len(parts) > 1:
+        parts.append("none off")
+    return ", ".join(parts)
+
+
+def _short(row: Slope) -> str:
+    if math.isnan(row.predicted):
+        return row.behaviour
+    expected = "flat" if abs(row.predicted) < 0.005 else f"{row.axis}^{exponent(row.predicted)}"
+    return f"{row.behaviour} (predicted: {expected})"
+
+
+def _foot(result: SweepResult) -> list[str]:
+    foot = []
+    if result.slopes:
+        foot.append(
+            f"slope: s in value ~ {result.axis}^s; a verdict is passed where the whole interval lies within "
+            f"{TOLERANCE} of what is expected, or outside"
+        )
+    foot += [printable(sentence) for sentence in limit_sentences(result)]
+    if {slope.fit.how for slope in result.slopes} - {""} == {"residuals"}:
+        foot.append("one seed: intervals are from the residuals of its lines, and know nothing of other seeds")
+    if result.excluded:
+        shown = list(result.excluded[:LISTED])
+        if len(result.excluded) > LISTED:
+            shown.append(f"... ({len(result.excluded)} in all)")
+        foot += ["left out:", *(printable(f"  {text}") for text in shown)]
+    return foot

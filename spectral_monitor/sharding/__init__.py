@@ -1,0 +1,21 @@
+"""Which process holds what of the weights, and which of them measures it."""
+
+from spectral_monitor.sharding.fsdp1 import call_through, reshard
+from spectral_monitor.sharding.plan import Holding, copies, flat_extents, placed, plan
+from spectral_monitor.sharding.process_group import Processes
+from spectral_monitor.sharding.rectangles import Rectangle
+from spectral_monitor.sharding.shard_region import Extent, Range
+
+__all__ = [
+    "Extent",
+    "Holding",
+    "Processes",
+    "Range",
+    "Rectangle",
+    "call_through",
+    "copies",
+    "flat_extents",
+    "placed",
+    "plan",
+    "reshard",
+]

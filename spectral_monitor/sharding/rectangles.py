@@ -1,0 +1,161 @@
+"""Which rectangles of a layer's matrices follow from what is held of its parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.layers.layout import Layout
+from spectral_monitor.sharding.shard_region import Extent, Range
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """The same part of ``count`` matrices that follow one another.
+
+    Attributes:
+        index: of the first matrix: tap * blocks + block.
+        rows: of the matrix, fan_out.
+        cols: of the matrix, fan_in.
+    """
+
+    index: int
+    rows: Range
+    cols: Range
+    count: int = 1
+
+
+def unfit(layout: Layout, extent: Extent) -> str:
+    """Why what is held cannot be seen as rectangles; empty if it can."""
+    if extent.whole or not extent.count:
+        return ""
+    if layout.kind == "conv_transposed" and layout.groups > 1:
+        return "a grouped transposed convolution that is spread over processes"
+    box = _aligned(layout, _filled_box(extent))
+    has_kernel = layout.kind.startswith("conv") or layout.kind == "patches"
+    inner = box[2:] if has_kernel else box[1:] if layout.kind == "vector" else ()
+    sizes = layout.shape[len(layout.shape) - len(inner) :]
+    if any(part != (0, size) for part, size in zip(inner, sizes, strict=True)):
+        return "spread over processes along a dimension of the kernel" if layout.kind != "vector" else "spread twice"
+    return ""
+
+
+def rectangles(layout: Layout, extent: Extent) -> list[Rectangle]:
+    """What is held of each matrix, in a fixed order; nothing of those it misses."""
+    if extent.whole:
+        return [Rectangle(0, (0, layout.fan_out), (0, layout.fan_in), layout.taps * layout.blocks)]
+    if not extent.count:
+        return []
+    return [rectangle for rectangle, *_ in _cuts(layout, _aligned(layout, _filled_box(extent)))]
+
+
+def contents(layout: Layout, extent: Extent, local: Tensor) -> list[Tensor]:
+    """The entries (count, rows, cols) of each of :func:`rectangles`, views where that can be.
+
+    Where blocks differ in size, the smaller ones of a whole parameter end in rows of zeros.
+    """
+    if extent.whole:
+        return [layout.stack(local.reshape(extent.shape)).flatten(0, 1)]
+    if not extent.count:
+        return []
+    box = _filled_box(extent)
+    if extent.stretch is not None:
+        slab = math.prod(extent.shape[1:])
+        skipped = extent.stretch[0] - box[0][0] * slab
+        filled = local.new_zeros((box[0][1] - box[0][0]) * slab)
+        filled[skipped : skipped + local.numel()] = local.reshape(-1)
+        local = filled
+    box = _aligned(layout, box)
+    canonical = _canonical(layout, local, box)
+    found = []
+    for _, tap, group, segments in _cuts(layout, box):
+        outputs = canonical[tap, group]
+        parts = [outputs[start:stop] for start, stop in segments]
+        found.append((parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0))
+    return found
+
+
+def _filled_box(extent: Extent) -> tuple[Range, ...]:
+    """The box, or the slices along the first dimension that a stretch reaches into."""
+    if extent.stretch is None:
+        return extent.box
+    slab = math.prod(extent.shape[1:])
+    first, last = extent.stretch[0] // slab, -(-extent.stretch[1] // slab)
+    return ((first, last), *((0, size) for size in extent.shape[1:]))
+
+
+def _aligned(layout: Layout, box: tuple[Range, ...]) -> tuple[Range, ...]:
+    """Without the leading dimensions of 1 that the layout leaves out."""
+    return box[len(box) - len(layout.shape) :]
+
+
+def _canonical(layout: Layout, local: Tensor, box: tuple[Range, ...]) -> Tensor:
+    """(taps, groups, outputs, inputs) of what is held."""
+    local = local.reshape([stop - start for start, stop in box])
+    kind = layout.kind
+    if kind == "vector":
+        return local.reshape(1, 1, -1, 1)
+    if kind == "conv":
+        return local.flatten(2).permute(2, 0, 1).unsqueeze(1)
+    if kind == "conv_transposed":  # of one group
+        return local.flatten(2).permute(2, 1, 0).unsqueeze(1)
+    if kind == "patches":
+        local = local.flatten(1)
+    outputs = local.mT if kind.endswith("transposed") else local
+    return outputs.unsqueeze(0) if kind.startswith("experts") else outputs[None, None]
+
+
+def _cuts(layout: Layout, box: tuple[Range, ...]) -> Iterator[tuple[Rectangle, int, int, list[Range]]]:
+    """Every rectangle that is held, its tap and group in the canonical tensor, and which outputs there make it up."""
+    kind, shape = layout.kind, layout.shape
+    groups: Range = (0, 1)
+    if kind == "vector":
+        trailing = math.prod(shape[1:])
+        outputs, inputs, total = (
+            (box[0][0] * trailing, box[0][1] * trailing) if shape else (0, 1),
+            (0, 1),
+            math.prod(shape),
+        )
+    elif kind == "conv":
+        outputs, inputs, total = box[0], box[1], shape[0]
+    elif kind == "patches":
+        taps = math.prod(shape[2:])
+        outputs, inputs, total = box[0], (box[1][0] * taps, box[1][1] * taps), shape[0]
+    elif kind == "conv_transposed":
+        outputs, inputs, total = box[1], box[0], shape[1]
+    elif kind.startswith("experts"):
+        groups = box[0]
+        first, second = (2, 1) if kind == "experts_transposed" else (1, 2)
+        outputs, inputs, total = box[first], box[second], shape[first]
+    else:
+        first, second = (1, 0) if kind == "transposed" else (0, 1)
+        outputs, inputs, total = box[first], box[second], shape[first]
+    per_group = layout.blocks // layout.groups if kind.startswith("experts") else layout.blocks
+    sizes = layout.sizes or (total // layout.repeats // per_group,) * per_group
+    for tap in range(layout.taps):
+        for group in range(*groups):
+            offset = 0
+            for block, size in enumerate(sizes):
+                rows, segments = _held_rows(outputs, offset, size, sum(sizes), layout.repeats)
+                offset += size
+                if segments and inputs[1] > inputs[0]:
+                    index = tap * layout.blocks + group * per_group + block
+                    yield Rectangle(index, rows, inputs), tap, group - groups[0], segments
+
+
+def _held_rows(outputs: Range, offset: int, size: int, turn: int, repeats: int) -> tuple[Range, list[Range]]:
+    """Rows of a block that comes ``size`` outputs at a turn, and where they lie among the outputs that are held."""
+    held: list[tuple[int, int, int]] = []
+    for k in range(outputs[0] // turn, min(repeats, -(-outputs[1] // turn))):
+        start = k * turn + offset
+        first, last = max(start, outputs[0]), min(start + size, outputs[1])
+        if last > first:
+            held.append((k * size + first - start, first - outputs[0], last - outputs[0]))
+    if not held:
+        return (0, 0), []
+    rows = (held[0][0], held[0][0] + sum(last - first for _, first, last in held))
+    return rows, [(first, last) for _, first, last in held]

@@ -1,0 +1,100 @@
+"""Which entries of a parameter one process holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from spectral_monitor.state.dtensor import is_distributed
+
+Range = tuple[int, int]
+"""From the first up to, not including, the last."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A box in a parameter, or a stretch of its entries in row-major order.
+
+    Attributes:
+        shape: of the whole parameter.
+        box: a range of each dimension.
+        stretch: instead of the box, a range of entries; ``None`` where the box says it all.
+        placement: the same in words.
+        spread: processes that hold it together.
+    """
+
+    shape: tuple[int, ...]
+    box: tuple[Range, ...]
+    stretch: Range | None = None
+    placement: str = "local"
+    spread: int = 1
+
+    @property
+    def count(self) -> int:
+        """Entries that are held."""
+        return math.prod(stop - start for start, stop in (self.box if self.stretch is None else (self.stretch,)))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal where two processes hold the same entries."""
+        return self.box, self.stretch
+
+    @property
+    def whole(self) -> bool:
+        """Whether every entry is held."""
+        return self.count == math.prod(self.shape)
+
+
+def whole_extent(shape: Sequence[int], placement: str = "local") -> Extent:
+    """All of a parameter."""
+    return Extent(tuple(shape), tuple((0, size) for size in shape), None, placement)
+
+
+def extent_of(tensor: Tensor, dims: Sequence[bool] | None = None) -> Extent:
+    """Which entries of a tensor, or of a DTensor's global one, are here.
+
+    Args:
+        tensor: any.
+        dims: which dimensions of its device mesh count; all by default.
+
+    Raises:
+        ValueError: the DTensor is placed in a way that is not known, such as ``Partial``.
+    """
+    shape = tuple(tensor.shape)
+    if not is_distributed(tensor):
+        return whole_extent(shape)
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    placement = _words(mesh, placements)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this process is not in the mesh it is placed on ({placement})")
+    box = [(0, size) for size in shape]
+    # Where a dimension is split twice, FSDP has split what tensor parallelism, further right in the mesh, left of it.
+    order = sorted(range(len(placements)), key=lambda i: (type(placements[i]).__name__ == "_StridedShard", i))
+    for i in order:
+        if placements[i].is_replicate() or (dims is not None and not dims[i]):
+            continue
+        dim = getattr(placements[i], "dim", None)
+        if not isinstance(dim, int) or placements[i].is_partial():
+            raise ValueError(f"placed as {placement}; known are Replicate and Shard")
+        start, stop = box[dim]
+        size = -(-(stop - start) // mesh.size(i))
+        first = min(start + coordinate[i] * size, stop)
+        box[dim] = (first, min(first + size, stop))
+    spread = math.prod(mesh.size(i) for i in order if not placements[i].is_replicate())
+    found = Extent(shape, tuple(box), None, placement, spread)
+    if dims is None and tensor._local_tensor.numel() != found.count:  # type: ignore[attr-defined]
+        raise ValueError(f"placed as {placement}, but {tuple(tensor._local_tensor.shape)} of {shape} are here")  # type: ignore[attr-defined]
+    return found
+
+
+def _words(mesh: Any, placements: Sequence[Any]) -> str:
+    """``"Shard(0)" on 4``, for the role table."""
+    words = [
+        "Replicate" if p.is_replicate() else f"Shard({p.dim})" if hasattr(p, "dim") else str(p) for p in placements
+    ]
+    return f"{', '.join(words)} on {' x '.join(map(str, mesh.shape))}"

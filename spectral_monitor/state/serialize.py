@@ -1,0 +1,270 @@
+"""From live objects to lists, strings, numbers and CPU tensors, which any process can load, and back.
+
+Every value becomes a list that begins with its kind. Only what ``torch.load(..., weights_only=True)`` reads is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from spectral_monitor.state.snapshot import (
+    _CONTAINERS,
+    _TORCH_OWN,
+    _generator_state,
+    _generator_types,
+    _is_array,
+    _is_data,
+    _refill,
+    _set_generator_state,
+    is_state,
+)
+
+Packed = list[Any]
+
+_LEFT: Packed = ["left"]
+"""Stands for what a replay does not rewind either (trainers, functions, weights): it stays as the model has it."""
+
+_BUILTIN = {"list": list, "set": set, "tuple": tuple, "dict": dict}
+
+
+class NotPlainError(TypeError):
+    """A value that cannot be told in plain types, or not be put back into the model at hand."""
+
+
+def pack(value: Any, where: str) -> Packed:
+    """A value that is made of numbers, strings, tensors, lists, tuples, sets and dicts.
+
+    Raises:
+        NotPlainError: naming what is something else, and where it is.
+    """
+    kind = type(value)
+    if kind in (type(None), bool, int, float, str):
+        return ["value", value]
+    if isinstance(value, Tensor):
+        return ["tensor", host_copy(value, where), value.device.type, value.requires_grad]
+    if _is_array(value) and not value.dtype.hasobject:
+        content = torch.tensor(bytearray(value.tobytes()), dtype=torch.uint8)
+        return ["array", content, value.dtype.str, list(value.shape)]
+    if kind in (list, tuple, set):
+        return [kind.__name__, kind.__name__, [pack(item, f"{where}[{i}]") for i, item in enumerate(value)]]
+    if kind is dict:
+        return ["dict", "dict", [[pack(k, f"a key of {where}"), pack(v, f"{where}[{k!r}]")] for k, v in value.items()]]
+    raise NotPlainError(f"{where} is a {kind.__name__}")
+
+
+def unpack(packed: Packed, device: torch.device) -> Any:
+    """What :func:`pack` was given; tensors that were not on the CPU go to ``device``."""
+    return _put(None, packed, device, "")
+
+
+def host_copy(tensor: Tensor, where: str) -> Tensor:
+    """A plain copy in host memory.
+
+    Raises:
+        NotPlainError: if the tensor is sparse, quantized, without values or of a class of its own.
+    """
+    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided
+    if not plain or tensor.is_quantized or tensor.is_meta or is_lazy(tensor):
+        raise NotPlainError(f"{where} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}")
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # compact, so that a view is saved alone
+    return copied.copy_(tensor.detach())
+
+
+def pack_state(module: nn.Module) -> Packed:
+    """What a :class:`~spectral_monitor.state.snapshot.Snapshot` without weights remembers of a module.
+
+    Raises:
+        NotPlainError: naming what cannot be told in plain types.
+    """
+    return _StatePacker().module(module, "the model")
+
+
+@torch.no_grad()
+def put_state(module: nn.Module, packed: Packed) -> None:
+    """Give a module, built like the one that was packed, its state. Wants to be inside ``preserved(module)``.
+
+    Raises:
+        NotPlainError: if the module lacks a part, or has something else in its place.
+    """
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    _put(module, packed, device, "the model")
+
+
+class _StatePacker:
+    """Objects that are met again are packed once: putting them back happens in place, so their other owners see it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, object] = {}
+        self._generators = _generator_types()
+
+    def _first(self, value: object) -> bool:
+        first = id(value) not in self._seen
+        self._seen[id(value)] = value
+        return first
+
+    def module(self, module: nn.Module, where: str) -> Packed:
+        """Attributes and buffers of a module and its parts."""
+        parts = []
+        for name, part in module.named_modules():
+            if self._first(part):
+                here = f"{where}.{name}" if name else where
+                plain = {key: value for key, value in vars(part).items() if _users(key)}
+                parts.append([name, self._items(plain, here), self._items(part._buffers, here)])
+        return ["module", parts]
+
+    def _items(self, items: dict[str, Any], where: str) -> list[list[Any]]:
+        return [[key, self.value(value, f"{where}.{key}")] for key, value in items.items()]
+
+    def value(self, value: Any, where: str) -> Packed:
+        """Whatever an attribute or container holds; ``_LEFT`` for what is not rewound either."""
+        kind = type(value)
+        if kind in (type(None), bool, int, float, str):
+            return ["value", value]
+        if isinstance(value, tuple):
+            return ["tuple", kind.__name__, [self.value(item, f"{where}[{i}]") for i, item in enumerate(value)]]
+        if isinstance(value, nn.Module):
+            return self.module(value, where)
+        if isinstance(value, Tensor):
+            return pack(value, where) if is_state(value, weights=False) and self._first(value) else _LEFT
+        if isinstance(value, _CONTAINERS):
+            return self._container(value, where) if self._first(value) else _LEFT
+        if kind in self._generators:
+            return ["generator", pack(_generator_state(value), where)] if self._first(value) else _LEFT
+        if _is_array(value):
+            return pack(value, where) if self._first(value) else _LEFT
+        if _is_data(value):
+            return ["object", kind.__name__, self._items(vars(value), where)] if self._first(value) else _LEFT
+        return _LEFT
+
+    def _container(self, box: Any, where: str) -> Packed:
+        name = type(box).__name__
+        if isinstance(box, dict):
+            pairs = [[pack(k, f"a key of {where}"), self.value(v, f"{where}[{k!r}]")] for k, v in box.items()]
+            return ["dict", name, pairs]
+        kind = next(base.__name__ for base in (list, set, deque) if isinstance(box, base))
+        return [kind, name, [self.value(item, f"{where}[{i}]") for i, item in enumerate(box)]]
+
+
+def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
+    """The packed value: the live one, changed in place, where there is one of its kind, else a new one."""
+    kind, *content = packed
+    if kind == "left":
+        return live
+    if kind == "value":
+        return content[0]
+    if kind == "tensor":
+        return _put_tensor(live, content[0], content[1], content[2], device)
+    if kind == "array":
+        return _put_array(live, content[0], content[1], content[2])
+    if kind == "module":
+        return _put_module(live, content[0], device, where)
+    if kind == "generator":
+        if type(live) not in _generator_types():
+            raise NotPlainError(f"{where} is not a random generator any more")
+        _set_generator_state(live, unpack(content[0], torch.device("cpu")))
+        return live
+    name, items = content
+    same = type(live).__name__ == name
+    if not same and (name not in _BUILTIN or name != kind):
+        raise NotPlainError(f"{where} is a {type(live).__name__}, was a {name}")
+    if kind == "object":
+        _put_items(vars(live), items, device, where)
+        return live
+    if kind == "dict":
+        old = live if same else {}
+        keys = [unpack(key, device) for key, _ in items]
+        values = [_put(old.get(k), v, device, f"{where}[{k!r}]") for k, (_, v) in zip(keys, items, strict=True)]
+        filled = list(zip(keys, values, strict=True))
+    else:
+        olds = list(live) if same and kind != "set" else []
+        olds += [None] * (len(items) - len(olds))
+        filled = [_put(olds[i], item, device, f"{where}[{i}]") for i, item in enumerate(items)]
+    if kind == "tuple":
+        cls: Any = type(live) if same else tuple
+        return cls(*filled) if hasattr(cls, "_fields") else cls(filled)
+    box = live if same else _BUILTIN[name]()
+    _refill(box, filled)
+    return box
+
+
+def _put_tensor(live: Any, stored: Tensor, on: str, requires_grad: bool, device: torch.device) -> Tensor:
+    if (
+        isinstance(live, Tensor)
+        and live.shape == stored.shape
+        and live.dtype == stored.dtype
+        and live.layout == (torch.strided)
+    ):
+        return live.copy_(stored)
+    fresh = stored.to(torch.device("cpu") if on == "cpu" else device, copy=True)
+    return fresh.requires_grad_(requires_grad)
+
+
+def _put_array(live: Any, stored: Tensor, dtype: str, shape: list[int]) -> Any:
+    numpy = sys.modules["numpy"]
+    array = numpy.frombuffer(bytearray(stored.numpy().tobytes()), dtype=dtype).reshape(shape)
+    if _is_array(live) and live.dtype == array.dtype and live.shape == array.shape and live.flags.writeable:
+        live[...] = array
+        return live
+    return array
+
+
+def _put_module(live: Any, parts: list[Any], device: torch.device, where: str) -> Any:
+    modules = dict(live.named_modules()) if isinstance(live, nn.Module) else {}
+    for name, plain, buffers in parts:
+        if name not in modules:
+            raise NotPlainError(f"{where} has no module {name!r}")
+        here = f"{where}.{name}" if name else where
+        part = modules[name]
+        space = part.__dict__
+        stored = {key for key, _ in plain}
+        for key in [key for key in space if _users(key) and key not in stored]:
+            if _StatePacker().value(space[key], here)[0] != "left":  # what the packed module did not have yet
+                del space[key]
+        _put_items(space, plain, device, here)
+        _put_items(part._buffers, buffers, device, here)
+    return live
+
+
+def _users(key: str) -> bool:
+    """Whether an attribute of a module is the user's: neither torch's own, nor what FSDP2 writes down there."""
+    return key not in _TORCH_OWN and not key.startswith("__composable_api_state_key")
+
+
+def _put_items(space: dict[str, Any], items: list[Any], device: torch.device, where: str) -> None:
+    for key, packed in items:
+        if packed[0] != "left":
+            space[key] = _put(space.get(key), packed, device, f"{where}.{key}")
+
+
+def fingerprint(tree: Any) -> str:
+    """A hash of nested lists, dicts, numbers, strings and tensors: of what they hold, not of where or how."""
+    digest = hashlib.sha256()
+    _digest(tree, digest)
+    return digest.hexdigest()
+
+
+def _digest(tree: Any, digest: Any) -> None:
+    if isinstance(tree, Tensor):
+        digest.update(f"tensor {tree.dtype} {tuple(tree.shape)} {tree.requires_grad}".encode())
+        if tree.numel():
+            # A contiguous tensor of one entry may have any strides, and reshape() keeps them.
+            flat = tree.detach().contiguous().as_strided((tree.numel(),), (1,))
+            digest.update(flat.view(torch.uint8).numpy())
+    elif isinstance(tree, dict):
+        digest.update(f"dict {len(tree)}".encode())
+        for key, value in tree.items():
+            digest.update(f"{type(key).__name__} {key!r}".encode())
+            _digest(value, digest)
+    elif isinstance(tree, (list, tuple)):
+        digest.update(f"list {len(tree)}".encode())
+        for value in tree:
+            _digest(value, digest)
+    else:
+        digest.update(f"{type(tree).__name__} {tree!r};".encode())
