@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spectral_monitor.messages import SpectralConditionWarning, SpectralMonitorWarning
     from spectral_monitor.monitoring.preflight import Check, check
     from spectral_monitor.monitoring.probe import SpectralProbe
-    from spectral_monitor.reporting.files.runs import Run, load
+    from spectral_monitor.reporting.logged_run import Run, load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,7 +52,7 @@ _WHERE = {
     "LRCorrection": "correction",
     "LayerInfo": "measurement",
     "Measurement": "measurement",
-    "Run": "reporting.files.runs",
+    "Run": "reporting.logged_run",
     "SpectralCondition": "condition",
     "SpectralConditionWarning": "messages",
     "SpectralLRCorrector": "callbacks",
@@ -62,7 +62,7 @@ _WHERE = {
     "Verdict": "condition",
     "check": "monitoring.preflight",
     "inspect": "inspection.weights",
-    "load": "reporting.files.runs",
+    "load": "reporting.logged_run",
     "spectral_init_": "correction",
     "spectral_param_groups": "correction",
 }

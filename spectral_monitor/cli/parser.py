@@ -20,9 +20,7 @@ COMMANDS = {
     "sweep": "train a network at several widths and say what scales with the width",
     "completion": "print a script that completes commands in a shell",
 }
-"""Command -> what it does; each is a module of this package with a function ``add``."""
-_MODULES = {"list": "listing", "completion": "completions"}
-"""Those whose module is called otherwise."""
+"""Command -> what it does; each is a module of ``cli.commands`` with a function ``add``."""
 
 RUN_HELP = "the folder a run was logged to, or one above it: of several runs the newest is taken; or the file itself"
 
@@ -38,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        import_module(f"spectral_monitor.cli.{_MODULES.get(name, name)}").add(commands)
+        import_module(f"spectral_monitor.cli.commands.{name}").add(commands)
     return parser
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from spectral_monitor.reporting.files.records import Record, read_records
-from spectral_monitor.reporting.files.runs import Run, Taken, read_run, run_file, settled_in
+from spectral_monitor.reporting.files.runs import Taken, run_file, settled_in
+from spectral_monitor.reporting.logged_run import Run, read_run
 from spectral_monitor.suggestions import did_you_mean, listed
 
 LARGE = 50_000_000

@@ -296,3 +296,14 @@ def geometric_median(values: Iterable[float]) -> float:
     """
     logs = [math.log(value) for value in values if 0 < value < math.inf]
     return math.exp(statistics.median(logs)) if logs else math.nan
+
+
+def balance_ratios(natural: Tensor) -> Tensor:
+    """Return natural norms over their geometric median; NaN where there is nothing to compare with.
+
+    Example:
+        >>> import torch
+        >>> balance_ratios(torch.tensor([0.1, 0.2, 0.8]))
+        tensor([0.5000, 1.0000, 4.0000])
+    """
+    return torch.where(natural > 0, natural / geometric_median(natural.tolist()), math.nan)

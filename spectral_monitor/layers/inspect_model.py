@@ -98,12 +98,6 @@ class Anatomy:
         """The public descriptions."""
         return tuple(layer.info for layer in self.layers)
 
-    def table(self) -> str:
-        """The role table as text."""
-        from spectral_monitor.reporting.text.role_table import role_table
-
-        return role_table(self)
-
 
 def dissect(
     root: nn.Module,

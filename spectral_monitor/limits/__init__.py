@@ -8,7 +8,6 @@ from spectral_monitor.limits.linear import LinearNetwork, finite_width, infinite
 from spectral_monitor.limits.neurons import WeightedNeurons
 from spectral_monitor.limits.populations import Populations
 from spectral_monitor.limits.twin import Twin, at_infinite_width, twin
-from spectral_monitor.scaling.reference_line import reference
 
 __all__ = [
     "Extrapolation",
@@ -24,7 +23,6 @@ __all__ = [
     "finite_width",
     "infinite_width",
     "lazy_scores",
-    "reference",
     "relu_kernels",
     "softmax_derivative",
     "square_derivative",

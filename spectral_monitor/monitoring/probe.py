@@ -24,6 +24,7 @@ from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
 from spectral_monitor.monitoring.supervisor import Mode, Oversight, checked, with_needed
 from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
+from spectral_monitor.reporting.text.role_table import role_table
 from spectral_monitor.reporting.text.roles import Roles
 from spectral_monitor.suggestions import helpful
 
@@ -192,7 +193,7 @@ class SpectralProbe(MeasuredRun):
 
     def role_table(self) -> str:
         """Which layers are measured and how, and which are not and why, as text."""
-        return self.anatomy.table()
+        return role_table(self.anatomy)
 
     def roles(self) -> Roles:
         """Return every measured layer with its role, and what is not measured."""

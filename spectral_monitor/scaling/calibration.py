@@ -205,7 +205,9 @@ def _readout(anatomy: Anatomy) -> Layer:
     if len(readouts) != 1:
         names = ", ".join(repr(layer.info.name) for layer in readouts)
         count = f"several readouts ({names})" if readouts else "no readout"
-        raise ValueError(f"{count}: name one with roles={{'its name': 'readout'}}; see dissect(module).table()")
+        raise ValueError(
+            f"{count}: name one with roles={{'its name': 'readout'}}; see spectral_monitor.inspect(module)"
+        )
     readout = readouts[0]
     name, weight = readout.info.name, readout.sources[0]
     others = [

@@ -14,7 +14,7 @@ from spectral_monitor.scaling.sweeps.limit import exact_points
 from spectral_monitor.scaling.sweeps.point import Recipe
 
 
-def reference(
+def reference_run(
     make_module: Callable[[int], nn.Module],
     data: Any,
     *,

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from spectral_monitor.layers import dissect
-from spectral_monitor.reporting.text.role_table import NOTES
+from spectral_monitor.reporting.text.role_table import NOTES, role_table
 
 IN_PLACE = "readout by its place: the last operator registered"
 PARAMETRIZED = "parametrized: the weight in use is computed from it"
@@ -449,7 +449,7 @@ def test_nothing_is_dropped_silently(kind, chosen):
     names = [layer.info.name for layer in anatomy.layers] + [item.name for item in anatomy.unmeasured]
     assert len(names) == len(set(names))
     assert all(item.reason for item in anatomy.unmeasured)
-    text = " ".join(anatomy.table().split())  # wrapped or not
+    text = " ".join(role_table(anatomy).split())  # wrapped or not
     assert all(item.reason in text for item in anatomy.unmeasured)
 
 
@@ -489,7 +489,7 @@ def test_notes_and_reasons_for_missing_features(kind, name, note, no_features):
     assert (layer.note, layer.no_features) == (note, no_features)
     assert (layer.module is None) == bool(no_features)
     assert layer.tied_to == (note.partition("tied to ")[2] if "tied to" in note else "")
-    assert not layer.is_matrix or NOTES.get(note, note) in " ".join(anatomy.table().split()), "wrapped or not"
+    assert not layer.is_matrix or NOTES.get(note, note) in " ".join(role_table(anatomy).split()), "wrapped or not"
 
 
 def test_frozen_parameters_are_measured_and_noted():
@@ -717,7 +717,7 @@ def test_a_long_list_of_layers_is_cut():
 
 
 def test_the_role_table_lists_matrices_and_what_is_not_measured():
-    text = dissect(MODELS["parametrized"][0]()).table()
+    text = role_table(dissect(MODELS["parametrized"][0]()))
     assert "5 matrices and 0 biases and gains are measured" in text
     assert "not measured (6):" in text
     for name in MODELS["parametrized"][2]:

@@ -13,9 +13,9 @@ from torch import nn
 from spectral_monitor import SpectralProbe
 from spectral_monitor.reporting import JSONLinesSink
 from spectral_monitor.reporting.files.runs import run_file
-from spectral_monitor.reporting.limit_run import NAME, limit_sentences, limit_traces, read_limit, write_limit
-from spectral_monitor.scaling import MUP, NTP
-from spectral_monitor.scaling import reference_line as reference
+from spectral_monitor.reporting.html.limit_lines import NAME, limit_sentences, limit_traces
+from spectral_monitor.reporting.limit_run import read_limit, write_limit
+from spectral_monitor.scaling import MUP, NTP, reference_run
 
 STEPS, LR = 6, 0.3
 KEYS = ["feature_change", "weight_natural", "alignment", "weight_norm"]
@@ -41,7 +41,7 @@ def batches():
 
 def line(**settings):
     settings = {"parametrization": MUP, "lr": LR, "steps": STEPS, "measured": range(1, STEPS + 1), **settings}
-    return reference(Net, batches(), quantities=KEYS, **settings)
+    return reference_run(Net, batches(), quantities=KEYS, **settings)
 
 
 def training(width, sinks=()):

@@ -19,8 +19,8 @@ from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting import JSONLinesSink
 from spectral_monitor.reporting.content.panels import PANELS
-from spectral_monitor.reporting.files.runs import read_run
 from spectral_monitor.reporting.html.report import report, write_report
+from spectral_monitor.reporting.logged_run import read_run
 
 pytest.importorskip("plotly")
 

@@ -63,8 +63,8 @@ def _compare(args: argparse.Namespace) -> None:
     lines += _table(names, pairs, judged, args.all)
     print("\n".join(lines))
     if args.output is not None:
-        from spectral_monitor.reporting.files.runs import read_run
         from spectral_monitor.reporting.html.compare import write_comparison
+        from spectral_monitor.reporting.logged_run import read_run
 
         a_run, b_run = (read_run(found(place, quiet=True)) for place in (args.a, args.b))
         write_comparison(a_run, b_run, (str(args.a), str(args.b)), lines, args.output)

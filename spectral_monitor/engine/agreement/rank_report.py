@@ -28,7 +28,7 @@ class Sight:
         split_inputs, split_outputs: whether those are not the rows of the others that get the same batch.
         input_features, output_features: entries in each row.
         input_print: a number that is equal where inputs are, NaN where they repeat themselves.
-        place: whether it is a readout, see :mod:`~spectral_monitor.engine.agreement.output_layers`; 0 if that was not seen.
+        place: whether it is a readout, see :mod:`.output_layers`; 0 if that was not seen.
     """
 
     stepped: float = 0.0

@@ -39,7 +39,7 @@ ELSEWHERE = "in another process samples depend on each other, or the forward of 
 
 
 class Sliceable(Protocol):
-    """What is told of a forward that is to be run again: see :class:`~spectral_monitor.engine.features.replays.Again`."""
+    """What is told of a forward that is to be run again: see :class:`.replays.Again`."""
 
     module: nn.Module
     given: Any

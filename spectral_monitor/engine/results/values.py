@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.engine.results.raw import Raw, Values
-from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.layers import Layer
 
 Norm = Literal["sigma", "fro"]
@@ -242,13 +242,3 @@ def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -
         off = torch.maximum(off, 1 / off)
         summary["worst_layer_ratio"] = max((x for x in off.tolist() if not math.isnan(x)), default=math.nan)
     return summary
-
-
-def balance_ratios(natural: Tensor) -> Tensor:
-    """Natural norms over their geometric median; NaN where there is nothing to compare with.
-
-    Example:
-        >>> balance_ratios(torch.tensor([0.1, 0.2, 0.8]))
-        tensor([0.5000, 1.0000, 4.0000])
-    """
-    return torch.where(natural > 0, natural / geometric_median(natural.tolist()), math.nan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from spectral_monitor.condition.verdict import short
-from spectral_monitor.engine.results.values import balance_ratios
+from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.measurement import Measurement
 
 VS_TYPICAL = "vs. typical"

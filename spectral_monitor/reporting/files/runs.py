@@ -1,15 +1,14 @@
-"""A run's measurements from its folder: which file, and what of it counts."""
+"""Find the files of runs, and say which of their measurements count."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.measurement import LayerInfo
 from spectral_monitor.reporting.files.records import FURTHER_FILE, RUN_FILE
-from spectral_monitor.reporting.run import MeasuredRun
 
 WHAT_TO_GIVE = "give the folder of a run that SpectralMonitor has logged, or a file that a JSONLinesSink wrote"
 
@@ -27,58 +26,6 @@ class Taken(Protocol):
 
 
 T = TypeVar("T", bound=Taken)
-
-
-class Run(MeasuredRun):
-    """A run that was logged; iterating over it gives its measurements, steps rising.
-
-    Attributes:
-        notes: what was left out, in sentences.
-    """
-
-    def __init__(self, measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> None:
-        self._measurements = tuple(measurements)
-        self.notes = tuple(notes)
-
-    @property
-    def measurements(self) -> tuple[Measurement, ...]:
-        """Of the same layers all."""
-        return self._measurements
-
-    def _notes(self) -> Sequence[str]:
-        return self.notes
-
-    def __iter__(self) -> Iterator[Measurement]:
-        return iter(self._measurements)
-
-    def __len__(self) -> int:
-        return len(self._measurements)
-
-    def __repr__(self) -> str:
-        if not self._measurements:
-            return "Run(no measurements)"
-        first, last = self._measurements[0], self._measurements[-1]
-        return f"Run({len(self)} measurements, steps {first.step} to {last.step}, {len(last.layers)} layers)"
-
-
-def load(run: str | os.PathLike[str]) -> Run:
-    """Read a run that ``SpectralMonitor`` or a ``JSONLinesSink`` has logged.
-
-    Args:
-        run: the folder that it was logged to, or one above it, of which the newest run is taken; or the file itself.
-
-    Raises:
-        ValueError: the file is not one of ours, or has no measurement yet.
-        OSError: there is no such file or folder, or it cannot be read.
-
-    Example:
-        >>> load("lightning_logs/version_9999")
-        Traceback (most recent call last):
-        ...
-        FileNotFoundError: there is no file or folder 'lightning_logs/version_9999'; give the folder of a run that \
-SpectralMonitor has logged, or a file that a JSONLinesSink wrote
-    """
-    return read_run(run_file(run)[0])
 
 
 def run_file(place: str | os.PathLike[str]) -> tuple[Path, int]:
@@ -108,18 +55,6 @@ def run_files(folder: Path) -> list[Path]:
     return [*folder.rglob(RUN_FILE), *folder.rglob(FURTHER_FILE.format("*"))]
 
 
-def read_run(path: str | os.PathLike[str]) -> Run:
-    """Return what a file of measurements says in the end, see :func:`settled`.
-
-    Raises:
-        ValueError: it is no such file, or holds no measurement yet.
-        OSError: it cannot be read.
-    """
-    from spectral_monitor.reporting.files.jsonlines import read_measurements  # with torch
-
-    return Run(*settled_in(path, read_measurements))
-
-
 def settled_in(
     path: str | os.PathLike[str], read: Callable[[str | os.PathLike[str]], Iterable[T]]
 ) -> tuple[tuple[T, ...], tuple[str, ...]]:
@@ -145,25 +80,13 @@ def settled_in(
     return kept, notes
 
 
-def settled(measurements: Iterable[Measurement]) -> Run:
-    """Return the measurements that count.
+def settle(measurements: Iterable[T]) -> tuple[tuple[T, ...], tuple[str, ...]]:
+    """Return the measurements that count, and notes on the others.
 
     A run that is resumed goes some steps back and measures them again, and a script that is run again begins anew: the
     later ones count. If the layers change, as where another model was trained into the same folder, those before are
     left out.
-
-    Example:
-        >>> run = settled(Measurement(step, (), {}, {}) for step in (10, 20, 30, 20, 30, 40))
-        >>> [measurement.step for measurement in run]
-        [10, 20, 30, 40]
-        >>> print(run.notes[0].partition(";")[0])
-        2 measurements were taken again, after a resumption or by another run into the same file
     """
-    return Run(*settle(measurements))
-
-
-def settle(measurements: Iterable[T]) -> tuple[tuple[T, ...], tuple[str, ...]]:
-    """Return the measurements that count, and notes on the others, as :func:`settled` does."""
     kept: list[T] = []
     others = again = 0
     for measurement in measurements:

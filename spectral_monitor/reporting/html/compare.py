@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.content.panels import PANELS, Panel
-from spectral_monitor.reporting.files.runs import Run
 from spectral_monitor.reporting.html.curves import curves
 from spectral_monitor.reporting.html.figures import Figure, escaped
 from spectral_monitor.reporting.html.page import page
+
+if TYPE_CHECKING:
+    from spectral_monitor.reporting.logged_run import Run
 
 DASHES = ("solid", "dot")
 """Of the first run's lines and of the second one's."""

@@ -17,7 +17,7 @@ from spectral_monitor.reporting.content.labels import shortened
 from spectral_monitor.reporting.content.panels import Panel, shown
 from spectral_monitor.reporting.content.tally import off
 from spectral_monitor.reporting.html.figures import Figure, Series, digits, escaped, labels, series, title_of, titled
-from spectral_monitor.reporting.limit_run import limit_traces, widened
+from spectral_monitor.reporting.html.limit_lines import limit_traces, widened
 
 FEW = 14
 """Layers that each have a place in the legend; more of them have one by kind."""

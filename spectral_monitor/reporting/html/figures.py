@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.condition.verdict import short
-from spectral_monitor.engine.results.values import balance_ratios
+from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.reporting.content.history import COLUMNS, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named

@@ -10,7 +10,7 @@ from spectral_monitor.layers.naming import check_patterns, matches
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.panels import MATRICES, Panel
-from spectral_monitor.reporting.files.runs import settled
+from spectral_monitor.reporting.files.runs import settle
 from spectral_monitor.reporting.html.curves import curves
 from spectral_monitor.suggestions import unknown
 
@@ -42,7 +42,7 @@ def figure(measurements: Sequence[Measurement], quantity: str, layers: str | Seq
         import plotly.graph_objects as go  # type: ignore[import-untyped]
     except ImportError:
         raise ImportError('plot needs plotly: pip install "spectral-monitor[plots]"') from None
-    run = settled(measurements).measurements
+    run, _ = settle(measurements)
     if not run:
         raise ValueError("there is nothing to plot: nothing has been measured yet")
     measured = dict.fromkeys(key for measurement in run for key in measurement.values)

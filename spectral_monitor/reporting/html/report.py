@@ -14,11 +14,11 @@ from spectral_monitor.reporting.content.headline import headline, headlines, nam
 from spectral_monitor.reporting.content.panels import MATRICES, PANELS, Panel
 from spectral_monitor.reporting.content.tally import disturbed, is_judged, named_by, tally
 from spectral_monitor.reporting.content.typical import legend
-from spectral_monitor.reporting.files.runs import settled
+from spectral_monitor.reporting.files.runs import settle
 from spectral_monitor.reporting.html.curves import LINES, curves, depth_colours
 from spectral_monitor.reporting.html.figures import Figure, escaped, overview
+from spectral_monitor.reporting.html.limit_lines import limit_sentences
 from spectral_monitor.reporting.html.page import page
-from spectral_monitor.reporting.limit_run import limit_sentences
 from spectral_monitor.reporting.text.lines import Column
 from spectral_monitor.reporting.text.table import ARROWS, measurement_rows, number, summary_line
 
@@ -41,7 +41,7 @@ def write_report(
         measurements: in their order, such as ``monitor.measurements``; where a step comes again the later one counts.
         path: of the file; what is there is replaced.
         notes: sentences for the foot of the page.
-        limit: of infinite width, drawn dashed, such as :func:`spectral_monitor.scaling.reference_line` returns.
+        limit: of infinite width, drawn dashed, such as :func:`spectral_monitor.scaling.reference_run` returns.
 
     Raises:
         ValueError: there are no measurements.
@@ -61,23 +61,23 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = (), limit
         ValueError: there are no measurements.
         ImportError: plotly is not installed.
     """
-    run = settled(measurements)
-    if not run.measurements:
+    run, omitted = settle(measurements)
+    if not run:
         raise ValueError("there is nothing to report on: no measurements")
-    now = _judged(run.measurements)
-    told = next(filter(is_judged, reversed(run.measurements)), run.measurements[-1])
+    now = _judged(run)
+    told = next(filter(is_judged, reversed(run)), run[-1])
     figures: dict[str, Figure] = {}
     steps: dict[str, Sequence[int]] = {}
-    sections = [_header(told, run.measurements, now), _verdicts(told if told.roots else now)]
-    picture, known = overview(run.measurements, now)
+    sections = [_header(told, run, now), _verdicts(told if told.roots else now)]
+    picture, known = overview(run, now)
     if picture is not None:
         figures["overview-figure"], steps = picture, {**steps, **known}
         sections.append(_overview())
     sections.append(_key(now))
-    summary = {key: value for measurement in run.measurements for key, value in measurement.summary.items()}
+    summary = {key: value for measurement in run for key, value in measurement.summary.items()}
     missing = []
     for place, panel in enumerate(PANELS):
-        figure, known = curves(panel, run.measurements, now, limit)
+        figure, known = curves(panel, run, now, limit)
         if figure is None:
             missing.append(panel.question)
             continue
@@ -86,13 +86,13 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = (), limit
     if missing:
         sections.append(f"<section><p>Not measured: {escaped(' '.join(missing))}</p></section>")
     drawn = max(map(len, steps.values()), default=0)
-    thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run.measurements) else []
+    thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run) else []
     sections += [
         _layers(now),
-        _footer(run.measurements, [*thinned, *run.notes, *notes, *limit_sentences(run.measurements, limit)]),
+        _footer(run, [*thinned, *omitted, *notes, *limit_sentences(run, limit)]),
     ]
     body = "\n".join(filter(None, sections))
-    return page(f"{escaped(headlines(told)[0])} &middot; step {run.measurements[-1].step}", body, figures, steps)
+    return page(f"{escaped(headlines(told)[0])} &middot; step {run[-1].step}", body, figures, steps)
 
 
 def _judged(measurements: Sequence[Measurement]) -> Measurement:

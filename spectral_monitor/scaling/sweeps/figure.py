@@ -7,13 +7,14 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from spectral_monitor.scaling.sweeps.result import SweepResult
 from spectral_monitor.scaling.sweeps.slope import Slope, exponent
 from spectral_monitor.scaling.sweeps.table import sweep_headline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from spectral_monitor.scaling.sweeps.result import SweepResult
 
 PANEL = 3.6
 """Inches, both ways."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from spectral_monitor.fitting.power_law import CONFIDENCE
 from spectral_monitor.reporting.text.lines import Column, Table, printable
 from spectral_monitor.reporting.text.table import number
 from spectral_monitor.scaling.sweeps.limit import limit_sentences
-from spectral_monitor.scaling.sweeps.result import SweepResult
 from spectral_monitor.scaling.sweeps.slope import TOLERANCE, Slope, exponent
+
+if TYPE_CHECKING:
+    from spectral_monitor.scaling.sweeps.result import SweepResult
 
 NAMED = 2
 """Offenders in the first line."""

@@ -1,0 +1,89 @@
+"""A run that was logged, read from its file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.files.runs import run_file, settle, settled_in
+from spectral_monitor.reporting.run import MeasuredRun
+
+
+class Run(MeasuredRun):
+    """A run that was logged; iterating over it gives its measurements, steps rising.
+
+    Attributes:
+        notes: what was left out, in sentences.
+    """
+
+    def __init__(self, measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> None:
+        self._measurements = tuple(measurements)
+        self.notes = tuple(notes)
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """Of the same layers all."""
+        return self._measurements
+
+    def _notes(self) -> Sequence[str]:
+        return self.notes
+
+    def __iter__(self) -> Iterator[Measurement]:
+        return iter(self._measurements)
+
+    def __len__(self) -> int:
+        return len(self._measurements)
+
+    def __repr__(self) -> str:
+        if not self._measurements:
+            return "Run(no measurements)"
+        first, last = self._measurements[0], self._measurements[-1]
+        return f"Run({len(self)} measurements, steps {first.step} to {last.step}, {len(last.layers)} layers)"
+
+
+def load(run: str | os.PathLike[str]) -> Run:
+    """Read a run that ``SpectralMonitor`` or a ``JSONLinesSink`` has logged.
+
+    Args:
+        run: the folder that it was logged to, or one above it, of which the newest run is taken; or the file itself.
+
+    Raises:
+        ValueError: the file is not one of ours, or has no measurement yet.
+        OSError: there is no such file or folder, or it cannot be read.
+
+    Example:
+        >>> load("lightning_logs/version_9999")
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: there is no file or folder 'lightning_logs/version_9999'; give the folder of a run that \
+SpectralMonitor has logged, or a file that a JSONLinesSink wrote
+    """
+    return read_run(run_file(run)[0])
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Return what a file of measurements says in the end, see :func:`~spectral_monitor.reporting.files.runs.settle`.
+
+    Raises:
+        ValueError: it is no such file, or holds no measurement yet.
+        OSError: it cannot be read.
+    """
+    from spectral_monitor.reporting.files.jsonlines import read_measurements  # with torch
+
+    return Run(*settled_in(path, read_measurements))
+
+
+def settled(measurements: Iterable[Measurement]) -> Run:
+    """Return the measurements that count.
+
+    See :func:`~spectral_monitor.reporting.files.runs.settle`.
+
+    Example:
+        >>> run = settled(Measurement(step, (), {}, {}) for step in (10, 20, 30, 20, 30, 40))
+        >>> [measurement.step for measurement in run]
+        [10, 20, 30, 40]
+        >>> print(run.notes[0].partition(";")[0])
+        2 measurements were taken again, after a resumption or by another run into the same file
+    """
+    return Run(*settle(measurements))
