@@ -46,7 +46,7 @@ from spectral_monitor.sharding.shard_region import extent_of
 
 BOOKKEEPING = 1 << 14
 """Tensors that the monitor makes itself with at most so many entries are real: indices, tables of what was seen."""
-TABLES = ("engine/census.py:census", "linalg/rounds.py:shares")
+TABLES = ("engine/agreement/rank_report.py:census", "linalg/collectives.py:shares")
 """And there of any size: what every process has said."""
 
 
@@ -90,15 +90,15 @@ def _different(asked: Tensor) -> Tensor:
 
 
 ANSWERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "linalg/scale.py:tame": _true,  # all matrices are safe to square
+    "linalg/scaling.py:tame": _true,  # all matrices are safe to square
     "linalg/lanczos.py:projected": _nothing,  # looked at in place of which is what Looks says
-    "linalg/estimate.py:_lanczos": _decided,
-    "engine/fingerprints.py:fingerprints": _different,  # no two rows are alike
-    "engine/changes.py:measure": _sound,
-    "engine/changes.py:_everywhere": _sound,
-    "engine/scalars.py:fetch": _true,  # every result is 1
-    "capture/features.py:<genexpr>": _true,  # outputs are still what they were
-    "snapshot/preserve.py:_differs": _true,  # and so is the model's state after it was run again
+    "linalg/spectral_norms.py:_lanczos": _decided,
+    "engine/agreement/row_hash.py:fingerprints": _different,  # no two rows are alike
+    "engine/features/changes.py:measure": _sound,
+    "engine/features/changes.py:_everywhere": _sound,
+    "engine/results/raw.py:fetch": _true,  # every result is 1
+    "capture/hooks/forward.py:<genexpr>": _true,  # outputs are still what they were
+    "state/snapshot.py:_differs": _true,  # and so is the model's state after it was run again
 }
 """File and function of the package -> what it is told when it asks a fake tensor for values."""
 ASKS = frozenset({"tolist", "__bool__", "item", "__float__", "__int__", "__index__", "numpy", "equal"})

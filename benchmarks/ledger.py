@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::", "fsdp::")
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd", "fsdp::split", "fsdp::copy_", "fsdp::all_gather_copy_in", "chunk_cat")
 """In the same spaces, but nothing is sent."""
-HOST = (*ON_HOST, "engine/fingerprints.py:repeats", "snapshot/randomness.py")
+HOST = (*ON_HOST, "engine/agreement/row_hash.py:repeats", "state/rng.py")
 """Code of the package that works on the host; how much depends on the numbers."""
 
 

@@ -28,14 +28,12 @@ PLAIN = (
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstrings of the package, and shows it ``callbacks/``, which lies in a folder of its own."""
+    """Rewrites the docstrings of the package."""
 
-    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """The package has been read."""
         if pkg.name != "spectral_monitor":
             return
-        loader.load("callbacks")
-        pkg.set_member("callbacks", loader.modules_collection.members.pop("callbacks"))
         for obj in _objects(pkg):
             if obj.docstring is not None:
                 obj.docstring.value = markdown(obj.docstring.value, obj)

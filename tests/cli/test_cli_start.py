@@ -58,7 +58,7 @@ def test_the_package_imports_nothing_before_it_is_asked():
     listed = f"import sys, spectral_monitor; dir(spectral_monitor); {say}"
     assert imported(listed) == [""]
     asked = listed.replace(
-        "dir(spectral_monitor)", "spectral_monitor.Verdict; from spectral_monitor.reporting import runs"
+        "dir(spectral_monitor)", "spectral_monitor.Verdict; from spectral_monitor.reporting.files import runs"
     )
     assert imported(asked) == [""]
 

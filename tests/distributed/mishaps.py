@@ -52,8 +52,8 @@ class Refuses(RecordingLogger):
 
 def owner_of(name: str) -> tuple[Any, str]:
     """Return what holds a part of the engine, and the attribute it has there."""
-    module, *owners, attribute = name.split(".")
-    target = importlib.import_module(f"spectral_monitor.engine.{module}")
+    package, module, *owners, attribute = name.split(".")
+    target = importlib.import_module(f"spectral_monitor.engine.{package}.{module}")
     for owner in owners:
         target = getattr(target, owner)
     return target, attribute
@@ -79,12 +79,12 @@ def broken(name: str, only: int = 1, times: int = 1) -> Iterator[None]:
 
 
 PARTS = {
-    "forward": "activations.RowStage.forward",  # between the end of the training step and the replay
-    "weights": "matrices.MatrixStage.before",  # inside the optimizer's step
-    "update": "matrices.MatrixStage.after",
-    "inputs": "activations.input_rows",
-    "rows": "measured.layer_row",  # when all is sent and done
-    "replay": "replays.Replays._same_batch",
+    "forward": "features.stage.RowStage.forward",  # between the end of the training step and the replay
+    "weights": "weights.stage.MatrixStage.before",  # inside the optimizer's step
+    "update": "weights.stage.MatrixStage.after",
+    "inputs": "features.stage.input_rows",
+    "rows": "results.measurement.layer_row",  # when all is sent and done
+    "replay": "features.replays.Replays._same_batch",
 }
 
 

@@ -20,7 +20,7 @@ from spectral_monitor.engine import Engine
 WAITS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
 LOOKS = {"projected", "tame"}
 """Functions that decide whether a norm is good enough, or whether a matrix has to be scaled."""
-ON_HOST = {"_lanczos", "_look", "decide", "_undecided_runs", "_unpacked"}
+ON_HOST = {"_lanczos", "_look", "decide", "_undecided_runs", "_unpacked", "balance_ratios"}
 """Functions that ask tensors of the host."""
 
 
@@ -51,7 +51,7 @@ class Watch:
     def note(self, tensor):
         frame = sys._getframe(2)
         file = frame.f_code.co_filename.replace("\\", "/")
-        host = file.endswith("assemble.py") or "/condition/" in file
+        host = "/engine/results/" in file or "/condition/" in file
         inside = "/spectral_monitor/" in file and not host
         # What is counted on the host, such as indices, is no one's to wait for.
         inside &= frame.f_code.co_name not in ON_HOST
