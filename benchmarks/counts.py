@@ -37,7 +37,10 @@ from spectral_monitor.linalg.lanczos import KrylovSpace
 PACKAGE = Path(spectral_monitor.__file__).parent
 CROSSINGS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero", "to")
 """Methods that on an accelerator wait for the device; ``to`` where it goes to the host."""
-ON_HOST = ("engine/results/", "condition/", "reporting/", "correction/")
+ON_HOST = (
+    *(f"engine/results/{name}.py" for name in ("reasons", "summary", "values")),
+    *("condition/", "correction/", "reporting/"),
+)
 """Code that works on numbers that have arrived."""
 PICKS = frozenset({"index_select", "index", "embedding", "gather"})
 """These read of their first argument only what they return."""
