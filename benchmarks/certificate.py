@@ -34,7 +34,7 @@ from sections import write
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from spectral_monitor.linalg import DOUBT, Pieces, SpectralEstimate, alone, spectral_estimates
+from spectral_monitor.linalg import DOUBT, ShardedStack, SpectralEstimate, run_local, spectral_estimates
 
 TOL = 0.01
 EACH = 8
@@ -256,7 +256,7 @@ def one_round(seed: int) -> list[dict[str, Any]]:
     made = make(seed)
     g = torch.Generator().manual_seed(seed + 1)
     with torch.inference_mode():
-        estimates = alone(spectral_estimates([Pieces.whole(some.A) for _, some in made.values()], TOL))
+        estimates = run_local(spectral_estimates([ShardedStack.whole(some.A) for _, some in made.values()], TOL))
     found = []
     for (name, (dtype, (A, planted_values))), estimate in zip(made.items(), estimates, strict=True):
         values = exact(A) if planted_values is None else planted_values

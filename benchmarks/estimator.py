@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from spectral_monitor.functional import spectral_norm_bounds
-from spectral_monitor.linalg import Pieces, alone, compute_dtype, spectral_estimate, tame
+from spectral_monitor.linalg import ShardedStack, compute_dtype, run_local, spectral_estimate, tame
 
 LANCZOS_STEPS = 8
 ALIGN_LEFT = 4  # so many columns are words
@@ -56,7 +56,7 @@ COLUMNS += ["power %", f"{LANCZOS_STEPS} Lanczos %", ""]
 
 def power_iteration(A: Tensor, passes: int) -> float:
     """The usual way, reading the matrix as often."""
-    (tamed,), _, scale, _ = alone(tame([Pieces.whole(A.unsqueeze(0).to(compute_dtype(A.dtype)))]))
+    (tamed,), _, scale, _ = run_local(tame([ShardedStack.whole(A.unsqueeze(0).to(compute_dtype(A.dtype)))]))
     A = tamed.parts[0].A
     v = torch.randn(A.shape[2], generator=torch.Generator().manual_seed(0)).to(A)
     for _ in range(max(1, (passes - 1) // 2)):
@@ -68,7 +68,7 @@ def single_lanczos(A: Tensor) -> float:
     """A fixed number of steps from one start vector; NaN where the matrix is too small for as many."""
     if min(A.shape) <= LANCZOS_STEPS:
         return math.nan
-    (tamed,), _, scale, _ = alone(tame([Pieces.whole(A.unsqueeze(0).to(compute_dtype(A.dtype)))]))
+    (tamed,), _, scale, _ = run_local(tame([ShardedStack.whole(A.unsqueeze(0).to(compute_dtype(A.dtype)))]))
     A = tamed.parts[0].A[0]
     v = torch.randn(A.shape[1], generator=torch.Generator().manual_seed(0)).to(A)
     basis = (v / v.norm()).unsqueeze(0)

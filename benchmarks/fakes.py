@@ -39,9 +39,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 import spectral_monitor.engine.engine as engine_module
 import spectral_monitor.engine.features.stage as activations
 import spectral_monitor.engine.weights.norms as norms
-from spectral_monitor.engine.agreement.rank_report import Sight, Step
+from spectral_monitor.engine.agreement.rank_report import LayerObservation, StepObservation
 from spectral_monitor.linalg.lanczos import KrylovSpace
-from spectral_monitor.sharding import Extent, Processes
+from spectral_monitor.sharding import ProcessGroup, ShardRegion
 from spectral_monitor.sharding.shard_region import extent_of
 
 BOOKKEEPING = 1 << 14
@@ -93,7 +93,7 @@ ANSWERS: dict[str, Callable[[Tensor], Tensor]] = {
     "linalg/scaling.py:tame": _true,  # all matrices are safe to square
     "linalg/lanczos.py:projected": _nothing,  # looked at in place of which is what Looks says
     "linalg/spectral_norms.py:_lanczos": _decided,
-    "engine/agreement/row_hash.py:fingerprints": _different,  # no two rows are alike
+    "engine/agreement/row_hash.py:row_hashes": _different,  # no two rows are alike
     "engine/features/changes.py:measure": _sound,
     "engine/features/changes.py:_everywhere": _sound,
     "engine/results/raw.py:fetch": _true,  # every result is 1
@@ -259,7 +259,7 @@ def _purposes(looks: Looks) -> Iterator[None]:
 # --- what other processes say
 
 
-class FakeProcesses(Processes):
+class FakeProcesses(ProcessGroup):
     """All processes of the fake group, of which this is the first.
 
     Attributes:
@@ -280,7 +280,7 @@ class FakeProcesses(Processes):
             for name in batch_dims:
                 number = number * sizes[name] + at[name]
             self._batches.append(number)
-        self._known: dict[Any, Extent] = {}
+        self._known: dict[Any, ShardRegion] = {}
         self.census_seconds = 0.0
         super().__init__(torch.device("cpu"), 0)
 
@@ -288,11 +288,11 @@ class FakeProcesses(Processes):
         """What each process would say to this question."""
         if value == 0 and not hasattr(self, "batches"):
             return self._batches
-        if isinstance(value, list) and value and isinstance(value[0], tuple) and isinstance(value[0][-1], Extent):
+        if isinstance(value, list) and value and isinstance(value[0], tuple) and isinstance(value[0][-1], ShardRegion):
             return [[(*row[:-1], self._extent(row, at)) for row in value] for at in self._coordinates]
         return [value] * self.size
 
-    def _extent(self, row: tuple[Any, ...], at: Mapping[str, int]) -> Extent:
+    def _extent(self, row: tuple[Any, ...], at: Mapping[str, int]) -> ShardRegion:
         name, mine = row[0], row[-1]
         p = self._parameters[name if name in self._parameters else f"{name}.weight"]
         if not isinstance(p, DTensor):
@@ -313,8 +313,8 @@ class FakeProcesses(Processes):
         def census(step: Any, sights: Any, prints: Tensor, processes: Any) -> Any:
             routine = true(step, sights, prints, processes)
             (table,) = yield next(routine)
-            number = [one.name for one in fields(Sight)].index("input_print")
-            width, start = len(fields(Sight)), len(fields(Step))
+            number = [one.name for one in fields(LayerObservation)].index("input_print")
+            width, start = len(fields(LayerObservation)), len(fields(StepObservation))
             with _disable_current_modes():
                 table[:] = table[self.rank].clone()
                 batch = torch.tensor(self.batches, dtype=table.dtype)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spectral_monitor.engine import Engine
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.sharding import Processes
+from spectral_monitor.sharding import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ Train = Callable[[], None]
 
 def steps(
     model: nn.Module,
-    processes: Processes,
+    processes: ProcessGroup,
     ledger: Ledger,
     batch: tuple[Tensor, Tensor],
     tier: str,
@@ -149,7 +149,7 @@ def real(config: Config, way: Way, tokens: tuple[int, int], tier: str, seed: int
     number = 0
     for name, at, size in zip(names, batches, mesh.shape, strict=True):
         number = number if name == "tensor" else number * size + at
-    processes, ledger, recorded = Processes(torch.device("cpu"), number), Ledger(), []
+    processes, ledger, recorded = ProcessGroup(torch.device("cpu"), number), Ledger(), []
     generator = torch.Generator().manual_seed(seed + 1 + number)
     ids = torch.randint(config.vocabulary, (tokens[0], tokens[1] + 1), generator=generator)
 

@@ -8,21 +8,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from spectral_monitor.callbacks.checkpoint_state import Continuation
+from spectral_monitor.callbacks.checkpoint_state import ResumeState
 from spectral_monitor.engine import Engine, Settings
-from spectral_monitor.messages import Warner
+from spectral_monitor.messages import WarnOnce
 
 
-class Checkpointed(pl.Callback):
-    """Hooks around checkpoints; a :class:`~spectral_monitor.callbacks.checkpoint_state.Continuation` does the work."""
+class CheckpointHooks(pl.Callback):
+    """Hooks around checkpoints; a :class:`~spectral_monitor.callbacks.checkpoint_state.ResumeState` does the work."""
 
     settings: Settings
 
     def __init__(self) -> None:
         super().__init__()
-        self._warn = Warner()
+        self._warn = WarnOnce()
         self._engine: Engine | None = None
-        self._continuation = Continuation()
+        self._continuation = ResumeState()
 
     @property
     def state_key(self) -> str:

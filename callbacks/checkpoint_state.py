@@ -13,10 +13,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from spectral_monitor.callbacks.training_step_replay import TrainingStep
+from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay
 from spectral_monitor.engine import Engine
-from spectral_monitor.engine.features.replays import Again
-from spectral_monitor.monitoring.supervisor import Oversight
+from spectral_monitor.engine.features.replays import Replayable
+from spectral_monitor.monitoring.supervisor import Supervisor
 from spectral_monitor.state.serialize import fingerprint
 
 LARGE = frozenset({"W0", "probe"})
@@ -26,7 +26,7 @@ State = dict[str, Any]
 Warn = Callable[..., None]
 
 
-class Continuation:
+class ResumeState:
     """What a monitor carries from one fit to the next: through a checkpoint, or in memory for the same model.
 
     The tensors (the weights drift is counted from, the batch ``feature_drift`` is measured on) are written when the
@@ -35,7 +35,7 @@ class Continuation:
 
     def __init__(self) -> None:
         self.measured_before = 0
-        self._oversight: Oversight | None = None
+        self._supervisor: Supervisor | None = None
         self._loaded: State = {}
         self._begun = False
         self._folder = Path()
@@ -61,10 +61,10 @@ class Continuation:
         return module in self._carried
 
     def begin(
-        self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, oversight: Oversight, warn: Warn
+        self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, oversight: Supervisor, warn: Warn
     ) -> None:
         """Let engine and oversight go on where the checkpoint, or the last fit of this model, stopped; or start."""
-        self._begun, self._folder, self._mark, self._oversight = True, _folder(trainer), None, oversight
+        self._begun, self._folder, self._mark, self._supervisor = True, _folder(trainer), None, oversight
         step, large = trainer.global_step, engine.settings.needs & LARGE
         loaded, self._loaded = self._loaded, {}
         anew: list[str] = []
@@ -118,7 +118,7 @@ class Continuation:
 
     def _state(self, engine: Engine) -> State:
         state = engine.state()
-        return state if self._oversight is None else {**state, "oversight": self._oversight.state_dict()}
+        return state if self._supervisor is None else {**state, "oversight": self._supervisor.state_dict()}
 
     def _with_files(self, state: State, tensors: State | None, mark: tuple[object, bool]) -> State:
         if tensors is None:
@@ -126,7 +126,7 @@ class Continuation:
         if self._mark != mark and len(self._fingerprints) <= 1:
             self._mark, self._fingerprints = mark, [fingerprint(tensors)]
         names = [_name(one) for one in self._fingerprints]
-        file = {"names": names, "fingerprints": list(self._fingerprints), "folder": str(self._folder)}
+        file = {"names": names, "row_hashes": list(self._fingerprints), "folder": str(self._folder)}
         return {**state, "file": file}
 
     def write(self, state: State, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> None:
@@ -154,10 +154,10 @@ class Continuation:
             self._carried[module] = (self._state(engine), engine.tensors() if engine.settings.needs & LARGE else None)
             self._last = ref(module)
             self._mark = (module, True) if engine.processes is not None else None
-        self._begun, self._oversight = False, None
+        self._begun, self._supervisor = False, None
 
 
-def _going_on(oversight: Oversight, state: State) -> list[str]:
+def _going_on(oversight: Supervisor, state: State) -> list[str]:
     """Let verdicts and corrections go on; else what starts anew, and why."""
     if "oversight" not in state:
         return ["verdicts and corrections start anew (the checkpoint has none)"]
@@ -172,8 +172,8 @@ def _nobody() -> None:
     return None
 
 
-def _revive(engine: Engine, module: pl.LightningModule, packed: State) -> Again:
-    return TrainingStep.unpack(packed, module) if packed["kind"] == "training_step" else engine.revive(packed)
+def _revive(engine: Engine, module: pl.LightningModule, packed: State) -> Replayable:
+    return TrainingStepReplay.unpack(packed, module) if packed["kind"] == "training_step" else engine.revive(packed)
 
 
 def _folder(trainer: pl.Trainer) -> Path:
@@ -197,7 +197,7 @@ def _find(file: Any, trainer: pl.Trainer, engine: Engine) -> tuple[State | None,
         return None, "the saved state is of a monitor that did not measure it"
     beside = [] if trainer.ckpt_path is None else [Path(str(trainer.ckpt_path)).absolute().parent]
     folders = list(dict.fromkeys([*beside, Path(file["folder"])]))
-    prints = file["fingerprints"]
+    prints = file["row_hashes"]
     if len(prints) == trainer.world_size:
         tensors, missing = _read(prints[trainer.global_rank], folders)
         if tensors is None or engine.covered_by(tensors):

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, cast
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 
-from spectral_monitor.callbacks.checkpoint_hooks import Checkpointed
+from spectral_monitor.callbacks.checkpoint_hooks import CheckpointHooks
 from spectral_monitor.messages import say
 
 if TYPE_CHECKING:
     from .monitor import SpectralMonitor
 
 
-def check_together(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
+def check_conflicts(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
     """Look at what the monitors before this one measure: the same is logged under the same name.
 
     Two that only watch log the same numbers twice, which is said. Where one corrects, numbers differ: what a layer's
@@ -49,13 +49,13 @@ def check_together(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
         )
 
 
-def place(trainer: pl.Trainer, monitor: SpectralMonitor) -> int:
+def monitor_index(trainer: pl.Trainer, monitor: SpectralMonitor) -> int:
     """Which of the trainer's monitors it is, from 1."""
     return next((i for i, one in enumerate(_monitors(trainer), start=1) if one is monitor), 1)
 
 
 def _monitors(trainer: pl.Trainer) -> list[SpectralMonitor]:
-    return cast("list[SpectralMonitor]", [one for one in trainer.callbacks if isinstance(one, Checkpointed)])  # type: ignore[attr-defined]
+    return cast("list[SpectralMonitor]", [one for one in trainer.callbacks if isinstance(one, CheckpointHooks)])  # type: ignore[attr-defined]
 
 
 @rank_zero_only

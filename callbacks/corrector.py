@@ -101,14 +101,14 @@ class SpectralLRCorrector(SpectralMonitor):
         Raises:
             RuntimeError: nothing was trained yet.
         """
-        if self._oversight is not None:
-            self._code = self._oversight.param_groups_code()
+        if self._supervisor is not None:
+            self._code = self._supervisor.param_groups_code()
         if not self._code:
             raise RuntimeError("no learning rates were found yet: train with this callback first")
         return self._code
 
     def _stop(self, module: pl.LightningModule) -> None:
-        if self._oversight is not None:
+        if self._supervisor is not None:
             with self._said("learning rates were not written down as code"):
-                self._code = self._oversight.param_groups_code()
+                self._code = self._supervisor.param_groups_code()
         super()._stop(module)

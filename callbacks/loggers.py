@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from spectral_monitor.callbacks.progress_bar import StatusLine
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.messages import Warner, announce
+from spectral_monitor.messages import WarnOnce, announce
 from spectral_monitor.reporting.content.essentials import Log, checked_log, essentials
 from spectral_monitor.reporting.content.headline import brief
 from spectral_monitor.reporting.content.history import History
@@ -115,7 +115,7 @@ class LoggerSink:
                 self._logger.experiment.log_asset(str(path), file_name=PAGE, copy_to_tmp=True)
 
 
-class Reports:
+class SinkManager:
     """What becomes of measurements, on the first process: loggers, files, sinks of the user's, the progress bar.
 
     Of several monitors of a trainer each has a file of its own, for all measurements in one are of the same layers.
@@ -143,7 +143,7 @@ class Reports:
         heatmap_every: int,
         histograms: bool,
         settings: Mapping[str, Any],
-        warn: Warner,
+        warn: WarnOnce,
         log: Log = "essential",
         asked: Sequence[str] = (),
     ) -> None:

@@ -13,11 +13,11 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from spectral_monitor.callbacks.checkpoint_hooks import Checkpointed
-from spectral_monitor.callbacks.conflicts import check_together, place
-from spectral_monitor.callbacks.loggers import Reports, every, shortest, show, tell, warn_of_condition
-from spectral_monitor.callbacks.strategies import refuse, surroundings
-from spectral_monitor.callbacks.training_step_replay import TrainingStep, aside, can_run_again
+from spectral_monitor.callbacks.checkpoint_hooks import CheckpointHooks
+from spectral_monitor.callbacks.conflicts import check_conflicts, monitor_index
+from spectral_monitor.callbacks.loggers import SinkManager, every, shortest, show, tell, warn_of_condition
+from spectral_monitor.callbacks.strategies import check_supported, strategy_context
+from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
 from spectral_monitor.capture.replay.replay import loss_in
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
@@ -26,7 +26,7 @@ from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
-from spectral_monitor.monitoring.supervisor import Mode, Oversight, checked, described, with_needed
+from spectral_monitor.monitoring.supervisor import Mode, Supervisor, checked, described, with_needed
 from spectral_monitor.reporting.content.essentials import Log
 from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink
@@ -37,7 +37,7 @@ from spectral_monitor.reporting.text.table import measurement_rows
 from spectral_monitor.suggestions import helpful
 
 
-class SpectralMonitor(MeasuredRun, Checkpointed):
+class SpectralMonitor(MeasuredRun, CheckpointHooks):
     """Measures every layer's weights, updates and features at every n-th optimizer step and logs them.
 
     Training is not changed: parameters, optimizer state, gradients, buffers, random states and logged metrics stay
@@ -172,13 +172,13 @@ class SpectralMonitor(MeasuredRun, Checkpointed):
         )
         self._measurements: deque[Measurement] = deque(maxlen=history)
         self.multipliers: dict[str, float] = {}
-        self._oversight: Oversight | None = None
+        self._supervisor: Supervisor | None = None
         self._roles: Roles | None = None
         self._hyperparameters: dict[str, Hyperparameters] = {}
         settings = described(mode, condition, self.correction)
         asked = () if isinstance(quantities, str) else tuple(quantities)
-        self._reports = Reports(sinks, heatmap_every, histograms, settings, self._warn, log, asked)
-        self._training_step: TrainingStep | None = None
+        self._reports = SinkManager(sinks, heatmap_every, histograms, settings, self._warn, log, asked)
+        self._training_step: TrainingStepReplay | None = None
         self._loss_scale = 1.0
         self._overdue: frozenset[str] = frozenset()
         self._began = self._spent = 0.0
@@ -205,34 +205,34 @@ class SpectralMonitor(MeasuredRun, Checkpointed):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the model apart, refuse what cannot be measured, print the role table."""
-        refuse(trainer, pl_module)
-        processes, wrapper = surroundings(trainer)
+        check_supported(trainer, pl_module)
+        processes, wrapper = strategy_context(trainer)
         corrected = self.mode == "correct"
         self._engine = Engine(pl_module, trainer.optimizers, self.settings, processes, wrapper, corrected)
         self._engine.features.redirected = trainer.strategy.model is not pl_module
-        check_together(trainer, self)
-        self._oversight = Oversight(self.mode, self.condition, self.correction, self._engine)
+        check_conflicts(trainer, self)
+        self._supervisor = Supervisor(self.mode, self.condition, self.correction, self._engine)
         self._roles = Roles.of(self._engine.anatomy)
         if self.verbose:
             when = every(self.settings.every_n_steps)
             show(rendered(role_rows(self._engine.anatomy, folded=self.verbose < 2, when=when)))
-            if self.mode != "observe" and (recipe := self._oversight.recipe):
+            if self.mode != "observe" and (recipe := self._supervisor.recipe):
                 self._tell(f"spectral monitor: {recipe}")
-            if decision := self._oversight.decision:
+            if decision := self._supervisor.decision:
                 self._tell(f"spectral monitor: {decision}")
         if not trainer.loggers and trainer.is_global_zero:
             self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remember the weights drift is counted from, or go on from what was loaded or measured before."""
-        if self._engine is None or self._oversight is None:
+        if self._engine is None or self._supervisor is None:
             return
         if trainer.global_step == 0 and trainer.ckpt_path is None and not self._continuation.knows(pl_module):
-            self._oversight.rescale()  # neither loaded nor trained
-        self._continuation.begin(trainer, pl_module, self._engine, self._oversight, self._warn)
-        self.multipliers = self._oversight.multipliers
-        self._oversight.arm()
-        self._reports.begin(trainer, place(trainer, self))
+            self._supervisor.rescale()  # neither loaded nor trained
+        self._continuation.begin(trainer, pl_module, self._engine, self._supervisor, self._warn)
+        self.multipliers = self._supervisor.multipliers
+        self._supervisor.arm()
+        self._reports.begin(trainer, monitor_index(trainer, self))
         self._began, self._spent = perf_counter(), 0.0
 
     def on_train_batch_start(
@@ -253,7 +253,7 @@ class SpectralMonitor(MeasuredRun, Checkpointed):
             engine.features.begin()
             engine.features.backward_open = False
             if engine.watches_features and can_run_again(pl_module):
-                self._training_step = TrainingStep(pl_module, batch, batch_idx)
+                self._training_step = TrainingStepReplay(pl_module, batch, batch_idx)
 
         engine.arm(keys, remember)
         engine.features.backward_open = False
@@ -273,7 +273,7 @@ class SpectralMonitor(MeasuredRun, Checkpointed):
         return self._overdue
 
     def _at(self, step: int) -> frozenset[str]:
-        return frozenset() if self._oversight is None else self._oversight.due(step, self._tell)
+        return frozenset() if self._supervisor is None else self._supervisor.due(step, self._tell)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What comes now is no part of a step."""
@@ -317,7 +317,7 @@ class SpectralMonitor(MeasuredRun, Checkpointed):
             loss=loss_in(outputs) if automatic else None,
             accumulated=trainer.accumulate_grad_batches,
             loss_scale=self._loss_scale,
-            context=partial(aside, trainer, pl_module),
+            context=partial(logging_suppressed, trainer, pl_module),
             only_if_stepped=not automatic,
         )
         self._training_step = None
@@ -330,16 +330,16 @@ class SpectralMonitor(MeasuredRun, Checkpointed):
 
     def _take(self, measurement: Measurement, trainer: pl.Trainer) -> None:
         """Judge a measurement, log it, correct learning rates by it, and stop training if that is asked for."""
-        if self._oversight is None:
+        if self._supervisor is None:
             return
         begin = perf_counter()
-        measurement = self._oversight.judge(measurement, warn_of_condition)
-        self._hyperparameters = self._oversight.settings
+        measurement = self._supervisor.judge(measurement, warn_of_condition)
+        self._hyperparameters = self._supervisor.settings
         self._measurements.append(measurement)
         self._reports.write(measurement)
-        self._oversight.correct(measurement, self._tell)
-        self.multipliers = self._oversight.multipliers
-        stops = self._reactions(self._oversight.began, self._warn, trainer.is_global_zero)
+        self._supervisor.correct(measurement, self._tell)
+        self.multipliers = self._supervisor.multipliers
+        stops = self._reactions(self._supervisor.began, self._warn, trainer.is_global_zero)
         if stops is not None and not trainer.should_stop:
             trainer.should_stop = True
             tell(f"spectral monitor: training stops after step {measurement.step}: {stops.layer}: {stops.sentence}")
@@ -392,17 +392,17 @@ class SpectralMonitor(MeasuredRun, Checkpointed):
     def __getstate__(self) -> dict[str, Any]:
         """Settings and measurements; what belongs to a fit or a model, and the methods Lightning adds, stay behind."""
         state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
-        return {**state, "_engine": None, "_oversight": None, "_training_step": None}
+        return {**state, "_engine": None, "_supervisor": None, "_training_step": None}
 
     def _stop(self, module: pl.LightningModule) -> None:
         self._reports.end()
-        if self._oversight is not None:
-            self._oversight.disarm()
+        if self._supervisor is not None:
+            self._supervisor.disarm()
         if self._engine is not None:
             self._engine.disarm()
             with self._said("the end of training was not remembered"):
                 self._continuation.end(module, self._engine)
-        self._engine = self._oversight = None
+        self._engine = self._supervisor = None
         self._training_step, self._overdue = None, frozenset()
 
 

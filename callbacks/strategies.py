@@ -6,13 +6,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 
-from spectral_monitor.sharding import Processes
+from spectral_monitor.sharding import ProcessGroup
 
 PRECISIONS = "32-true, 64-true, bf16-mixed, bf16-true, 16-mixed, 16-true"
 STRATEGIES = "ddp in its variants, fsdp, ModelParallelStrategy (FSDP2, tensor parallel, both), or a single device"
 
 
-def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def check_supported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse what would give wrong numbers.
 
     Raises:
@@ -37,11 +37,11 @@ def _name(strategy: Strategy) -> str:
     return type(strategy).__name__ + (f" (ZeRO stage {stage})" if stage is not None else "")
 
 
-def surroundings(trainer: pl.Trainer) -> tuple[Processes | None, nn.Module | None]:
+def strategy_context(trainer: pl.Trainer) -> tuple[ProcessGroup | None, nn.Module | None]:
     """The processes that train together, ``None`` if there is one, and FSDP1's wrapper around the model, if any."""
     strategy = trainer.strategy
     wrapper = strategy.model if isinstance(strategy, FSDPStrategy) else None
     if trainer.world_size == 1:
         return None, wrapper
     batch = strategy.distributed_sampler_kwargs  # type: ignore[attr-defined]
-    return Processes(strategy.root_device, int(batch["rank"])), wrapper
+    return ProcessGroup(strategy.root_device, int(batch["rank"])), wrapper

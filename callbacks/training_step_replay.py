@@ -12,14 +12,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
-from spectral_monitor.capture.replay.batch_slicing import cut
+from spectral_monitor.capture.replay.batch_slicing import slice_batch
 from spectral_monitor.capture.replay.replay import clone_tree, copied, iterators_in, loss_in, modes
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
 from spectral_monitor.state.snapshot import Snapshot, preserved
 
 
-class TrainingStep:
+class TrainingStepReplay:
     """One call of ``training_step``, ready to be made again: the batch, the module's state, the same randomness.
 
     Attributes:
@@ -47,7 +47,7 @@ class TrainingStep:
         self._state.restore()
 
     def __call__(self) -> Tensor | None:
-        """The loss of the step's forward; to be called under :func:`aside`."""
+        """The loss of the step's forward; to be called under :func:`logging_suppressed`."""
         step: Any = self.module.training_step
         arguments = (clone_tree(self.given), self._batch_idx)[: 2 if _takes_index(step) else 1]
         with self.randomness.replayed():
@@ -55,10 +55,10 @@ class TrainingStep:
             self.drew = not self.randomness.same(RandomState.now())
         return loss
 
-    def part(self, which: slice) -> TrainingStep:
+    def part(self, which: slice) -> TrainingStepReplay:
         """The same step with some samples of its batch."""
         part = copy.copy(self)
-        part.given = cut(self.given, which)
+        part.given = slice_batch(self.given, which)
         return part
 
     def pack(self, model: nn.Module) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class TrainingStep:
         }
 
     @classmethod
-    def unpack(cls, packed: dict[str, Any], module: pl.LightningModule) -> TrainingStep:
+    def unpack(cls, packed: dict[str, Any], module: pl.LightningModule) -> TrainingStepReplay:
         """The step that was packed, to be made by ``module``.
 
         Raises:
@@ -103,7 +103,7 @@ def _takes_index(step: Any) -> bool:
 
 
 @contextmanager
-def aside(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+def logging_suppressed(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Inside, forwards run at the trainer's precision and nobody hears of them.
 
     ``self.log`` and the loggers take everything and keep nothing; learning rates and schedules, which a training step

@@ -58,7 +58,7 @@ def wrapped(text: str) -> str:
     return fill(text, LINE, initial_indent="! ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-class Warner:
+class WarnOnce:
     """Says each thing once.
 
     An error counts as the same again if it is of the same type and comes from the same line, whatever its text.

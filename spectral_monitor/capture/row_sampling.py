@@ -20,7 +20,7 @@ def sample_size(features: int) -> int:
     return max(512, SAMPLE_ENTRIES // max(features, 1))
 
 
-class RowPicker:
+class RowSampler:
     """A fixed choice of rows: which of ``count`` rows are kept depends on ``count`` alone.
 
     So the rows of a layer's inputs, outputs, gradients and outputs after the step are of the same samples, and several
@@ -86,7 +86,7 @@ def patches_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
     return x.permute(*range(first - 1), *positions, first - 1, *taps).flatten(-spatial - 1)
 
 
-class Kept:
+class GuardedTensor:
     """Rows that are held without a copy, and given back only if nobody has written to them or freed them since."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -94,7 +94,7 @@ class Kept:
         self._version = 0 if rows.is_inference() else rows._version
 
     @classmethod
-    def of(cls, x: Tensor, rows: Tensor) -> Kept:
+    def of(cls, x: Tensor, rows: Tensor) -> GuardedTensor:
         """Rows of ``x``, after all copied if no operation of the graph made what it holds: a parameter, say.
 
         Its owner may use that memory for something else and leave no mark: FSDP frees the weights it has gathered, and
@@ -109,10 +109,10 @@ class Kept:
         rows = self._rows
         return rows if rows.is_inference() or (rows._version == self._version and has_memory(rows)) else None
 
-    def part(self, index: Tensor) -> Kept:
+    def part(self, index: Tensor) -> GuardedTensor:
         """Some of the rows, copied; of rows that were overwritten nothing."""
         rows = self.get()
-        return self if rows is None else Kept(rows.index_select(0, index))
+        return self if rows is None else GuardedTensor(rows.index_select(0, index))
 
 
 def count_rows(x: Tensor, channels_first: bool, spatial: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from spectral_monitor.reporting.files.records import Record, read_records
-from spectral_monitor.reporting.files.runs import Taken, run_file, settled_in
+from spectral_monitor.reporting.files.runs import LoggedMeasurement, run_file, settled_in
 from spectral_monitor.reporting.logged_run import Run, read_run
 from spectral_monitor.suggestions import did_you_mean, listed
 
@@ -17,7 +17,7 @@ LARGE = 50_000_000
 """Bytes of a file that takes some seconds to read."""
 
 T = TypeVar("T")
-S = TypeVar("S", bound=Taken)
+S = TypeVar("S", bound=LoggedMeasurement)
 
 
 def records(place: Path, *, quiet: bool = False) -> tuple[Record, ...]:

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from spectral_monitor.condition.causes import Told, cause
+from spectral_monitor.condition.causes import Explanation, cause
 from spectral_monitor.condition.findings import Finding, findings
 from spectral_monitor.condition.network import Network, Row, columns
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.root_causes import Case, verdicts
 from spectral_monitor.condition.settings import SpectralCondition
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
-from spectral_monitor.condition.warmup import StartUp
+from spectral_monitor.condition.warmup import WarmupGate
 from spectral_monitor.condition.whole_network import Whole, why_still
 from spectral_monitor.condition.width_transfer import THRESHOLD, WINDOW, WidthComparison, compare_widths, find_width
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
@@ -90,7 +90,7 @@ class Judge:
         self.findings: tuple[Finding, ...] = ()
         self.states: dict[str, LayerState] = {}
         self._tied = dict(tied or {})
-        self._startup = StartUp()
+        self._startup = WarmupGate()
         self._whole = Whole()
         self._records: dict[tuple[str, str], _Record] = {}
         self._known: dict[str, dict[str, float]] = {}
@@ -213,7 +213,7 @@ class Judge:
             seen = Finding("width", NETWORK, "update_natural", found.ratio, 1.0, (0.0, THRESHOLD))
             remedy = Remedy("scale_lr", (), 1 / found.divisor) if found.family == "adam" else None
             first = self._comparisons[-found.measurements].step
-            yield Case(seen, Told("width", found.sentence, remedy), first, found.measurements)
+            yield Case(seen, Explanation("width", found.sentence, remedy), first, found.measurements)
 
     def _tell(self, result: tuple[Verdict, ...]) -> None:
         """Note which roots are new: a layer, or a cause of the network, that was none before.

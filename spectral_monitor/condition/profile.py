@@ -35,7 +35,7 @@ EXPECTED = (
 
 
 @dataclass(frozen=True)
-class Point:
+class ProfilePoint:
     """Where the tuned run was: of one layer at one step."""
 
     weight_natural: float
@@ -99,11 +99,11 @@ class Profile:
 
     roles: Mapping[str, str]
     steps: Mapping[str, Sequence[int]]
-    points: Mapping[str, Sequence[Point]]
+    points: Mapping[str, Sequence[ProfilePoint]]
     fans: Mapping[str, Fans] = field(default_factory=dict)
     settings: Mapping[str, Hyperparameters] = field(default_factory=dict)
 
-    def at(self, step: int, layer: str) -> Point:
+    def at(self, step: int, layer: str) -> ProfilePoint:
         """Return the point of a layer at a step.
 
         Between two steps logarithms are interpolated; before the first and beyond the last those hold.
@@ -119,7 +119,7 @@ class Profile:
             return points[max(i - 1, 0)]
         share = (step - steps[i - 1]) / (steps[i] - steps[i - 1])
         pairs = [(getattr(points[i - 1], key), getattr(points[i], key)) for key in KEYS]
-        return Point(*(_between(*pair, share) for pair in pairs))
+        return ProfilePoint(*(_between(*pair, share) for pair in pairs))
 
     def covers(self, step: int, layer: str) -> bool:
         """Return whether the tuned run was measured before and after a step, or at it."""
@@ -278,7 +278,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 def _parsed(layers: Mapping[str, Mapping[str, Any]], version: int) -> Profile:
     steps = {name: tuple(map(int, layer["steps"])) for name, layer in layers.items()}
     points = {
-        name: tuple(Point(*map(float, values)) for values in zip(*(layer[key] for key in KEYS), strict=True))
+        name: tuple(ProfilePoint(*map(float, values)) for values in zip(*(layer[key] for key in KEYS), strict=True))
         for name, layer in layers.items()
     }
     for name, taken in steps.items():

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from spectral_monitor.condition.causes import Told
+from spectral_monitor.condition.causes import Explanation
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK, Verdict
@@ -41,7 +41,7 @@ class Case:
     """
 
     finding: Finding
-    told: Told
+    told: Explanation
     since: int
     outside: int
 

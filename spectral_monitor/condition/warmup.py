@@ -21,7 +21,7 @@ COMPARING = frozenset({"reference", "weights", "dead", "rates_too_small", "eps",
 """Checks that mean nothing while some matrix is next to zero, and passes next to no gradient on."""
 
 
-class StartUp:
+class WarmupGate:
     """Keeps what is not to be judged yet.
 
     A readout that began at zero passes no gradient down at the first step and little at the next ones, so all layers

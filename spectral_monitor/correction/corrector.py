@@ -13,7 +13,7 @@ from spectral_monitor.condition import NETWORK, Profile, load_profile
 from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters
 from spectral_monitor.condition.optimizers.relative import relative_rates
 from spectral_monitor.correction.change import Change
-from spectral_monitor.correction.lr_override import MultiplierSwap
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
 from spectral_monitor.correction.param_groups_code import param_groups_code
 from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import balanced, explained, share
@@ -80,7 +80,7 @@ class Corrector:
         self._lowest = [math.inf for _ in self._units]  # rates found so far
         self._since = [0 for _ in self._units]  # steps of first readings
         self._limited: set[str] = set()
-        self._swap = MultiplierSwap(
+        self._swap = LRMultiplierOverride(
             optimizers, self._by_parameter(), of_group=self._of_group, keeps_decay=not correction.of_peak
         )
 

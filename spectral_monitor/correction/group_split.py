@@ -57,7 +57,7 @@ def lists_of(owners: Sequence[Optimizer]) -> list[list[Group]]:
     return list(lists.values())
 
 
-class Watched(Group):
+class AccessTrackingDict(Group):
     """Options that know whether anyone has looked at them, in whatever way a dict is read."""
 
     seen = False
@@ -86,7 +86,7 @@ class Watched(Group):
         return super().items()
 
 
-class Part:
+class GroupPart:
     """The parameters of a group that share a multiplier, and the options an optimizer is to find for them.
 
     Attributes:
@@ -101,7 +101,7 @@ class Part:
     def __init__(self, group: Group, places: Sequence[int], multiplier: float, decay: str, watched: bool) -> None:
         self.group = group
         self.multiplier = multiplier
-        self.options: Group = Watched() if watched else {}
+        self.options: Group = AccessTrackingDict() if watched else {}
         self.found: Group = {}
         self.written: list[str] = []
         self._places = places
@@ -180,8 +180,8 @@ class Expansion:
         # go by the shorter one, or look at the first group alone: parameters would be left out without a word.
         self._watched = any(not type(owner).__module__.startswith("torch.optim") for owner in owners)
         self._lists: list[list[Group]] = []
-        self._open: dict[int, list[Part]] = {}
-        self._made: dict[tuple[int, float, tuple[int, ...]], Part] = {}
+        self._open: dict[int, list[GroupPart]] = {}
+        self._made: dict[tuple[int, float, tuple[int, ...]], GroupPart] = {}
         self._seen: list[list[bool]] = []
 
     def open(self, multipliers: Mapping[int, float]) -> None:
@@ -201,11 +201,11 @@ class Expansion:
         for found in self._lists:
             found[:] = [options for group in found for options in self._expanded(group)]
 
-    def _part(self, group: Group, multiplier: float, places: tuple[int, ...]) -> Part:
+    def _part(self, group: Group, multiplier: float, places: tuple[int, ...]) -> GroupPart:
         """The same one if the optimizer knows it from before a closure call: it may have kept it, or written to it."""
         key = (id(group), multiplier, places)
         if key not in self._made:
-            self._made[key] = Part(group, places, multiplier, self._decay(group), self._watched)
+            self._made[key] = GroupPart(group, places, multiplier, self._decay(group), self._watched)
         self._made[key].fill()
         return self._made[key]
 
@@ -227,7 +227,9 @@ class Expansion:
         """
         if not self._open:
             return
-        self._seen = [[options.seen for options in found if isinstance(options, Watched)] for found in self._lists]
+        self._seen = [
+            [options.seen for options in found if isinstance(options, AccessTrackingDict)] for found in self._lists
+        ]
         opened, self._open = list(self._open.values()), {}
         for part in (part for parts in opened for part in parts):
             part.read()
@@ -268,7 +270,7 @@ def _by_multiplier(group: Group, multipliers: Mapping[int, float], factor: float
     return places
 
 
-def _merge(parts: Sequence[Part]) -> str:
+def _merge(parts: Sequence[GroupPart]) -> str:
     """Give a group what the optimizer wrote into its parts; what cannot be, in words.
 
     A learning rate that the optimizer changed, or a decay that is apart from the gradient, was the group's times the

@@ -43,7 +43,7 @@ class _Step:
     expansion: Expansion
 
 
-class MultiplierSwap:
+class LRMultiplierOverride:
     """Every step of some optimizers runs with each parameter's learning rate times its multiplier.
 
     Parameters of a group that differ in their multiplier are shown to the optimizer as groups of their own, and only
@@ -88,7 +88,7 @@ class MultiplierSwap:
         >>> import torch
         >>> model = torch.nn.Linear(3, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> swap = MultiplierSwap([optimizer], {model.bias: 4.0})
+        >>> swap = LRMultiplierOverride([optimizer], {model.bias: 4.0})
         >>> swap.arm()
         >>> before = model.bias.detach().clone()
         >>> model(torch.ones(1, 3)).sum().backward()
@@ -252,7 +252,7 @@ def _order(optimizer: Optimizer) -> None:
 
 def _is_own(hook: Any) -> bool:
     holder = getattr(getattr(hook, "func", None), "__self__", None)
-    return isinstance(holder, (MultiplierSwap, OptimizerCapture))
+    return isinstance(holder, (LRMultiplierOverride, OptimizerCapture))
 
 
 def _is_running(frame: FrameType | None, now: FrameType | None) -> bool:

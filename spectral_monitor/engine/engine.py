@@ -17,38 +17,38 @@ from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.hooks.tensor_version import Marks, marks
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.row_sampling import RowPicker
+from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.engine.agreement.all_or_none import agreed
 from spectral_monitor.engine.agreement.output_layers import Readouts
-from spectral_monitor.engine.agreement.rank_report import Sight, Step, census
-from spectral_monitor.engine.agreement.row_hash import as_table, fingerprints
+from spectral_monitor.engine.agreement.rank_report import LayerObservation, StepObservation, census
+from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
 from spectral_monitor.engine.features.changes import ChangeStage
 from spectral_monitor.engine.features.kernels import ALONE, FullStage
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
-from spectral_monitor.engine.features.replays import Again, Context, Done, Given, Replays
+from spectral_monitor.engine.features.replays import Context, Replayable, ReplayOutcome, Replays, StepInputs
 from spectral_monitor.engine.features.stage import RowStage, input_rows
 from spectral_monitor.engine.observation import sights, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
-from spectral_monitor.engine.preconditions import full_precision, refuse, replaced
+from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
 from spectral_monitor.engine.results.measurement import Measured
-from spectral_monitor.engine.results.raw import Scalars
+from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.engine.state import Memory
-from spectral_monitor.engine.weights.matrix_batches import Member
+from spectral_monitor.engine.state import EngineState
+from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.engine.weights.stage import MatrixStage
-from spectral_monitor.layers import Anatomy, Whereabouts, compiled_modules, dissect, without_compiled
+from spectral_monitor.layers import Anatomy, ParameterTracker, compiled_modules, dissect, without_compiled
 from spectral_monitor.layers.naming import label
-from spectral_monitor.linalg import Routine, abreast
+from spectral_monitor.linalg import Coroutine, gather
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.messages import Warner
-from spectral_monitor.sharding import Extent, Processes, copies, flat_extents, placed, plan, reshard
+from spectral_monitor.messages import WarnOnce
+from spectral_monitor.sharding import ProcessGroup, ShardRegion, copies, flat_extents, placed, plan, reshard
 
 FORWARD = frozenset({"h", "b", "dh", "probe"})
 """Needs that take hooks on modules."""
 
 
-class Engine(Memory):
+class Engine(EngineState):
     """Arms hooks for one step, reads it, computes a :class:`~spectral_monitor.measurement.Measurement`.
 
     Use: ``start`` once; around a step ``arm``, then ``finish``, or ``disarm`` to give up. Between steps nothing is
@@ -68,7 +68,7 @@ class Engine(Memory):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         settings: Settings,
-        processes: Processes | None = None,
+        processes: ProcessGroup | None = None,
         wrapper: nn.Module | None = None,
         corrected: bool = False,
     ) -> None:
@@ -88,13 +88,13 @@ class Engine(Memory):
         placed_layers = (placed(*pair, processes) for pair in zip(anatomy.layers, holdings, strict=True))
         self.anatomy = replace(anatomy, layers=tuple(placed_layers))
         self.layers = self.anatomy.layers
-        self.members = [Member(layer, holding) for layer, holding in zip(self.layers, holdings, strict=True)]
+        self.members = [BatchMember(layer, holding) for layer, holding in zip(self.layers, holdings, strict=True)]
         self._readouts = Readouts(self.anatomy)
-        self._whereabouts = None if flat else Whereabouts(model, self.layers)
+        self._whereabouts = None if flat else ParameterTracker(model, self.layers)
         self._replaced: set[int] = set()
         self._copies = partial(copies, flat=flat, processes=processes)
         if settings.needs & FORWARD:
-            refuse(optimizers)
+            check_supported(optimizers)
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
         wanted = range(len(self.layers)) if settings.needs & FORWARD else ()
         room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
@@ -103,16 +103,16 @@ class Engine(Memory):
         self.features = FeatureCapture(model, self.layers, wanted, room, watched, self._harmless)
         self._alone = processes is None and self._wrapper is model
         self._replays = Replays(model, self._wrapper, self.features, settings, compiled)
-        self._picker = RowPicker(settings.max_rows)
+        self._picker = RowSampler(settings.max_rows)
         self.armed = False
         self.idle = False
         self.multipliers: Mapping[int, float] = {}
         self._in_force: Mapping[int, float] = {}  # in the step that is watched
-        self._warn = Warner(silent=processes is not None and processes.rank > 0)
-        self._own_warn = Warner()  # of what happened in this process alone
+        self._warn = WarnOnce(silent=processes is not None and processes.rank > 0)
+        self._own_warn = WarnOnce()  # of what happened in this process alone
         self._clear()
 
-    def _dissect(self, optimizers: Sequence[Optimizer]) -> tuple[Anatomy, str, dict[int, Extent]]:
+    def _dissect(self, optimizers: Sequence[Optimizer]) -> tuple[Anatomy, str, dict[int, ShardRegion]]:
         """What the model is made of, which of it is compiled, and where FSDP1 has put its parameters."""
         patterns = {key: getattr(self.settings, key) for key in ("include", "exclude", "roles", "blocks")}
         flat = flat_extents(self._wrapper)
@@ -131,7 +131,7 @@ class Engine(Memory):
         self._held_at: dict[int, Marks] = {}
         self._moved = False
         self._apart: float | None = None
-        self._out = Scalars()
+        self._out = RawScalars()
         self._rows: RowStage | None = None
         self._stage = MatrixStage(
             self.members, self.asked, self._start, self._inputs, self._copies, self.processes, self._out
@@ -178,7 +178,7 @@ class Engine(Memory):
         self,
         step: int,
         *,
-        training_step: Again | None = None,
+        training_step: Replayable | None = None,
         loss: Tensor | None = None,
         accumulated: int = 1,
         loss_scale: float = 1.0,
@@ -201,7 +201,7 @@ class Engine(Memory):
         """
         measurement = None
         loss = None if loss is None else loss.detach()
-        given = Given(training_step, loss, accumulated, loss_scale, context, only_if_stepped)
+        given = StepInputs(training_step, loss, accumulated, loss_scale, context, only_if_stepped)
         try:
             with self._harmless("measuring"), full_precision():
                 if self.armed and (self.processes is not None or not self._failed):
@@ -216,11 +216,11 @@ class Engine(Memory):
             self.disarm()
         return measurement
 
-    def _measure(self, step: int, given: Given) -> Measurement | None:
+    def _measure(self, step: int, given: StepInputs) -> Measurement | None:
         stage, out = self._stage, self._out
         outputs: Outputs = {}
         again, before, no_replay, part = None, None, "", NO
-        seen_here, prints = [Sight() for _ in self.layers], torch.zeros(len(self.layers), 2)
+        seen_here, prints = [LayerObservation() for _ in self.layers], torch.zeros(len(self.layers), 2)
         with self._harmless("looking at what was seen"):
             stage.rest()
             if self.watches_features:
@@ -233,8 +233,8 @@ class Engine(Memory):
                 for i, said in self._readouts.see(self.features, stage.unused).items():
                     seen_here[i].place = said
             if self.processes is not None:
-                prints = as_table(fingerprints(outputs), len(self.layers), self.processes.device)
-        mine = Step(
+                prints = as_table(row_hashes(outputs), len(self.layers), self.processes.device)
+        mine = StepObservation(
             failed=self._failed,
             stepped=bool(stage.stepped),
             moved=self._moved,
@@ -284,7 +284,7 @@ class Engine(Memory):
                 self._replays.run(self.drifts, again, part, replay, facts, given.context, self._warn)
             if self._failed and self.processes is None:
                 return None
-            done, self._replays.done = self._replays.done, Done()
+            done, self._replays.done = self._replays.done, ReplayOutcome()
             known = all(some.loss for some in seen.steps)
             stage_after = ChangeStage(rows, self.processes, full)
             self._run(stage_after.measure(done, facts, before if known else None))
@@ -304,7 +304,7 @@ class Engine(Memory):
             self._replays.slices.widen(measurement.summary.get("feature_error", 0.0))
         return measurement
 
-    def _before_replay(self, rows: RowStage, outputs: Outputs) -> Routine[None]:
+    def _before_replay(self, rows: RowStage, outputs: Outputs) -> Coroutine[None]:
         """Matrices, and rows as the step saw them."""
         calls, features = self.features.calls, self.watches_features
         if self.processes is None:
@@ -312,7 +312,7 @@ class Engine(Memory):
                 yield from rows.forward(calls, outputs)
             return
         routines = [rows.sample(calls), self._stage.routine()]
-        yield from abreast([*routines, rows.forward(calls, outputs)] if features else routines)
+        yield from gather([*routines, rows.forward(calls, outputs)] if features else routines)
 
     def _inputs(self, i: int) -> Tensor | None:
         """Input rows that alignments are measured on."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.replay.feature_change import Outputs
-from spectral_monitor.engine.agreement.rank_report import Census, Sight
-from spectral_monitor.engine.agreement.row_hash import fingerprints
-from spectral_monitor.engine.features.replays import Given
+from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
+from spectral_monitor.engine.agreement.row_hash import row_hashes
+from spectral_monitor.engine.features.replays import StepInputs
 from spectral_monitor.engine.features.stage import gradients, inputs
-from spectral_monitor.engine.results.reasons import StepFacts
+from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.weights.stage import MatrixStage
 
 
@@ -22,7 +22,7 @@ def sights(
     outputs: Outputs,
     noise: Mapping[int, float],
     apart: bool,
-) -> list[Sight]:
+) -> list[LayerObservation]:
     """What this process saw of each layer.
 
     Args:
@@ -31,10 +31,10 @@ def sights(
     """
     found = []
     fed = {i: calls for some in range(layers if apart else 0) for i, calls in features.inputs(some).items()}
-    prints = fingerprints(fed)
+    prints = row_hashes(fed)
     for i in range(layers):
         recorded = features.calls.get(i, ())
-        sight = Sight(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))
+        sight = LayerObservation(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))
         sight.hidden = 2.0 if i in features.unfit else i in features.hidden
         if recorded:
             x, b = inputs(recorded), gradients(recorded)
@@ -53,9 +53,9 @@ def sights(
     return found
 
 
-def step_facts(seen: Census, stage: MatrixStage, given: Given) -> StepFacts:
+def step_facts(seen: RankReports, stage: MatrixStage, given: StepInputs) -> StepContext:
     """What all processes know of the step."""
-    facts = StepFacts(stage.lr, seen.anywhere("stepped"), seen.everywhere("unused"), stage.divided)
+    facts = StepContext(stage.lr, seen.anywhere("stepped"), seen.everywhere("unused"), stage.divided)
     facts.accumulated, facts.loss_scale = given.accumulated, given.loss_scale * seen.batch_count
     facts.moved = any(some.moved for some in seen.steps)
     facts.closures = int(max(some.closures for some in seen.steps))

@@ -9,7 +9,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from spectral_monitor.engine.results.reasons import REPLACED
-from spectral_monitor.layers import Layer, Whereabouts
+from spectral_monitor.layers import Layer, ParameterTracker
 from spectral_monitor.layers.naming import some
 from spectral_monitor.quantities import TIERS
 
@@ -17,7 +17,7 @@ NAMED = 5
 """Layers that a warning names."""
 
 
-def refuse(optimizers: Sequence[Optimizer]) -> None:
+def check_supported(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers around which features cannot be measured.
 
     Raises:
@@ -29,7 +29,7 @@ def refuse(optimizers: Sequence[Optimizer]) -> None:
             raise ValueError(f"{type(optimizer).__name__} runs the forward several times in a step. {light}")
 
 
-def replaced(whereabouts: Whereabouts | None, layers: Sequence[Layer], warn: Callable[[str], None]) -> set[int]:
+def replaced(whereabouts: ParameterTracker | None, layers: Sequence[Layer], warn: Callable[[str], None]) -> set[int]:
     """Layers that are not what they were when training began; says so."""
     found = set() if whereabouts is None else whereabouts.moved()
     if found:

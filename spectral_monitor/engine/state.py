@@ -29,17 +29,17 @@ from spectral_monitor.engine.state_dict import (
     unpack_probe,
     unpack_start,
 )
-from spectral_monitor.engine.weights.matrix_batches import Member, host_copies
+from spectral_monitor.engine.weights.matrix_batches import BatchMember, host_copies
 from spectral_monitor.engine.weights.stage import start_norms
 from spectral_monitor.layers import Anatomy, Layer
-from spectral_monitor.linalg import Routine, alone, together
+from spectral_monitor.linalg import Coroutine, run, run_local
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.sharding import Processes
+from spectral_monitor.sharding import ProcessGroup
 
 T = TypeVar("T")
 
 
-class Memory:
+class EngineState:
     """The part of an :class:`~spectral_monitor.engine.Engine` that outlives a step, and in plain types the process.
 
     Attributes:
@@ -51,10 +51,10 @@ class Memory:
 
     model: nn.Module
     settings: Settings
-    processes: Processes | None
+    processes: ProcessGroup | None
     anatomy: Anatomy
     layers: tuple[Layer, ...]
-    members: list[Member]
+    members: list[BatchMember]
     features: FeatureCapture
     budget: Budget | None
     _readouts: Readouts
@@ -70,9 +70,9 @@ class Memory:
         self._start_norms: Raw = {}
         self._reasons: dict[tuple[str, ...], dict[str, str]] = {}
 
-    def _run(self, routine: Routine[T]) -> T:
+    def _run(self, routine: Coroutine[T]) -> T:
         """To its end, with the other processes if there are any."""
-        return alone(routine) if self.processes is None else together(routine, self.processes)
+        return run_local(routine) if self.processes is None else run(routine, self.processes)
 
     def start(self, step: int = 0) -> None:
         """Remember the weights, after ``step`` steps, as those drift is counted from, in host memory."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs
-from spectral_monitor.engine.features.replays import Again, Probe
-from spectral_monitor.engine.weights.matrix_batches import Member, Start
+from spectral_monitor.engine.features.replays import Probe, Replayable
+from spectral_monitor.engine.weights.matrix_batches import BatchMember, Start
 from spectral_monitor.layers import Layer
 from spectral_monitor.sharding import Rectangle
 from spectral_monitor.state.dtensor import local_part
@@ -26,7 +26,7 @@ VERSION = 3
 NAMED = 6
 """Layers that a refusal names; of more it says how many."""
 
-Revive = Callable[[dict[str, Any]], Again]
+Revive = Callable[[dict[str, Any]], Replayable]
 """Makes a forward that can be run again of its plain form; an error if it does not fit the model."""
 
 
@@ -58,7 +58,7 @@ Packed = list[Any]
 """A rectangle and what is in it: the first matrix, rows, columns, stretch (of FSDP1, else []), (count, rows, cols)."""
 
 
-def pack_start(start: Start, members: Sequence[Member]) -> dict[str, list[Packed]]:
+def pack_start(start: Start, members: Sequence[BatchMember]) -> dict[str, list[Packed]]:
     """The weights at the start by layer name, as far as this process has them; they are shared, not copied."""
     packed = {}
     for i, parts in start.items():
@@ -71,7 +71,7 @@ def pack_start(start: Start, members: Sequence[Member]) -> dict[str, list[Packed
     return packed
 
 
-def unpack_start(packed: dict[str, list[Packed]], members: Sequence[Member]) -> dict[int, list[Tensor]]:
+def unpack_start(packed: dict[str, list[Packed]], members: Sequence[BatchMember]) -> dict[int, list[Tensor]]:
     """The weights at the start by layer index, of whatever rectangles cover those that are measured here.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.functional.vector_norms import lengths
-from spectral_monitor.linalg import Pieces, SpectralEstimate, alone, compute_dtype, spectral_estimate, tame
+from spectral_monitor.linalg import ShardedStack, SpectralEstimate, compute_dtype, run_local, spectral_estimate, tame
 
 ROLES = ("operator", "embedding", "readout", "vector")
 """How a parameter acts, which decides its natural norm."""
@@ -133,7 +133,7 @@ def frobenius_norm(A: Tensor) -> Tensor:
         >>> frobenius_norm(torch.ones(2, 8))
         tensor(4.0000)
     """
-    _, fro, scale, _ = alone(tame([Pieces.whole(as_stack(A).to(compute_dtype(A.dtype)))]))
+    _, fro, scale, _ = run_local(tame([ShardedStack.whole(as_stack(A).to(compute_dtype(A.dtype)))]))
     return (fro * scale).reshape(A.shape[:-2])
 
 

@@ -48,11 +48,11 @@ class Guess:
     doubted: bool = False
 
 
-Place = tuple[nn.Module, str]
+ModuleSlot = tuple[nn.Module, str]
 """The module that holds another one, and under which name."""
 
 
-def classify(module: nn.Module, key: str, weight: Tensor, place: Place | None = None) -> Guess:
+def classify(module: nn.Module, key: str, weight: Tensor, place: ModuleSlot | None = None) -> Guess:
     """Guess role and layout of ``module.<key>``, a parameter or what is computed in its stead."""
     if reason := _unfit(weight):
         return Guess(key, reason=reason, unfit=True)
@@ -99,7 +99,7 @@ def _is_hooked(module: nn.Module, key: str) -> bool:
     return key.endswith(("_g", "_v", "_orig")) and base in dir(module) and base not in module._parameters
 
 
-def _split(guess: Guess, place: Place | None) -> Guess:
+def _split(guess: Guess, place: ModuleSlot | None) -> Guess:
     """A matrix that is known, with the blocks it is fused of if it looks so from its place."""
     layout = guess.layout
     if place is None or layout is None or guess.role != "operator" or layout.kind not in ("linear", "transposed"):

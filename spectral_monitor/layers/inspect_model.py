@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from spectral_monitor.functional.norms import ROLES
-from spectral_monitor.layers.classify import Guess, Place, classify
+from spectral_monitor.layers.classify import Guess, ModuleSlot, classify
 from spectral_monitor.layers.layout import Layout
 from spectral_monitor.layers.naming import check_patterns, join, matches, named_modules, places
 from spectral_monitor.layers.output_layers import Operator, guess_readouts
@@ -243,7 +243,7 @@ def _weight(
     module: nn.Module,
     key: str,
     sources: tuple[nn.Parameter, ...],
-    held: Mapping[int, Place],
+    held: Mapping[int, ModuleSlot],
     compute: Callable[[], Tensor] | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> _Found:

@@ -13,7 +13,7 @@ from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.state.dtensor import is_distributed
 
 
-class Whereabouts:
+class ParameterTracker:
     """Where a model has the parameters of its layers, at first and now.
 
     Parameters that are spread over processes are not followed, for whoever spreads them puts others in their place.

@@ -15,11 +15,11 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-Routine = Generator[list[Tensor], list[Tensor], T]
+Coroutine = Generator[list[Tensor], list[Tensor], T]
 """Yields tensors to be summed over processes, of the same shapes in every process; is sent the sums."""
 
 
-class Exchange(Protocol):
+class AllReduce(Protocol):
     """The processes that measure together.
 
     Attributes:
@@ -36,7 +36,7 @@ class Exchange(Protocol):
         """Replace a flat tensor by its sum over all processes, bit for bit the same in each."""
 
 
-def alone(routine: Routine[T]) -> T:
+def run_local(routine: Coroutine[T]) -> T:
     """What a routine returns in a single process, where a sum is the only summand."""
     try:
         request = next(routine)
@@ -47,12 +47,12 @@ def alone(routine: Routine[T]) -> T:
         return result
 
 
-def abreast(routines: Iterable[Routine[T]]) -> Routine[list[T]]:
+def gather(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
     """What several routines return that go on in lockstep, and so ask for their sums together."""
     results: dict[int, T] = {}
-    waiting: dict[int, tuple[Routine[T], list[Tensor]]] = {}
+    waiting: dict[int, tuple[Coroutine[T], list[Tensor]]] = {}
 
-    def go_on(i: int, routine: Routine[T], answer: list[Tensor] | None) -> None:
+    def go_on(i: int, routine: Coroutine[T], answer: list[Tensor] | None) -> None:
         try:
             waiting[i] = (routine, next(routine) if answer is None else routine.send(answer))
         except StopIteration as end:
@@ -68,7 +68,7 @@ def abreast(routines: Iterable[Routine[T]]) -> Routine[list[T]]:
     return [results[i] for i in sorted(results)]
 
 
-def in_turn(routines: Iterable[Routine[T]]) -> Routine[list[T]]:
+def sequence(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
     """What several routines return that run one after the other: what one has read is still in the cache."""
     results = []
     for routine in routines:
@@ -76,7 +76,7 @@ def in_turn(routines: Iterable[Routine[T]]) -> Routine[list[T]]:
     return results
 
 
-def resumed(routine: Routine[T], request: list[Tensor]) -> Routine[T]:
+def resume(routine: Coroutine[T], request: list[Tensor]) -> Coroutine[T]:
     """A routine that has been started elsewhere, where it made this request."""
     try:
         while True:
@@ -86,7 +86,7 @@ def resumed(routine: Routine[T], request: list[Tensor]) -> Routine[T]:
         return result
 
 
-def together(routine: Routine[T], exchange: Exchange) -> T:
+def run(routine: Coroutine[T], exchange: AllReduce) -> T:
     """What a routine returns that runs in every process at once."""
     try:
         request = next(routine)
@@ -97,28 +97,28 @@ def together(routine: Routine[T], exchange: Exchange) -> T:
         return result
 
 
-def shares(values: Tensor, exchange: Exchange) -> Tensor:
+def rank_table(values: Tensor, exchange: AllReduce) -> Tensor:
     """(processes, ...) this process's values in its row, 0 in those of others: what a sum makes a table of."""
     table = values.new_zeros(exchange.size, *values.shape)
     table[exchange.rank] = values
     return table
 
 
-def joined(table: Tensor, order: float) -> Tensor:
+def reduce_table(table: Tensor, order: float) -> Tensor:
     """The ``order``-norm over processes of a table of shares; for ``order`` 1 plain sums."""
     whole = table.double()
     return (whole.sum(0) if order == 1 else torch.linalg.vector_norm(whole, ord=order, dim=0)).to(table.dtype)
 
 
-def totals(values: Tensor, order: float, exchange: Exchange | None) -> Routine[Tensor]:
+def all_reduce_norm(values: Tensor, order: float, exchange: AllReduce | None) -> Coroutine[Tensor]:
     """The same of values each of which is this process's share."""
     if exchange is None:
         return values
-    (table,) = yield [shares(values, exchange)]
-    return joined(table, order)
+    (table,) = yield [rank_table(values, exchange)]
+    return reduce_table(table, order)
 
 
-def _summed(asked: list[Tensor], exchange: Exchange) -> list[Tensor]:
+def _summed(asked: list[Tensor], exchange: AllReduce) -> list[Tensor]:
     if not asked:
         return []
     dtype = torch.float32

@@ -23,8 +23,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from spectral_monitor.linalg.collectives import Routine
-from spectral_monitor.linalg.sharded_stack import Pieces
+from spectral_monitor.linalg.collectives import Coroutine
+from spectral_monitor.linalg.sharded_stack import ShardedStack
 
 BLOCK = 4
 """Directions that grow together."""
@@ -76,7 +76,7 @@ class Run:
         at: where they lie in the basis.
     """
 
-    A: Pieces
+    A: ShardedStack
     at: slice
 
     @property
@@ -99,7 +99,7 @@ class KrylovSpace:
         steps: blocks whose images are known; ``V`` has one block more.
     """
 
-    def __init__(self, stacks: Sequence[Pieces], units: Tensor, max_steps: int) -> None:
+    def __init__(self, stacks: Sequence[ShardedStack], units: Tensor, max_steps: int) -> None:
         """Start from random directions.
 
         Args:
@@ -128,7 +128,7 @@ class KrylovSpace:
         self._one = torch.eye(BLOCK, dtype=like.dtype, device=like.device).expand(sum(counts), -1, -1)
         self.runs = list(self._undecided_runs())
 
-    def step(self, rider: Tensor) -> Routine[Tensor]:
+    def step(self, rider: Tensor) -> Coroutine[Tensor]:
         """Add one more block: the image under ``A^T A`` of the newest, what is new in it, and its components.
 
         Args:
@@ -252,7 +252,7 @@ def ritz(T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return square.sqrt(), residual, values.sum(1)
 
 
-def _summed(images: list[Tensor], split: list[bool], rider: Tensor) -> Routine[tuple[list[Tensor], Tensor]]:
+def _summed(images: list[Tensor], split: list[bool], rider: Tensor) -> Coroutine[tuple[list[Tensor], Tensor]]:
     """Sum images over processes where they are ``split``, and the rider."""
     *sums, rider = yield [*(image for image, some in zip(images, split, strict=True) if some), rider]
     summed = iter(sums)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectral_monitor.linalg.collectives import Routine, abreast
-from spectral_monitor.linalg.sharded_stack import Pieces
+from spectral_monitor.linalg.collectives import Coroutine, gather
+from spectral_monitor.linalg.sharded_stack import ShardedStack
 
 SHORT = 72
 """Rows up to this length are summed in float64: a flat float32 sum would be long."""
@@ -30,18 +30,18 @@ def frobenius(A: Tensor) -> Tensor:
     return norms
 
 
-def tame(stacks: Sequence[Pieces]) -> Routine[tuple[list[Pieces], Tensor, Tensor, int]]:
+def tame(stacks: Sequence[ShardedStack]) -> Coroutine[tuple[list[ShardedStack], Tensor, Tensor, int]]:
     """Make stacks safe to square; return them, Frobenius norms (K,), scales (K,) to multiply results with, and passes.
 
     A scale is 1 but for matrices of extreme entries; a matrix with NaN or inf becomes 0, of norm 1 and scale NaN
     or inf.
     """
-    fro = torch.cat((yield from abreast([A.combined(frobenius, 2) for A in stacks])))
+    fro = torch.cat((yield from gather([A.combined(frobenius, 2) for A in stacks])))
     limits = torch.finfo(fro.dtype)
     safe = (fro > limits.tiny**0.3) & (fro < limits.max**0.4)  # 4e-12 to 3e15 in float32
     if not any(A.shape[1] and A.shape[2] for A in stacks) or bool(safe.all()):
         return list(stacks), fro, torch.ones_like(fro), 1
-    largest = torch.cat((yield from abreast([A.combined(_largest, math.inf) for A in stacks])))
+    largest = torch.cat((yield from gather([A.combined(_largest, math.inf) for A in stacks])))
     safe |= largest == 0
     if bool(safe.all()):
         return list(stacks), fro, torch.ones_like(fro), 2
@@ -52,7 +52,7 @@ def tame(stacks: Sequence[Pieces]) -> Routine[tuple[list[Pieces], Tensor, Tensor
         A if bool(fine.all()) else A.map(_Tamer(known, divisor))
         for A, fine, known, divisor in zip(stacks, *splits, strict=True)
     ]
-    again = torch.cat((yield from abreast([A.combined(frobenius, 2) for A in tamed])))
+    again = torch.cat((yield from gather([A.combined(frobenius, 2) for A in tamed])))
     return tamed, torch.where(finite, again, 1.0), scale, 5
 
 

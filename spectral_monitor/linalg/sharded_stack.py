@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spectral_monitor.linalg.collectives import Exchange, Routine, totals
+from spectral_monitor.linalg.collectives import AllReduce, Coroutine, all_reduce_norm
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """The same rectangle of some members of the stack.
 
     Attributes:
@@ -28,7 +28,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ShardedStack:
     """K matrices (m, n); their entries are the sums of the rectangles that all processes hold.
 
     Attributes:
@@ -41,26 +41,26 @@ class Pieces:
     """
 
     shape: tuple[int, int, int]
-    parts: tuple[Part, ...]
+    parts: tuple[Shard, ...]
     split: tuple[bool, bool]
-    exchange: Exchange | None
+    exchange: AllReduce | None
     like: Tensor
 
     @classmethod
-    def whole(cls, A: Tensor) -> Pieces:
+    def whole(cls, A: Tensor) -> ShardedStack:
         """A stack (K, m, n) that is all here."""
         everything = slice(None)
         shape = (A.shape[0], A.shape[1], A.shape[2])
-        return cls(shape, (Part(None, everything, everything, A),), (False, False), None, A.new_empty(0))
+        return cls(shape, (Shard(None, everything, everything, A),), (False, False), None, A.new_empty(0))
 
     @property
-    def mT(self) -> Pieces:  # noqa: N802  as torch calls it
+    def mT(self) -> ShardedStack:  # noqa: N802  as torch calls it
         """The transposed matrices."""
         K, m, n = self.shape
-        parts = tuple(Part(part.members, part.cols, part.rows, part.A.mT) for part in self.parts)
+        parts = tuple(Shard(part.members, part.cols, part.rows, part.A.mT) for part in self.parts)
         return replace(self, shape=(K, n, m), parts=parts, split=self.split[::-1])
 
-    def select(self, first: int, last: int) -> Pieces:
+    def select(self, first: int, last: int) -> ShardedStack:
         """The members from ``first`` up to ``last``."""
         parts = []
         for part in self.parts:
@@ -72,7 +72,7 @@ class Pieces:
                 parts.append(replace(part, members=part.members[start:stop] - first, A=part.A[start:stop]))
         return replace(self, shape=(last - first, *self.shape[1:]), parts=tuple(parts))
 
-    def map(self, function: Callable[[Tensor, Tensor | None], Tensor]) -> Pieces:
+    def map(self, function: Callable[[Tensor, Tensor | None], Tensor]) -> ShardedStack:
         """The stack of what a function makes of each part's matrices and members."""
         return replace(self, parts=tuple(replace(part, A=function(part.A, part.members)) for part in self.parts))
 
@@ -102,10 +102,10 @@ class Pieces:
                 total[part.members.to(total.device)] = product
         return total
 
-    def combined(self, measure: Callable[[Tensor], Tensor], order: float) -> Routine[Tensor]:
+    def combined(self, measure: Callable[[Tensor], Tensor], order: float) -> Coroutine[Tensor]:
         """(K,) the ``order``-norm over all rectangles of ``measure``, from (P, rows, cols) to (P,)."""
         mine = self.like.new_zeros(self.shape[0])
         for part in self.parts:
             mine[slice(None) if part.members is None else part.members.to(mine.device)] = measure(part.A)
-        whole = yield from totals(mine, order, self.exchange)
+        whole = yield from all_reduce_norm(mine, order, self.exchange)
         return whole

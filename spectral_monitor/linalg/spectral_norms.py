@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectral_monitor.linalg.collectives import Routine, abreast, alone
+from spectral_monitor.linalg.collectives import Coroutine, gather, run_local
 from spectral_monitor.linalg.lanczos import KrylovSpace, ritz
 from spectral_monitor.linalg.scaling import compute_dtype, tame
-from spectral_monitor.linalg.sharded_stack import Pieces
+from spectral_monitor.linalg.sharded_stack import ShardedStack
 
 SMALL = 72
 """Up to this min(m, n) the Gram matrix is diagonalized: cheaper than Lanczos, and exact."""
@@ -81,13 +81,13 @@ def spectral_estimate(A: Tensor, *, tol: float = 0.01, exact: bool = False) -> S
         zero = converted.new_zeros(len(A))
         return SpectralEstimate(zero, zero, zero, zero, zero, passes=0)
     with torch.autocast(A.device.type, enabled=False):
-        (found,) = alone(spectral_estimates([Pieces.whole(converted)], tol, exact))
+        (found,) = run_local(spectral_estimates([ShardedStack.whole(converted)], tol, exact))
     return replace(found, passes=found.passes + int(converted.dtype != A.dtype))
 
 
 def spectral_estimates(
-    stacks: Sequence[Pieces], tol: float, exact: bool = False, bounds: bool = True
-) -> Routine[list[SpectralEstimate]]:
+    stacks: Sequence[ShardedStack], tol: float, exact: bool = False, bounds: bool = True
+) -> Coroutine[list[SpectralEstimate]]:
     """Return the same of several stacks in one solve, whether they are all here or lie in several processes.
 
     Results are the same in every process.
@@ -106,18 +106,18 @@ def spectral_estimates(
     for kind, which in solves.items():
         some = [stacks[k] for k in which]
         routines.append(_dealt(some, tol, bounds) if kind == "dealt" else _solve(some, tol, exact, bounds))
-    found = yield from abreast(routines)
+    found = yield from gather(routines)
     results = {
         k: e for which, some in zip(solves.values(), found, strict=True) for k, e in zip(which, some, strict=True)
     }
     return [results[k] for k in range(len(stacks))]
 
 
-def _dealt(stacks: Sequence[Pieces], tol: float, bounds: bool) -> Routine[list[SpectralEstimate]]:
+def _dealt(stacks: Sequence[ShardedStack], tol: float, bounds: bool) -> Coroutine[list[SpectralEstimate]]:
     """Return estimates of stacks whose matrices are each whole in one process; the others hear what it found."""
     held = [(k, part) for k, A in enumerate(stacks) for part in A.parts]
-    here = [Pieces.whole(part.A) for _, part in held]
-    estimates = alone(spectral_estimates(here, tol, bounds=bounds)) if here else []
+    here = [ShardedStack.whole(part.A) for _, part in held]
+    estimates = run_local(spectral_estimates(here, tol, bounds=bounds)) if here else []
     columns = [A.like.new_zeros(5, A.shape[0]) for A in stacks]
     passes = [0] * len(stacks)
     for (k, part), e in zip(held, estimates, strict=True):
@@ -158,15 +158,15 @@ class _Norms(NamedTuple):
         return [_Norms(sigma, error, unseen, [passes]) for sigma, error, unseen, passes in rows]
 
 
-def _solve(stacks: Sequence[Pieces], tol: float, exact: bool, bounds: bool) -> Routine[list[SpectralEstimate]]:
+def _solve(stacks: Sequence[ShardedStack], tol: float, exact: bool, bounds: bool) -> Coroutine[list[SpectralEstimate]]:
     """Return estimates of stacks of one dtype on one device."""
     tamed, fro, scale, read = yield from tame(stacks)
     counts = [A.shape[0] for A in tamed]
     fros = fro.split(counts)
     # Which stacks are measured how.
     trivial: list[int] = []
-    small: dict[int, Pieces] = {}
-    large: dict[float, dict[int, Pieces]] = defaultdict(dict)  # by tolerance
+    small: dict[int, ShardedStack] = {}
+    large: dict[float, dict[int, ShardedStack]] = defaultdict(dict)  # by tolerance
     for k, A in enumerate(tamed):
         short = A if A.shape[1] < A.shape[2] else A.mT  # its rows are the short side
         if short.shape[1] == 1:
@@ -181,7 +181,7 @@ def _solve(stacks: Sequence[Pieces], tol: float, exact: bool, bounds: bool) -> R
     gram = _svd if exact else _gram
     routines = [gram(list(small.values()), [fros[k] for k in small])] if small else []
     routines += [_lanczos(list(some.values()), [fros[k] for k in some], wanted, bounds) for wanted, some in bases]
-    found = yield from abreast(routines)
+    found = yield from gather(routines)
     # Back in the order of the stacks.
     norms = {k: _Norms.exact(fros[k], [0]) for k in trivial}
     for some, result in zip([small] * bool(small) + [basis for _, basis in bases], found, strict=True):
@@ -199,7 +199,7 @@ def _plain(found: Sequence[_Norms], fro: Tensor, scale: Tensor) -> list[Tensor]:
     return [sigma, unknown, unknown, unknown, fro * scale]
 
 
-def _certain(stacks: Sequence[Pieces], found: Sequence[_Norms], fro: Tensor, scale: Tensor) -> list[Tensor]:
+def _certain(stacks: Sequence[ShardedStack], found: Sequence[_Norms], fro: Tensor, scale: Tensor) -> list[Tensor]:
     """Return the columns of an estimate of tamed stacks, with bounds that hold in spite of rounding."""
     slack = torch.cat([fro.new_full((A.shape[0],), _slack(A)) for A in stacks])
     sigma, error, unseen = (torch.cat(column) for column in zip(*(some[:3] for some in found), strict=True))
@@ -212,14 +212,14 @@ def _certain(stacks: Sequence[Pieces], found: Sequence[_Norms], fro: Tensor, sca
     return [sigma, low, error, high, fro * scale]
 
 
-def _slack(A: Pieces) -> float:
+def _slack(A: ShardedStack) -> float:
     """Return the relative rounding of products: of max(m, n) it is about sqrt(max(m, n)) eps; 8 leaves a margin."""
     return 8 * torch.finfo(A.like.dtype).eps * math.sqrt(max(A.shape[1:]))
 
 
-def _bases(stacks: Mapping[int, Pieces]) -> list[dict[int, Pieces]]:
+def _bases(stacks: Mapping[int, ShardedStack]) -> list[dict[int, ShardedStack]]:
     """Deal stacks to as few bases as padding allows, the widest first."""
-    bases: list[dict[int, Pieces]] = []
+    bases: list[dict[int, ShardedStack]] = []
     widest = padded = entries = 0
     for k, A in sorted(stacks.items(), key=lambda some: -some[1].shape[2]):
         padded, entries = padded + A.shape[0] * widest, entries + A.shape[0] * A.shape[2]
@@ -231,7 +231,7 @@ def _bases(stacks: Mapping[int, Pieces]) -> list[dict[int, Pieces]]:
     return bases
 
 
-def _svd(stacks: Sequence[Pieces], fros: Sequence[Tensor]) -> Routine[_Norms]:
+def _svd(stacks: Sequence[ShardedStack], fros: Sequence[Tensor]) -> Coroutine[_Norms]:
     """Return norms by float64 SVD."""
     yield from ()
     matrices = [A.parts[0].A for A in stacks]
@@ -239,7 +239,7 @@ def _svd(stacks: Sequence[Pieces], fros: Sequence[Tensor]) -> Routine[_Norms]:
     return _Norms.exact(torch.cat(sigma), [1 + int(A.dtype != torch.float64) for A in matrices])
 
 
-def _gram(stacks: Sequence[Pieces], fros: Sequence[Tensor]) -> Routine[_Norms]:
+def _gram(stacks: Sequence[ShardedStack], fros: Sequence[Tensor]) -> Coroutine[_Norms]:
     """Return exact norms of stacks (k, s, n) with few rows, by one eigenvalue call for all that have as many."""
     grams = [A.gram() for A in stacks]
     if any(A.split[1] for A in stacks):
@@ -273,7 +273,7 @@ class _Look(NamedTuple):
     done: Tensor
 
 
-def _lanczos(stacks: Sequence[Pieces], fros: Sequence[Tensor], tol: float, bounds: bool) -> Routine[_Norms]:
+def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float, bounds: bool) -> Coroutine[_Norms]:
     """Return norms of stacks (k, m, n) by block Lanczos on their n columns.
 
     All processes stop at the same step. Each looks for itself, and what the first one saw counts, which the others hear

@@ -19,9 +19,9 @@ from spectral_monitor.correction import LRCorrection
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.messages import SpectralMonitorWarning, Warner, announce
+from spectral_monitor.messages import SpectralMonitorWarning, WarnOnce, announce
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
-from spectral_monitor.monitoring.supervisor import Mode, Oversight, checked, with_needed
+from spectral_monitor.monitoring.supervisor import Mode, Supervisor, checked, with_needed
 from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
 from spectral_monitor.reporting.text.role_table import role_table
@@ -130,7 +130,7 @@ class SpectralProbe(MeasuredRun):
         stop_on: str | Sequence[str] = (),
     ) -> None:
         self._reactions, self.should_stop = Reactions(on_verdict, stop_on), False
-        self._warn = Warner()
+        self._warn = WarnOnce()
         self._sinks = Sinks(checked_sinks(sinks))
         correction = checked(mode, condition, correction)
         settings = Settings(
@@ -160,7 +160,7 @@ class SpectralProbe(MeasuredRun):
         self.steps = 0
         self._measurements: deque[Measurement] = deque(maxlen=settings.history)
         self._engine = Engine(unwrap_model(model), optimizers, settings)
-        self._oversight = Oversight(mode, condition, correction, self._engine)
+        self._supervisor = Supervisor(mode, condition, correction, self._engine)
         self._engine.start()
         self._begun = False
 
@@ -177,11 +177,11 @@ class SpectralProbe(MeasuredRun):
     @property
     def multipliers(self) -> dict[str, float]:
         """Layer -> what its learning rate is multiplied with; empty without a correction."""
-        return self._oversight.multipliers
+        return self._supervisor.multipliers
 
     def param_groups_code(self) -> str:
         """Return Python code that makes the optimizers with the learning rates found; empty without a correction."""
-        return self._oversight.param_groups_code()
+        return self._supervisor.param_groups_code()
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
@@ -189,7 +189,7 @@ class SpectralProbe(MeasuredRun):
         Raises:
             ValueError: nothing, or not enough, was measured.
         """
-        save_profile(self.measurements, path, self._oversight.settings)
+        save_profile(self.measurements, path, self._supervisor.settings)
 
     def role_table(self) -> str:
         """Which layers are measured and how, and which are not and why, as text."""
@@ -209,11 +209,11 @@ class SpectralProbe(MeasuredRun):
         """
         if not self._begun:
             self._begun = True
-            if self._oversight.rescale():
+            if self._supervisor.rescale():
                 self._engine.start()
         self.steps += 1
-        keys = self._oversight.due(self.steps)
-        self._oversight.arm()
+        keys = self._supervisor.due(self.steps)
+        self._supervisor.arm()
         if keys:
             self._engine.arm(keys)
         try:
@@ -222,15 +222,15 @@ class SpectralProbe(MeasuredRun):
             self._engine.disarm()
             raise
         finally:
-            self._oversight.disarm()
+            self._supervisor.disarm()
         if keys:
             measurement = self._engine.finish(self.steps, accumulated=accumulated)
             if measurement is not None:
-                measurement = self._oversight.judge(measurement, announce)
+                measurement = self._supervisor.judge(measurement, announce)
                 self._measurements.append(measurement)
                 self._sinks.write(measurement)
-                self._oversight.correct(measurement)
-                if self._reactions(self._oversight.began, self._warn) is not None:
+                self._supervisor.correct(measurement)
+                if self._reactions(self._supervisor.began, self._warn) is not None:
                     self.should_stop = True
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class SpectralProbe(MeasuredRun):
         That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
         measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it.
         """
-        state = {**self._engine.state(), "oversight": self._oversight.state_dict()}
+        state = {**self._engine.state(), "oversight": self._supervisor.state_dict()}
         return {"steps": self.steps, "state": state, "tensors": self._engine.tensors()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -259,7 +259,7 @@ class SpectralProbe(MeasuredRun):
         self.steps = int(state["steps"])
         self._begun = self.steps > 0
         if "oversight" in state["state"]:
-            self._oversight.load_state_dict(state["state"]["oversight"])
+            self._supervisor.load_state_dict(state["state"]["oversight"])
         if anew:
             warnings.warn(f"resumed at step {self.steps}: {'; '.join(anew)}", SpectralMonitorWarning, stacklevel=2)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from spectral_monitor.condition.causes.explanation import CAUSES
 from spectral_monitor.condition.verdict import Verdict
-from spectral_monitor.messages import Warner
+from spectral_monitor.messages import WarnOnce
 from spectral_monitor.suggestions import unknown
 
 OnVerdict = Callable[[Verdict], object]
@@ -48,7 +48,7 @@ dead_input, dead_above, unmoved, vanishing, readout_width, diverged, nothing_tra
                 raise ValueError(f"stop_on: {unknown('cause', cause, [ANY, *CAUSES])}")
         self._on_verdict, self._causes = on_verdict, frozenset(causes)
 
-    def __call__(self, began: Sequence[Verdict], warn: Warner, speaks: bool = True) -> Verdict | None:
+    def __call__(self, began: Sequence[Verdict], warn: WarnOnce, speaks: bool = True) -> Verdict | None:
         """React to verdicts that begin, and return the first one that training is to stop for.
 
         Args:

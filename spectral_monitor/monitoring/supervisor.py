@@ -17,7 +17,7 @@ from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Change, Corrector, LRCorrection, looks_drawn, rescale, starting_norm
 from spectral_monitor.engine import Engine
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.messages import Warner
+from spectral_monitor.messages import WarnOnce
 from spectral_monitor.quantities import resolve
 from spectral_monitor.reporting.content.headline import announcement
 
@@ -34,7 +34,7 @@ TOLD = 1.5
 """Factor on a learning rate, either way, from which a correction says so in a line."""
 
 
-class Oversight:
+class Supervisor:
     """Judges every measurement of an engine and corrects its optimizers' learning rates, if it is told how.
 
     Attributes:
@@ -47,7 +47,7 @@ class Oversight:
     ) -> None:
         self._silent = mode == "observe"
         self._engine = engine
-        self._warn = Warner()
+        self._warn = WarnOnce()
         optimizers = engine.optimizers.optimizers
         tied = {layer.info.name: layer.tied_to for layer in engine.layers if layer.tied_to}
         self._profile_lacks = "" if condition.profile is None else condition.profile.lacks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spectral_monitor.layers import Layer, dissect
 from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.parametrization.tying import DENSE, units
-from spectral_monitor.sharding import Extent, flat_extents
+from spectral_monitor.sharding import ShardRegion, flat_extents
 from spectral_monitor.state.dtensor import is_distributed
 
 NORMALIZING, PLAIN = 1.25, 2.0
@@ -149,7 +149,7 @@ def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
     return {layer.info.name: factors[layer.info.name] for layer in layers if layer.info.name in factors}
 
 
-def _placed(layer: Layer, flat: Mapping[int, Extent]) -> Layer:
+def _placed(layer: Layer, flat: Mapping[int, ShardRegion]) -> Layer:
     """The layer, saying how FSDP1 has laid out its parameter, if it has."""
     extent = flat.get(id(layer.sources[0]))
     return layer if extent is None else replace(layer, info=replace(layer.info, placement=extent.placement))

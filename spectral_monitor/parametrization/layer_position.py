@@ -17,7 +17,7 @@ Kind = Literal["input", "hidden", "readout"]
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerPosition:
     """Where a parameter stands.
 
     Attributes:
@@ -63,7 +63,7 @@ def kinds(infos: Sequence[LayerInfo]) -> dict[str, Kind]:
     return {info.name: kind(info) for info in infos}
 
 
-def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None = None) -> dict[int, Place]:
+def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None = None) -> dict[int, LayerPosition]:
     """By ``id`` of a parameter, its place; parameters that share a learning rate stand where their leader does."""
     layers = [layer for layer in layers if layer.compute is None]
     shared = units(layers)
@@ -71,7 +71,7 @@ def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None =
     depth = depth if depth is not None else max(1, len(dense))
     kind_of, outputs = kinds([layer.info for layer in layers]), _outputs(module, layers)
     last = {layers[i].info.name: place for place, i in enumerate(dense)}
-    found: dict[int, Place] = {}
+    found: dict[int, LayerPosition] = {}
     for unit in shared:
         leader = layers[unit.leader]
         info, parameter = leader.info, id(leader.sources[0])
@@ -81,7 +81,7 @@ def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None =
             fan_in = 1
             fan_out = info.fan_out if info.role == "embedding" else outputs.get(parameter, leader.layout.fan_out)
         at = last.get(info.name, last.get(info.name.rpartition(".")[0], 0) if kind_of[info.name] == "readout" else 0)
-        place = Place(kind_of[info.name], fan_in, fan_out, at, depth)
+        place = LayerPosition(kind_of[info.name], fan_in, fan_out, at, depth)
         found.update({id(layers[i].sources[0]): place for i in unit.members})
     return found
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from spectral_monitor.layers import dissect
 from spectral_monitor.layers.naming import join, named_modules
-from spectral_monitor.parametrization.layer_position import Place, by_parameter
+from spectral_monitor.parametrization.layer_position import LayerPosition, by_parameter
 from spectral_monitor.sharding import flat_extents
 
 Family = Literal["adam", "sgd"]
@@ -103,7 +103,7 @@ def check_family(optimizer: str) -> None:
 def grouped(
     module: nn.Module,
     lr: float | Tensor,
-    rule: Callable[[Place], Fraction | float],
+    rule: Callable[[LayerPosition], Fraction | float],
     *,
     roles: Mapping[str, str] | None = None,
     blocks: Mapping[str, int] | None = None,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from spectral_monitor.measurement import LayerInfo
-from spectral_monitor.parametrization.layer_position import Kind, Place, kinds
+from spectral_monitor.parametrization.layer_position import Kind, LayerPosition, kinds
 from spectral_monitor.parametrization.param_groups import Family, check_family
 from spectral_monitor.parametrization.rules import Parametrization, Scale
 from spectral_monitor.parametrization.tying import DENSE
@@ -24,7 +24,7 @@ def predict(
     quantity: str,
     widths: Sequence[int],
     layers: Sequence[Sequence[LayerInfo]],
-    places: Sequence[Mapping[str, Place]] | None = None,
+    places: Sequence[Mapping[str, LayerPosition]] | None = None,
 ) -> dict[str, float]:
     r"""Layer -> the slope against width that theory predicts, on log-log axes, over these very widths.
 
@@ -96,11 +96,11 @@ def predict(
     return {name: network.slope(quantity, name) for name in network.names}
 
 
-def _told(infos: Sequence[LayerInfo]) -> dict[str, Place]:
+def _told(infos: Sequence[LayerInfo]) -> dict[str, LayerPosition]:
     """Places as far as layers tell them: none is tied, and each group of a convolution is alone."""
     dense = [info.name for info in infos if info.role in DENSE]
     index, depth, kind = {name: i for i, name in enumerate(dense)}, max(1, len(dense)), kinds(infos)
-    return {i.name: Place(kind[i.name], i.fan_in, i.fan_out, index.get(i.name, 0), depth) for i in infos}
+    return {i.name: LayerPosition(kind[i.name], i.fan_in, i.fan_out, index.get(i.name, 0), depth) for i in infos}
 
 
 class _Network:
@@ -112,7 +112,7 @@ class _Network:
         optimizer: Family,
         widths: Sequence[int],
         layers: Sequence[Sequence[LayerInfo]],
-        places: Sequence[Mapping[str, Place]],
+        places: Sequence[Mapping[str, LayerPosition]],
     ) -> None:
         self._p, self._sgd = p, optimizer == "sgd"
         self._logs = [math.log(width) for width in widths]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spectral_monitor.layers import Layer, dissect
 from spectral_monitor.parametrization.init import by_entry
-from spectral_monitor.parametrization.layer_position import Kind, Place, by_parameter
+from spectral_monitor.parametrization.layer_position import Kind, LayerPosition, by_parameter
 from spectral_monitor.parametrization.param_groups import Family, check_family, grouped
 from spectral_monitor.state.dtensor import is_distributed
 
@@ -140,7 +140,7 @@ class Parametrization:
             )
         return self.hidden[index - 1]
 
-    def scale(self, place: Place) -> Scale:
+    def scale(self, place: LayerPosition) -> Scale:
         """The rule of a place in numbers."""
         rule, fans = self.rule(place.kind, place.index), (place.fan_in, place.fan_out, place.depth)
         return Scale(min(power.at(*fans) for power in rule.std), rule.sgd.at(*fans), rule.adam.at(*fans))
@@ -194,7 +194,7 @@ class Parametrization:
             if padding is not None:
                 weight[padding].zero_()
 
-    def _stds(self, layer: Layer, place: Place) -> list[float]:
+    def _stds(self, layer: Layer, place: LayerPosition) -> list[float]:
         """Standard deviation of each block of a matrix."""
         sizes = [place.fan_out if len(set(layer.layout.fan_outs)) == 1 else n for n in layer.layout.fan_outs]
         return [self.scale(replace(place, fan_out=n)).std for n in sizes]

@@ -12,7 +12,7 @@ DENSE = frozenset({"operator", "readout"})
 
 
 @dataclass(frozen=True)
-class Unit:
+class TiedLayers:
     """Layers whose parameters share one learning rate.
 
     Attributes:
@@ -34,7 +34,7 @@ class Unit:
         return layers[self.leader].info.role in DENSE and "embedding" in followers
 
 
-def units(layers: Sequence[Layer]) -> list[Unit]:
+def units(layers: Sequence[Layer]) -> list[TiedLayers]:
     """Every layer in exactly one unit, and every parameter: mostly each layer has its own.
 
     A matrix that is embedding and readout at once follows the readout's rule, and every other embedding of its width,
@@ -55,5 +55,5 @@ def units(layers: Sequence[Layer]) -> list[Unit]:
     found = []
     for some in members.values():
         leader = next((i for i in some if layers[i].info.role in DENSE), some[0])
-        found.append(Unit(leader, tuple(i for i in some if i != leader)))
+        found.append(TiedLayers(leader, tuple(i for i in some if i != leader)))
     return found

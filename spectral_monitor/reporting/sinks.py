@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.messages import Warner
+from spectral_monitor.messages import WarnOnce
 
 ROOM = 1 << 22
 """Bytes that must be free on a disk before something is written to it: others want to go on writing too."""
@@ -44,9 +44,9 @@ class Sinks:
         done
     """
 
-    def __init__(self, sinks: Iterable[Sink], warn: Warner | None = None) -> None:
+    def __init__(self, sinks: Iterable[Sink], warn: WarnOnce | None = None) -> None:
         self._sinks = tuple(sinks)
-        self._warn = warn or Warner()
+        self._warn = warn or WarnOnce()
 
     def write(self, measurement: Measurement) -> None:
         """Give all of them the next measurement."""

@@ -14,7 +14,15 @@ import spectral_monitor.functional as F
 from spectral_monitor.layers import Anatomy, Layer, dissect
 from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.parametrization.tying import DENSE
-from spectral_monitor.scaling.trial import FAMILIES, Blocks, Family, Loss, Step, Trial, equal_contributions
+from spectral_monitor.scaling.trial import (
+    FAMILIES,
+    Blocks,
+    EqualContributionStep,
+    Family,
+    Loss,
+    Trial,
+    equal_contributions,
+)
 from spectral_monitor.state.dtensor import is_distributed
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.snapshot import preserved
@@ -294,7 +302,9 @@ def _check_sizes(trial: Trial, layers: Sequence[Layer]) -> None:
             )
 
 
-def _normalize_backward(trial: Trial, readout: Layer, blocks: Blocks, optimizer: Family) -> tuple[float, Step]:
+def _normalize_backward(
+    trial: Trial, readout: Layer, blocks: Blocks, optimizer: Family
+) -> tuple[float, EqualContributionStep]:
     """The factor of the readout that brings the sensitivity of what it is given to 1.
 
     From where outputs are small and the sensitivity is the inverse of the factor; once there is one on either side,

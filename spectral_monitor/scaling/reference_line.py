@@ -11,7 +11,7 @@ from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.limit import exact_points
-from spectral_monitor.scaling.sweeps.point import Recipe
+from spectral_monitor.scaling.sweeps.point import SweepConfig
 
 
 def reference_run(
@@ -56,7 +56,7 @@ def reference_run(
         >>> round(line.value("weight_natural", "net.0"), 2)
         1.0
     """
-    recipe = Recipe(make_module, data, steps, quantities, measured, parametrization, "sgd", lr)
+    recipe = SweepConfig(make_module, data, steps, quantities, measured, parametrization, "sgd", lr)
     (point,) = exact_points(recipe, 8, [seed]).values()
     if isinstance(point, str):
         raise SweepError(point)

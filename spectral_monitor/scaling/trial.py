@@ -42,7 +42,7 @@ CUT = 0.1
 
 
 @dataclass(frozen=True)
-class Look:
+class GradientPass:
     """Gradients on all batches.
 
     Attributes:
@@ -173,7 +173,7 @@ class Trial:
             handle.remove()
 
     @torch.enable_grad()
-    def look(self, readout: Layer, parameters: Sequence[nn.Parameter]) -> Look:
+    def look(self, readout: Layer, parameters: Sequence[nn.Parameter]) -> GradientPass:
         """Losses and gradients.
 
         Raises:
@@ -204,11 +204,11 @@ class Trial:
                         )
                 total += mean.item()
                 inputs.clear()
-        return Look(total, gradients, torch.cat(h), torch.cat(b), eps)
+        return GradientPass(total, gradients, torch.cat(h), torch.cat(b), eps)
 
     @torch.no_grad()
     def velocity(
-        self, readout: Layer, look: Look, parameters: Sequence[nn.Parameter], direction: Sequence[Tensor]
+        self, readout: Layer, look: GradientPass, parameters: Sequence[nn.Parameter], direction: Sequence[Tensor]
     ) -> Tensor:
         """How what the readout is given moves per unit of a small step along ``direction``, by central differences.
 
@@ -247,7 +247,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Step:
+class EqualContributionStep:
     """A step in which all blocks contribute alike.
 
     Attributes:
@@ -264,7 +264,7 @@ class Step:
     sensitivity: float
 
 
-def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer: Family) -> Step:
+def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer: Family) -> EqualContributionStep:
     """The step whose ``L`` blocks contribute ``1 / L`` each (Eq. 8).
 
     Raises:
@@ -301,7 +301,7 @@ def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer:
             "weights before it: not all signal passes there (Theorem 2.1 needs that). Is another layer the readout?"
         )
     angle, sensitivity = F.backward_feature_angle(velocity, look.b), F.sensitivity(velocity, look.b)
-    return Step(look.loss, rates, decrease, float(angle), float(sensitivity))
+    return EqualContributionStep(look.loss, rates, decrease, float(angle), float(sensitivity))
 
 
 def _norm(tensor: Tensor, order: float = 2) -> float:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from spectral_monitor.layers import Layer
 from spectral_monitor.sharding.fsdp1 import flat_slices
-from spectral_monitor.sharding.process_group import Processes
+from spectral_monitor.sharding.process_group import ProcessGroup
 from spectral_monitor.sharding.rectangles import Rectangle, contents, rectangles, unfit
-from spectral_monitor.sharding.shard_region import Extent, Range, extent_of, whole_extent
+from spectral_monitor.sharding.shard_region import Range, ShardRegion, extent_of, whole_extent
 from spectral_monitor.state.dtensor import is_distributed, local_part
 
 
@@ -28,7 +28,7 @@ class Holding:
         inputs: of the layer's input features, the same.
     """
 
-    extent: Extent
+    extent: ShardRegion
     rectangles: tuple[Rectangle, ...]
     split: tuple[bool, bool] = (False, False)
     outputs: Range | None = None
@@ -39,7 +39,7 @@ class Holding:
         return contents(layer.layout, self.extent, local_part(tensor)) if self.rectangles else []
 
 
-def flat_extents(model: nn.Module) -> dict[int, Extent]:
+def flat_extents(model: nn.Module) -> dict[int, ShardRegion]:
     """By ``id``, what is held of the parameters that FSDP1 manages in a model, its wrapper included.
 
     Raises:
@@ -52,21 +52,21 @@ def flat_extents(model: nn.Module) -> dict[int, Extent]:
         size = 1 if part.group is None else part.group.size()
         stretch = None if part.group is None else (part.start, part.stop)
         box = tuple((0, side) for side in part.shape)
-        found[key] = Extent(part.shape, box, stretch, f"flat on {size}" if size > 1 else "local", size)
+        found[key] = ShardRegion(part.shape, box, stretch, f"flat on {size}" if size > 1 else "local", size)
     return found
 
 
-def copies(parameter: Tensor, flat: Mapping[int, Extent], processes: Processes | None) -> int:
+def copies(parameter: Tensor, flat: Mapping[int, ShardRegion], processes: ProcessGroup | None) -> int:
     """How many processes hold the same of a parameter."""
     return 1 if processes is None else processes.size // extents(parameter, flat).spread
 
 
-def extents(parameter: Tensor, flat: Mapping[int, Extent]) -> Extent:
+def extents(parameter: Tensor, flat: Mapping[int, ShardRegion]) -> ShardRegion:
     """What is held of a parameter; ``flat`` says it for those FSDP1 manages."""
     return flat.get(id(parameter)) or extent_of(parameter)
 
 
-def plan(layers: Sequence[Layer], flat: Mapping[int, Extent], processes: Processes | None) -> list[Holding]:
+def plan(layers: Sequence[Layer], flat: Mapping[int, ShardRegion], processes: ProcessGroup | None) -> list[Holding]:
     """A holding for every layer.
 
     Of entries that several processes hold, the one with the least to do so far measures them.
@@ -94,7 +94,7 @@ def _whole(layer: Layer) -> Holding:
     return Holding(extent, tuple(rectangles(layer.layout, extent)))
 
 
-def _extent(layer: Layer, flat: Mapping[int, Extent]) -> Extent:
+def _extent(layer: Layer, flat: Mapping[int, ShardRegion]) -> ShardRegion:
     if layer.compute is not None:
         return whole_extent(layer.info.shape)  # anatomy refuses those whose parts are spread
     try:
@@ -122,7 +122,7 @@ def _compare(table: Sequence[Sequence[tuple[object, ...]]]) -> None:
             raise ValueError(f"the processes see different models: process 0 has {a}, process {rank} has {b}")
 
 
-def _holding(layer: Layer, held: Sequence[Extent], loads: list[int], processes: Processes) -> Holding:
+def _holding(layer: Layer, held: Sequence[ShardRegion], loads: list[int], processes: ProcessGroup) -> Holding:
     """The holding of one layer here, of what all processes hold of it."""
     holders: dict[object, list[int]] = {}
     for rank, extent in enumerate(held):
@@ -151,7 +151,7 @@ def _height(layer: Layer, rectangle: Rectangle) -> int:
     return max(fan_outs) if rectangle.count > 1 else fan_outs[rectangle.index % layer.layout.blocks]
 
 
-def _features(layer: Layer, processes: Processes) -> tuple[Range | None, Range | None]:
+def _features(layer: Layer, processes: ProcessGroup) -> tuple[Range | None, Range | None]:
     """Output and input features that are here where processes with the same batch share them out; ``None`` for all."""
     source = layer.sources[0]
     if not is_distributed(source) or layer.layout.kind not in ("linear", "transposed"):
@@ -165,14 +165,14 @@ def _features(layer: Layer, processes: Processes) -> tuple[Range | None, Range |
     return (inputs, None) if layer.info.role == "embedding" else (outputs, inputs)  # a table's rows are tokens
 
 
-def _same_batch(mesh: object, dim: int, processes: Processes) -> bool:
+def _same_batch(mesh: object, dim: int, processes: ProcessGroup) -> bool:
     """Whether the processes along a dimension of a mesh get the same batch."""
     ranks = mesh.mesh.movedim(dim, 0)  # type: ignore[attr-defined]
     batches = [[processes.batches[rank] for rank in line.flatten().tolist()] for line in ranks]
     return all(line == batches[0] for line in batches)
 
 
-def placed(layer: Layer, holding: Holding, processes: Processes | None) -> Layer:
+def placed(layer: Layer, holding: Holding, processes: ProcessGroup | None) -> Layer:
     """The layer, saying how it is laid out over the processes."""
     if processes is None:
         return layer

@@ -12,7 +12,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Processes:
+class ProcessGroup:
     """All processes of the default group.
 
     Every method is to be called in every process, in the same order.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.layers.layout import Layout
-from spectral_monitor.sharding.shard_region import Extent, Range
+from spectral_monitor.sharding.shard_region import Range, ShardRegion
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Rectangle:
     count: int = 1
 
 
-def unfit(layout: Layout, extent: Extent) -> str:
+def unfit(layout: Layout, extent: ShardRegion) -> str:
     """Why what is held cannot be seen as rectangles; empty if it can."""
     if extent.whole or not extent.count:
         return ""
@@ -44,7 +44,7 @@ def unfit(layout: Layout, extent: Extent) -> str:
     return ""
 
 
-def rectangles(layout: Layout, extent: Extent) -> list[Rectangle]:
+def rectangles(layout: Layout, extent: ShardRegion) -> list[Rectangle]:
     """What is held of each matrix, in a fixed order; nothing of those it misses."""
     if extent.whole:
         return [Rectangle(0, (0, layout.fan_out), (0, layout.fan_in), layout.taps * layout.blocks)]
@@ -53,7 +53,7 @@ def rectangles(layout: Layout, extent: Extent) -> list[Rectangle]:
     return [rectangle for rectangle, *_ in _cuts(layout, _aligned(layout, _filled_box(extent)))]
 
 
-def contents(layout: Layout, extent: Extent, local: Tensor) -> list[Tensor]:
+def contents(layout: Layout, extent: ShardRegion, local: Tensor) -> list[Tensor]:
     """The entries (count, rows, cols) of each of :func:`rectangles`, views where that can be.
 
     Where blocks differ in size, the smaller ones of a whole parameter end in rows of zeros.
@@ -79,7 +79,7 @@ def contents(layout: Layout, extent: Extent, local: Tensor) -> list[Tensor]:
     return found
 
 
-def _filled_box(extent: Extent) -> tuple[Range, ...]:
+def _filled_box(extent: ShardRegion) -> tuple[Range, ...]:
     """The box, or the slices along the first dimension that a stretch reaches into."""
     if extent.stretch is None:
         return extent.box

@@ -16,7 +16,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Extent:
+class ShardRegion:
     """A box in a parameter, or a stretch of its entries in row-major order.
 
     Attributes:
@@ -49,12 +49,12 @@ class Extent:
         return self.count == math.prod(self.shape)
 
 
-def whole_extent(shape: Sequence[int], placement: str = "local") -> Extent:
+def whole_extent(shape: Sequence[int], placement: str = "local") -> ShardRegion:
     """All of a parameter."""
-    return Extent(tuple(shape), tuple((0, size) for size in shape), None, placement)
+    return ShardRegion(tuple(shape), tuple((0, size) for size in shape), None, placement)
 
 
-def extent_of(tensor: Tensor, dims: Sequence[bool] | None = None) -> Extent:
+def extent_of(tensor: Tensor, dims: Sequence[bool] | None = None) -> ShardRegion:
     """Which entries of a tensor, or of a DTensor's global one, are here.
 
     Args:
@@ -86,7 +86,7 @@ def extent_of(tensor: Tensor, dims: Sequence[bool] | None = None) -> Extent:
         first = min(start + coordinate[i] * size, stop)
         box[dim] = (first, min(first + size, stop))
     spread = math.prod(mesh.size(i) for i in order if not placements[i].is_replicate())
-    found = Extent(shape, tuple(box), None, placement, spread)
+    found = ShardRegion(shape, tuple(box), None, placement, spread)
     if dims is None and tensor._local_tensor.numel() != found.count:  # type: ignore[attr-defined]
         raise ValueError(f"placed as {placement}, but {tuple(tensor._local_tensor.shape)} of {shape} are here")  # type: ignore[attr-defined]
     return found

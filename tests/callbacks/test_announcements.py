@@ -55,8 +55,8 @@ def test_no_file_and_no_source_is_printed():
 
 def test_warnings_of_what_is_not_measured_show_no_file_either():
     code = (
-        "import warnings\nfrom spectral_monitor.messages import Warner\n"
-        "Warner()('no logger: it is kept')\nwarnings.warn('x')"
+        "import warnings\nfrom spectral_monitor.messages import WarnOnce\n"
+        "WarnOnce()('no logger: it is kept')\nwarnings.warn('x')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr == "\n! no logger: it is kept\n<string>:4: UserWarning: x\n"

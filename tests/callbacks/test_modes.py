@@ -334,7 +334,7 @@ def test_code_that_cannot_be_written_costs_a_warning(monkeypatch):
     def broken(self):
         raise KeyError("on purpose")
 
-    monkeypatch.setattr("spectral_monitor.monitoring.supervisor.Oversight.param_groups_code", broken)
+    monkeypatch.setattr("spectral_monitor.monitoring.supervisor.Supervisor.param_groups_code", broken)
     module, kept = Net(), []
     module.on_train_start = lambda: kept.extend(module.trainer.optimizers)
     with pytest.warns(SpectralMonitorWarning, match="not written down as code .*on purpose"):

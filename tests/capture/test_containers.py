@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor.capture.replay.batch_slicing import cut, leaves
+from spectral_monitor.capture.replay.batch_slicing import leaves, slice_batch
 from spectral_monitor.capture.replay.replay import clone_tree
 
 Pair = namedtuple("Pair", "left right")
@@ -90,7 +90,7 @@ BOXES = {
 def test_a_copy_is_of_the_same_class_and_holds_copies(box):
     given = BOXES[box](torch.arange(12.0).reshape(6, 2))
     before = [(where, copied(leaf)) for where, leaf in leaves(given)]
-    for of, count in ((clone_tree, 6), (partial(cut, which=slice(2)), 2)):
+    for of, count in ((clone_tree, 6), (partial(slice_batch, which=slice(2)), 2)):
         other = of(given)
         assert type(other) is type(given)
         own, theirs = (getattr(one, "__dict__", {}) for one in (other, given))
@@ -122,7 +122,7 @@ def test_methods_and_values_of_containers_stay():
     assert clone_tree(Fields(x=x)).x.shape == (6, 2)
     assert clone_tree(Scaled(x, 3)).size == 6
     assert torch.equal(clone_tree(Scaled(x, 3)).y, x * 3)
-    assert cut(Scaled(x, 3), slice(2)).y.shape == (2, 2), "though it is no field"
+    assert slice_batch(Scaled(x, 3), slice(2)).y.shape == (2, 2), "though it is no field"
     assert clone_tree(defaultdict(list, x=x))["other"] == []
 
 

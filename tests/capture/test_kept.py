@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.capture.row_sampling import Kept
+from spectral_monitor.capture.row_sampling import GuardedTensor
 
 
 def test_rows_that_were_written_to_are_gone():
     rows = torch.ones(3, 4)
-    kept = Kept(rows)
+    kept = GuardedTensor(rows)
     assert kept.get() is rows
     rows.add_(1)
     assert kept.get() is None
@@ -21,7 +21,7 @@ def test_rows_that_were_written_to_are_gone():
 @pytest.mark.parametrize("entries", [0, 11])
 def test_rows_whose_memory_was_freed_are_gone(entries):
     rows = torch.ones(3, 4)
-    kept = [Kept(rows), Kept(rows[:, 1:]), Kept(rows.t())]
+    kept = [GuardedTensor(rows), GuardedTensor(rows[:, 1:]), GuardedTensor(rows.t())]
     rows.untyped_storage().resize_(4 * entries)
     assert [one.get() for one in kept] == [None] * 3
     assert kept[0].part(torch.tensor([0])).get() is None
@@ -39,7 +39,7 @@ LENT = {
 
 @pytest.mark.parametrize("x", LENT.values(), ids=LENT)
 def test_what_no_operation_made_is_copied(x):
-    rows = Kept.of(x, x.detach()).get()
+    rows = GuardedTensor.of(x, x.detach()).get()
     assert torch.equal(rows, x)
     assert rows.data_ptr() != x.data_ptr()
 
@@ -47,12 +47,12 @@ def test_what_no_operation_made_is_copied(x):
 @pytest.mark.parametrize("x", [PARAMETER * 2, (PARAMETER * 2)[1:]], ids=["result", "part of a result"])
 def test_what_an_operation_made_is_not(x):
     rows = x.detach()
-    assert Kept.of(x, rows).get() is rows
+    assert GuardedTensor.of(x, rows).get() is rows
 
 
 def test_nor_are_rows_that_were_copied_to_choose_them():
     rows = PARAMETER.detach().index_select(0, torch.tensor([1, 2]))
-    assert Kept.of(PARAMETER, rows).get() is rows
+    assert GuardedTensor.of(PARAMETER, rows).get() is rows
 
 
 class Latents(nn.Module):

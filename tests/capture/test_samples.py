@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor.capture.replay.batch_slicing import Portion, batch_size, cut, leaves, signature
+from spectral_monitor.capture.replay.batch_slicing import BatchSlice, batch_size, leaves, signature, slice_batch
 from spectral_monitor.capture.replay.feature_change import CallRows
-from spectral_monitor.capture.replay.sample_independence import ROUNDINGS, Alone, Rehearsal
-from spectral_monitor.capture.row_sampling import RowPicker
+from spectral_monitor.capture.replay.sample_independence import ROUNDINGS, IndependenceCheck, SeparateRun
+from spectral_monitor.capture.row_sampling import RowSampler
 
 Pair = namedtuple("Pair", "left right")
 
@@ -33,7 +33,7 @@ def tree(size=6, positions=4):
 
 def test_every_tensor_with_an_entry_for_each_sample_is_cut():
     whole = tree()
-    scalar, x, (given, rest), *others = part = cut(whole, slice(2))
+    scalar, x, (given, rest), *others = part = slice_batch(whole, slice(2))
     assert torch.equal(x, whole[1][:2])
     assert x.requires_grad
     assert torch.equal(given.tokens, torch.arange(2))
@@ -46,14 +46,14 @@ def test_every_tensor_with_an_entry_for_each_sample_is_cut():
         [True, "words", None],
     )
     assert [where for where, _ in leaves(part)] == [where for where, _ in leaves(whole)]
-    last = cut(whole, slice(-2, None))
+    last = slice_batch(whole, slice(-2, None))
     assert torch.equal(last[1], whole[1][-2:])
     assert torch.equal(whole[1], tree()[1])
 
 
 def test_a_part_holds_no_more_than_its_samples():
     whole = tree()
-    (x,) = [leaf for where, leaf in leaves(cut(whole, slice(2))) if where == "/1"]
+    (x,) = [leaf for where, leaf in leaves(slice_batch(whole, slice(2))) if where == "/1"]
     assert x.untyped_storage().nbytes() == 2 * 2 * 4
     x.data.zero_()
     assert whole[1].abs().sum() > 0
@@ -68,7 +68,7 @@ def test_the_batch_is_as_large_as_the_first_tensor_that_has_dimensions():
 def test_what_all_samples_share_may_come_before_the_batch():
     assert batch_size([torch.zeros(1, 7), torch.zeros(0), torch.ones(5, 7), torch.ones(6)]) == 5
     assert batch_size([torch.zeros(1, 7), torch.tensor(2.0)]) == 1
-    positions, x = cut([torch.zeros(1, 7), torch.ones(5, 7)], slice(2))
+    positions, x = slice_batch([torch.zeros(1, 7), torch.ones(5, 7)], slice(2))
     assert (positions.shape, x.shape) == ((1, 7), (2, 7))
 
 
@@ -100,13 +100,13 @@ def test_a_signature_tells_values_apart(one, other):
 
 
 def test_rows_of_a_call_are_those_of_the_first_samples():
-    portion = Portion(samples=2, batch=8, common=frozenset({(3, 1)}))
+    portion = BatchSlice(samples=2, batch=8, common=frozenset({(3, 1)}))
     assert portion.rows((3, 0), 40) == 10
     assert portion.rows((3, 1), 40) == 40
     assert portion.rows((3, 0), 41) is None
     h, b = torch.randn(40, 3), torch.randn(40, 3)
     for room in (40, 25):
-        picker = RowPicker(room)
+        picker = RowSampler(room)
         index = picker.choose(40, room, h.device)
         rows = [torch.arange(40) if index is None else index][0]
         call = CallRows(index, h[rows], b[rows], 40, 40, len(rows), 40)
@@ -131,11 +131,11 @@ class Layer(nn.Linear):
 
 def rehearsed(whole, first, last, given=None):
     """Outputs of one call, of eight samples and of two."""
-    parts = [Alone(), Alone()]
+    parts = [SeparateRun(), SeparateRun()]
     inputs = given or (None, None, None)
     for part, x, h in zip(parts, inputs[1:], (first, last), strict=True):
         part.add(0, x, h, Layer())
-    rehearsal = Rehearsal(parts[0], parts[1], Portion(2, 8))
+    rehearsal = IndependenceCheck(parts[0], parts[1], BatchSlice(2, 8))
     rehearsal.add(0, inputs[0], whole, Layer())
     return rehearsal
 
@@ -170,11 +170,11 @@ def test_half_precision_may_differ_by_its_own_rounding():
 
 def test_outputs_that_all_samples_share_are_common():
     whole, other = torch.randn(5, 3), torch.randn(8, 3)
-    parts = [Alone(), Alone()]
+    parts = [SeparateRun(), SeparateRun()]
     for part, which in zip(parts, (slice(2), slice(-2, None)), strict=True):
         part.add(0, None, whole, Layer())
         part.add(0, None, other[which], Layer())
-    rehearsal = Rehearsal(parts[0], parts[1], Portion(2, 8))
+    rehearsal = IndependenceCheck(parts[0], parts[1], BatchSlice(2, 8))
     rehearsal.add(0, None, whole, Layer())
     rehearsal.add(0, None, other, Layer())
     assert rehearsal.verdict() == ""
@@ -200,9 +200,9 @@ def test_what_does_not_go_by_samples_is_named():
 
 
 def test_other_calls_are_noticed():
-    parts = [Alone(), Alone()]
+    parts = [SeparateRun(), SeparateRun()]
     parts[0].add(0, None, torch.ones(2, 3), Layer())
-    rehearsal = Rehearsal(parts[0], parts[1], Portion(2, 8))
+    rehearsal = IndependenceCheck(parts[0], parts[1], BatchSlice(2, 8))
     rehearsal.add(0, None, torch.ones(8, 3), Layer())
     assert rehearsal.verdict() == "without the other samples, layers are called differently"
 

@@ -53,7 +53,7 @@ def test_what_is_made_larger_on_purpose_is_held_against_more():
     """Policy "target" gives updates by the size that weights began with, and of the data's reader by its inputs."""
     probe = probe_of("correct", correction=LRCorrection("target"))
     references = [float(probe.latest.bands["update_natural"][i, 2]) for i in operators(probe.latest)]
-    expected = probe._oversight._corrector.expected
+    expected = probe._supervisor._corrector.expected
     shares = [expected[probe.latest.layers[i].name] for i in operators(probe.latest)]
     assert max(shares) > 1.2 * min(shares)
     assert references == pytest.approx([references[1] * share / shares[1] for share in shares])

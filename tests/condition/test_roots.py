@@ -8,7 +8,7 @@ import pytest
 from synthetic import LAYERS, heavy, judged, measured, set_by
 
 from spectral_monitor.condition import CAUSES, NETWORK, Judge, SpectralCondition
-from spectral_monitor.condition.causes import Told
+from spectral_monitor.condition.causes import Explanation
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network, columns
 from spectral_monitor.condition.root_causes import Case, rank, verdicts
@@ -20,7 +20,9 @@ MANY = LAYERS | {f"x{i}": replace(LAYERS["a"], name=f"x{i}") for i in range(7)}
 def case(layer, code, excess=10.0):
     """A flagged check whose explanation is given."""
     quantity = "drift_ratio" if layer == NETWORK else "update_natural"
-    return Case(Finding("reference", layer, quantity, 8.0 * excess, 1.0, (1 / 16, 8.0)), Told(code, f"{code}!"), 1, 3)
+    return Case(
+        Finding("reference", layer, quantity, 8.0 * excess, 1.0, (1 / 16, 8.0)), Explanation(code, f"{code}!"), 1, 3
+    )
 
 
 def tree(*cases, groups=None):

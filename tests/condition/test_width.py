@@ -13,7 +13,7 @@ from torch import nn
 
 from spectral_monitor import LayerInfo, Measurement, SpectralProbe
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
-from spectral_monitor.condition.profile import Fans, Point, Profile, load_profile, save_profile
+from spectral_monitor.condition.profile import Fans, Profile, ProfilePoint, load_profile, save_profile
 from spectral_monitor.condition.width_transfer import THRESHOLD, WINDOW, compare_widths, find_width
 
 ADAM = Hyperparameters(optimizer="Adam", family="adam", peak=0.001)
@@ -24,7 +24,7 @@ GROWN = ("a", "b", "head")
 
 
 def profile(fans=FANS, steps=(1, 128), lr=0.001):
-    points = dict.fromkeys(ROLES, tuple(Point(1.0, 0.1, lr) for _ in steps))
+    points = dict.fromkeys(ROLES, tuple(ProfilePoint(1.0, 0.1, lr) for _ in steps))
     return Profile(ROLES, dict.fromkeys(ROLES, steps), points, fans)
 
 
@@ -169,7 +169,7 @@ def test_one_layer_without_a_value_leaves_the_others():
 
 def test_taps_count_as_inputs():
     """Three taps in place of one, with as many channels."""
-    held = Profile({"c": "operator"}, {"c": (1,)}, {"c": (Point(1.0, 0.1, 0.001),)}, {"c": Fans(8, 8, 1)})
+    held = Profile({"c": "operator"}, {"c": (1,)}, {"c": (ProfilePoint(1.0, 0.1, 0.001),)}, {"c": Fans(8, 8, 1)})
     values = {"update_natural": torch.tensor([0.3]), "lr": torch.tensor([0.001])}
     comparison = compare_widths(held, Measurement(1, (LayerInfo("c", "operator", 8, 8, (8, 8, 3)),), values, {}))
     assert comparison.grown == {"c": 3.0}

@@ -9,7 +9,7 @@ import torch
 from recorder import leaves
 from torch import nn
 
-from spectral_monitor.correction.lr_override import MultiplierSwap
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 DECOUPLED = {"AdamW": "weight_decay", "Adafactor": "weight_decay", "Muon": "weight_decay", "ASGD": "lambd"}
 """Written down again from the sources of torch 2.13."""
@@ -93,7 +93,7 @@ def assert_same_training(models, optimizers, steps=12, ways=(True, False), then=
 
 
 def armed(optimizer, model, multipliers=UNEVEN):
-    swap = MultiplierSwap([optimizer], by_parameter(model, multipliers))
+    swap = LRMultiplierOverride([optimizer], by_parameter(model, multipliers))
     swap.arm()
     return swap
 

@@ -88,7 +88,7 @@ def test_the_size_is_that_of_the_peak(lr):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=40, pct_start=0.5)
 
     probe, _ = run(adam(lr / 25), one_cycle, steps=38)
-    shares = probe._oversight._corrector
+    shares = probe._supervisor._corrector
     for name in ("2", "4", "2.bias"):
         layer = next(layer for layer in probe.anatomy.layers if layer.info.name == name)
         found = sizes(probe)[name]
@@ -106,7 +106,7 @@ def test_a_warm_up_by_hand_is_never_more_than_the_size():
 
     probe, _ = run(adam(1e-3), each=by_hand, every_n_steps=1)
     share = next(layer for layer in probe.anatomy.layers if layer.info.name == "2")
-    wanted = 0.1 * probe._oversight._corrector._share(share)
+    wanted = 0.1 * probe._supervisor._corrector._share(share)
     found = sizes(probe)["2"]
     assert max(found) < 1.3 * wanted
     assert found[12] == pytest.approx(wanted, rel=0.3)
@@ -225,7 +225,7 @@ def test_it_goes_on_bit_for_bit_after_the_peak():
             group["lr"] = 1e-2 if step < 5 else 1e-3
 
     probe, _ = run(adam(1e-2), each=by_hand, steps=8)
-    corrector = probe._oversight._corrector
+    corrector = probe._supervisor._corrector
     network = perceptron()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     again = Corrector(LRCorrection("target", size=0.1), dissect(network).layers, [optimizer])

@@ -338,7 +338,7 @@ def test_a_measurement_is_of_the_multipliers_it_was_made_with(policy):
     """On a GPU numbers arrive when the next step is over: another correction may have come in between."""
     network, optimizer, probe = correcting(policy)
     train(network, optimizer, probe, 2)
-    corrector = probe._oversight._corrector
+    corrector = probe._supervisor._corrector
     found, then = corrector.multipliers, last(probe, "lr_multiplier")
     assert any(abs(then[name] / value - 1) > 0.2 for name, value in found.items())
     corrector.update(probe.latest)

@@ -15,7 +15,7 @@ from native import assert_same_training, make_model
 from recorder import RecordingLogger, Run
 from torch import nn
 
-from spectral_monitor.correction.lr_override import MultiplierSwap
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
 from spectral_monitor.layers import dissect
 from spectral_monitor.parametrization.param_groups import spectral_param_groups
 
@@ -259,7 +259,7 @@ def test_training_is_that_of_the_multipliers():
     plain = torch.optim.AdamW(models[0].parameters(), lr=0.05, weight_decay=0.3)
     multipliers = {p: factors[id(q)] for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True)}
     assert len(set(multipliers.values())) == 3
-    MultiplierSwap([plain], multipliers).arm()
+    LRMultiplierOverride([plain], multipliers).arm()
     assert_same_training(models, (plain, native))
 
 

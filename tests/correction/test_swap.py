@@ -26,7 +26,7 @@ from native import (
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
-from spectral_monitor.correction.lr_override import MultiplierSwap
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 VARIANTS = list(variants())
 
@@ -37,7 +37,7 @@ def test_every_optimizer_trains_as_with_groups_of_its_own(name, options):
     bias = name != "Muon"
     multipliers = UNEVEN if bias else UNEVEN[:2]
     models, optimizers = pair(kind, options, multipliers, decay, bias)
-    swap = MultiplierSwap(optimizers[:1], by_parameter(models[0], multipliers))
+    swap = LRMultiplierOverride(optimizers[:1], by_parameter(models[0], multipliers))
     swap.arm()
     assert_same_training(models, optimizers)
     assert len(optimizers[0].param_groups) == 1
@@ -50,7 +50,7 @@ def test_multipliers_of_one_change_no_bit(name, options):
     bias = name != "Muon"
     models = [make_model(bias), make_model(bias)]
     optimizers = [kind(model.parameters(), **options) for model in models]
-    swap = MultiplierSwap(optimizers[:1], by_parameter(models[0], (1, 1.0, 1.0, 1.0)))
+    swap = LRMultiplierOverride(optimizers[:1], by_parameter(models[0], (1, 1.0, 1.0, 1.0)))
     swap.arm()
     assert_same_training(models, optimizers, steps=4)
 
@@ -59,7 +59,7 @@ def test_multipliers_of_one_change_no_bit(name, options):
 def test_multipliers_of_one_are_a_swap_of_nothing(kind):
     model = make_model()
     optimizer = kind(model.parameters(), lr=0.1)
-    swap = MultiplierSwap([optimizer], dict.fromkeys(model.parameters(), 1.0))
+    swap = LRMultiplierOverride([optimizer], dict.fromkeys(model.parameters(), 1.0))
     (group,) = optimizer.param_groups
     swap.arm()
     seen = groups_of_updates(optimizer)
@@ -84,7 +84,7 @@ def test_sparse_gradients():
     models = [tables(), tables()]
     plain = torch.optim.SparseAdam(models[0].parameters(), lr=0.05)
     native = torch.optim.SparseAdam(native_groups(models[1].parameters(), (0.37, 2.3), {"lr": 0.05}))
-    MultiplierSwap([plain], by_parameter(models[0], (0.37, 2.3))).arm()
+    LRMultiplierOverride([plain], by_parameter(models[0], (0.37, 2.3))).arm()
     for _ in range(12):
         for model, optimizer in zip(models, (plain, native), strict=True):
             optimizer.zero_grad()
@@ -113,7 +113,7 @@ def test_several_groups_are_expanded_each_by_itself(kind):
     for group, weight_decay in zip(natives, (0.2, 0.7, 0.7), strict=True):
         group.setdefault("weight_decay", weight_decay)
     native = kind(natives)
-    swap = MultiplierSwap([plain], by_parameter(models[0], sum(multipliers, ())))
+    swap = LRMultiplierOverride([plain], by_parameter(models[0], sum(multipliers, ())))
     swap.arm()
     first, seen = plain.param_groups[0], groups_of_updates(plain)
     assert_same_training(models, (plain, native), ways=(False,))
@@ -127,7 +127,7 @@ def test_multipliers_that_change_between_steps():
     models = [make_model(), make_model()]
     plain = torch.optim.AdamW(models[0].parameters(), lr=0.1, weight_decay=0.2)
     native = torch.optim.AdamW([{"params": [p]} for p in models[1].parameters()], lr=0.1, weight_decay=0.2)
-    swap = MultiplierSwap([plain], {})
+    swap = LRMultiplierOverride([plain], {})
     swap.arm()
     for i in range(12):
         multipliers = [0.5 + 0.3 * ((i // 2 + k) % 3) for k in range(4)]
@@ -176,7 +176,7 @@ SCHEDULED = [
 def test_schedules_go_on_as_ever(name, options, schedule):
     kind, options, decay = full_options(name, options)
     models, optimizers = pair(kind, options, POWERS, decay)
-    MultiplierSwap(optimizers[:1], by_parameter(models[0], POWERS)).arm()
+    LRMultiplierOverride(optimizers[:1], by_parameter(models[0], POWERS)).arm()
     schedulers = [SCHEDULES[schedule](optimizer) for optimizer in optimizers]
     rates = []
 
@@ -204,7 +204,7 @@ def test_a_decay_apart_from_the_gradient_keeps_its_strength(name):
     for multiplier in (1.0, 4.0):
         model = make_model(bias=False)
         optimizer = kind(model.parameters(), **options)
-        MultiplierSwap([optimizer], dict.fromkeys(model.parameters(), multiplier)).arm()
+        LRMultiplierOverride([optimizer], dict.fromkeys(model.parameters(), multiplier)).arm()
         for _ in range(3):
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
@@ -219,7 +219,7 @@ def test_a_decay_apart_from_the_gradient_keeps_its_strength(name):
 def test_a_decay_in_the_gradient_is_scaled_with_it():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, weight_decay=0.25)
-    MultiplierSwap([optimizer], dict.fromkeys(model.parameters(), 4.0)).arm()
+    LRMultiplierOverride([optimizer], dict.fromkeys(model.parameters(), 4.0)).arm()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -237,7 +237,7 @@ def test_a_learning_rate_in_a_tensor_stays_one(options):
     plain = torch.optim.AdamW(models[0].parameters(), lr=rates[0], weight_decay=0.3, **options)
     groups = native_groups(models[1].parameters(), POWERS, {"lr": rates[1], "weight_decay": 0.3}, "weight_decay")
     native = torch.optim.AdamW(groups, lr=rates[1], **options)
-    MultiplierSwap([plain], by_parameter(models[0], POWERS)).arm()
+    LRMultiplierOverride([plain], by_parameter(models[0], POWERS)).arm()
     schedulers = [schedules.ExponentialLR(optimizer, gamma=0.5) for optimizer in (plain, native)]
     seen = groups_of_updates(plain)
 
@@ -255,7 +255,7 @@ def test_a_learning_rate_in_a_tensor_stays_one(options):
 @pytest.mark.filterwarnings("ignore:Dynamo does not know", "ignore:.torch.jit.script_method")
 def test_a_compiled_step_is_corrected_too():
     models, optimizers = pair(torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.3}, decay="weight_decay")
-    MultiplierSwap(optimizers[:1], by_parameter(models[0], UNEVEN)).arm()
+    LRMultiplierOverride(optimizers[:1], by_parameter(models[0], UNEVEN)).arm()
     steps = [torch.compile(optimizer.step, backend="eager") for optimizer in optimizers]
     for i in range(3):
         for model, optimizer, step in zip(models, optimizers, steps, strict=True):

@@ -14,7 +14,7 @@ from native import everything, hooks, native_groups
 from recorder import RecordingLogger, Run
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
-from spectral_monitor.correction.lr_override import MultiplierSwap
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 MULTIPLIERS = (0.25, 0.25, 8.0, 1.0, 2.0, 2.0)
 """By parameter of the network; powers of two, so that the schedule may be multiplied before or after. Groups made of
@@ -27,7 +27,9 @@ class Corrects(pl.Callback):
     """Arms the swap for all of training."""
 
     def on_train_start(self, trainer, module):
-        self.swap = MultiplierSwap(trainer.optimizers, dict(zip(module.net.parameters(), MULTIPLIERS, strict=True)))
+        self.swap = LRMultiplierOverride(
+            trainer.optimizers, dict(zip(module.net.parameters(), MULTIPLIERS, strict=True))
+        )
         self.swap.arm()
 
     def on_exception(self, trainer, module, exception):

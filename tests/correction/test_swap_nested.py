@@ -20,7 +20,7 @@ from native import (
 )
 from nested import CallsGrandparent, CallsParent, RunsClosureItself
 
-from spectral_monitor.correction.lr_override import MultiplierSwap
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 
@@ -185,7 +185,7 @@ def test_an_optimizer_that_works_through_another(kind, listed):
     models, optimizers = pair(torch.optim.SGD, SGD, build=kind)
     inner = optimizers[0].optimizer
     given = [optimizers[0]] if listed == "alone" else [optimizers[0], inner]
-    swap = MultiplierSwap(given, by_parameter(models[0], UNEVEN))
+    swap = LRMultiplierOverride(given, by_parameter(models[0], UNEVEN))
     swap.arm()
     for i in range(6):
         for model, optimizer in zip(models, optimizers, strict=True):

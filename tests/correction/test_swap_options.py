@@ -17,7 +17,7 @@ from native import (
 )
 
 from spectral_monitor.correction.group_split import decay_option
-from spectral_monitor.correction.lr_override import MultiplierSwap
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 
 class Counts(Descends):
@@ -60,7 +60,7 @@ class OwnSchedule(Descends):
 @pytest.mark.parametrize("kind", [Counts, StartsToCount, CountsInATensor, OwnSchedule])
 def test_what_an_optimizer_writes_is_there_at_the_next_step(kind):
     models, optimizers = pair(kind, {"lr": 0.1}, POWERS)
-    MultiplierSwap(optimizers[:1], by_parameter(models[0], POWERS)).arm()
+    LRMultiplierOverride(optimizers[:1], by_parameter(models[0], POWERS)).arm()
     (group,) = optimizers[0].param_groups
 
     def then(i):
@@ -75,7 +75,7 @@ def test_what_an_optimizer_writes_is_there_at_the_next_step(kind):
 def test_taking_the_multiplier_out_again_rounds_no_more_than_it_must(multipliers):
     model = make_model()
     optimizer, alone = OwnSchedule(model.parameters()), OwnSchedule(make_model().parameters())
-    MultiplierSwap([optimizer], by_parameter(model, multipliers)).arm()
+    LRMultiplierOverride([optimizer], by_parameter(model, multipliers)).arm()
     for _ in range(20):
         for p in (*model.parameters(), *alone.param_groups[0]["params"]):
             p.grad = torch.zeros_like(p)
@@ -97,7 +97,7 @@ def test_what_is_written_back_unchanged_is_not_rounded():
     model = make_model()
     optimizer = WritesTheSame(model.parameters())
     multiplier = next(m / 100 for m in range(2, 100) if 0.1 * (m / 100) / (m / 100) != 0.1)
-    MultiplierSwap([optimizer], dict.fromkeys(model.parameters(), multiplier)).arm()
+    LRMultiplierOverride([optimizer], dict.fromkeys(model.parameters(), multiplier)).arm()
     take_step(model, optimizer, 0, with_closure=True)
     assert optimizer.param_groups[0]["lr"] == 0.1
 
@@ -115,7 +115,7 @@ class OwnDecay(torch.optim.AdamW):
 def test_a_decay_that_the_optimizer_lowers_is_taken_over_without_the_multiplier():
     options = {"lr": 0.1, "weight_decay": 0.5}
     models, optimizers = pair(OwnDecay, options, POWERS, "weight_decay")
-    MultiplierSwap(optimizers[:1], by_parameter(models[0], POWERS)).arm()
+    LRMultiplierOverride(optimizers[:1], by_parameter(models[0], POWERS)).arm()
     assert_same_training(models, optimizers, steps=4)
     assert optimizers[0].param_groups[0]["weight_decay"] == 0.5**5
 
@@ -132,7 +132,7 @@ class CountsWhereUsed(Descends):
 def test_a_count_that_some_parts_leave_out_is_that_of_the_others():
     model = make_model()
     optimizer = CountsWhereUsed(model.parameters())
-    MultiplierSwap([optimizer], by_parameter(model, UNEVEN)).arm()
+    LRMultiplierOverride([optimizer], by_parameter(model, UNEVEN)).arm()
     for _ in range(3):
         model[0].weight.grad = torch.zeros_like(model[0].weight)
         optimizer.step()
@@ -149,7 +149,7 @@ class CountsTwice(Counts):
 
 def test_what_is_written_before_the_closure_is_called_again_stays():
     models, optimizers = pair(CountsTwice, {"lr": 0.1}, POWERS)
-    MultiplierSwap(optimizers[:1], by_parameter(models[0], POWERS)).arm()
+    LRMultiplierOverride(optimizers[:1], by_parameter(models[0], POWERS)).arm()
     assert_same_training(models, optimizers, steps=3, ways=(True,))
     assert optimizers[0].param_groups[0]["k"] == 6
 
@@ -157,7 +157,7 @@ def test_what_is_written_before_the_closure_is_called_again_stays():
 def test_a_counting_tensor_stays_the_object_it_is():
     model = make_model()
     optimizer = CountsInATensor(model.parameters())
-    MultiplierSwap([optimizer], by_parameter(model, UNEVEN)).arm()
+    LRMultiplierOverride([optimizer], by_parameter(model, UNEVEN)).arm()
     take_step(model, optimizer, 0, with_closure=True)
     counter = optimizer.param_groups[0]["step"]
     take_step(model, optimizer, 1, with_closure=True)
@@ -169,7 +169,7 @@ def test_a_learning_rate_in_a_tensor_that_the_optimizer_lowers_in_place():
     rate = torch.tensor(0.125)
     model, other = make_model(), make_model()
     optimizer = OwnSchedule(model.parameters(), lr=rate)
-    MultiplierSwap([optimizer], by_parameter(model, POWERS)).arm()
+    LRMultiplierOverride([optimizer], by_parameter(model, POWERS)).arm()
     for i in range(3):
         take_step(model, optimizer, i, with_closure=False)
     lowered = torch.tensor(0.125).mul_(0.7).mul_(0.7).mul_(0.7)
@@ -194,7 +194,7 @@ class ListsAnew(Descends):
 def test_lists_of_parameters_are_not_taken_over():
     models, optimizers = pair(ListsAnew, {"lr": 0.1})
     held = optimizers[0].param_groups[0]["params"]
-    MultiplierSwap(optimizers[:1], by_parameter(models[0], UNEVEN)).arm()
+    LRMultiplierOverride(optimizers[:1], by_parameter(models[0], UNEVEN)).arm()
     assert_same_training(models, optimizers, steps=2)
     assert optimizers[0].param_groups[0]["params"] is held
     assert len(held) == 4
@@ -203,7 +203,7 @@ def test_lists_of_parameters_are_not_taken_over():
 def test_options_of_single_parameters_go_with_them():
     model = make_model()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    MultiplierSwap([optimizer], by_parameter(model, UNEVEN)).arm()
+    LRMultiplierOverride([optimizer], by_parameter(model, UNEVEN)).arm()
     seen = groups_of_updates(optimizer)
     take_step(model, optimizer, 0, with_closure=False)
     assert [group["param_names"] for group in seen] == [["0.weight", "2.bias"], ["0.bias"], ["2.weight"]]

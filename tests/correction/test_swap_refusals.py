@@ -19,7 +19,7 @@ from native import (
     take_step,
 )
 
-from spectral_monitor.correction.lr_override import MultiplierSwap
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 
 def descent_without_rate(parameters):
@@ -83,13 +83,13 @@ REFUSED = [
 def test_an_optimizer_that_cannot_be_corrected_is_refused_by_name(build, message):
     model = make_model()
     with pytest.raises(ValueError, match=message):
-        MultiplierSwap([torch.optim.SGD(model[0].parameters()), build(model[2].parameters())], {})
+        LRMultiplierOverride([torch.optim.SGD(model[0].parameters()), build(model[2].parameters())], {})
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, True, "2", None])
 def test_multipliers_are_positive_numbers(value):
     model = make_model()
-    swap = MultiplierSwap([torch.optim.SGD(model.parameters())], {model[0].bias: 2})
+    swap = LRMultiplierOverride([torch.optim.SGD(model.parameters())], {model[0].bias: 2})
     with pytest.raises(ValueError, match=r"of a parameter of shape \(7, 5\) must be a positive number, got"):
         swap.multipliers = {model[0].weight: value}
     assert swap.multipliers == {model[0].bias: 2}
@@ -98,15 +98,15 @@ def test_multipliers_are_positive_numbers(value):
 def test_what_is_no_optimizer_or_no_parameter_is_refused():
     model = make_model()
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Sequential"):
-        MultiplierSwap([model], {})
+        LRMultiplierOverride([model], {})
     with pytest.raises(TypeError, match=r"multipliers are given by parameter, got '0.weight'"):
-        MultiplierSwap([torch.optim.SGD(model.parameters())], {"0.weight": 2.0})
+        LRMultiplierOverride([torch.optim.SGD(model.parameters())], {"0.weight": 2.0})
 
 
 def test_parameters_that_no_optimizer_holds_may_be_named():
     models = [make_model(), make_model()]
     plain, other = (torch.optim.SGD(model[2].parameters(), lr=0.1) for model in models)
-    MultiplierSwap([plain], {models[0][0].weight: 3.0}).arm()
+    LRMultiplierOverride([plain], {models[0][0].weight: 3.0}).arm()
     closure_for(models[0], plain)()
     plain.step()
     take_step(models[1], other, 0, with_closure=False)
@@ -190,7 +190,7 @@ def test_a_step_that_one_group_cannot_hold_ends_in_an_error_that_says_why(kind, 
     model = make_model()
     optimizer = kind(model.parameters(), lr=0.1)
     (group,), (keys) = optimizer.param_groups, list(optimizer.param_groups[0])
-    swap = MultiplierSwap([optimizer], by_parameter(model, UNEVEN))
+    swap = LRMultiplierOverride([optimizer], by_parameter(model, UNEVEN))
     swap.arm()
     with pytest.raises(RuntimeError, match=f"the learning rates of {message}"):
         take_step(model, optimizer, 0, with_closure=False)
@@ -204,7 +204,7 @@ def test_a_group_that_needs_nothing_is_not_overlooked_either():
     """One that is expanded before it takes its place in the list beside."""
     model = make_model()
     optimizer = ByPlace([{"params": model[0].parameters()}, {"params": model[2].parameters()}])
-    MultiplierSwap([optimizer], by_parameter(model, (0.37, 2.3, 1.0, 1.0))).arm()
+    LRMultiplierOverride([optimizer], by_parameter(model, (0.37, 2.3, 1.0, 1.0))).arm()
     with pytest.raises(RuntimeError, match="given 3 groups for a step, it looked at 2"):
         take_step(model, optimizer, 0, with_closure=True)
     assert len(optimizer.param_groups) == 2
@@ -214,7 +214,7 @@ def test_what_is_set_before_the_closure_is_set_in_the_groups_there_are():
     models = [make_model(), make_model()]
     plain = WarmsUp(models[0].parameters(), lr=0.1)
     native = WarmsUp([{"params": [p], "lr": 0.1 * m} for p, m in zip(models[1].parameters(), POWERS, strict=True)])
-    MultiplierSwap([plain], by_parameter(models[0], POWERS)).arm()
+    LRMultiplierOverride([plain], by_parameter(models[0], POWERS)).arm()
     assert_same_training(models, (plain, native), steps=6, ways=(True,))
 
 
@@ -242,7 +242,7 @@ class InTurnFromTheStart(InTurn):
 
 def test_a_closure_call_for_every_group_leaves_each_its_turn_and_its_count():
     models, optimizers = pair(InTurn, {"lr": 0.1})
-    MultiplierSwap(optimizers[:1], by_parameter(models[0], UNEVEN)).arm()
+    LRMultiplierOverride(optimizers[:1], by_parameter(models[0], UNEVEN)).arm()
     assert_same_training(models, optimizers, steps=4, ways=(True,))
     assert optimizers[0].param_groups[0]["k"] == 4
 
@@ -251,7 +251,7 @@ def test_a_group_taken_before_the_first_closure_call_is_found_out():
     """It is the whole group: what it is used for is not corrected."""
     model = make_model()
     optimizer = InTurnFromTheStart(model.parameters())
-    MultiplierSwap([optimizer], by_parameter(model, UNEVEN)).arm()
+    LRMultiplierOverride([optimizer], by_parameter(model, UNEVEN)).arm()
     with pytest.raises(RuntimeError, match="given 3 groups for a step, it looked at 2"):
         take_step(model, optimizer, 0, with_closure=True)
     assert len(optimizer.param_groups) == 1
@@ -280,7 +280,7 @@ def test_a_group_is_looked_at_however_it_is_read(way):
 
     model = make_model()
     optimizer = Reads(model.parameters())
-    MultiplierSwap([optimizer], by_parameter(model, UNEVEN)).arm()
+    LRMultiplierOverride([optimizer], by_parameter(model, UNEVEN)).arm()
     _, last = optimizer.step()
     assert [id(p) for p in last] == [id(model[2].weight)]
 
@@ -295,5 +295,5 @@ def test_an_optimizer_that_skips_a_step_has_overlooked_nothing():
 
     Descends(make_model().parameters())  # hooks around the parent's step
     models, optimizers = pair(EveryOther, {"lr": 0.1})
-    MultiplierSwap(optimizers[:1], by_parameter(models[0], UNEVEN)).arm()
+    LRMultiplierOverride(optimizers[:1], by_parameter(models[0], UNEVEN)).arm()
     assert_same_training(models, optimizers, steps=4, ways=(False,))

@@ -23,7 +23,7 @@ from native import (
     take_step,
 )
 
-from spectral_monitor.correction.lr_override import MultiplierSwap
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 
@@ -145,7 +145,7 @@ def test_two_optimizers_and_one_that_steps_inside_the_closure_of_the_other():
     models = [make_model(), make_model()]
     plain = [torch.optim.SGD(models[0][i].parameters(), **SGD) for i in (0, 2)]
     native = [torch.optim.SGD(native_groups(models[1][i].parameters(), UNEVEN[i : i + 2], SGD), **SGD) for i in (0, 2)]
-    swap = MultiplierSwap(plain, by_parameter(models[0], UNEVEN))
+    swap = LRMultiplierOverride(plain, by_parameter(models[0], UNEVEN))
     swap.arm()
     for i in range(3):
         for model, (inner, outer) in zip(models, (plain, native), strict=True):

@@ -14,8 +14,8 @@ from distributed.fitting import fit, plain
 from distributed.models import SIZE, Training, batches
 from distributed.ways import WAYS
 from spectral_monitor import SpectralMonitor
-from spectral_monitor.capture.replay.sample_independence import Rehearsal
-from spectral_monitor.engine.features.replay_subset import Slices
+from spectral_monitor.capture.replay.sample_independence import IndependenceCheck
+from spectral_monitor.engine.features.replay_subset import ReplaySubset
 
 KEYS = ("feature_change", "feature_drift", "bfa", "bfa_cos", "sensitivity", "feature_rms")
 STEPS = 3
@@ -32,10 +32,10 @@ def measure(
     """
     with pytest.MonkeyPatch.context() as patch:
         if refusing is not None and dist.get_rank() == refusing:
-            patch.setattr(Rehearsal, "verdict", lambda rehearsal: "they were told to")
+            patch.setattr(IndependenceCheck, "verdict", lambda rehearsal: "they were told to")
         if forgetful is not None and dist.get_rank() == forgetful:
-            settle = Slices.settle
-            patch.setattr(Slices, "settle", lambda slices, seen: (settle(slices, seen), slices._known.clear())[0])
+            settle = ReplaySubset.settle
+            patch.setattr(ReplaySubset, "settle", lambda slices, seen: (settle(slices, seen), slices._known.clear())[0])
         return run(way, network, samples)
 
 

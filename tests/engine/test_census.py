@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from spectral_monitor.capture.replay.feature_change import CallRows
-from spectral_monitor.capture.row_sampling import RowPicker
-from spectral_monitor.engine.agreement.rank_report import Census, RowPlace, Sight, Step, census
-from spectral_monitor.engine.agreement.row_hash import fingerprints
-from spectral_monitor.linalg import totals
+from spectral_monitor.capture.row_sampling import RowSampler
+from spectral_monitor.engine.agreement.rank_report import (
+    LayerObservation,
+    RankReports,
+    RowRange,
+    StepObservation,
+    census,
+)
+from spectral_monitor.engine.agreement.row_hash import row_hashes
+from spectral_monitor.linalg import all_reduce_norm
 
 
 def seen(rows, batches=None, prints=None, which="outputs", **more):
@@ -20,14 +26,16 @@ def seen(rows, batches=None, prints=None, which="outputs", **more):
     sights = []
     for row in rows:
         count, split = row if isinstance(row, tuple) else (row, 0)
-        sight = Sight(called=1, lasted=1, **more)
+        sight = LayerObservation(called=1, lasted=1, **more)
         setattr(sight, which, float(count))
         setattr(sight, f"split_{which}", float(split))
         sights.append([sight])
     batches = list(range(len(rows))) if batches is None else batches
     prints = [[(float(rank), 1.0)] for rank in range(len(rows))] if prints is None else [[p] for p in prints]
-    steps = [Step() for _ in rows]
-    return [Census(steps, sights, prints, SimpleNamespace(rank=rank, batches=batches)) for rank in range(len(rows))]
+    steps = [StepObservation() for _ in rows]
+    return [
+        RankReports(steps, sights, prints, SimpleNamespace(rank=rank, batches=batches)) for rank in range(len(rows))
+    ]
 
 
 def places(all_seen, which="outputs"):
@@ -44,13 +52,13 @@ def tiles(found):
 @pytest.mark.parametrize("which", ["inputs", "outputs"])
 def test_rows_lie_in_the_order_of_the_processes(which):
     found = places(seen([3, 5, 1], which=which), which)
-    assert found == [RowPlace(0, 3, 9, True, 3), RowPlace(3, 5, 9, True, 3), RowPlace(8, 1, 9, True, 3)]
+    assert found == [RowRange(0, 3, 9, True, 3), RowRange(3, 5, 9, True, 3), RowRange(8, 1, 9, True, 3)]
 
 
 def test_a_process_without_rows_has_an_empty_place():
     found = places(seen([3, 0, 2]))
-    assert found == [RowPlace(0, 3, 5, True, 2), RowPlace(3, 0, 5, True, 2), RowPlace(3, 2, 5, True, 2)]
-    assert places(seen([0, 0])) == [RowPlace(0, 0, 0, True, 0)] * 2
+    assert found == [RowRange(0, 3, 5, True, 2), RowRange(3, 0, 5, True, 2), RowRange(3, 2, 5, True, 2)]
+    assert places(seen([0, 0])) == [RowRange(0, 0, 0, True, 0)] * 2
 
 
 def test_processes_with_one_batch_have_copies():
@@ -69,9 +77,9 @@ def test_processes_with_one_batch_may_split_its_rows():
 
 
 def test_split_inputs_say_nothing_of_outputs():
-    sights = [[Sight(inputs=2.0, outputs=4.0, split_inputs=1.0)] for _ in range(2)]
+    sights = [[LayerObservation(inputs=2.0, outputs=4.0, split_inputs=1.0)] for _ in range(2)]
     both = [
-        Census([Step()] * 2, sights, [[(0.0,)], [(1.0,)]], SimpleNamespace(rank=rank, batches=[0, 0]))
+        RankReports([StepObservation()] * 2, sights, [[(0.0,)], [(1.0,)]], SimpleNamespace(rank=rank, batches=[0, 0]))
         for rank in range(2)
     ]
     assert [p.offset for p in places(both, "inputs")] == [0, 2]
@@ -110,9 +118,10 @@ def test_equal_outputs_of_different_batches_count_once():
 
 
 def test_inputs_of_common_outputs_are_of_each_process():
-    sights = [[Sight(called=1, lasted=1, inputs=4.0, outputs=8.0)] for _ in range(2)]
+    sights = [[LayerObservation(called=1, lasted=1, inputs=4.0, outputs=8.0)] for _ in range(2)]
     both = [
-        Census([Step()] * 2, sights, [[(1.0,)], [(1.0,)]], SimpleNamespace(rank=r, batches=[0, 1])) for r in range(2)
+        RankReports([StepObservation()] * 2, sights, [[(1.0,)], [(1.0,)]], SimpleNamespace(rank=r, batches=[0, 1]))
+        for r in range(2)
     ]
     assert common(both)
     assert [p.offset for p in places(both, "inputs")] == [0, 4]
@@ -152,16 +161,18 @@ def test_of_processes_with_one_batch_each_is_compared_with_its_like():
 
 
 def of_some(called, prints):
-    sights = [[Sight(called=float(c), lasted=float(c), outputs=8.0 * c)] for c in called]
-    steps = [Step() for _ in called]
+    sights = [[LayerObservation(called=float(c), lasted=float(c), outputs=8.0 * c)] for c in called]
+    steps = [StepObservation() for _ in called]
     batches = list(range(len(called)))
-    return [Census(steps, sights, [[(p,)] for p in prints], SimpleNamespace(rank=r, batches=batches)) for r in batches]
+    return [
+        RankReports(steps, sights, [[(p,)] for p in prints], SimpleNamespace(rank=r, batches=batches)) for r in batches
+    ]
 
 
 def test_only_those_that_were_called_are_compared():
     assert common(of_some([1, 1, 0], [2.0, 2.0, 0.0]))
     assert not common(of_some([1, 0, 0], [2.0, 2.0, 2.0]))
-    assert places(of_some([1, 1, 0], [2.0, 2.0, 0.0]))[0] == RowPlace(0, 8, 8, True, 1)
+    assert places(of_some([1, 1, 0], [2.0, 2.0, 0.0]))[0] == RowRange(0, 8, 8, True, 1)
 
 
 def test_common_rows_are_of_the_first_that_was_called():
@@ -181,10 +192,10 @@ def test_common_rows_may_be_split():
 
 def fed(*inputs, outputs=(1.0, 1.0)):
     """Common outputs, and numbers that are equal where inputs are."""
-    sights = [[Sight(called=1, lasted=1, fed=1, input_print=number, outputs=8.0)] for number in inputs]
-    steps, prints = [Step() for _ in inputs], [[outputs] for _ in inputs]
+    sights = [[LayerObservation(called=1, lasted=1, fed=1, input_print=number, outputs=8.0)] for number in inputs]
+    steps, prints = [StepObservation() for _ in inputs], [[outputs] for _ in inputs]
     batches = list(range(len(inputs)))
-    return [Census(steps, sights, prints, SimpleNamespace(rank=r, batches=batches)) for r in batches]
+    return [RankReports(steps, sights, prints, SimpleNamespace(rank=r, batches=batches)) for r in batches]
 
 
 def test_equal_outputs_of_other_inputs_are_not_common():
@@ -198,12 +209,12 @@ def test_whether_outputs_repeat_counts_only_without_inputs():
     """Places may begin alike, with zeros as weights."""
     assert common(fed(2.0, 2.0, outputs=(1.0, math.nan)))
     assert not common(seen([8, 8], prints=[(1.0, math.nan)] * 2))
-    half = [[Sight(called=1, lasted=1, fed=float(rank), input_print=1.0)] for rank in range(2)]
+    half = [[LayerObservation(called=1, lasted=1, fed=float(rank), input_print=1.0)] for rank in range(2)]
     both = SimpleNamespace(rank=0, batches=[0, 1])
-    assert Census([Step()] * 2, half, [[(1.0, 1.0)]] * 2, both).common == set()
+    assert RankReports([StepObservation()] * 2, half, [[(1.0, 1.0)]] * 2, both).common == set()
 
 
-# --- fingerprints
+# --- row_hashes
 
 
 def rows(h, index=None, count=None):
@@ -211,7 +222,7 @@ def rows(h, index=None, count=None):
 
 
 def numbers(*calls):
-    return fingerprints({0: [call if isinstance(call, CallRows) else rows(call) for call in calls]})[0]
+    return row_hashes({0: [call if isinstance(call, CallRows) else rows(call) for call in calls]})[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -267,7 +278,7 @@ def test_rows_of_samples_that_are_alike_repeat():
 def test_chosen_rows_repeat_as_all_do():
     h = torch.randn(64, 5)
     every = h.repeat(32, 1)
-    index = RowPicker(100).choose(len(every), 100, torch.device("cpu"))
+    index = RowSampler(100).choose(len(every), 100, torch.device("cpu"))
     assert repeat(every[index], index, len(every))
     other = torch.randn(len(every), 5)
     assert not repeat(other[index], index, len(other))
@@ -284,7 +295,7 @@ def told(sights, prints, batches):
     routines = []
     for rank in range(size):
         processes = SimpleNamespace(rank=rank, size=size, batches=batches, device=torch.device("cpu"))
-        routines.append(census(Step(stepped=1.0 + rank), sights[rank], prints[rank], processes))
+        routines.append(census(StepObservation(stepped=1.0 + rank), sights[rank], prints[rank], processes))
     tables = [next(routine)[0] for routine in routines]
     assert all(int((table != 0).any(1).sum()) <= 1 for table in tables)  # a row of one's own
     results = []
@@ -297,7 +308,10 @@ def told(sights, prints, batches):
 
 def test_all_are_told_what_each_has_seen():
     sights = [
-        [Sight(called=1, lasted=1, fed=float(r), outputs=r + 3.0, eps=0.5), Sight(unused=float(r == 1), inputs=7.0)]
+        [
+            LayerObservation(called=1, lasted=1, fed=float(r), outputs=r + 3.0, eps=0.5),
+            LayerObservation(unused=float(r == 1), inputs=7.0),
+        ]
         for r in range(3)
     ]
     prints = [torch.tensor([[r + 0.25, 1.0], [2.0, 3.0]]) for r in range(3)]
@@ -306,49 +320,51 @@ def test_all_are_told_what_each_has_seen():
         assert [step.stepped for step in found.steps] == [1.0, 2.0, 3.0]
         assert found.rank == rank
         assert found.common == set()
-        assert found.rows(0, "outputs") == RowPlace([0, 3, 7][rank], rank + 3, 12, True, 3)
+        assert found.rows(0, "outputs") == RowRange([0, 3, 7][rank], rank + 3, 12, True, 3)
         assert found.layers("fed") == [[0.0, 1.0, 2.0], [0.0] * 3]
         assert (found.anywhere("fed"), found.wherever_called("fed"), found.everywhere("inputs")) == ({0}, set(), {1})
         assert found.anywhere("unused") == {1}
         assert (found.batch_count, found.first_of_batch) == (3, True)
-    both = told([[Sight(called=1, outputs=4.0)]] * 4, [torch.full((1, 2), 0.1)] * 4, [0, 0, 1, 1])
+    both = told([[LayerObservation(called=1, outputs=4.0)]] * 4, [torch.full((1, 2), 0.1)] * 4, [0, 0, 1, 1])
     assert [found.common for found in both] == [{0}] * 4
     assert [found.first_of_batch for found in both] == [True, False, True, False]
-    assert not any(f.common for f in told([[Sight(called=1)]] * 2, [torch.full((1, 2), math.nan)] * 2, [0, 1]))
+    assert not any(
+        f.common for f in told([[LayerObservation(called=1)]] * 2, [torch.full((1, 2), math.nan)] * 2, [0, 1])
+    )
 
 
 def test_a_fingerprint_is_sent_whole():
     numbers = [2.0**52 + 1, 2.0**52]
     for a, b, equal in ((0, 0, True), (0, 1, False)):
         prints = [torch.tensor([[numbers[k]] * 2], dtype=torch.float64) for k in (a, b)]
-        assert told([[Sight(called=1)]] * 2, prints, [0, 1])[0].common == ({0} if equal else set())
-        sights = [[Sight(called=1, fed=1, input_print=numbers[k])] for k in (a, b)]
+        assert told([[LayerObservation(called=1)]] * 2, prints, [0, 1])[0].common == ({0} if equal else set())
+        sights = [[LayerObservation(called=1, fed=1, input_print=numbers[k])] for k in (a, b)]
         assert told(sights, [torch.zeros(1, 2)] * 2, [0, 1])[0].common == ({0} if equal else set())
 
 
 def test_of_layers_not_called_everywhere_those_that_were_have_a_say():
-    sights = [[Sight(called=float(c), fed=float(f))] for c, f in ((1, 1), (0, 0), (1, 1))]
+    sights = [[LayerObservation(called=float(c), fed=float(f))] for c, f in ((1, 1), (0, 0), (1, 1))]
     for found in told(sights, [torch.zeros(1, 2)] * 3, [0, 1, 2]):
         assert (found.wherever_called("fed"), found.everywhere("fed"), found.anywhere("fed")) == ({0}, set(), {0})
     sights[2][0].fed = 0.0
     assert told(sights, [torch.zeros(1, 2)] * 3, [0, 1, 2])[1].wherever_called("fed") == set()
-    nowhere = told([[Sight()]] * 2, [torch.zeros(1, 2)] * 2, [0, 1])[0]
+    nowhere = told([[LayerObservation()]] * 2, [torch.zeros(1, 2)] * 2, [0, 1])[0]
     assert nowhere.wherever_called("fed") == nowhere.anywhere("called") == set()
 
 
 def test_a_single_process_asks_for_nothing():
-    routine = census(Step(), [Sight(called=1, outputs=5.0)], torch.zeros(1, 2), None)
+    routine = census(StepObservation(), [LayerObservation(called=1, outputs=5.0)], torch.zeros(1, 2), None)
     with pytest.raises(StopIteration) as end:
         next(routine)
     found = end.value.value
-    assert found.rows(0, "outputs") == RowPlace(0, 5, 5, True, 1)
+    assert found.rows(0, "outputs") == RowRange(0, 5, 5, True, 1)
     assert (found.common, found.batch_count, found.first_of_batch) == (set(), 1, True)
 
 
 @pytest.mark.parametrize(("order", "expected"), [(1, [4.0, -2.0]), (2, [10**0.5, 2.0]), (math.inf, [3.0, 2.0])])
 def test_totals(order, expected):
     routines = [
-        totals(torch.tensor(values), order, SimpleNamespace(rank=rank, size=2))
+        all_reduce_norm(torch.tensor(values), order, SimpleNamespace(rank=rank, size=2))
         for rank, values in enumerate(([1.0, -2.0], [3.0, 0.0]))
     ]
     (total,) = [sum(parts) for parts in zip(*[next(routine) for routine in routines], strict=True)]

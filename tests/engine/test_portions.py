@@ -9,7 +9,7 @@ from torch import nn
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.weights import matrix_batches as stacks
 from spectral_monitor.engine.weights import stage as matrices
-from spectral_monitor.engine.weights.matrix_batches import Member
+from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.layers import dissect
 from spectral_monitor.sharding import plan
 
@@ -97,7 +97,7 @@ def test_half_precision_is_converted_before_it_is_measured(in_place):
     """And what is measured lasts while what follows is made, but for what waits in host memory."""
     model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(6, 5, bias=False)).bfloat16()
     layers = dissect(model).layers
-    members = {i: Member(*pair) for i, pair in enumerate(zip(layers, plan(layers, {}, None), strict=True))}
+    members = {i: BatchMember(*pair) for i, pair in enumerate(zip(layers, plan(layers, {}, None), strict=True))}
     before = torch.stack([part.weight.detach().float() for part in model])
     stack = stacks.Stack(members, Here())
     stack.load(host=in_place)

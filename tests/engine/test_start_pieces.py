@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from spectral_monitor.engine.state_dict import pack_start, unpack_start
-from spectral_monitor.engine.weights.matrix_batches import Member, host_copies
+from spectral_monitor.engine.weights.matrix_batches import BatchMember, host_copies
 from spectral_monitor.layers import dissect
-from spectral_monitor.sharding import Extent, Holding
+from spectral_monitor.sharding import Holding, ShardRegion
 from spectral_monitor.sharding.rectangles import rectangles
 from spectral_monitor.sharding.shard_region import whole_extent
 
@@ -34,7 +34,7 @@ def along(dim):
     def cut(index, shape, count):
         at = min(dim, len(shape) - 1)
         ranges = [(0, size) for size in shape]
-        return [Extent(shape, (*ranges[:at], part, *ranges[at + 1 :])) for part in chunks(shape[at], count)]
+        return [ShardRegion(shape, (*ranges[:at], part, *ranges[at + 1 :])) for part in chunks(shape[at], count)]
 
     return cut
 
@@ -42,11 +42,11 @@ def along(dim):
 def dealt(index, shape, count):
     """Whole, on one of them."""
     nothing = tuple((0, 0) for _ in shape)
-    return [whole_extent(shape) if rank == index % count else Extent(shape, nothing) for rank in range(count)]
+    return [whole_extent(shape) if rank == index % count else ShardRegion(shape, nothing) for rank in range(count)]
 
 
 def flat(index, shape, count):
-    return [Extent(shape, tuple((0, size) for size in shape), part) for part in chunks(math.prod(shape), count)]
+    return [ShardRegion(shape, tuple((0, size) for size in shape), part) for part in chunks(math.prod(shape), count)]
 
 
 CUTS = {"rows": along(0), "columns": along(1), "dealt": dealt, "flat": flat}
@@ -58,7 +58,7 @@ def members(how, count):
     cut = [CUTS[how](i, tuple(layer.info.shape), count) for i, layer in enumerate(layers)]
     return [
         [
-            Member(layer, Holding(extents[rank], tuple(rectangles(layer.layout, extents[rank]))))
+            BatchMember(layer, Holding(extents[rank], tuple(rectangles(layer.layout, extents[rank]))))
             for layer, extents in zip(layers, cut, strict=True)
         ]
         for rank in range(count)

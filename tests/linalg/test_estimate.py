@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spectral_monitor.functional import spectral_norm_bounds
-from spectral_monitor.linalg import Pieces, alone, lanczos, spectral_estimate, tame
+from spectral_monitor.linalg import ShardedStack, lanczos, run_local, spectral_estimate, tame
 from spectral_monitor.linalg import spectral_norms as estimate_module
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -182,10 +182,10 @@ def test_what_else_is_in_the_stack_changes_rounding_only():
     A = torch.stack([gaussian(90, 120), *low_rank(1, 90, 120), *low_rank(1, 90, 120, 40), torch.eye(90, 120)])
     together = spectral_estimate(A)
     for k in range(len(A)):
-        alone = spectral_estimate(A[k : k + 1])
+        run_local = spectral_estimate(A[k : k + 1])
         for name in COLUMNS:
-            whole, part = getattr(together, name)[k : k + 1], getattr(alone, name)
-            torch.testing.assert_close(whole, part, rtol=1e-4, atol=1e-5 * alone.sigma.item())
+            whole, part = getattr(together, name)[k : k + 1], getattr(run_local, name)
+            torch.testing.assert_close(whole, part, rtol=1e-4, atol=1e-5 * run_local.sigma.item())
     assert together.passes == max(spectral_estimate(a.unsqueeze(0)).passes for a in A)
 
 
@@ -320,12 +320,12 @@ def test_a_looser_tolerance_takes_fewer_passes():
 
 def krylov_space(A, steps):
     """Of a stack, on its short side."""
-    (A,), fro, _, _ = alone(tame([Pieces.whole(A)]))
+    (A,), fro, _, _ = run_local(tame([ShardedStack.whole(A)]))
     return lanczos.KrylovSpace([A if A.shape[1] >= A.shape[2] else A.mT], fro, steps)
 
 
 def step(space):
-    alone(space.step(torch.empty(0)))
+    run_local(space.step(torch.empty(0)))
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from spectral_monitor.linalg import (
-    Part,
-    Pieces,
-    abreast,
-    alone,
+    Shard,
+    ShardedStack,
     frobenius,
-    in_turn,
+    gather,
     lanczos,
-    resumed,
+    resume,
+    run,
+    run_local,
+    sequence,
     spectral_estimate,
     spectral_estimates,
-    together,
 )
 
 sys.path.append(str(Path(__file__).parent))
@@ -38,7 +38,7 @@ def gaussian(*shape, seed=0, dtype=torch.float32):
 def part_of(A, rows, cols, members=None):
     """A rectangle as a process of its own would have it: in memory of its own; nothing where it is empty."""
     some = A[ALL if members is None else members, rows, cols].clone(memory_format=torch.contiguous_format)
-    return (Part(members, rows, cols, some),) if some.numel() else ()
+    return (Shard(members, rows, cols, some),) if some.numel() else ()
 
 
 def chunk(size, rank, count):
@@ -121,7 +121,7 @@ CUTS = {
 
 def cut(A, how, member):
     make, split = CUTS[how]
-    return Pieces(tuple(A.shape), make(A, member.rank, member.size), split, member, A.new_empty(0))
+    return ShardedStack(tuple(A.shape), make(A, member.rank, member.size), split, member, A.new_empty(0))
 
 
 def measured(stacks, how, count, tol=0.01, patience=20.0):
@@ -131,7 +131,7 @@ def measured(stacks, how, count, tol=0.01, patience=20.0):
 
     def job(member):
         pieces = [cut(A, h, member) for A, h in zip(stacks, hows, strict=True)]
-        return together(spectral_estimates(pieces, tol), member)
+        return run(spectral_estimates(pieces, tol), member)
 
     return room.run(job), room
 
@@ -371,7 +371,7 @@ def test_only_the_first_process_decides(monkeypatch, shape, how, lie):
     def job(member):
         if member.rank == 0:
             first.append(threading.current_thread())
-        return together(spectral_estimates([cut(A, how, member)], 0.01), member)[0]
+        return run(spectral_estimates([cut(A, how, member)], 0.01), member)[0]
 
     results = room.run(job)
     assert room.sizes == sizes
@@ -391,7 +391,7 @@ def test_what_the_first_process_sees_counts(monkeypatch, lie, steps):
         return (torch.full_like(found, lie) if room.rank == 0 else found), sigma
 
     monkeypatch.setattr(lanczos.KrylovSpace, "doubt", doubt)
-    results = room.run(lambda member: together(spectral_estimates([cut(A, "rows", member)], 0.01), member)[0])
+    results = room.run(lambda member: run(spectral_estimates([cut(A, "rows", member)], 0.01), member)[0])
     assert [found.passes for found in results] == [1 + 2 * steps] * 3
     assert len(room.sizes) == 1 + steps
     for found in results[1:]:
@@ -406,9 +406,9 @@ def test_processes_that_ask_for_different_things_are_found_out():
             yield [torch.ones(size)]
 
     with pytest.raises(AssertionError, match="different things"):
-        Room(2, patience=2).run(lambda member: together(summing(1, 2 + member.rank), member))
+        Room(2, patience=2).run(lambda member: run(summing(1, 2 + member.rank), member))
     with pytest.raises((threading.BrokenBarrierError, AssertionError)):
-        Room(2, patience=2).run(lambda member: together(summing(1 + member.rank, 2), member))
+        Room(2, patience=2).run(lambda member: run(summing(1 + member.rank, 2), member))
 
 
 # --- pieces
@@ -429,8 +429,8 @@ def test_pieces_multiply_as_the_whole(how):
             assert some.shape == (last - first, 30, 20)
             assert some.mT.split == full.split[::-1]
         twice = full.map(lambda B, members: 2 * B).times(x)
-        norms = together(full.combined(frobenius, 2), member)
-        largest = together(full.combined(lambda B: B.abs().amax((1, 2)), math.inf), member)
+        norms = run(full.combined(frobenius, 2), member)
+        largest = run(full.combined(lambda B: B.abs().amax((1, 2)), math.inf), member)
         return out, twice, norms, largest, full.gram() if not full.split[0] else None
 
     results = room.run(job)
@@ -464,11 +464,11 @@ def numbers(*values):
 
 def test_alone_a_sum_is_its_only_summand():
     request = numbers(1, 2)
-    name, told = alone(asking([], "a", request, [], numbers(3)))
+    name, told = run_local(asking([], "a", request, [], numbers(3)))
     assert name == "a"
     assert told == [request, [], numbers(3)]
     assert told[0][0] is request[0]
-    assert alone(asking([], "b")) == ("b", [])
+    assert run_local(asking([], "b")) == ("b", [])
 
 
 def drive(routine, answer):
@@ -486,7 +486,7 @@ def drive(routine, answer):
 def test_routines_abreast_ask_together():
     log = []
     requests, results = drive(
-        abreast(
+        gather(
             [
                 asking(log, "long", numbers(1), numbers(2), numbers(3)),
                 asking(log, "none"),
@@ -507,15 +507,15 @@ def test_routines_abreast_ask_together():
 
 
 def test_routines_abreast_of_routines_abreast():
-    inner = [abreast([asking([], (i, j), *[numbers(j)] * (i + j)) for j in range(3)]) for i in range(3)]
-    requests, results = drive(abreast(inner), lambda t: -t)
+    inner = [gather([asking([], (i, j), *[numbers(j)] * (i + j)) for j in range(3)]) for i in range(3)]
+    requests, results = drive(gather(inner), lambda t: -t)
     assert len(requests) == 4
     assert [[name for name, _ in some] for some in results] == [[(i, j) for j in range(3)] for i in range(3)]
     assert all(told == [numbers(-j)] * (i + j) for some in results for (i, j), told in some)
 
 
 def test_nothing_abreast_asks_for_nothing():
-    for many in (abreast, in_turn):
+    for many in (gather, sequence):
         assert drive(many([]), None) == ([], [])
         assert drive(many([asking([], "a"), asking([], "b")]), None) == ([], [("a", []), ("b", [])])
 
@@ -523,7 +523,7 @@ def test_nothing_abreast_asks_for_nothing():
 def test_routines_in_turn_wait_for_each_other():
     log = []
     requests, results = drive(
-        in_turn([asking(log, "a", numbers(1), numbers(2)), asking(log, "b"), asking(log, "c", numbers(3))]),
+        sequence([asking(log, "a", numbers(1), numbers(2)), asking(log, "b"), asking(log, "c", numbers(3))]),
         lambda t: t + 1,
     )
     assert requests == [numbers(1), numbers(2), numbers(3)]
@@ -536,11 +536,11 @@ def test_what_a_routine_raises_is_raised():
         yield numbers(1)
         raise ZeroDivisionError
 
-    for many in (abreast, in_turn):
+    for many in (gather, sequence):
         with pytest.raises(ZeroDivisionError):
-            alone(many([asking([], "a", numbers(1), numbers(2)), failing()]))
+            run_local(many([asking([], "a", numbers(1), numbers(2)), failing()]))
     with pytest.raises(ZeroDivisionError):
-        Room(2, patience=2).run(lambda member: together(failing(), member))
+        Room(2, patience=2).run(lambda member: run(failing(), member))
 
 
 def test_a_routine_started_elsewhere_goes_on():
@@ -549,11 +549,11 @@ def test_a_routine_started_elsewhere_goes_on():
         request = next(routine)
         for _ in range(stop):
             request = routine.send([10 * t for t in request])
-        requests, (name, told) = drive(resumed(routine, request), lambda t: 10 * t)
+        requests, (name, told) = drive(resume(routine, request), lambda t: 10 * t)
         assert requests == [numbers(1), numbers(2), numbers(3)][stop:]
         assert (name, told) == ("a", [numbers(10), numbers(20), numbers(30)])
     routine = asking([], "a", numbers(1), numbers(2))
-    results, _ = drive(abreast([resumed(routine, next(routine)), asking([], "b", numbers(5))]), lambda t: t)
+    results, _ = drive(gather([resume(routine, next(routine)), asking([], "b", numbers(5))]), lambda t: t)
     assert results == [numbers(1, 5), numbers(2)]
 
 
@@ -568,7 +568,7 @@ def test_sums_come_back_as_they_were_asked_for():
         count = torch.tensor([member.rank, 2])
         learnt = torch.ones(2, 1, requires_grad=True)
         exact = torch.full((1, 1, 1), 1 + 1e-12 * member.rank, dtype=torch.float64)
-        _, (narrow, both) = together(
+        _, (narrow, both) = run(
             asking([], "x", [wide, half, empty, count], [learnt, exact, torch.ones((), dtype=torch.float16)]), member
         )
         assert torch.equal(wide, torch.full((3, 2), member.rank + 1.0))  # what is asked about stays as it is
@@ -590,7 +590,7 @@ def test_sums_come_back_as_they_were_asked_for():
 
 def test_what_holds_no_numbers_is_not_sent():
     room = Room(2)
-    results = room.run(lambda member: together(asking([], "a", [torch.empty(0, 4)], numbers(1)), member))
+    results = room.run(lambda member: run(asking([], "a", [torch.empty(0, 4)], numbers(1)), member))
     assert results[0][1][0][0].shape == (0, 4)
     assert room.sizes == [1]
 
@@ -598,5 +598,5 @@ def test_what_holds_no_numbers_is_not_sent():
 def test_a_request_for_nothing_is_not_sent():
     """As ``norms.py`` makes one to wait for a turn, if no other routine asks for anything in that turn."""
     room = Room(2)
-    assert room.run(lambda member: together(asking([], "a", [], numbers(1)), member)) == [("a", [[], numbers(2)])] * 2
+    assert room.run(lambda member: run(asking([], "a", [], numbers(1)), member)) == [("a", [[], numbers(2)])] * 2
     assert room.sizes == [1]

@@ -107,7 +107,7 @@ def test_sigma_squared_and_casts_to_half_precision(top, shape, dtype):
 # ------------------------------------------------------------------------------------------- activation checkpointing
 
 
-class Checkpointed(nn.Module):
+class CheckpointHooks(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
         self.reentrant = reentrant
@@ -123,7 +123,7 @@ class Checkpointed(nn.Module):
 def checkpointed(reentrant):
     """Two measurements, the weights' gradients, and how many calls and rows of each layer were recorded."""
     torch.manual_seed(0)
-    model, calls = Checkpointed(reentrant), []
+    model, calls = CheckpointHooks(reentrant), []
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     probe = SpectralProbe(model, optimizer)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from spectral_monitor.layers import dissect
-from spectral_monitor.sharding import Processes, copies, flat_extents, placed, plan
+from spectral_monitor.sharding import ProcessGroup, copies, flat_extents, placed, plan
 from spectral_monitor.sharding.shard_region import extent_of
 from spectral_monitor.state.dtensor import local_part
 
@@ -138,7 +138,7 @@ def parameters(count, name):
 def planned(count, name):
     """Of every layer: its name, the whole's matrices, and the rectangles measured here with what is in them."""
     model = MODELS[name](count)
-    processes = Processes(CPU, dist.get_rank() // SHARING.get(name, lambda count: 1)(count))
+    processes = ProcessGroup(CPU, dist.get_rank() // SHARING.get(name, lambda count: 1)(count))
     flat = flat_extents(model)
     layers = dissect(model, shapes={key: extent.shape for key, extent in flat.items()}).layers
     whole = dict(Net().named_parameters())
@@ -168,7 +168,7 @@ def loads(count):
     sizes = torch.randint(4, 40, (40, 2)).tolist()
     model = nn.Sequential(*[nn.Linear(a, b, bias=False) for a, b in sizes])
     layers = dissect(model).layers
-    holdings = plan(layers, {}, Processes(CPU, dist.get_rank()))
+    holdings = plan(layers, {}, ProcessGroup(CPU, dist.get_rank()))
     mine = [sum(math.prod(layer.info.shape) for _ in h.rectangles) for layer, h in zip(layers, holdings, strict=True)]
     return sum(mine), sum(a * b for a, b in sizes)
 
@@ -183,7 +183,7 @@ def refusal(action):
 
 def refusals(count):
     rank = dist.get_rank()
-    processes = Processes(CPU, rank)
+    processes = ProcessGroup(CPU, rank)
     odd = rank == count - 1
 
     def of(model):
@@ -213,9 +213,9 @@ def refusals(count):
         linear = nn.Linear(4, 6, bias=False)
         model = nn.Sequential(linear)
         layers = dissect(model).layers
-        from spectral_monitor.sharding import Extent
+        from spectral_monitor.sharding import ShardRegion
 
-        plan(layers, {id(linear.weight): Extent((6, 4), ((0, 3), (0, 4)))}, processes)
+        plan(layers, {id(linear.weight): ShardRegion((6, 4), ((0, 3), (0, 4)))}, processes)
 
     return {
         "names": of(named),

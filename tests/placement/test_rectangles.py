@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spectral_monitor.layers import Layout
-from spectral_monitor.sharding import Extent, Rectangle
+from spectral_monitor.sharding import Rectangle, ShardRegion
 from spectral_monitor.sharding.rectangles import contents, rectangles, unfit
 from spectral_monitor.sharding.shard_region import whole_extent
 
@@ -61,11 +61,11 @@ def chunks(size, count):
 def boxes(shape, cuts):
     """One for each process, of the chunks of these dimensions."""
     ranges = [cuts.get(dim, [(0, size)]) for dim, size in enumerate(shape)]
-    return [Extent(shape, box) for box in itertools.product(*ranges)]
+    return [ShardRegion(shape, box) for box in itertools.product(*ranges)]
 
 
 def stretches(shape, borders):
-    return [Extent(shape, tuple((0, size) for size in shape), pair) for pair in itertools.pairwise(borders)]
+    return [ShardRegion(shape, tuple((0, size) for size in shape), pair) for pair in itertools.pairwise(borders)]
 
 
 def held(parameter, extent):
@@ -216,8 +216,8 @@ def test_by_hand():
 
 
 def test_extents_know_their_size():
-    box = Extent((4, 6), ((1, 3), (0, 6)))
-    stretch = Extent((4, 6), ((0, 4), (0, 6)), (5, 9))
+    box = ShardRegion((4, 6), ((1, 3), (0, 6)))
+    stretch = ShardRegion((4, 6), ((0, 4), (0, 6)), (5, 9))
     assert (box.count, stretch.count, whole_extent((4, 6)).count, whole_extent(()).count) == (12, 4, 24, 1)
     assert [extent.whole for extent in (box, stretch, whole_extent((4, 6)), whole_extent(()))] == [
         False,
@@ -225,5 +225,7 @@ def test_extents_know_their_size():
         True,
         True,
     ]
-    assert box.key == Extent((4, 6), ((1, 3), (0, 6)), placement="elsewhere", spread=2).key
-    assert len({box.key, stretch.key, whole_extent((4, 6)).key, Extent((4, 6), ((0, 4), (0, 6)), (5, 10)).key}) == 4
+    assert box.key == ShardRegion((4, 6), ((1, 3), (0, 6)), placement="elsewhere", spread=2).key
+    assert (
+        len({box.key, stretch.key, whole_extent((4, 6)).key, ShardRegion((4, 6), ((0, 4), (0, 6)), (5, 10)).key}) == 4
+    )

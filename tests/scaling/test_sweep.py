@@ -23,7 +23,7 @@ from torch import nn
 from spectral_monitor.cli import main
 from spectral_monitor.parametrization.prediction import predict
 from spectral_monitor.scaling import MUP, NTP, SP
-from spectral_monitor.scaling.sweeps.point import Key, Point, Recipe
+from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.sweep import sweep
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_known_slopes():
 
 def test_slopes_are_those_of_the_points():
     result = quiet(seeds=[3, 11, 4], quantities=["weight_natural", "feature_change"])
-    assert [point.key for point in result.points] == [Key(w, None, s) for w in (8, 16, 32) for s in (3, 4, 11)]
+    assert [point.key for point in result.points] == [RunKey(w, None, s) for w in (8, 16, 32) for s in (3, 4, 11)]
     for slope in result.slopes:
         values = np.array(
             [
@@ -104,7 +104,7 @@ def test_another_step():
 
 def test_drift_is_counted_from_the_start():
     """Of one layer with a linear loss: h moves by lr * 4 each step."""
-    point = Recipe(Known, ones, 5, ["feature_drift", "drift_ratio"]).train(Key(16, None, 0))
+    point = SweepConfig(Known, ones, 5, ["feature_drift", "drift_ratio"]).train(RunKey(16, None, 0))
     start, lr = 16**Known.weight, Known.lr * 16**Known.rate
     for key in ("feature_drift", "drift_ratio"):
         assert point.at(5).value(key, "layer") == pytest.approx(5 * lr / start, rel=1e-3)

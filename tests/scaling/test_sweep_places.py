@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from spectral_monitor.measurement import LayerInfo
-from spectral_monitor.parametrization.layer_position import Place
+from spectral_monitor.parametrization.layer_position import LayerPosition
 from spectral_monitor.scaling import MUP, SPECTRAL, predict
 from spectral_monitor.scaling.sweeps.sweep import sweep
 
@@ -148,7 +148,7 @@ def test_points_of_older_files_have_no_places(tmp_path):
 
 def test_a_place_is_taken_before_what_a_layer_tells():
     infos = [[LayerInfo("0", "embedding", w, 1, (9, w)), LayerInfo("1", "readout", 9, w, (9, w))] for w in (64, 128)]
-    places = [{"0": Place("readout", w, 9, 0, 1), "1": Place("readout", w, 9, 0, 1)} for w in (64, 128)]
+    places = [{"0": LayerPosition("readout", w, 9, 0, 1), "1": LayerPosition("readout", w, 9, 0, 1)} for w in (64, 128)]
     assert predict(MUP, "adam", "weight_natural", (64, 128), infos)["0"] == pytest.approx(0.0)
     assert predict(MUP, "adam", "weight_natural", (64, 128), infos, places)["0"] == pytest.approx(-1.0)
     del places[1]["0"]

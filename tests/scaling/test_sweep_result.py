@@ -13,7 +13,7 @@ from sweeping import Known, Noisy, noise, ones
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.fitting.power_law import Fit
 from spectral_monitor.scaling import MUP
-from spectral_monitor.scaling.sweeps.point import Key, Point, Recipe
+from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.result import evaluated
 from spectral_monitor.scaling.sweeps.slope import Slope
 from spectral_monitor.scaling.sweeps.sweep import sweep
@@ -28,13 +28,13 @@ def layers(width, count):
 
 def found(values, *, seeds=1, failures=None, infos=layers, recipe=None, keys=(KEY,)):
     """A result of made-up values: ``values[seed][layer][width]``, the same of every quantity."""
-    recipe = recipe or Recipe(Known, ones, 1, keys)
+    recipe = recipe or SweepConfig(Known, ones, 1, keys)
     points = []
     for seed in range(seeds):
         for i, width in enumerate(WIDTHS):
             column = torch.tensor([row[i] for row in values[seed]], dtype=torch.float64)
             m = Measurement(1, infos(width, len(column)), dict.fromkeys(keys, column), {}, reasons={"*/net.9": "so"})
-            key = Key(width, None, seed)
+            key = RunKey(width, None, seed)
             points.append(Point(key, (m,), (1.0,), (failures or {}).get((width, seed), "")))
     return evaluated(recipe, [point.key for point in points], points, "width", 1)
 
@@ -93,7 +93,7 @@ def test_offenders_come_first():
 
 def test_with_predictions():
     """All of these layers read 8 inputs; muP predicts a flat update."""
-    recipe = Recipe(Known, ones, 1, [KEY], parametrization=MUP, optimizer="adam", lr=0.1)
+    recipe = SweepConfig(Known, ones, 1, [KEY], parametrization=MUP, optimizer="adam", lr=0.1)
     result = found([[power(0), power(0.5), power(-0.02)]], recipe=recipe)
     assert [slope.verdict for slope in result.slopes] == ["as predicted", "not as predicted", "as predicted"]
     first, titles, row, *_ = result.table().splitlines()
@@ -230,7 +230,7 @@ def curves(axis):
 
 
 def test_the_picture_shows_the_values():
-    recipe = Recipe(Known, ones, 1, [KEY, "weight_natural"], parametrization=MUP, optimizer="adam", lr=0.1)
+    recipe = SweepConfig(Known, ones, 1, [KEY, "weight_natural"], parametrization=MUP, optimizer="adam", lr=0.1)
     rows = [[power(0, f), power(0.5, f), [-x for x in power(0.2, f)], [math.nan] * 4] for f in (1.0, 4.0)]
     result = found(rows, seeds=2, recipe=recipe, keys=recipe.quantities)
     figure = result.figure()

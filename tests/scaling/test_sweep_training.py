@@ -13,7 +13,7 @@ from torch import nn
 
 from spectral_monitor.scaling import MUP
 from spectral_monitor.scaling.batches import moved
-from spectral_monitor.scaling.sweeps.point import Key, Recipe
+from spectral_monitor.scaling.sweeps.point import RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.sweep import sweep
 
 
@@ -23,7 +23,7 @@ def quiet(make_module=Noisy, data=noise, **kwargs):
 
 def trained(make_module, data=ones, width=16, **kwargs):
     kwargs = {"steps": 2, "quantities": ["update_natural", "feature_change", "lr"], **kwargs}
-    return Recipe(make_module, data, **kwargs).train(Key(width, None, 0))
+    return SweepConfig(make_module, data, **kwargs).train(RunKey(width, None, 0))
 
 
 # ------------------------------------------------------------------------------------------------------------ losses

@@ -17,12 +17,12 @@ from spectral_monitor.capture.hooks.tensor_version import Marks, marks
 from spectral_monitor.capture.records.assumption_checks import Checks
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.records.linearity_check import is_linear
-from spectral_monitor.capture.replay.batch_slicing import Portion
+from spectral_monitor.capture.replay.batch_slicing import BatchSlice
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs, first_outputs
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.row_sampling import (
-    Kept,
-    RowPicker,
+    GuardedTensor,
+    RowSampler,
     count_rows,
     first_tensor,
     patches_of,
@@ -34,7 +34,7 @@ from spectral_monitor.layers import Layer
 from spectral_monitor.state.dtensor import local_part
 
 Harmless = Callable[[str], AbstractContextManager[None]]
-Foresight = Callable[[RootCall], Portion | None]
+Foresight = Callable[[RootCall], BatchSlice | None]
 """Of a call that begins: the samples that will be run again, if it is known that those will do."""
 
 
@@ -79,7 +79,7 @@ class FeatureCapture:
         self._watched = watched
         self._hooked = {i: layer.module for i, layer in self.layers.items() if layer.module is not None}
         self._roots = ancestors(model, {id(module) for module in self._hooked.values()})
-        self._picker = RowPicker(max_rows)
+        self._picker = RowSampler(max_rows)
         self._max_rows = max_rows
         self._harmless = harmless
         self._handles: list[RemovableHandle] = []
@@ -116,7 +116,7 @@ class FeatureCapture:
         self._way_in = self.redirected
         self._way_out = False
         self._root: RootCall | None = None
-        self._portion: Portion | None = None
+        self._portion: BatchSlice | None = None
 
     def foresee(self, foresight: Foresight, ranked: bool, apart: bool) -> None:
         """From now on keep no more rows than will be needed, as far as that is foreseen.
@@ -252,7 +252,7 @@ class FeatureCapture:
                 first_index = self._picker.choose(first, room, out.device)
                 h_out = rows_of(_first_rows(out, first, count), layer.channels_first, spatial, first_index)
             copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
-            kept = Kept(h_out.clone() if copy else h_out)
+            kept = GuardedTensor(h_out.clone() if copy else h_out)
             original = h_out if copy and first is None and i not in self._overwritten else None
             call = Call(None, kept, chosen, eps, index, self._root, h_out.shape[1], count, norm, original)
             call.first, call.first_index = first, first_index
@@ -272,7 +272,7 @@ class FeatureCapture:
                 call.inputs = rows
                 first = self.calls[i][0].inputs if i in self.calls else rows
                 sample = self._chosen_inputs(first, rows, x.numel() // max(rows, 1), x.device)
-                call.h_in = Kept.of(given, rows_of(x, channels, spatial, sample))
+                call.h_in = GuardedTensor.of(given, rows_of(x, channels, spatial, sample))
             self.calls.setdefault(i, []).append(call)
             self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:
@@ -329,10 +329,10 @@ class FeatureCapture:
             call.b_count += 1
             b, spatial = local_part(gradient), len(layer.info.shape) - 2
             if call.first is None:
-                call.b = Kept(rows_of(b, layer.channels_first, spatial, call.index))
+                call.b = GuardedTensor(rows_of(b, layer.channels_first, spatial, call.index))
             else:
                 few = _first_rows(b, call.first, call.outputs)
-                call.b = Kept(rows_of(few, layer.channels_first, spatial, call.first_index).clone())
+                call.b = GuardedTensor(rows_of(few, layer.channels_first, spatial, call.first_index).clone())
                 if self._ranked:
                     rows = rows_of(b, layer.channels_first, spatial, call.index)
                     call.b_sample = self._sample(i, rows.clone() if call.index is None else rows)
@@ -367,7 +367,7 @@ class FeatureCapture:
                 call.original = None
         return outputs
 
-    def first(self, outputs: Outputs, portion: Portion) -> Outputs:
+    def first(self, outputs: Outputs, portion: BatchSlice) -> Outputs:
         """What of :meth:`outputs` is of the first samples, which alone are run again."""
         return first_outputs(outputs, portion, self._picker)
 

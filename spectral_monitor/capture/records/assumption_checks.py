@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectral_monitor.capture.row_sampling import Kept, RowPicker, rows_of
+from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler, rows_of
 from spectral_monitor.functional.kernels import length, sample_share
 from spectral_monitor.layers import Layer
 from spectral_monitor.state.dtensor import local_part
@@ -39,7 +39,7 @@ class Checked:
     output: Tensor | None = None
     source: Tensor | None = None
     input: Tensor | None = None
-    rows: Kept | None = None
+    rows: GuardedTensor | None = None
     share: Tensor | None = None
 
 
@@ -49,7 +49,7 @@ class Checks:
     def __init__(self, keys: Collection[str]) -> None:
         self._ratios = "activation_ratio" in keys
         self._shares = "sample_share" in keys
-        self._picker = RowPicker(SHARE_ROWS)
+        self._picker = RowSampler(SHARE_ROWS)
         self._made: dict[Any, Checked] = {}
 
     def forget(self) -> None:
@@ -68,7 +68,7 @@ class Checks:
             if output.grad_fn is not None:
                 self._made[output.grad_fn] = checked
         if self._shares and given is not None and _is_one_matrix(layer) and given.is_floating_point():
-            checked.rows = Kept(rows_of(local_part(given), False, 0))
+            checked.rows = GuardedTensor(rows_of(local_part(given), False, 0))
         return checked
 
     @torch.no_grad()

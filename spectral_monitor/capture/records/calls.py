@@ -12,7 +12,7 @@ from torch import Tensor
 from spectral_monitor.capture.records.assumption_checks import Checked
 from spectral_monitor.capture.replay.feature_change import CallRows
 from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.row_sampling import Kept, RowPicker
+from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler
 from spectral_monitor.linalg import compute_dtype
 
 
@@ -41,8 +41,8 @@ class Call:
         place: how many calls of other layers and of this one came before.
     """
 
-    h_in: Kept | None
-    h_out: Kept
+    h_in: GuardedTensor | None
+    h_out: GuardedTensor
     count: int
     eps: float
     index: Tensor | None
@@ -52,7 +52,7 @@ class Call:
     norm: Tensor
     original: Tensor | None = None
     watched: bool = False
-    b: Kept | None = None
+    b: GuardedTensor | None = None
     b_count: int = 0
     first: int | None = None
     first_index: Tensor | None = None
@@ -73,7 +73,7 @@ class Call:
         b = self.gradient()
         return b if b is None or self.b_sample is None else self.b_sample
 
-    def thin(self, picker: RowPicker, room: int, device: torch.device) -> None:
+    def thin(self, picker: RowSampler, room: int, device: torch.device) -> None:
         """Keep at most ``room`` of the rows that were chosen, those that would have been chosen so."""
         if self.count <= room:
             return

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spectral_monitor.state.dtensor import is_distributed
 
 
-def mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
+def tree_map(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
     """A copy of nested containers, of their own types, with ``of`` each tensor; anything else is shared.
 
     What cannot be changed is copied only if something inside is.
@@ -26,12 +26,12 @@ def mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
         return of(value)
     if _wraps_dict(value):
         copied = _copied(value)
-        copied.data = mapped(value.data, of)
+        copied.data = tree_map(value.data, of)
         return copied
     inside = _inside(value)
     if inside is None:
         return value
-    items = [(key, mapped(item, of)) for key, item in inside]
+    items = [(key, tree_map(item, of)) for key, item in inside]
     if isinstance(value, tuple):
         same = all(new is old for (_, new), (_, old) in zip(items, inside, strict=True))
         return value if same else _tuple_like(value, [item for _, item in items])
@@ -81,7 +81,7 @@ def _tuple_like(value: Any, items: list[Any]) -> Any:
 
 
 def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """What :func:`mapped` maps or shares, and where it is."""
+    """What :func:`tree_map` maps or shares, and where it is."""
     inside = None if isinstance(value, Tensor) else _inside(value)
     if inside is None:
         yield where, value
@@ -105,8 +105,8 @@ def batch_size(tree: Any) -> int | None:
 def signature(tree: Any) -> tuple[tuple[str, Hashable, str], ...]:
     """Where leaves are, of what kind, and the values of numbers, words and the like.
 
-    Of batches of one signature :func:`cut` cuts the same tensors, and no word or number among the arguments tells a
-    forward to treat them differently.
+    :func:`slice_batch` cuts the same tensors of batches of one signature, and no word or number among the arguments
+    tells a forward to treat them differently.
     """
     size = batch_size(tree)
 
@@ -126,7 +126,7 @@ def _value(leaf: Any) -> str:
     return "" if plain is None else plain.__repr__(leaf)
 
 
-def cut(tree: Any, which: slice) -> Any:
+def slice_batch(tree: Any, which: slice) -> Any:
     """A copy of the tree with some samples only: of tensors with as many entries as the batch has samples."""
     size = batch_size(tree)
 
@@ -134,11 +134,11 @@ def cut(tree: Any, which: slice) -> Any:
         chosen = x[which] if x.ndim and len(x) == size else x
         return chosen.detach().clone().requires_grad_(x.requires_grad)
 
-    return mapped(tree, some)
+    return tree_map(tree, some)
 
 
 @dataclass(frozen=True)
-class Portion:
+class BatchSlice:
     """The first samples of a batch.
 
     Attributes:

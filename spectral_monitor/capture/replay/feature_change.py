@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spectral_monitor.capture.replay.batch_slicing import Portion
-from spectral_monitor.capture.row_sampling import RowPicker, count_rows, rows_of
+from spectral_monitor.capture.replay.batch_slicing import BatchSlice
+from spectral_monitor.capture.row_sampling import RowSampler, count_rows, rows_of
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.state.dtensor import local_part
@@ -40,7 +40,7 @@ class CallRows:
     chosen: int
     again: int
 
-    def first(self, rows: int, picker: RowPicker) -> CallRows:
+    def first(self, rows: int, picker: RowSampler) -> CallRows:
         """Those that are among the first ``rows`` of the call, when only these are run again."""
         if self.pool <= rows:
             return replace(self, again=rows)
@@ -54,7 +54,7 @@ Outputs = dict[int, list[CallRows]]
 """Layer index -> what is kept of each call."""
 
 
-def first_outputs(outputs: Outputs, portion: Portion, picker: RowPicker) -> Outputs:
+def first_outputs(outputs: Outputs, portion: BatchSlice, picker: RowSampler) -> Outputs:
     """Those of the first samples, which alone are run again.
 
     Raises:
@@ -118,7 +118,7 @@ class Replay:
         self.outputs = outputs
         self.samples = samples
         self._keys = keys
-        self._picker = RowPicker(KERNEL_ROWS)
+        self._picker = RowSampler(KERNEL_ROWS)
         self._changes: dict[int, list[Change | None]] = {}
         self.inputs = None if inputs is None else Replay(inputs)
 

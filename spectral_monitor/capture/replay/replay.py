@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from spectral_monitor.capture.replay.batch_slicing import cut, mapped
+from spectral_monitor.capture.replay.batch_slicing import slice_batch, tree_map
 from spectral_monitor.state.dtensor import is_distributed
 from spectral_monitor.state.rng import AutocastState, RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
@@ -19,7 +19,7 @@ from spectral_monitor.state.snapshot import Snapshot, preserved
 
 def clone_tree(value: Any) -> Any:
     """A copy of nested containers and their tensors; anything else is shared."""
-    return mapped(value, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
+    return tree_map(value, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
 
 
 def copied(value: Any, otherwise: Any) -> tuple[Any, Exception | None]:
@@ -90,7 +90,7 @@ class RootCall:
     def part(self, which: slice) -> RootCall:
         """The same call with some samples of its batch."""
         part = copy.copy(self)
-        part.given = cut(self.given, which)
+        part.given = slice_batch(self.given, which)
         return part
 
     def pack(self, model: nn.Module) -> dict[str, Any]:

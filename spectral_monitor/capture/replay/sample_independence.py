@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from spectral_monitor.capture.replay.batch_slicing import Portion
+from spectral_monitor.capture.replay.batch_slicing import BatchSlice
 from spectral_monitor.capture.row_sampling import rows_of
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import compute_dtype
@@ -24,7 +24,7 @@ def _rows(x: Tensor | None, layer: Layer) -> Tensor | None:
     return rows_of(local_part(x), layer.channels_first, spatial)
 
 
-class Alone:
+class SeparateRun:
     """Copies of the rows that go into, and come out of, the calls of layers in a forward of a few samples."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Alone:
         self.calls.setdefault(i, []).append((x, h))
 
 
-class Rehearsal:
+class IndependenceCheck:
     """Compares a forward of the whole batch with those of its first and of its last samples, at the same weights.
 
     The last ones are there because the first may be right by chance: a sequence begins alike, however long it is.
@@ -48,7 +48,7 @@ class Rehearsal:
         noise: layer index -> how far its outputs are off, relative to their norm; of :meth:`verdict`.
     """
 
-    def __init__(self, first: Alone, last: Alone, portion: Portion, wrong: str = "") -> None:
+    def __init__(self, first: SeparateRun, last: SeparateRun, portion: BatchSlice, wrong: str = "") -> None:
         """``portion``: which the first samples are; ``wrong``: why it is known already that they must not."""
         self.common: set[tuple[int, int]] = set()
         self.noise: dict[int, float] = {}

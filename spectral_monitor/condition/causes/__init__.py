@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
-from spectral_monitor.condition.causes.explanation import CAUSES, Told
+from spectral_monitor.condition.causes.explanation import CAUSES, Explanation
 from spectral_monitor.condition.causes.layers import of_layer
 from spectral_monitor.condition.causes.network import of_network
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
 
-__all__ = ["CAUSES", "Told", "cause"]
+__all__ = ["CAUSES", "Explanation", "cause"]
 
 
-def cause(finding: Finding, network: Network, pace: float = math.nan, first: str = "") -> Told:
+def cause(finding: Finding, network: Network, pace: float = math.nan, first: str = "") -> Explanation:
     """Return the first explanation that fits, the most certain first.
 
     Args:
@@ -37,4 +37,4 @@ def cause(finding: Finding, network: Network, pace: float = math.nan, first: str
     if finding.layer == NETWORK:
         return of_network(finding, network, pace, first)
     row = network.row(finding.layer)
-    return Told("unknown", "it is not measured any more") if row is None else of_layer(finding, row, network)
+    return Explanation("unknown", "it is not measured any more") if row is None else of_layer(finding, row, network)

@@ -38,7 +38,7 @@ CAUSES = {
 """Every code a verdict may carry."""
 
 
-class Told(NamedTuple):
+class Explanation(NamedTuple):
     """An explanation.
 
     Attributes:

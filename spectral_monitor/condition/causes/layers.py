@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from itertools import takewhile
 
-from spectral_monitor.condition.causes.explanation import Told
+from spectral_monitor.condition.causes.explanation import Explanation
 from spectral_monitor.condition.findings import SUSPECT, Finding
 from spectral_monitor.condition.network import MOVED, Network, Row
 from spectral_monitor.condition.verdict import Remedy, short
@@ -17,13 +17,13 @@ STILL = 0.1
 """A drift below this part of the median is hardly any."""
 
 
-def of_layer(finding: Finding, row: Row, network: Network) -> Told:
+def of_layer(finding: Finding, row: Row, network: Network) -> Explanation:
     """Return the first explanation that fits."""
     for explanation in _BY_CHECK[finding.check]:
         told = explanation(finding, row, network)
         if told is not None:
             return told
-    return Told("unknown", f"{_what(finding)}; none of the known causes fits")
+    return Explanation("unknown", f"{_what(finding)}; none of the known causes fits")
 
 
 def _what(finding: Finding) -> str:
@@ -39,7 +39,7 @@ def _peak(row: Row, lr: float) -> float:
     return lr * scale if math.isfinite(scale) and scale > 0 else lr
 
 
-def _rate(finding: Finding, row: Row, network: Network) -> Told | None:
+def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain by a learning rate that stands out from those of the others, or from the profile's."""
     rate = network.rates.get(row.info.name)
     known = not math.isnan(finding.lr) and finding.check == "reference"  # the profile's
@@ -56,7 +56,7 @@ def _rate(finding: Finding, row: Row, network: Network) -> Told | None:
     others = [network.rates[peer.info.name] for peer in network.peers_of(row) if peer.info.name in network.rates]
     if not known and not all(math.isclose(usual, other.usual, rel_tol=0.05) for other in others):
         whose = "by the rule of the others it would be"
-    return Told(
+    return Explanation(
         "lr_too_large" if factor > 1 else "lr_too_small",
         f"its learning rate is {_number(mine)}, {whose} {_number(theirs)}: use {_number(theirs)}",
         Remedy("set_lr", (row.info.name,), theirs),
@@ -73,14 +73,14 @@ def _number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _lr_zero(finding: Finding, row: Row, network: Network) -> Told | None:
+def _lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if row.get("lr") != 0 and row.settings.lr != 0:
         return None
     others = [_peak(other, other.lr) for other in network.peers_of(row) or network.peers if other.lr > 0]
     if not others:
         return None
     usual = sorted(others)[len(others) // 2]
-    return Told(
+    return Explanation(
         "lr_zero",
         f"its learning rate is 0 while others learn at {_number(usual)}: use that, or freeze it with "
         "requires_grad_(False)",
@@ -88,31 +88,33 @@ def _lr_zero(finding: Finding, row: Row, network: Network) -> Told | None:
     )
 
 
-def _dead(finding: Finding, row: Row, network: Network) -> Told | None:
+def _dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Find which of a chain of dead layers is to blame: the last one whose bias is dead too, if that is measured."""
     dead = [other for other in network.rows if _silent(other) and other.lr != 0]
     if row.get("lost") > 0:
-        return Told(
+        return Explanation(
             "rounding",
             "gradients arrive, but its updates are lost, most likely as too small for the precision of its weights: "
             "keep them in float32",
             Remedy("check", (row.info.name,)),
         )
     if row not in dead:
-        return Told("unmoved", "a learning rate but no update: no gradient arrives, or one of exactly nothing")
+        return Explanation("unmoved", "a learning rate but no update: no gradient arrives, or one of exactly nothing")
     if len(dead) == len(network.rows):
-        return Told("dead", "no layer gets a gradient: the loss does not depend on them, is exactly 0, or one is dead")
+        return Explanation(
+            "dead", "no layer gets a gradient: the loss does not depend on them, is exactly 0, or one is dead"
+        )
     chain = list(takewhile(lambda other: other in dead, network.rows[network.rows.index(row) :]))
     blamed = [other for other in chain if not _bias(other, network)]
     if row not in blamed:
-        return Told(
+        return Explanation(
             "dead_input", "a gradient reaches its bias but its inputs are all zero: the layer before it is dead"
         )
     if blamed[-1] is not row:
-        return Told("dead_above", f"a later layer ({blamed[-1].info.name}) is dead and lets no gradient through")
+        return Explanation("dead_above", f"a later layer ({blamed[-1].info.name}) is dead and lets no gradient through")
     size = network.vectors.get(f"{row.info.name}.bias", row).get("weight_natural")
     never = f" (biases of size {short(size)})" if size > 10 else ""
-    return Told(
+    return Explanation(
         "dead",
         f"no gradient reaches its weights: its outputs are cut off, as by a ReLU that never opens{never}, or detached; "
         "initialise it again",
@@ -131,7 +133,7 @@ def _bias(row: Row, network: Network) -> bool:
     return bias is not None and not math.isnan(bias.get("contribution")) and not _silent(bias)
 
 
-def _heavy(finding: Finding, row: Row, network: Network) -> Told | None:
+def _heavy(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain by weights that began too large or too small."""
     factor = network.initial_gain(row)
     large = factor > 1
@@ -143,18 +145,18 @@ def _heavy(finding: Finding, row: Row, network: Network) -> Told | None:
     size, word = short(max(factor, 1 / factor)), "larger" if large else "smaller"
     began = f"its weights began {size}x {word} than typical"
     if row.info.role == "readout" and large:
-        return Told("readout_init", f"{began}: divide them by {size}, or begin with 0", advice)
+        return Explanation("readout_init", f"{began}: divide them by {size}, or begin with 0", advice)
     if large:
-        return Told("weights_too_large", f"{began}: divide them by {size}", advice)
-    return Told("weights_too_small", f"{began}: multiply them by {size}", advice)
+        return Explanation("weights_too_large", f"{began}: divide them by {size}", advice)
+    return Explanation("weights_too_small", f"{began}: multiply them by {size}", advice)
 
 
-def _embedding(finding: Finding, row: Row, network: Network) -> Told | None:
+def _embedding(finding: Finding, row: Row, network: Network) -> Explanation | None:
     size = network.initial_rows(row)
     if row.info.role != "embedding" or not (0 < size < 0.02 or size > 1):
         return None
     target = 1.0 if size > 1 else 0.02
-    return Told(
+    return Explanation(
         "embedding_scale",
         f"the entries of its largest row are about {short(size)}, where 0.02 to 1 is usual: multiply its initial "
         f"weights by {short(target / size)}",
@@ -162,40 +164,40 @@ def _embedding(finding: Finding, row: Row, network: Network) -> Told | None:
     )
 
 
-def _theory(finding: Finding, row: Row, network: Network) -> Told | None:
+def _theory(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if finding.quantity != "weight_natural" or finding.against != "the theory's":
         return None
     large = finding.ratio > 1
     if row.get("drift_ratio") > MOVED:
-        return Told("weights_grown", f"{_what(finding)}: grown since the start by its updates")
+        return Explanation("weights_grown", f"{_what(finding)}: grown since the start by its updates")
     fan_in, fan_out = row.info.fan_in, row.info.fan_out
     deviation = short(min(1.0, math.sqrt(fan_out / fan_in)) / math.sqrt(fan_in))
     code = "weights_too_small"
     if large:
         code = "readout_init" if row.info.role == "readout" else "weights_too_large"
     size = f"{short(finding.ratio)} times too large" if large else f"{short(1 / finding.ratio)} times too small"
-    return Told(
+    return Explanation(
         code,
         f"initialised {size}: use standard deviation {deviation}, times 1.4 where a ReLU follows",
         Remedy("scale_weights", (row.info.name,), 1 / finding.ratio),
     )
 
 
-def _readout_width(finding: Finding, row: Row, network: Network) -> Told | None:
+def _readout_width(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if row.info.role != "readout" or finding.ratio < 1 or row.settings.family == "adam":
         return None
-    return Told(
+    return Explanation(
         "readout_width",
         f"{_what(finding)}: under {row.settings.optimizer or 'SGD'} a readout's update grows with its "
         f"{row.info.fan_in} inputs; begin with weights of 0, or give it a smaller learning rate",
     )
 
 
-def _vanishing(finding: Finding, row: Row, network: Network) -> Told | None:
+def _vanishing(finding: Finding, row: Row, network: Network) -> Explanation | None:
     drift, middle = row.get("drift_ratio"), network.others("drift_ratio", row)
     if finding.ratio > 1 or not drift < STILL * middle:
         return None
-    return Told(
+    return Explanation(
         "vanishing",
         f"it has moved by {short(drift)} of its size since the start, the others by {short(middle)}: hardly any "
         "gradient arrives; look at what follows it",
@@ -203,9 +205,9 @@ def _vanishing(finding: Finding, row: Row, network: Network) -> Told | None:
     )
 
 
-def _exploding(finding: Finding, row: Row, network: Network) -> Told | None:
+def _exploding(finding: Finding, row: Row, network: Network) -> Explanation | None:
     by = short(10 * finding.value)
-    return Told(
+    return Explanation(
         "exploding",
         f"each step moves it by {short(finding.value)} of its own size, so each overwrites what the previous one "
         f"learned: divide its learning rate by about {by}",
@@ -213,9 +215,9 @@ def _exploding(finding: Finding, row: Row, network: Network) -> Told | None:
     )
 
 
-def _grown(finding: Finding, row: Row, network: Network) -> Told | None:
+def _grown(finding: Finding, row: Row, network: Network) -> Explanation | None:
     drift = row.get("drift_ratio")
-    return Told(
+    return Explanation(
         "exploding",
         f"its weights have moved {short(drift)} times the size they began with, and stretch by {short(row.weight)}: "
         "divide its learning rate by about 10",
@@ -223,16 +225,16 @@ def _grown(finding: Finding, row: Row, network: Network) -> Told | None:
     )
 
 
-def _rounding(finding: Finding, row: Row, network: Network) -> Told | None:
-    return Told(
+def _rounding(finding: Finding, row: Row, network: Network) -> Explanation | None:
+    return Explanation(
         "rounding",
         "its updates are smaller than what the dtype of its weights can hold beside them: keep weights in float32",
         Remedy("check", (row.info.name,)),
     )
 
 
-Explanation = Callable[[Finding, Row, Network], Told | None]
-_BY_CHECK: dict[str, tuple[Explanation, ...]] = {
+Explainer = Callable[[Finding, Row, Network], Explanation | None]
+_BY_CHECK: dict[str, tuple[Explainer, ...]] = {
     "dead": (_lr_zero, _dead),
     "rate": (_rate,),
     "exploding": (_rate, _embedding, _exploding),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from spectral_monitor.condition.causes.explanation import Told
+from spectral_monitor.condition.causes.explanation import Explanation
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.rates import HEALTHY_STEP
@@ -16,7 +16,7 @@ SLOWEST = 0.05
 """The root of the fastest layer's relative update times the median layer's natural one in healthy networks."""
 
 
-def of_network(finding: Finding, network: Network, pace: float, first: str) -> Told:
+def of_network(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
     """Return what a check of the network as a whole means.
 
     Args:
@@ -35,19 +35,19 @@ def _far(finding: Finding, network: Network) -> str:
     return f"weights have moved {short(finding.value)} times the size they began with by step {network.step}"
 
 
-def _too_large(finding: Finding, network: Network, pace: float, first: str) -> Told:
+def _too_large(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
     seen = _far(finding, network)
     by = max(3.0, float(f"{max(pace / HEALTHY_STEP, 1.0):.1g}")) if pace > 0 else 10.0
-    return Told(
+    return Explanation(
         "rates_too_large",
         f"{seen}: steps are too large; divide every learning rate by about {by:.0f}",
         Remedy("scale_lr", (), 1 / by),
     )
 
 
-def _too_small(finding: Finding, network: Network, pace: float, first: str) -> Told:
+def _too_small(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
     by = min(100.0, max(3.0, float(f"{SLOWEST / finding.value:.1g}"))) if finding.value > 0 else 100.0
-    return Told(
+    return Explanation(
         "rates_too_small",
         f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply every "
         f"learning rate by about {by:.0f}, or clip gradients less",
@@ -55,8 +55,8 @@ def _too_small(finding: Finding, network: Network, pace: float, first: str) -> T
     )
 
 
-def _diverged(finding: Finding, network: Network, pace: float, first: str) -> Told:
-    return Told(
+def _diverged(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+    return Explanation(
         "diverged",
         "weights, updates or outputs are not finite or on their way there: go back to a checkpoint and divide every "
         "learning rate by 10",
@@ -64,12 +64,12 @@ def _diverged(finding: Finding, network: Network, pace: float, first: str) -> To
     )
 
 
-def _nothing(finding: Finding, network: Network, pace: float, first: str) -> Told:
-    return Told("nothing_trains", f"no parameter moves: {finding.against}", Remedy("check"))
+def _nothing(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+    return Explanation("nothing_trains", f"no parameter moves: {finding.against}", Remedy("check"))
 
 
-def _features(finding: Finding, network: Network, pace: float, first: str) -> Told:
-    return Told(
+def _features(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+    return Explanation(
         "input_scale",
         f"the outputs of {first} begin with RMS {short(finding.value)}, where about 1 is usual, though its weights are "
         "of ordinary size: its inputs are too large; normalize them to mean 0 and variance 1",
@@ -77,9 +77,9 @@ def _features(finding: Finding, network: Network, pace: float, first: str) -> To
     )
 
 
-def _features_vanish(finding: Finding, network: Network, pace: float, first: str) -> Told:
+def _features_vanish(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
     gain = geometric_median(row.gain for row in network.peers)
-    return Told(
+    return Explanation(
         "weights_too_small",
         f"the smallest outputs of a layer begin with RMS {short(finding.value)}: weights multiply the size of features "
         f"by {short(gain)} in each layer, so they vanish; multiply initial weights by about {short(0.6 / gain)}",
@@ -87,9 +87,9 @@ def _features_vanish(finding: Finding, network: Network, pace: float, first: str
     )
 
 
-def _eps(finding: Finding, network: Network, pace: float, first: str) -> Told:
+def _eps(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
     eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=math.nan)
-    return Told(
+    return Explanation(
         "eps",
         f"entries move by {short(finding.value)} of the learning rate, where Adam moves them by 0.3 to 1 in the first "
         f"steps: eps {eps:g} is larger than the gradients; use 1e-8",
@@ -97,9 +97,9 @@ def _eps(finding: Finding, network: Network, pace: float, first: str) -> Told:
     )
 
 
-def _momentum(finding: Finding, network: Network, pace: float, first: str) -> Told:
+def _momentum(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
     momentum = max(row.settings.momentum for row in network.peers)
-    return Told(
+    return Explanation(
         "momentum",
         f"momentum {momentum:g} averages about {short(1 / (1 - momentum))} steps, which outlasts what they were "
         "computed for: use 0.9",
@@ -107,8 +107,8 @@ def _momentum(finding: Finding, network: Network, pace: float, first: str) -> To
     )
 
 
-def _sgd_rule(finding: Finding, network: Network, pace: float, first: str) -> Told:
-    return Told(
+def _sgd_rule(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+    return Explanation(
         "sgd_rule_under_adam",
         "learning rates are proportional to fan_out/fan_in, the rule for SGD; under Adam updates then grow with "
         "fan_out: make them proportional to 1/fan_in",
@@ -116,7 +116,7 @@ def _sgd_rule(finding: Finding, network: Network, pace: float, first: str) -> To
     )
 
 
-def _ntk(finding: Finding, network: Network, pace: float, first: str) -> Told:
+def _ntk(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
     seen = "hidden layers hardly learn while the readout does, the more so the wider they are"
     if network.ntk_rates:
         how = f"learning rates go with 1/fan_in, under SGD: {seen}; make them proportional to fan_out/fan_in"
@@ -125,10 +125,10 @@ def _ntk(finding: Finding, network: Network, pace: float, first: str) -> Told:
             f"weights have entries of size 1, so the forward pass divides by sqrt(fan_in): {seen}; divide by fan_in at "
             "the readout, and multiply learning rates by the width"
         )
-    return Told("ntk_scaling", how, Remedy("check"))
+    return Explanation("ntk_scaling", how, Remedy("check"))
 
 
-_OF_NETWORK: dict[str, Callable[[Finding, Network, float, str], Told]] = {
+_OF_NETWORK: dict[str, Callable[[Finding, Network, float, str], Explanation]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
     "rates_too_small": _too_small,

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectral_monitor.linalg import Routine, alone, resumed, together
-from spectral_monitor.sharding import Processes
+from spectral_monitor.linalg import Coroutine, resume, run, run_local
+from spectral_monitor.sharding import ProcessGroup
 
 
-def agreed(routine: Routine[Any], processes: Processes | None) -> None:
+def agreed(routine: Coroutine[Any], processes: ProcessGroup | None) -> None:
     """Run a routine that may fail here, but only before it first needs the others: then all give it up.
 
     Raises:
         RuntimeError: it failed in another process.
     """
     if processes is None:
-        alone(routine)
+        run_local(routine)
         return
     error: Exception | None = None
     request: list[Tensor] | None = None
@@ -35,4 +35,4 @@ def agreed(routine: Routine[Any], processes: Processes | None) -> None:
         who = ", ".join(str(rank) for rank, failed in enumerate(failures.tolist()) if failed)
         raise RuntimeError(f"process {who} could not, and says why")
     if request is not None:
-        together(resumed(routine, request), processes)
+        run(resume(routine, request), processes)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.records.dataflow import Ran, readouts
-from spectral_monitor.engine.agreement.rank_report import Census
+from spectral_monitor.engine.agreement.rank_report import RankReports
 from spectral_monitor.layers import Anatomy, Layer
 
 READOUT, OTHER, IDLE = 1.0, -1.0, -2.0
@@ -81,7 +81,7 @@ class Readouts:
                 said.update({i: READOUT, **dict.fromkeys(theirs, OTHER)})
         return said
 
-    def settle(self, seen: Census) -> dict[int, Layer]:
+    def settle(self, seen: RankReports) -> dict[int, Layer]:
         """Return the layers whose role changes, after what the first process that saw them says."""
         changed = {}
         for i, said in enumerate(seen.layers("place")):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from spectral_monitor.linalg import Routine
-from spectral_monitor.sharding import Processes
+from spectral_monitor.linalg import Coroutine
+from spectral_monitor.sharding import ProcessGroup
 
 
 @dataclass
-class Sight:
+class LayerObservation:
     """What one process saw of one layer, as numbers.
 
     Attributes:
@@ -50,7 +50,7 @@ class Sight:
 
 
 @dataclass
-class Step:
+class StepObservation:
     """What one process saw of the whole step, as numbers.
 
     Attributes:
@@ -83,7 +83,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class RowPlace:
+class RowRange:
     """Where this process's rows lie among those of all.
 
     Attributes:
@@ -101,7 +101,7 @@ class RowPlace:
     holders: int
 
 
-class Census:
+class RankReports:
     """Sights of all processes: ``steps[rank]`` and ``sights[rank][layer]``.
 
     Attributes:
@@ -111,15 +111,15 @@ class Census:
 
     def __init__(
         self,
-        steps: list[Step],
-        sights: list[list[Sight]],
+        steps: list[StepObservation],
+        sights: list[list[LayerObservation]],
         prints: list[list[tuple[float, ...]]],
-        processes: Processes | None,
+        processes: ProcessGroup | None,
     ) -> None:
         self.steps, self.sights = steps, sights
         self.rank = 0 if processes is None else processes.rank
         self.batches = [0] if processes is None else processes.batches
-        self._places: dict[tuple[int, str], RowPlace] = {}
+        self._places: dict[tuple[int, str], RowRange] = {}
         self.common = {i for i in range(len(prints[0])) if self._is_common(i, prints)} if prints else set()
 
     def _is_common(self, i: int, prints: list[list[tuple[float, ...]]]) -> bool:
@@ -174,13 +174,13 @@ class Census:
         """Layers of which every process saw it."""
         return {i for i, values in enumerate(self.layers(attribute)) if all(values)}
 
-    def rows(self, i: int, which: str) -> RowPlace:
+    def rows(self, i: int, which: str) -> RowRange:
         """Where this process's ``which`` ("inputs" or "outputs") of a layer lie."""
         if (i, which) not in self._places:
             self._places[(i, which)] = self._rows(i, which)
         return self._places[(i, which)]
 
-    def _rows(self, i: int, which: str) -> RowPlace:
+    def _rows(self, i: int, which: str) -> RowRange:
         sights = [some[i] for some in self.sights]
         keys = [self._owners_key(i, which, rank) for rank in range(len(sights))]
         owner: dict[tuple[str, int], int] = {}
@@ -191,7 +191,7 @@ class Census:
         before = sum(count for key, count in counts.items() if owner[key] < owner[mine])
         holders = sum(count > 0 for count in counts.values())
         speaks = owner[mine] == self.rank and mine[0] != "none"
-        return RowPlace(before, counts[mine], sum(counts.values()), speaks, holders)
+        return RowRange(before, counts[mine], sum(counts.values()), speaks, holders)
 
     def _owners_key(self, i: int, which: str, rank: int) -> tuple[str, int]:
         """Equal for processes that have the same rows."""
@@ -202,17 +202,19 @@ class Census:
         return ("rank", rank) if split else ("batch", self.batches[rank])
 
 
-_STEP, _SIGHT = len(fields(Step)), len(fields(Sight))
+_STEP, _SIGHT = len(fields(StepObservation)), len(fields(LayerObservation))
 
 
-def census(step: Step, sights: Sequence[Sight], prints: torch.Tensor, processes: Processes | None) -> Routine[Census]:
+def census(
+    step: StepObservation, sights: Sequence[LayerObservation], prints: torch.Tensor, processes: ProcessGroup | None
+) -> Coroutine[RankReports]:
     """What all processes saw, known to each after one sum.
 
     ``prints`` (layers, k): numbers that are equal where outputs are; those after the first are NaN where rows repeat
     themselves.
     """
     if processes is None:
-        return Census([step], [list(sights)], [], None)
+        return RankReports([step], [list(sights)], [], None)
     numbers = [*vars(step).values(), *(value for sight in sights for value in vars(sight).values())]
     # A fingerprint that is cut to float32 is that of other rows too.
     mine = torch.tensor([float(number) for number in numbers], dtype=torch.float64, device=processes.device)
@@ -221,9 +223,9 @@ def census(step: Step, sights: Sequence[Sight], prints: torch.Tensor, processes:
     (table,) = yield [table]
     steps, all_sights, all_prints = [], [], []
     for row in table.tolist():
-        steps.append(Step(*row[:_STEP]))
+        steps.append(StepObservation(*row[:_STEP]))
         end = len(numbers)
-        all_sights.append([Sight(*row[start : start + _SIGHT]) for start in range(_STEP, end, _SIGHT)])
+        all_sights.append([LayerObservation(*row[start : start + _SIGHT]) for start in range(_STEP, end, _SIGHT)])
         width = prints.shape[1]
         all_prints.append([tuple(row[start : start + width]) for start in range(end, len(row), width)])
-    return Census(steps, all_sights, all_prints, processes)
+    return RankReports(steps, all_sights, all_prints, processes)

@@ -16,7 +16,7 @@ CHUNK = 1 << 22
 
 
 @torch.no_grad()
-def fingerprints(rows: Outputs) -> dict[int, tuple[float, float]]:
+def row_hashes(rows: Outputs) -> dict[int, tuple[float, float]]:
     """Of each layer's rows a number that is equal where they are, in the same order; and the same again, but NaN where
     they repeat themselves, as they do that each sample of a batch has alike.
     """
@@ -37,7 +37,7 @@ def fingerprints(rows: Outputs) -> dict[int, tuple[float, float]]:
 
 
 def as_table(found: Mapping[int, tuple[float, float]], layers: int, device: torch.device) -> Tensor:
-    """(layers, 2) what :func:`fingerprints` found, float64; 0 for other layers."""
+    """(layers, 2) what :func:`row_hashes` found, float64; 0 for other layers."""
     return torch.tensor([found.get(i, (0.0, 0.0)) for i in range(layers)], dtype=torch.float64, device=device)
 
 

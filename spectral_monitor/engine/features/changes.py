@@ -12,14 +12,14 @@ from torch import Tensor
 from spectral_monitor.capture.replay.feature_change import Change, Replay
 from spectral_monitor.engine.features.change_sums import DH, INNER, Found, group_sums, spread, statistics
 from spectral_monitor.engine.features.kernels import FullStage
-from spectral_monitor.engine.features.replays import Done
+from spectral_monitor.engine.features.replays import ReplayOutcome
 from spectral_monitor.engine.features.stage import RowStage
 from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK
-from spectral_monitor.engine.results.reasons import StepFacts
+from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.functional.features import row_ratios
 from spectral_monitor.functional.standard_errors import GROUPS, standard_error
-from spectral_monitor.linalg import Routine, abreast, in_turn, joined, shares, totals
-from spectral_monitor.sharding import Processes
+from spectral_monitor.linalg import Coroutine, all_reduce_norm, gather, rank_table, reduce_table, sequence
+from spectral_monitor.sharding import ProcessGroup
 
 ELSEWHERE = "the forward could not be run again in another process"
 
@@ -33,14 +33,14 @@ class ChangeStage:
         unchosen: layers that were called as before, but with none of the rows that are compared.
     """
 
-    def __init__(self, rows: RowStage, processes: Processes | None, full: FullStage) -> None:
+    def __init__(self, rows: RowStage, processes: ProcessGroup | None, full: FullStage) -> None:
         self._rows = rows
         self._full = full
         self._processes = processes
         self.probe_lost = self.off = False
         self.unchosen: set[int] = set()
 
-    def measure(self, done: Done, facts: StepFacts, before: Tensor | None) -> Routine[None]:
+    def measure(self, done: ReplayOutcome, facts: StepContext, before: Tensor | None) -> Coroutine[None]:
         """Put everything, with the change of the loss, if it is known; tell ``facts`` what could be seen.
 
         Args:
@@ -48,7 +48,7 @@ class ChangeStage:
             facts: of the step.
             before: the loss before the step, where all processes know it.
         """
-        routines: list[Routine[Any]] = []
+        routines: list[Coroutine[Any]] = []
         if done.same is not None:
             routines.append(self._change(done.same.replay, "feature_change", size=True))
         if done.drift is not None:
@@ -60,12 +60,12 @@ class ChangeStage:
         lost = [float(ran is not None and ran.replay is None) for ran in (done.same, done.drift)]
         off = float(done.off)
         if self._processes is None:
-            found = yield from in_turn(routines)
+            found = yield from sequence(routines)
         else:
             mine = torch.tensor([0.0, float(change is None), off, *lost])
             if change is not None and census.first_of_batch:
                 mine[0] = change
-            *found, summed = yield from abreast([*routines, totals(mine, 1, self._processes)])
+            *found, summed = yield from gather([*routines, all_reduce_norm(mine, 1, self._processes)])
             total, missing, off, *lost = summed.tolist()
             change = None if missing else torch.tensor(total / census.batch_count)
         self.off = bool(off)
@@ -81,7 +81,7 @@ class ChangeStage:
             self._rows.out.put(NETWORK, LOSS_CHANGE, change)
 
     @torch.no_grad()
-    def _change(self, replay: Replay | None, name: str, *, size: bool) -> Routine[set[int]]:
+    def _change(self, replay: Replay | None, name: str, *, size: bool) -> Coroutine[set[int]]:
         """What happened to the features since ``replay``'s outputs were kept; the layers for which it could be seen.
 
         Args:
@@ -136,7 +136,7 @@ class ChangeStage:
                     out.put(i, "bfa_cos.error", errors[k, 1])
                     out.put(i, "sensitivity.error", errors[k, 2] * some.rows / some.of)
 
-    def _everywhere(self, changes: Mapping[int, Change | None], samples: int | None) -> Routine[dict[int, Found]]:
+    def _everywhere(self, changes: Mapping[int, Change | None], samples: int | None) -> Coroutine[dict[int, Found]]:
         """Return the changes of all processes as one, of layers that all have seen; ``samples``: those of this one."""
         exchange, census = self._rows.exchange, self._rows.census
         assert exchange is not None
@@ -168,10 +168,10 @@ class ChangeStage:
             if across:  # a row's length is not known before all features are
                 both = torch.stack([change.lengths, change.before], dim=1).square()
                 rows[place.offset : place.offset + len(both)] = both
-        table, whole, *squares = yield [shares(sums, exchange), shares(known, exchange), *squares]
+        table, whole, *squares = yield [rank_table(sums, exchange), rank_table(known, exchange), *squares]
         groups = _by_batch(table.double(), census.batches)
         found = {}
-        for k, (i, (missing, size, seen, of)) in enumerate(zip(changes, joined(whole, 1).tolist(), strict=True)):
+        for k, (i, (missing, size, seen, of)) in enumerate(zip(changes, reduce_table(whole, 1).tolist(), strict=True)):
             if not missing and not size:
                 self.unchosen.add(i)
             if missing or not size:

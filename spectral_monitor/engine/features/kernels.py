@@ -9,20 +9,20 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
-from spectral_monitor.capture.replay.batch_slicing import Portion
+from spectral_monitor.capture.replay.batch_slicing import BatchSlice
 from spectral_monitor.capture.replay.feature_change import Outputs, Replay
 from spectral_monitor.capture.replay.graph_replay import Graph, sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.row_sampling import rows_of
-from spectral_monitor.engine.features.replays import Again, Context, Given, trained_on
-from spectral_monitor.engine.results.raw import NETWORK, Scalars
-from spectral_monitor.engine.results.reasons import StepFacts
+from spectral_monitor.engine.features.replays import Context, Replayable, StepInputs, trained_on
+from spectral_monitor.engine.results.raw import NETWORK, RawScalars
+from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.functional.features import mean_ratio
 from spectral_monitor.functional.kernels import bfk_moments, kernel_change, length, signs
 from spectral_monitor.functional.norms import ratio
 from spectral_monitor.linalg import compute_dtype
-from spectral_monitor.messages import Warner
+from spectral_monitor.messages import WarnOnce
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.state.snapshot import preserved
 
@@ -54,9 +54,9 @@ class FullStage:
         features: FeatureCapture,
         settings: Settings,
         alone: bool,
-        facts: StepFacts,
-        out: Scalars,
-        warn: Warner,
+        facts: StepContext,
+        out: RawScalars,
+        warn: WarnOnce,
     ) -> None:
         """``alone``: whether no other process takes part; otherwise there is nothing to do."""
         asked = ALONE & set(settings.keys)
@@ -69,7 +69,7 @@ class FullStage:
         self._warn = warn
         facts.why_not.update({(key, NETWORK): SEVERAL for key in asked - self._keys})
 
-    def replay(self, outputs: Outputs, portion: Portion | None) -> Replay:
+    def replay(self, outputs: Outputs, portion: BatchSlice | None) -> Replay:
         """To compare a forward after the step with; where all properties are asked for, the readout's inputs too.
 
         ``portion``: the samples it is run on, if that is not all.
@@ -116,7 +116,7 @@ class FullStage:
                 self._out.put(i, "dx.size", torch.tensor(float(change.size)))
 
     def graphs(
-        self, again: Again | None, given: Given, outputs: Outputs, rates: Sequence[tuple[nn.Parameter, float]]
+        self, again: Replayable | None, given: StepInputs, outputs: Outputs, rates: Sequence[tuple[nn.Parameter, float]]
     ) -> None:
         """What takes forwards with a graph, and passes through it.
 
@@ -131,7 +131,7 @@ class FullStage:
         if "backward_speed" in self._keys:
             self._backwards(again, given, outputs, [p for p, _ in rates])
 
-    def _kernels(self, again: Again | None, rates: Sequence[tuple[nn.Parameter, float]], context: Context) -> None:
+    def _kernels(self, again: Replayable | None, rates: Sequence[tuple[nn.Parameter, float]], context: Context) -> None:
         """Moments of the layers' backward-to-feature kernels, at the weights after the step."""
         reason = ACCUMULATED if self._facts.accumulated > 1 else ""
         trained = [(p, rate) for p, rate in rates if p.requires_grad]
@@ -158,7 +158,7 @@ class FullStage:
         self._out.put(i, "K.2", second)
 
     def _backwards(
-        self, again: Again | None, given: Given, outputs: Outputs, parameters: Sequence[nn.Parameter]
+        self, again: Replayable | None, given: StepInputs, outputs: Outputs, parameters: Sequence[nn.Parameter]
     ) -> None:
         """How far the gradients of the layers' outputs have moved."""
         run, start = _with_loss(again, given)
@@ -202,7 +202,7 @@ class FullStage:
     def _trace(
         self,
         key: str,
-        again: Again | None,
+        again: Replayable | None,
         reason: str,
         parameters: Sequence[Tensor],
         context: Context,
@@ -227,7 +227,7 @@ class FullStage:
             self._warn(f"{reason}; {key} is left out", error)
 
 
-def _with_loss(again: Again | None, given: Given) -> tuple[Again | None, Tensor | float]:
+def _with_loss(again: Replayable | None, given: StepInputs) -> tuple[Replayable | None, Tensor | float]:
     """The forward up to the loss, and the gradient that the backward pass began with there."""
     if isinstance(again, RootCall) and len(again.loss_gradients) == 1:
         loss = trained_on(again, given)

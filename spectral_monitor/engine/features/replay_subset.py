@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spectral_monitor.capture.records.calls import Call
-from spectral_monitor.capture.replay.batch_slicing import Portion, batch_size, signature
-from spectral_monitor.capture.replay.sample_independence import Rehearsal
+from spectral_monitor.capture.replay.batch_slicing import BatchSlice, batch_size, signature
+from spectral_monitor.capture.replay.sample_independence import IndependenceCheck
 from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.state.serialize import fingerprint
 
@@ -46,7 +46,7 @@ class Sliceable(Protocol):
     modes: tuple[bool, ...]
 
 
-class Slices:
+class ReplaySubset:
     """What is known of the samples of forwards: whether the first give alone what they give among the others.
 
     That is seen once, and again for what is called with other arguments, in another mode, or reaches other layers.
@@ -68,11 +68,11 @@ class Slices:
         self._known: dict[tuple[str, str], frozenset[tuple[int, int]]] = {}
         self._form, self._now, self._calls = "", [""], ""
         self._before = ""
-        self.portion: Portion | None = None
+        self.portion: BatchSlice | None = None
         self.off = False
         self.noise: dict[int, float] = {}
 
-    def foresee(self, again: Sliceable) -> Portion | None:
+    def foresee(self, again: Sliceable) -> BatchSlice | None:
         """The samples that will be run, if layers are called as they were before; ``None`` if nothing is known."""
         portion = self._cut(again)
         if portion is None:
@@ -101,7 +101,7 @@ class Slices:
         counts = [((i, n), call.outputs) for i, some in calls.items() for n, call in enumerate(some)]
         return (UNSEEN if any(portion.rows(*call) is None for call in counts) else YES), ""
 
-    def settle(self, rehearsal: Rehearsal) -> str:
+    def settle(self, rehearsal: IndependenceCheck) -> str:
         """Remember what was seen; why the first samples will not do, empty if they will or it could not be told."""
         why = rehearsal.verdict()
         if why:
@@ -142,9 +142,11 @@ class Slices:
         self.portion = None
         self.off = True
 
-    def _cut(self, again: Sliceable) -> Portion | None:
+    def _cut(self, again: Sliceable) -> BatchSlice | None:
         size = None if self._samples is None or self.off else batch_size(again.given)
-        return None if self._samples is None or size is None or size <= self._samples else Portion(self._samples, size)
+        return (
+            None if self._samples is None or size is None or size <= self._samples else BatchSlice(self._samples, size)
+        )
 
     def _built(self, again: Sliceable) -> tuple[str, list[str]]:
         """How a call is built, its values left out, and these."""

@@ -15,17 +15,17 @@ from spectral_monitor.capture.hooks.forward import FeatureCapture, Watcher
 from spectral_monitor.capture.replay.batch_slicing import batch_size
 from spectral_monitor.capture.replay.feature_change import Outputs, Replay
 from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.replay.sample_independence import Alone, Rehearsal
-from spectral_monitor.engine.features.replay_subset import DRAWS, NO, UNSEEN, YES, Slices
-from spectral_monitor.engine.results.reasons import MOVED, StepFacts
+from spectral_monitor.capture.replay.sample_independence import IndependenceCheck, SeparateRun
+from spectral_monitor.engine.features.replay_subset import DRAWS, NO, UNSEEN, YES, ReplaySubset
+from spectral_monitor.engine.results.reasons import MOVED, StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.layers.naming import label, named_modules
-from spectral_monitor.messages import Warner
+from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import call_through, reshard
 from spectral_monitor.state.snapshot import preserved
 
 
-class Again(Protocol):
+class Replayable(Protocol):
     """A forward that can be run again as it was, with its own randomness and precision.
 
     Attributes:
@@ -50,7 +50,7 @@ class Again(Protocol):
     def __call__(self) -> Tensor | None:
         """Run it; the loss, if it has one."""
 
-    def part(self, which: slice) -> Again:
+    def part(self, which: slice) -> Replayable:
         """The same forward with some samples of its batch."""
 
     def pack(self, model: nn.Module) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Probe:
     that cannot be, for ``why_not``.
     """
 
-    again: Again
+    again: Replayable
     outputs: Outputs
     part: bool
     packed: dict[str, Any] | None
@@ -76,10 +76,10 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Given:
+class StepInputs:
     """What whoever runs the loop knows of a step; see :meth:`~spectral_monitor.engine.Engine.finish`."""
 
-    training_step: Again | None
+    training_step: Replayable | None
     loss: Tensor | None
     accumulated: int
     loss_scale: float
@@ -88,7 +88,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Ran:
+class ReplayResult:
     """A forward that was run again; no replay if it failed."""
 
     replay: Replay | None
@@ -96,15 +96,15 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Done:
+class ReplayOutcome:
     """Forwards that were run: on the same batch, on the probe batch; ``None`` if there was nothing to run.
 
     ``first``: whether the batch has just become the probe batch; ``off``: whether forwards must be of all samples from
     now on, if they were to be of some.
     """
 
-    same: Ran | None = None
-    drift: Ran | None = None
+    same: ReplayResult | None = None
+    drift: ReplayResult | None = None
     first: bool = False
     off: bool = False
 
@@ -130,14 +130,14 @@ class Replays:
         self._drift_every = settings.drift_every
         self._compiled = compiled
         self._host = settings.low_memory
-        self.slices = Slices(settings.replay_samples, model)
+        self.slices = ReplaySubset(settings.replay_samples, model)
         self.probe: Probe | None = None
-        self.done = Done()
+        self.done = ReplayOutcome()
 
-    def choose(self, given: Given, moved: bool, warn: Warner) -> tuple[Again | None, Tensor | None, str]:
+    def choose(self, given: StepInputs, moved: bool, warn: WarnOnce) -> tuple[Replayable | None, Tensor | None, str]:
         """How the forward can be run again, the loss it had, and why it cannot."""
         roots = self._features.roots
-        again: Again
+        again: Replayable
         if moved or self._compiled:
             # A replay would have to run eagerly, where roundings and dropout are others than in the compiled forward.
             reason = MOVED if moved else f"the forward cannot be run again: {self._compiled} is compiled"
@@ -161,7 +161,7 @@ class Replays:
             return None, None, reason
         return again, before, ""
 
-    def look(self, again: Again | None, warn: Warner) -> int:
+    def look(self, again: Replayable | None, warn: WarnOnce) -> int:
         """Whether the first samples of a forward will do when it is run again; see :mod:`.slices`."""
         if not self.needs & {"dh", "probe"}:
             return NO
@@ -173,12 +173,12 @@ class Replays:
     def run(
         self,
         measured: int,
-        again: Again | None,
+        again: Replayable | None,
         part: int,
         replay: Replay,
-        facts: StepFacts,
+        facts: StepContext,
         context: Context,
-        warn: Warner,
+        warn: WarnOnce,
     ) -> None:
         """Run what is due, into :attr:`done`; ``again`` is ``None`` if the forward cannot be run, and facts say why.
 
@@ -190,8 +190,8 @@ class Replays:
         due = "probe" in self.needs and measured % self._drift_every == 0
         first = due and self.probe is None
         wanted = again is not None and ("dh" in self.needs or first)
-        failed = Ran(None, None)
-        self.done = Done(failed if wanted else None, failed if due and (wanted or not first) else None, first)
+        failed = ReplayResult(None, None)
+        self.done = ReplayOutcome(failed if wanted else None, failed if due and (wanted or not first) else None, first)
         if not due:
             facts.no_drift = f"measured at every {self._drift_every}th measured step"
         probe = self.probe
@@ -205,8 +205,8 @@ class Replays:
         self.done = replace(self.done, off=self.slices.off)
 
     def _same_batch(
-        self, again: Again, part: int, replay: Replay, facts: StepFacts, context: Context, warn: Warner
-    ) -> Ran:
+        self, again: Replayable, part: int, replay: Replay, facts: StepContext, context: Context, warn: WarnOnce
+    ) -> ReplayResult:
         rehearsal = self._rehearsal(again, context) if part == UNSEEN else None
         what, portion = f"the forward of {self._name(again)}", self.slices.portion
         try:
@@ -221,7 +221,7 @@ class Replays:
                 self.slices.give_up()
                 further = "; from the next measured step on the whole batch is run again"
             warn(f"{facts.no_replay}; what needs the features after the step is left out{further}", error)
-            return Ran(None, None)
+            return ReplayResult(None, None)
         if rehearsal is not None:
             why = self.slices.settle(rehearsal)
             if why and not self.slices.automatic:
@@ -235,9 +235,9 @@ class Replays:
                 for i, calls in outputs.items()
             }
             self.probe = Probe(run, kept, run is not again, *self._pack(run))
-        return Ran(replay, None if part == YES else loss)
+        return ReplayResult(replay, None if part == YES else loss)
 
-    def _rehearsal(self, again: Again, context: Context) -> Rehearsal:
+    def _rehearsal(self, again: Replayable, context: Context) -> IndependenceCheck:
         """What the first and the last samples give alone, to be compared with what they give among the others.
 
         As many forwards are run as there are in every other process, whatever goes wrong.
@@ -246,7 +246,7 @@ class Replays:
         assert portion is not None
         parts, wrong = [], ""
         for which in (slice(portion.samples), slice(-portion.samples, None)):
-            seen = Alone()
+            seen = SeparateRun()
             parts.append(seen)
             try:
                 part = again.part(which)
@@ -254,9 +254,9 @@ class Replays:
                 wrong = wrong or (DRAWS if part.drew else "")
             except Exception as error:
                 wrong = wrong or f"the forward of {portion.samples} samples fails ({type(error).__name__}: {error})"
-        return Rehearsal(parts[0], parts[1], portion, wrong)
+        return IndependenceCheck(parts[0], parts[1], portion, wrong)
 
-    def _probe_batch(self, probe: Probe, facts: StepFacts, context: Context, warn: Warner) -> Ran:
+    def _probe_batch(self, probe: Probe, facts: StepContext, context: Context, warn: WarnOnce) -> ReplayResult:
         replay = Replay(probe.outputs, samples=batch_size(probe.again.given) if probe.part else None)
         try:
             loss = self._run(probe.again, context, replay)
@@ -265,17 +265,17 @@ class Replays:
         except Exception as error:
             facts.no_drift = f"the probe batch could not be run again ({type(error).__name__}: {error})"
             warn(facts.no_drift, error)
-            return Ran(None, None)
-        return Ran(replay, loss)
+            return ReplayResult(None, None)
+        return ReplayResult(replay, loss)
 
-    def _name(self, again: Again) -> str:
+    def _name(self, again: Replayable) -> str:
         """The module as the user knows it."""
         if not isinstance(again, RootCall):
             return "training_step"
         name = next((name for name, module in named_modules(self._model) if module is again.module), "")
         return label(name, again.module)
 
-    def _pack(self, again: Again) -> tuple[dict[str, Any] | None, str]:
+    def _pack(self, again: Replayable) -> tuple[dict[str, Any] | None, str]:
         try:
             with preserved(self._model, host=self._host), torch.no_grad():
                 again.rewind()
@@ -283,7 +283,7 @@ class Replays:
         except Exception as error:
             return None, str(error)
 
-    def _run(self, again: Again, context: Context, *watchers: Watcher) -> Tensor | None:
+    def _run(self, again: Replayable, context: Context, *watchers: Watcher) -> Tensor | None:
         """Run a forward before some watchers; the loss, if it has one."""
         with preserved(self._model, host=self._host), torch.no_grad():
             again.rewind()
@@ -295,7 +295,7 @@ class Replays:
         return None if loss is None else loss.detach()
 
 
-def _check_part(part: Again, replay: Replay) -> None:
+def _check_part(part: Replayable, replay: Replay) -> None:
     """Whether what was seen of forwards of the first samples still holds.
 
     Raises:
@@ -307,7 +307,7 @@ def _check_part(part: Again, replay: Replay) -> None:
         raise RuntimeError("for the first samples alone, layers are called differently")
 
 
-def trained_on(root: RootCall, given: Given) -> Tensor | None:
+def trained_on(root: RootCall, given: StepInputs) -> Tensor | None:
     """The loss the call returned; NaN if training is known to use another one."""
     if root.loss is None or given.loss is None:
         return root.loss

@@ -11,14 +11,23 @@ from torch import Tensor
 
 from spectral_monitor.capture.records.calls import Call, joined
 from spectral_monitor.capture.replay.feature_change import Outputs
-from spectral_monitor.capture.row_sampling import RowPicker, sample_size
-from spectral_monitor.engine.agreement.rank_report import Census
-from spectral_monitor.engine.results.raw import Scalars
+from spectral_monitor.capture.row_sampling import RowSampler, sample_size
+from spectral_monitor.engine.agreement.rank_report import RankReports
+from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.engine.weights.matrix_batches import Member
+from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.functional.kernels import length
-from spectral_monitor.linalg import Exchange, Part, Pieces, Routine, abreast, in_turn, spectral_estimates, totals
+from spectral_monitor.linalg import (
+    AllReduce,
+    Coroutine,
+    Shard,
+    ShardedStack,
+    all_reduce_norm,
+    gather,
+    sequence,
+    spectral_estimates,
+)
 from spectral_monitor.sharding import Range
 
 Calls = Mapping[int, Sequence[Call]]
@@ -113,12 +122,12 @@ class RowStage:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[BatchMember],
         settings: Settings,
-        census: Census,
-        exchange: Exchange | None,
-        picker: RowPicker,
-        out: Scalars,
+        census: RankReports,
+        exchange: AllReduce | None,
+        picker: RowSampler,
+        out: RawScalars,
     ) -> None:
         self._members = members
         self._settings = settings
@@ -129,7 +138,7 @@ class RowStage:
         self.samples: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def forward(self, calls: Calls, outputs: Outputs) -> Routine[None]:
+    def forward(self, calls: Calls, outputs: Outputs) -> Coroutine[None]:
         """Sizes and stable ranks of what the real forward and backward passes showed."""
         census, exchange = self.census, self.exchange
         lasted, fed, graded = (census.wherever_called(name) for name in ("lasted", "fed", "graded"))
@@ -143,16 +152,16 @@ class RowStage:
             rows[(i, "h_in")] = input_rows(calls.get(i, ()))
         common = {key: found for key, found in rows.items() if key[1] == "b" and key[0] in census.common}
         plain = {key: found for key, found in rows.items() if key not in common}
-        run = in_turn if exchange is None else abreast
+        run = sequence if exchange is None else gather
         if "backward_speed" in self._settings.keys:  # which is of all rows
             sizes.update({key: _rows_size(found) for key, found in plain.items() if key[1] == "b"})
         yield from run([self._sizes(sizes), self._measured(plain), self._of_sums(common)])
 
-    def _measured(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Routine[None]:
+    def _measured(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
         wanted = {"h_in": "input_stable_rank", "b": "backward_stable_rank"}
         return self._spectra({key: found for key, found in rows.items() if wanted[key[1]] in self._settings.keys})
 
-    def _of_sums(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Routine[None]:
+    def _of_sums(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
         """Of the sums over batches of gradients of outputs that are the same for all."""
         if not rows:
             return
@@ -170,7 +179,7 @@ class RowStage:
         sums = yield shares
         summed = {key: total[:, some] for key, total, some in zip(rows, sums, cols, strict=True)}
         sizes = {key: _rows_size(some) for key, some in summed.items()}
-        yield from abreast([self._sizes(sizes), self._measured(summed)])
+        yield from gather([self._sizes(sizes), self._measured(summed)])
 
     def _which(self, name: str) -> str:
         return "inputs" if name == "h_in" else "outputs"
@@ -215,7 +224,7 @@ class RowStage:
             return layer.layout.fan_in if layer.layout.kind == "patches" else shape[1]
         return shape[0]
 
-    def _sizes(self, sizes: Mapping[tuple[int, str], _Size | None]) -> Routine[None]:
+    def _sizes(self, sizes: Mapping[tuple[int, str], _Size | None]) -> Coroutine[None]:
         """Norm and number of the entries, and how many rows."""
         norms, counts = [], []
         for (i, name), found in sizes.items():
@@ -226,10 +235,10 @@ class RowStage:
             return
         device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
         dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-        both, numbers = yield from abreast(
+        both, numbers = yield from gather(
             [
-                totals(torch.stack([norm.to(device, dtype) for norm in norms]), 2, self.exchange),
-                totals(torch.tensor(counts, dtype=torch.float32), 1, self.exchange),
+                all_reduce_norm(torch.stack([norm.to(device, dtype) for norm in norms]), 2, self.exchange),
+                all_reduce_norm(torch.tensor(counts, dtype=torch.float32), 1, self.exchange),
             ]
         )
         for k, (i, name) in enumerate(sizes):
@@ -238,7 +247,7 @@ class RowStage:
             if name == "h":
                 self.out.put(i, "h.rows", numbers[k] / self._features(i, name))
 
-    def _spectra(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Routine[None]:
+    def _spectra(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
         """Put spectral and Frobenius norms of matrices of rows, a fixed choice of those of each layer."""
         groups: dict[_Kind, list[tuple[int, str]]] = defaultdict(list)
         chosen: dict[tuple[int, str], _Chosen] = {}
@@ -252,7 +261,7 @@ class RowStage:
                 chosen[(i, name)] = some
                 groups[_Kind(some.total, width, split, like)].append((i, name))
         # Stacks of one shape each; in a single process a few at a time, for they are copies.
-        batch: list[tuple[list[tuple[int, str]], Pieces]] = []
+        batch: list[tuple[list[tuple[int, str]], ShardedStack]] = []
         entries = 0
         for kind, keys in groups.items():
             each = kind.rows * kind.features
@@ -267,21 +276,21 @@ class RowStage:
         if batch:
             yield from self._solve(batch)
 
-    def _solve(self, batch: Sequence[tuple[Sequence[tuple[int, str]], Pieces]]) -> Routine[None]:
+    def _solve(self, batch: Sequence[tuple[Sequence[tuple[int, str]], ShardedStack]]) -> Coroutine[None]:
         found = yield from spectral_estimates([pieces for _, pieces in batch], ROW_TOLERANCE, bounds=False)
         for (keys, _), estimate in zip(batch, found, strict=True):
             for k, (i, name) in enumerate(keys):
                 self.out.put(i, f"{name}.sigma", estimate.sigma[k])
                 self.out.put(i, f"{name}.fro", estimate.fro[k])
 
-    def _pieces(self, chosen: Mapping[tuple[int, str], _Chosen], kind: _Kind) -> Pieces:
+    def _pieces(self, chosen: Mapping[tuple[int, str], _Chosen], kind: _Kind) -> ShardedStack:
         """Return the rows chosen of layers of one kind, as one stack."""
         if self.exchange is None:
             like = next(some.rows for some in chosen.values() if some.rows is not None)
             buffer = like.new_empty(len(chosen), kind.rows, kind.features)
             for out, some in zip(buffer, chosen.values(), strict=True):
                 some.put(out)
-            return Pieces.whole(buffer)
+            return ShardedStack.whole(buffer)
         like = torch.empty(0, device=self.exchange.device)
         parts: dict[tuple[Range, Range], list[tuple[int, Tensor]]] = defaultdict(list)
         for k, ((i, name), some) in enumerate(chosen.items()):
@@ -291,12 +300,12 @@ class RowStage:
                 box = ((some.first, some.first + len(rows)), self.cols(i, name) or (0, kind.features))
                 parts[box].append((k, rows.to(like.device)))
         made = [
-            Part(torch.tensor([k for k, _ in some]), slice(*box[0]), slice(*box[1]), torch.stack([x for _, x in some]))
+            Shard(torch.tensor([k for k, _ in some]), slice(*box[0]), slice(*box[1]), torch.stack([x for _, x in some]))
             for box, some in parts.items()
         ]
-        return Pieces((len(chosen), kind.rows, kind.features), tuple(made), kind.split, self.exchange, like)
+        return ShardedStack((len(chosen), kind.rows, kind.features), tuple(made), kind.split, self.exchange, like)
 
-    def sample(self, calls: Calls) -> Routine[None]:
+    def sample(self, calls: Calls) -> Coroutine[None]:
         """Input rows of all processes that alignments are measured on, into ``samples``."""
         if not {"alignment", "update_alignment", "feature_change_local"} & set(self._settings.keys):
             return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, Raw
-from spectral_monitor.engine.results.reasons import StepFacts, layer_errors, layer_row
+from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row
 from spectral_monitor.engine.results.summary import properties
 from spectral_monitor.engine.results.values import sound, summarize
 from spectral_monitor.engine.settings import Settings
@@ -25,7 +25,7 @@ class Measured:
     layers: tuple[Layer, ...]
     infos: tuple[LayerInfo, ...]
     asked: Settings
-    facts: StepFacts
+    facts: StepContext
 
     def table(self, raw: Raw, reasons: dict[tuple[str, ...], dict[str, str]], skipped: int) -> Measurement:
         """Every quantity of every layer, and what follows for the network.

@@ -23,7 +23,7 @@ Raw = dict[int, dict[str, Values]]
 """Layer index -> name -> values."""
 
 
-class Scalars:
+class RawScalars:
     """A bag of small named tensors."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ CHANGE_MARGIN = 2.0
 
 
 @dataclass
-class StepFacts:
+class StepContext:
     """What the host knows about one step.
 
     Attributes:
@@ -86,7 +86,7 @@ class StepFacts:
 
 
 def layer_row(
-    i: int, layer: Layer, keys: Sequence[str], raw: Raw, facts: StepFacts
+    i: int, layer: Layer, keys: Sequence[str], raw: Raw, facts: StepContext
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Quantity -> value and, for every value that is NaN, quantity -> reason; also for a contribution of exactly 0 that
     is not for want of a gradient.
@@ -104,7 +104,7 @@ def layer_row(
     return row, reasons
 
 
-def _value(key: str, i: int, scalars: LayerScalars, facts: StepFacts) -> float:
+def _value(key: str, i: int, scalars: LayerScalars, facts: StepContext) -> float:
     if key == "lr":
         return facts.lr[i]
     if key == "lr_multiplier":
@@ -115,7 +115,7 @@ def _value(key: str, i: int, scalars: LayerScalars, facts: StepFacts) -> float:
 
 
 def layer_errors(
-    i: int, layer: Layer, values: Mapping[str, float], raw: Raw, facts: StepFacts, exact: bool
+    i: int, layer: Layer, values: Mapping[str, float], raw: Raw, facts: StepContext, exact: bool
 ) -> dict[str, float]:
     """Return the standard errors of those of the values that are known of some rows; 0 if all rows were used."""
     scalars = LayerScalars(layer, raw.get(i, {}))
@@ -133,7 +133,7 @@ def _undefined(scalars: LayerScalars) -> str:
     return "undefined: it divides by a norm that is zero"
 
 
-def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepFacts) -> str:
+def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepContext) -> str:
     """Why a quantity cannot be had for a layer; empty if it can."""
     role, needs = layer.info.role, QUANTITIES[key].needs
     if i in facts.replaced:
@@ -157,7 +157,7 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepF
     return ""
 
 
-def _no_contribution(layer: Layer, facts: StepFacts) -> str:
+def _no_contribution(layer: Layer, facts: StepContext) -> str:
     if layer.tied_to:
         return f"counted at {layer.tied_to}, whose parameter it is"
     if facts.closures > 1:
@@ -167,7 +167,7 @@ def _no_contribution(layer: Layer, facts: StepFacts) -> str:
     return ""
 
 
-def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepFacts) -> str:
+def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepContext) -> str:
     needs = QUANTITIES[key].needs
     if layer.no_features:
         return layer.no_features

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.layers import Layer
-from spectral_monitor.linalg import Exchange, Part, Pieces, compute_dtype
+from spectral_monitor.linalg import AllReduce, Shard, ShardedStack, compute_dtype
 from spectral_monitor.linalg.lanczos import BLOCK, MORE_ROOM, ROOM
 from spectral_monitor.sharding import Holding, Range, Rectangle
 from spectral_monitor.state.buffers import kept, room
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Member:
+class BatchMember:
     """A measured layer and what this process does for it."""
 
     layer: Layer
@@ -62,14 +62,14 @@ class Member:
         return self.holding.contents(self.layer, tensor)
 
 
-class Stack:
+class MatrixBatch:
     """Matrices of some layers; ``spans`` says which are a layer's, among those of all processes.
 
     Copies of the same rectangle of several matrices lie in one buffer: in the dtype of the weights, and after
     :meth:`here` in the one they are measured in.
     """
 
-    def __init__(self, members: dict[int, Member], exchange: Exchange | None) -> None:
+    def __init__(self, members: dict[int, BatchMember], exchange: AllReduce | None) -> None:
         """Without memory so far.
 
         Args:
@@ -116,22 +116,22 @@ class Stack:
         copies += self.dtype != self.like.dtype
         return (VECTORS * min(m, n) * max(copies, 1) + m * n * copies) * self.like.dtype.itemsize
 
-    def subset(self, members: Iterable[int]) -> Stack:
+    def subset(self, members: Iterable[int]) -> MatrixBatch:
         """Return some layers, which come one after the other, in the same memory; of a single process."""
-        stack = Stack({i: self.members[i] for i in members}, None)
+        stack = MatrixBatch({i: self.members[i] for i in members}, None)
         spans = [self.spans[i] for i in stack.members]
         stack.buffers = [buffer[spans[0].start : spans[-1].stop] for buffer in self.buffers]  # one, for all is here
         stack._host, stack.matrices = self._host, self.matrices
         return stack
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> ShardedStack:
         """As norms are computed of it."""
         parts = []
         for k, ((rows, cols), buffer) in enumerate(zip(self.boxes, self.buffers, strict=True)):
             members = None if self.exchange is None else self.indices[k]
-            parts.append(Part(members, slice(*rows), slice(*cols), buffer))
-        return Pieces(self.shape, tuple(parts), self.split, self.exchange, self.like)
+            parts.append(Shard(members, slice(*rows), slice(*cols), buffer))
+        return ShardedStack(self.shape, tuple(parts), self.split, self.exchange, self.like)
 
     def entries(self, i: int) -> list[Tensor]:
         """Return the entries (count, rows, cols) of each of layer ``i``'s rectangles."""
@@ -158,13 +158,13 @@ class Stack:
                 for (_, buffer, place), part in zip(places, contents(i), strict=True):
                     self.buffers[buffer][place].copy_(part, non_blocking=True)
 
-    def now(self, *, in_place: bool) -> Stack:
+    def now(self, *, in_place: bool) -> MatrixBatch:
         """Return the weights as they are now; ``in_place``: in this memory."""
         stack = self._target(in_place)
         stack._refill(lambda i: self.members[i].contents(self.members[i].layer.weight()))
         return stack
 
-    def change(self, start: Start | None = None, *, in_place: bool) -> Stack:
+    def change(self, start: Start | None = None, *, in_place: bool) -> MatrixBatch:
         """Return the weights as they are now less what lies here, or less those at the start.
 
         ``in_place``: in this memory, which is lost then.
@@ -183,14 +183,14 @@ class Stack:
                 torch.sub(new[k], old, out=out)
         return target
 
-    def _target(self, in_place: bool) -> Stack:
+    def _target(self, in_place: bool) -> MatrixBatch:
         return self if in_place else self._with([self.like.new_empty(size) for size in self.sizes])
 
-    def away(self) -> Stack:
+    def away(self) -> MatrixBatch:
         """The same in the host's memory, whatever happens to the weights."""
         return self._with([kept(buffer, host=True) for buffer in self.buffers], host=True)
 
-    def here(self, slot: Tensor | None = None) -> Stack:
+    def here(self, slot: Tensor | None = None) -> MatrixBatch:
         """The same on the device, if need be in the bytes of ``slot``, and as it is read."""
         dtype = self.like.dtype
         if not self._host:
@@ -205,22 +205,22 @@ class Stack:
         """Memory that is held, in whole numbers of any dtype."""
         return -(-sum(buffer.nbytes for buffer in self.buffers) // 8) * 8
 
-    def _with(self, buffers: list[Tensor], host: bool = False) -> Stack:
+    def _with(self, buffers: list[Tensor], host: bool = False) -> MatrixBatch:
         """The same matrices in other memory."""
         stack = copy(self)
         stack.buffers, stack._host = buffers, host
         return stack
 
 
-def stacks(members: dict[int, Member], exchange: Exchange | None, single: bool) -> list[Stack]:
+def matrix_batches(members: dict[int, BatchMember], exchange: AllReduce | None, single: bool) -> list[MatrixBatch]:
     """Group layers into stacks, in every process alike; ``single``: each by itself."""
-    groups: dict[tuple[Kind, int], dict[int, Member]] = defaultdict(dict)
+    groups: dict[tuple[Kind, int], dict[int, BatchMember]] = defaultdict(dict)
     for i, member in members.items():
         groups[(member.kind, i if single else 0)][i] = member
-    return [Stack(group, exchange) for group in groups.values()]
+    return [MatrixBatch(group, exchange) for group in groups.values()]
 
 
-class Portion(NamedTuple):
+class Chunk(NamedTuple):
     """Stacks of a single process, or parts of them, that are measured together.
 
     Attributes:
@@ -228,11 +228,11 @@ class Portion(NamedTuple):
         in_place: whether updates must take the place of the weights before, for want of memory.
     """
 
-    stacks: list[Stack]
+    stacks: list[MatrixBatch]
     in_place: bool
 
 
-def portions(found: Sequence[Stack], copies: int) -> list[Portion]:
+def chunks(found: Sequence[MatrixBatch], copies: int) -> list[Chunk]:
     """Return stacks of a single process in portions that fit into memory, all in one if they do.
 
     Args:
@@ -243,8 +243,8 @@ def portions(found: Sequence[Stack], copies: int) -> list[Portion]:
         SPARE * sum(sum(math.prod(size) for size in stack.sizes) * stack.dtype.itemsize for stack in found), SPARE_BYTES
     )
     if sum(stack.shape[0] * stack.working_bytes(copies) for stack in found) <= spare:
-        return [Portion(list(found), in_place=False)]
-    result: list[Portion] = []
+        return [Chunk(list(found), in_place=False)]
+    result: list[Chunk] = []
     left = 0.0
     for stack in found:
         some: list[int] = []
@@ -254,7 +254,7 @@ def portions(found: Sequence[Stack], copies: int) -> list[Portion]:
                 if some:
                     result[-1].stacks.append(stack.subset(some))
                     some = []
-                result.append(Portion([], in_place=True))
+                result.append(Chunk([], in_place=True))
                 left = spare
             some.append(i)
             left -= needed

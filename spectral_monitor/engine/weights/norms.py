@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spectral_monitor.engine.results.raw import Scalars
+from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.engine.weights.matrix_batches import Stack
+from spectral_monitor.engine.weights.matrix_batches import MatrixBatch
 from spectral_monitor.functional.features import mean_alignment, mean_alignment_error, standard_error_of_mean
 from spectral_monitor.functional.vector_norms import largest, lengths
 from spectral_monitor.layers import Layout
-from spectral_monitor.linalg import Routine, abreast, frobenius, spectral_estimates
+from spectral_monitor.linalg import Coroutine, frobenius, gather, spectral_estimates
 from spectral_monitor.quantities import QUANTITIES
 
 PRODUCT_BUDGET = 1 << 25
@@ -42,7 +42,7 @@ class Job(NamedTuple):
         name: of the raw scalars: ``W`` before the update, ``dW``, ``W1`` after it, ``drift`` or ``W0`` at the start.
     """
 
-    stack: Stack
+    stack: MatrixBatch
     name: str
 
 
@@ -55,25 +55,25 @@ MAPS = {"W": ("alignment", ""), "dW": ("update_alignment", "feature_change_local
 class MatrixNorms:
     """Puts raw scalars of matrices: norms by name, and what the layers' inputs become in them."""
 
-    def __init__(self, settings: Settings, inputs: Callable[[int], Tensor | None], out: Scalars) -> None:
+    def __init__(self, settings: Settings, inputs: Callable[[int], Tensor | None], out: RawScalars) -> None:
         self._settings = settings
         self._inputs = inputs
         self._inputs_of: dict[tuple[int, ...], _Rows | None] = {}
         self._out = out
 
-    def measure(self, jobs: Sequence[Job]) -> Routine[None]:
+    def measure(self, jobs: Sequence[Job]) -> Coroutine[None]:
         """Measure everything at once: one solve for all spectral norms."""
         wanted = [job for job in jobs if self._quantities(job)]
         spectral = [job for job in wanted if not self._quantities(job) <= FROBENIUS_KEYS]
         others = [job for job in wanted if job not in spectral]
         mapped = [job for job in jobs if set(MAPS.get(job.name, ())) & set(self._settings.keys)]
-        routines: list[Routine[Any]] = [
+        routines: list[Coroutine[Any]] = [
             spectral_estimates([job.stack.pieces for job in spectral], self._settings.tol, bounds=False),
-            abreast([job.stack.pieces.combined(frobenius, 2) for job in others]),
-            abreast([self._row_norms(job) for job in wanted]),
-            abreast([self._mapped(job) for job in mapped]),
+            gather([job.stack.pieces.combined(frobenius, 2) for job in others]),
+            gather([self._row_norms(job) for job in wanted]),
+            gather([self._mapped(job) for job in mapped]),
         ]
-        estimates, fros, _, products = yield from abreast(routines)
+        estimates, fros, _, products = yield from gather(routines)
         sigmas = {job: found.sigma for job, found in zip(spectral, estimates, strict=True)}
         norms = {job: found.fro for job, found in zip(spectral, estimates, strict=True)}
         norms.update(zip(others, fros, strict=True))
@@ -92,7 +92,7 @@ class MatrixNorms:
         """Return the quantities that norms of these matrices are needed for."""
         return {key for key in self._settings.keys if NEEDS[job.name] in QUANTITIES[key].needs} - {"contribution"}
 
-    def _row_norms(self, job: Job) -> Routine[None]:
+    def _row_norms(self, job: Job) -> Coroutine[None]:
         """Put the largest RMS over the rows of embedding tables."""
         stack, across = job.stack, job.stack.split[1]
         tables = [i for i, member in stack.members.items() if member.layer.info.role == "embedding"]
@@ -113,7 +113,7 @@ class MatrixNorms:
             longest = rows.amax()
             self._out.put(i, f"{job.name}.row", (longest.sqrt() if across else longest) / stack.shape[2] ** 0.5)
 
-    def _mapped(self, job: Job) -> Routine[Tensor | None]:
+    def _mapped(self, job: Job) -> Coroutine[Tensor | None]:
         """Return lengths (K, R) of what the matrices make of the layers' inputs; ``None`` if no inputs are at hand."""
         stack = job.stack
         if stack.exchange is not None:
@@ -130,7 +130,7 @@ class MatrixNorms:
         (squares,) = yield [lengths(products).square()]
         return squares.sqrt()
 
-    def _rows(self, stack: Stack) -> _Rows | None:
+    def _rows(self, stack: MatrixBatch) -> _Rows | None:
         """Return input rows for each matrix of a stack, which are the same for weights and updates."""
         key = tuple(stack.members)
         if key not in self._inputs_of:
@@ -182,7 +182,7 @@ class _Rows(NamedTuple):
     counts: dict[int, int]
 
 
-def _rows_of(stack: Stack, inputs: Callable[[int], Tensor | None], most: int | None) -> _Rows | None:
+def _rows_of(stack: MatrixBatch, inputs: Callable[[int], Tensor | None], most: int | None) -> _Rows | None:
     """Return the input rows of a stack, at most so many of each layer; ``None`` if no layer has any."""
     found: dict[int, Tensor] = {}
     for i, member in stack.members.items():

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spectral_monitor.engine.results.raw import NETWORK, Scalars
+from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.gradients import contribution_here, gradient_here, gradient_norms, summed_over
-from spectral_monitor.engine.weights.matrix_batches import Member, Stack, Start, portions, stacks
+from spectral_monitor.engine.weights.matrix_batches import BatchMember, MatrixBatch, Start, chunks, matrix_batches
 from spectral_monitor.engine.weights.norms import Job, MatrixNorms
 from spectral_monitor.functional.feature_speed import inner
-from spectral_monitor.linalg import Exchange, Routine, abreast, alone, in_turn
+from spectral_monitor.linalg import AllReduce, Coroutine, gather, run_local, sequence
 from spectral_monitor.state.buffers import kept
 from spectral_monitor.state.dtensor import local_part
 
@@ -26,8 +26,8 @@ from spectral_monitor.state.dtensor import local_part
 class _Held:
     """What is kept of one optimizer between the two ends of its step."""
 
-    members: dict[int, Member]
-    stacks: list[Stack]
+    members: dict[int, BatchMember]
+    stacks: list[MatrixBatch]
     trained: list[nn.Parameter] = field(default_factory=list)
     others: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     gradient_norms: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -53,13 +53,13 @@ class MatrixStage:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[BatchMember],
         settings: Settings,
         start: Start,
         inputs: Callable[[int], Tensor | None],
         copies: Callable[[Tensor], int],
-        exchange: Exchange | None,
-        out: Scalars,
+        exchange: AllReduce | None,
+        out: RawScalars,
     ) -> None:
         self.members = dict(enumerate(members))
         self.settings = settings
@@ -74,7 +74,7 @@ class MatrixStage:
         self._room: dict[torch.device, int] = {}  # bytes that the largest of what waits in host memory takes
         self._slots: dict[torch.device, Tensor] = {}
         self._jobs: list[Job] = []
-        self._waiting: list[Routine[None]] = []
+        self._waiting: list[Coroutine[None]] = []
         self._steps = 0
         self.lr: dict[int, float] = {}
         self.stepped: set[int] = set()
@@ -142,18 +142,20 @@ class MatrixStage:
                 changed = ((now != then) & ~(now.isnan() & then.isnan())).any().float().reshape(1)
             self._sum(self._network(held, changed))
 
-    def _measure_all(self, found: Sequence[Stack], measure: Callable[[Sequence[Stack], bool], None]) -> None:
+    def _measure_all(
+        self, found: Sequence[MatrixBatch], measure: Callable[[Sequence[MatrixBatch], bool], None]
+    ) -> None:
         """Measure stacks with memory, as many at a time as there is room for; that is gone then."""
         if self._exchange is not None or self._host:
             for stack in found:
                 measure([stack.here()], self._host)
                 stack.buffers = []
             return
-        for portion in portions(found, len(self.settings.needs & {"dW", "W0", "W1"})):
+        for portion in chunks(found, len(self.settings.needs & {"dW", "W0", "W1"})):
             measure([stack.here() for stack in portion.stacks], portion.in_place)
             self._solve()
 
-    def _changes(self, found: Sequence[Stack], in_place: bool, shares: dict[int, Tensor]) -> None:
+    def _changes(self, found: Sequence[MatrixBatch], in_place: bool, shares: dict[int, Tensor]) -> None:
         """Measure everything that is read off some layers, whose weights before the update these are."""
         needs = self.settings.needs
         self._weights(found, in_place)
@@ -178,27 +180,27 @@ class MatrixStage:
                 stack.load()
             self._measure_all(found, self._unchanged)
 
-    def _unchanged(self, found: Sequence[Stack], in_place: bool) -> None:
+    def _unchanged(self, found: Sequence[MatrixBatch], in_place: bool) -> None:
         self._weights(found, in_place)
         if "W0" in self.settings.needs:
             self._do("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
 
-    def routine(self) -> Routine[None]:
+    def routine(self) -> Coroutine[None]:
         """Measure what waits for other processes."""
         waiting, self._waiting = self._waiting, []
         jobs, self._jobs = self._jobs, []
         # What there is no memory for must show now, before others wait for this process.
         self._slots.update((on, torch.empty(size, dtype=torch.uint8, device=on)) for on, size in self._room.items())
         if self._host:
-            yield from in_turn(waiting)
+            yield from sequence(waiting)
         else:
-            yield from abreast([self._norms.measure(jobs), *waiting])
+            yield from gather([self._norms.measure(jobs), *waiting])
         self._slots.clear()
 
-    def _stacks(self, members: dict[int, Member]) -> list[Stack]:
-        return stacks(members, self._exchange, single=self._host)
+    def _stacks(self, members: dict[int, BatchMember]) -> list[MatrixBatch]:
+        return matrix_batches(members, self._exchange, single=self._host)
 
-    def _do(self, name: str, found: Sequence[Stack], in_place: bool) -> None:
+    def _do(self, name: str, found: Sequence[MatrixBatch], in_place: bool) -> None:
         """Measure matrices now, before others take their place, or with everything else."""
         self._jobs += [Job(stack, name) for stack in found]
         if self._host and self._exchange is not None:
@@ -213,24 +215,24 @@ class MatrixStage:
     def _solve(self) -> None:
         """Measure what has been put off; of a single process."""
         jobs, self._jobs = self._jobs, []
-        alone(self._norms.measure(jobs))
+        run_local(self._norms.measure(jobs))
 
-    def _sum(self, routine: Routine[None]) -> None:
+    def _sum(self, routine: Coroutine[None]) -> None:
         """The same of what takes no matrices."""
         if self._exchange is None:
-            alone(routine)
+            run_local(routine)
         else:
             self._waiting.append(routine)
 
-    def _weights(self, found: Sequence[Stack], in_place: bool) -> None:
+    def _weights(self, found: Sequence[MatrixBatch], in_place: bool) -> None:
         if "W" in self.settings.needs:
             self._do("W", found, in_place)
 
-    def _is_known(self, i: int, member: Member) -> bool:
+    def _is_known(self, i: int, member: BatchMember) -> bool:
         """Whether it can be said what a layer contributes; if its parameters are divided, they are counted as such."""
         return member.layer.compute is None or i in self._originals or bool(member.layer.tied_to)
 
-    def _share(self, i: int, stack: Stack) -> Tensor:
+    def _share(self, i: int, stack: MatrixBatch) -> Tensor:
         """What this process's part of a layer contributes; of tied weights the first one counts."""
         layer = stack.members[i].layer
         if layer.tied_to or i in self.unused:
@@ -257,7 +259,7 @@ class MatrixStage:
         counts = [[known[id(p)] for p in self.members[i].layer.sources if id(p) in known] or [none] for i in layers]
         return torch.stack([count[0] if len(count) == 1 else torch.stack(count).sum() for count in counts])
 
-    def _contributions(self, shares: dict[int, Tensor], arrivals: Tensor) -> Routine[None]:
+    def _contributions(self, shares: dict[int, Tensor], arrivals: Tensor) -> Coroutine[None]:
         here = torch.stack([share.to(next(iter(shares.values()))) for share in shares.values()])
         total, arrived = yield [here, arrivals]
         for i, value, gradients in zip(shares, total, arrived, strict=True):
@@ -265,7 +267,7 @@ class MatrixStage:
                 self._out.put(i, "contribution", value)
                 self._out.put(i, "g.arrives", gradients)
 
-    def _network(self, held: _Held, changed: Tensor) -> Routine[None]:
+    def _network(self, held: _Held, changed: Tensor) -> Coroutine[None]:
         """What parameters that are not measured contribute, and whether gradients were overwritten."""
         self._steps += 1
         name = self._steps
@@ -279,12 +281,12 @@ class MatrixStage:
 
 @torch.no_grad()
 def start_norms(
-    members: Sequence[Member], start: Start, settings: Settings, exchange: Exchange | None
-) -> Routine[Scalars]:
+    members: Sequence[BatchMember], start: Start, settings: Settings, exchange: AllReduce | None
+) -> Coroutine[RawScalars]:
     """Raw scalars ``W0.sigma`` and ``W0.fro`` of the weights at the start."""
-    out = Scalars()
+    out = RawScalars()
     norms = MatrixNorms(settings, lambda i: None, out)
-    found = stacks(dict(enumerate(members)), exchange, single=settings.low_memory)
+    found = matrix_batches(dict(enumerate(members)), exchange, single=settings.low_memory)
     if exchange is not None and not settings.low_memory:
         for stack in found:
             stack.begin(start)
@@ -297,7 +299,7 @@ def start_norms(
     return out
 
 
-def _fetched(norms: MatrixNorms, away: Job, slots: Mapping[torch.device, Tensor]) -> Routine[None]:
+def _fetched(norms: MatrixNorms, away: Job, slots: Mapping[torch.device, Tensor]) -> Coroutine[None]:
     """Measure layers that the host holds, when their turn comes."""
     stack = away.stack.here(slots[away.stack.like.device])
     yield from norms.measure([Job(stack, away.name)])

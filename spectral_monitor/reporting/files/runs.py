@@ -13,7 +13,7 @@ from spectral_monitor.reporting.files.records import FURTHER_FILE, RUN_FILE
 WHAT_TO_GIVE = "give the folder of a run that SpectralMonitor has logged, or a file that a JSONLinesSink wrote"
 
 
-class Taken(Protocol):
+class LoggedMeasurement(Protocol):
     """A measurement, with tensors or without."""
 
     @property
@@ -25,7 +25,7 @@ class Taken(Protocol):
         """What was measured."""
 
 
-T = TypeVar("T", bound=Taken)
+T = TypeVar("T", bound=LoggedMeasurement)
 
 
 def run_file(place: str | os.PathLike[str]) -> tuple[Path, int]:

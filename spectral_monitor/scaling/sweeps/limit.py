@@ -12,7 +12,7 @@ from torch import nn
 
 from spectral_monitor.fitting.power_law import Fit, fit_slope
 from spectral_monitor.scaling.batches import SweepError
-from spectral_monitor.scaling.sweeps.point import Key, Point, Recipe
+from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 
 if TYPE_CHECKING:
     from spectral_monitor.limits import Twin
@@ -62,7 +62,7 @@ class WidthLimit:
         return f"at width {width} {self.quantity} of {self.layer} is within {percent} % of its limit"
 
 
-def checked_limit(limit: How | None, axis: str, recipe: Recipe, depths: Any) -> How | None:
+def checked_limit(limit: How | None, axis: str, recipe: SweepConfig, depths: Any) -> How | None:
     """Return how limits are found.
 
     Raises:
@@ -79,7 +79,7 @@ def checked_limit(limit: How | None, axis: str, recipe: Recipe, depths: Any) -> 
     return limit
 
 
-def exact_points(recipe: Recipe, width: int, seeds: Sequence[int]) -> dict[int, Point | str]:
+def exact_points(recipe: SweepConfig, width: int, seeds: Sequence[int]) -> dict[int, Point | str]:
     """Return, for each seed, a twin trained on its data and measured by the same probe, as at infinite width.
 
     Args:
@@ -115,7 +115,7 @@ def exact_points(recipe: Recipe, width: int, seeds: Sequence[int]) -> dict[int, 
     at_infinity = replace(
         recipe, make_module=make, parametrization=None, optimizer=optimizer, lr=None, measured=list(recipe.at)
     )
-    return {seed: _converted(at_infinity.train(Key(width, None, seed)), held["twin"]) for seed in seeds}
+    return {seed: _converted(at_infinity.train(RunKey(width, None, seed)), held["twin"]) for seed in seeds}
 
 
 def _converted(point: Point, twin: Twin) -> Point:

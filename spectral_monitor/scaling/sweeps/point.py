@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from spectral_monitor.layers import dissect
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.monitoring.probe import SpectralProbe
-from spectral_monitor.parametrization.layer_position import Place, by_parameter
+from spectral_monitor.parametrization.layer_position import LayerPosition, by_parameter
 from spectral_monitor.parametrization.param_groups import FAMILIES, Family
 from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.quantities import resolve
@@ -29,7 +29,7 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 
 
-class Key(NamedTuple):
+class RunKey(NamedTuple):
     """Which point of a sweep; ``depth`` is ``None`` where the sweep is over widths alone."""
 
     width: int
@@ -53,11 +53,11 @@ class Point:
         places: layer -> where the parametrization saw its parameter; empty without one.
     """
 
-    key: Key
+    key: RunKey
     measurements: tuple[Measurement, ...]
     losses: tuple[float, ...]
     failure: str = ""
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, LayerPosition] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[LayerInfo, ...]:
@@ -70,7 +70,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SweepConfig:
     """How every point of a sweep is trained and measured; see :func:`~spectral_monitor.scaling.sweep`.
 
     Raises:
@@ -153,7 +153,7 @@ class Recipe:
             "blocks": dict(self.blocks or {}),
         }
 
-    def build(self, key: Key) -> nn.Module:
+    def build(self, key: RunKey) -> nn.Module:
         """The module of a point; draws from the global generators.
 
         Raises:
@@ -164,12 +164,12 @@ class Recipe:
             raise SweepError(f"make_module must return a torch.nn.Module, got a {type(module).__name__}")
         return module
 
-    def shapes(self, key: Key) -> dict[str, tuple[int, ...]]:
+    def shapes(self, key: RunKey) -> dict[str, tuple[int, ...]]:
         """Of a point's parameters; no random state is changed."""
         with seeded("module", key.seed):
             return {name: tuple(p.shape) for name, p in self.build(key).named_parameters()}
 
-    def train(self, key: Key) -> Point:
+    def train(self, key: RunKey) -> Point:
         """Train a network and measure it; random states are as before.
 
         Raises:
@@ -185,7 +185,7 @@ class Recipe:
         except Exception as error:
             raise RuntimeError(f"{key}: {type(error).__name__}: {error}") from error
 
-    def _train(self, key: Key) -> Point:
+    def _train(self, key: RunKey) -> Point:
         module = self.build(key)
         places = self._places(module)
         optimizer, schedulers = self._optimizer(module)
@@ -231,7 +231,7 @@ class Recipe:
             failure = f"step {missing[0]} could not be measured, a warning said why"
         return Point(key, measurements, tuple(losses), failure, places)
 
-    def _places(self, module: nn.Module) -> dict[str, Place]:
+    def _places(self, module: nn.Module) -> dict[str, LayerPosition]:
         """Those that the parametrization's rules are for; none without one."""
         if self.parametrization is None:
             return {}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from spectral_monitor.fitting.power_law import Fit, fit_slope
 from spectral_monitor.measurement import LayerInfo, Measurement
-from spectral_monitor.parametrization.layer_position import Place
+from spectral_monitor.parametrization.layer_position import LayerPosition
 from spectral_monitor.parametrization.param_groups import Family
 from spectral_monitor.parametrization.prediction import predict
 from spectral_monitor.reporting.content.families import OTHERS, kind
 from spectral_monitor.scaling.sweeps.limit import How, WidthLimit, limits_of
-from spectral_monitor.scaling.sweeps.point import Key, Point, Recipe
+from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.slope import Slope
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class SweepResult:
     excluded: tuple[str, ...]
     axis: str
     step: int
-    recipe: Recipe
-    keys: tuple[Key, ...]
+    recipe: SweepConfig
+    keys: tuple[RunKey, ...]
     limit: How | None = None
     exact: Mapping[int, Point | str] = field(default_factory=dict)
 
@@ -98,7 +98,9 @@ class SweepResult:
         return f"SweepResult({len(self.points)} points, {len(self.slopes)} slopes against {self.axis})"
 
 
-def evaluated(recipe: Recipe, keys: Sequence[Key], points: Iterable[Point], axis: str, step: int) -> SweepResult:
+def evaluated(
+    recipe: SweepConfig, keys: Sequence[RunKey], points: Iterable[Point], axis: str, step: int
+) -> SweepResult:
     """Slopes at a step, of all the points there should be; those that are missing are said to be."""
     found = {point.key: point for point in points}
     slopes: list[Slope] = []
@@ -112,7 +114,7 @@ def evaluated(recipe: Recipe, keys: Sequence[Key], points: Iterable[Point], axis
     return SweepResult(present, tuple(slopes), tuple(excluded), axis, step, recipe, tuple(keys))
 
 
-def _split(key: Key, axis: str) -> tuple[int, int | None]:
+def _split(key: RunKey, axis: str) -> tuple[int, int | None]:
     """Its place on the axis, and beside it."""
     if axis == "width":
         return key.width, key.depth
@@ -124,14 +126,14 @@ class _Group:
     """The points that slopes go through: all sizes and seeds, one depth (or width)."""
 
     def __init__(
-        self, axis: str, beside: int | None, keys: Sequence[Key], points: Mapping[Key, Point], step: int
+        self, axis: str, beside: int | None, keys: Sequence[RunKey], points: Mapping[RunKey, Point], step: int
     ) -> None:
         self.axis, self.beside, self.step = axis, beside, step
         self.sizes = tuple(sorted({_split(key, axis)[0] for key in keys}))
         self.seeds = tuple(dict.fromkeys(key.seed for key in keys))
         self.excluded: list[str] = []
         self.used: dict[tuple[int, int], Measurement] = {}
-        self.places: dict[int, Mapping[str, Place]] = {}
+        self.places: dict[int, Mapping[str, LayerPosition]] = {}
         for key in keys:
             point, size = points.get(key), _split(key, axis)[0]
             measurement = None if point is None else point.at(step)
@@ -160,7 +162,7 @@ class _Group:
                 self.used = {at: m for at, m in self.used.items() if at[0] != size}
             seen.setdefault(shapes, size)
 
-    def slope(self, recipe: Recipe, layer: str, quantity: str) -> Slope:
+    def slope(self, recipe: SweepConfig, layer: str, quantity: str) -> Slope:
         """Of one layer and quantity, or why there is none."""
         found = {at: self._value(*at, layer, quantity) for at in ((x, seed) for seed in self.seeds for x in self.sizes)}
         rows = [[found[size, seed][0] for size in self.sizes] for seed in self.seeds]
@@ -244,7 +246,7 @@ class _Group:
         same = [" and ".join(map(str, sizes)) for sizes in by_shape.values() if len(sizes) > 1]
         return f"of one shape at widths {', '.join(same)}" if same else ""
 
-    def _predicted(self, recipe: Recipe, layer: str, quantity: str, sizes: Sequence[int]) -> float:
+    def _predicted(self, recipe: SweepConfig, layer: str, quantity: str, sizes: Sequence[int]) -> float:
         if recipe.parametrization is None or self.axis != "width" or len(sizes) < 2:
             return math.nan
         key = (quantity, tuple(sizes))  # one prediction is of all layers

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.parametrization.layer_position import Place
+from spectral_monitor.parametrization.layer_position import LayerPosition
 from spectral_monitor.reporting.files.json_values import is_torn, layers_from, plain, value_of
 from spectral_monitor.scaling.batches import SweepError
-from spectral_monitor.scaling.sweeps.point import Key, Point
+from spectral_monitor.scaling.sweeps.point import Point, RunKey
 
 START = '{"format":"spectral_monitor.sweep","version":1,'
 """Of every line. Each stands for itself, so that files may be joined, and a line that was cut short left out."""
@@ -44,7 +44,7 @@ def append(path: Path, point: Point, settings: Mapping[str, Any]) -> None:
         file.write(f"{torn}{START}{row[1:]}\n".encode())
 
 
-def read(path: Path, settings: Mapping[str, Any]) -> dict[Key, Point]:
+def read(path: Path, settings: Mapping[str, Any]) -> dict[RunKey, Point]:
     """The points in a sweep's file and in those of its parts; none if there are none.
 
     Raises:
@@ -54,7 +54,7 @@ def read(path: Path, settings: Mapping[str, Any]) -> dict[Key, Point]:
     if path.is_dir():
         raise SweepError(f"{str(path)!r} is a folder: give the name of a file")
     parts = glob.glob(f"{glob.escape(str(path.with_name(path.stem)))}.part*of*{glob.escape(path.suffix)}")
-    points: dict[Key, Point] = {}
+    points: dict[RunKey, Point] = {}
     for file in [path, *map(Path, sorted(parts))]:
         if file.exists():
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -116,7 +116,7 @@ def _point(row: Mapping[str, Any]) -> Point:
         )
         for m in row["measurements"]
     )
-    key = Key(row["width"], row["depth"], row["seed"])
+    key = RunKey(row["width"], row["depth"], row["seed"])
     losses = tuple(value_of(loss) for loss in row["losses"])
-    places = {name: Place(**place) for name, place in row.get("places", {}).items()}  # older files have none
+    places = {name: LayerPosition(**place) for name, place in row.get("places", {}).items()}  # older files have none
     return Point(key, measurements, losses, row["failure"], places)

@@ -22,7 +22,7 @@ from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps import storage as points_file
 from spectral_monitor.scaling.sweeps.arguments import integer, integers
 from spectral_monitor.scaling.sweeps.limit import How, checked_limit, exact_points
-from spectral_monitor.scaling.sweeps.point import Key, MakeModule, MakeOptimizer, Point, Recipe
+from spectral_monitor.scaling.sweeps.point import MakeModule, MakeOptimizer, Point, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.result import SweepResult, evaluated
 
 QUANTITIES = ("weight_natural", "update_natural", "feature_change")
@@ -126,7 +126,7 @@ def sweep(
         read: predicted width^0.0, as predicted
         out: predicted width^1.0, as predicted
     """
-    recipe = Recipe(make_module, data, steps, quantities, measured, parametrization, optimizer, lr, roles, blocks)
+    recipe = SweepConfig(make_module, data, steps, quantities, measured, parametrization, optimizer, lr, roles, blocks)
     keys, axis = _keys(widths, depths, seeds)
     limit = checked_limit(limit, axis, recipe, depths)
     processes = _checked_processes(processes, recipe)
@@ -157,7 +157,7 @@ def sweep(
 
 def _keys(
     widths: int | Sequence[int], depths: int | Sequence[int] | None, seeds: int | Sequence[int]
-) -> tuple[list[Key], str]:
+) -> tuple[list[RunKey], str]:
     """All points, the small ones first, and what slopes are against."""
     w, d = _sizes("widths", widths), [None] if depths is None else _sizes("depths", depths)
     count = integer(seeds)
@@ -168,7 +168,7 @@ def _keys(
     if len(w) < FEWEST and axis == "width":
         given = f"widths {', '.join(map(str, w))}" + ("" if depths is None else f" and depths {', '.join(map(str, d))}")
         raise SweepError(f"a slope needs {FEWEST} widths, or {FEWEST} depths, that differ; got {given}")
-    return [Key(width, depth, seed) for width in w for depth in d for seed in dict.fromkeys(s)], axis
+    return [RunKey(width, depth, seed) for width in w for depth in d for seed in dict.fromkeys(s)], axis
 
 
 def _sizes(name: str, given: int | Sequence[int]) -> list[Any]:
@@ -185,7 +185,7 @@ def _checked(part: tuple[int, int]) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _checked_processes(processes: int, recipe: Recipe) -> int:
+def _checked_processes(processes: int, recipe: SweepConfig) -> int:
     count = integer(processes)
     if count is None or count < 1:
         raise SweepError(f"processes must be an integer >= 1, got {processes!r}")
@@ -202,7 +202,7 @@ def _checked_processes(processes: int, recipe: Recipe) -> int:
     return count
 
 
-def _check_sizes(recipe: Recipe, keys: Sequence[Key], axis: str) -> None:
+def _check_sizes(recipe: SweepConfig, keys: Sequence[RunKey], axis: str) -> None:
     """Build the two smallest networks, before any is trained.
 
     Raises:
@@ -224,7 +224,7 @@ def _check_sizes(recipe: Recipe, keys: Sequence[Key], axis: str) -> None:
         )
 
 
-def _trained(recipe: Recipe, keys: Sequence[Key], processes: int) -> Iterator[Point]:
+def _trained(recipe: SweepConfig, keys: Sequence[RunKey], processes: int) -> Iterator[Point]:
     """Points as they are done."""
     if processes == 1 or len(keys) < 2:
         yield from map(recipe.train, keys)
@@ -245,7 +245,7 @@ def _trained(recipe: Recipe, keys: Sequence[Key], processes: int) -> Iterator[Po
 
 
 @contextmanager
-def _progress(total: int, done: int, show: bool) -> Iterator[Callable[[Key], None]]:
+def _progress(total: int, done: int, show: bool) -> Iterator[Callable[[RunKey], None]]:
     if not show or done == total:
         yield lambda key: None
         return
@@ -254,7 +254,7 @@ def _progress(total: int, done: int, show: bool) -> Iterator[Callable[[Key], Non
     except ImportError:
         count = done
 
-        def advance(key: Key) -> None:
+        def advance(key: RunKey) -> None:
             nonlocal count
             count += 1
             print(f"sweep: {count} of {total} points, {key}", file=sys.stderr)
@@ -263,7 +263,7 @@ def _progress(total: int, done: int, show: bool) -> Iterator[Callable[[Key], Non
         return
     with tqdm(total=total, initial=done, desc="sweep", unit="point") as bar:
 
-        def move(key: Key) -> None:
+        def move(key: RunKey) -> None:
             bar.set_postfix_str(str(key), refresh=False)
             bar.update()
 
