@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from spectral_monitor.capture.records.assumption_checks import SHARE_ROWS
 from spectral_monitor.capture.replay.feature_change import KERNEL_ROWS
 from spectral_monitor.engine.features.kernels import PROBES
-from spectral_monitor.engine.results.values import VECTOR_KEYS
-from spectral_monitor.engine.weights.norms import FROBENIUS_KEYS
 from spectral_monitor.quantities import QUANTITIES, Quantity
 
 TARGET = Path(__file__).with_name("quantities.md")
@@ -165,7 +164,8 @@ as good as ever.
 """
 
 
-COLUMNS = ("quantity", "what it says", "formula", "unit", "range", "cost", "source")
+MEANING = ("quantity", "what it says", "healthy", "when it misleads")
+DEFINITION = ("quantity", "formula", "unit", "range", "cost", "source")
 MATRICES = {"W": "W", "dW": "dW", "W0": "W - W0", "W1": "W + dW"}
 RANKS = {"input_stable_rank": "h'", "backward_stable_rank": "b"}
 """Stable ranks of rows, which take a norm of these."""
@@ -176,7 +176,7 @@ def cost(q: Quantity) -> str:
     parts = []
     if q.key == "contribution":
         parts.append("one product of `g` and `dW`")
-    elif q.key in FROBENIUS_KEYS:
+    elif q.by_frobenius:
         parts += [f"one look at `{MATRICES[need]}`" for need in MATRICES if need in q.needs]
     else:
         parts += [f"norm of `{MATRICES[need]}`" for need in MATRICES if need in q.needs]
@@ -202,19 +202,26 @@ def cost(q: Quantity) -> str:
 
 
 def rows(tier: str) -> str:
-    """The table of a tier."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    for q in QUANTITIES.values():
-        if q.tier == tier:
-            formula = f"`{q.formula}`".replace("|", "‖")  # which tables can hold
-            cells = (f"`{q.key}`", q.meaning, formula, q.unit, q.range, cost(q), q.source)
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    """Return the tables of a tier: what its quantities mean, and how they are defined."""
+    entries = [q for q in QUANTITIES.values() if q.tier == tier]
+    meaning = [(f"`{q.key}`", q.meaning, q.healthy, q.misleads) for q in entries]
+    formulas = [f"`{q.notation}`".replace("|", "‖") for q in entries]  # a character that tables can hold
+    definition = [
+        (f"`{q.key}`", formula, q.unit, q.range, cost(q), q.source)
+        for q, formula in zip(entries, formulas, strict=True)
+    ]
+    return f"{table(MEANING, meaning)}\n{table(DEFINITION, definition)}"
+
+
+def table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)]) + "\n"
 
 
 def page() -> str:
     """The page as Markdown."""
-    vectors = ", ".join(f"`{key}`" for key in QUANTITIES if key in VECTOR_KEYS)
+    vectors = ", ".join(f"`{key}`" for key in QUANTITIES if QUANTITIES[key].of_vectors)
     tiers = {tier: rows(tier) for tier in ("light", "standard", "full")}
     return HEAD.format(**tiers) + TAIL.format(vectors=vectors, probes=PROBES, kernel_rows=KERNEL_ROWS)
 

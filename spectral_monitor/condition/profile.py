@@ -89,7 +89,7 @@ class Profile:
             that none was known of.
 
     Example:
-        >>> points = (Point(1.0, 0.1, 0.1), Point(1.0, 0.001, 0.001))
+        >>> points = (ProfilePoint(1.0, 0.1, 0.1), ProfilePoint(1.0, 0.001, 0.001))
         >>> profile = Profile({"head": "readout"}, {"head": (10, 30)}, {"head": points})
         >>> round(profile.at(20, "head").update_natural, 6)
         0.01

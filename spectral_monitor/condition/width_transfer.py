@@ -136,8 +136,8 @@ def compare_widths(
     Example:
         >>> import torch
         >>> from spectral_monitor import LayerInfo
-        >>> from spectral_monitor.condition.profile import Point
-        >>> points = {"1": (Point(1.0, 0.1, 0.001), Point(1.0, 0.1, 0.001))}
+        >>> from spectral_monitor.condition.profile import ProfilePoint
+        >>> points = {"1": (ProfilePoint(1.0, 0.1, 0.001), ProfilePoint(1.0, 0.1, 0.001))}
         >>> profile = Profile({"1": "operator"}, {"1": (1, 100)}, points, {"1": Fans(16, 16)})
         >>> values = {"update_natural": torch.tensor([0.7]), "lr": torch.tensor([0.001])}
         >>> wide = Measurement(4, (LayerInfo("1", "operator", 128, 128, (128, 128)),), values, {})

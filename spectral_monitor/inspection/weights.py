@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.capture.unwrap import unwrap_model
-from spectral_monitor.engine.results.values import FORMULAS, LayerScalars
+from spectral_monitor.engine.results.values import LayerScalars
 from spectral_monitor.inspection.checkpoint import skeleton, weights_in
 from spectral_monitor.layers.inspect_model import Layer, dissect
 from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.parametrization.init import largest_row
+from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.text.roles import Roles
 from spectral_monitor.state.dtensor import is_distributed
 
@@ -158,5 +159,4 @@ def _measured(layer: Layer) -> dict[str, float]:
     if layer.info.role == "embedding":
         raw["W.row"] = torch.tensor([largest_row(layer, weight)])
     scalars = LayerScalars(layer, raw)
-    formulas: Mapping[str, Callable[[LayerScalars], float]] = FORMULAS
-    return {key: formulas[key](scalars) for key in MEASURED}
+    return {key: QUANTITIES[key].formula(scalars) for key in MEASURED}

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.history import History, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named
 from spectral_monitor.reporting.content.panels import MATRICES
@@ -37,12 +38,6 @@ DECADES, FAR = 6, 12.0
 """Powers of ten below the largest value, and of two around a reference; what is beyond has the colour of the last."""
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
-
-_WORDS = {
-    "update_natural": "size of each layer's update",
-    "feature_change": "share of each layer's outputs that a step changes",
-    "bfa_cos": "cosine of where outputs move and where the loss wants them",
-}
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def heatmap(history: History, quantity: str) -> Pixels | None:
 
 def _scale(history: Thinned, quantity: str, rows: Sequence[int]) -> _Scale | None:
     """``None`` where there is nothing to show."""
-    title = _WORDS.get(quantity, quantity)
+    title = (QUANTITIES[quantity].picture if quantity in QUANTITIES else "") or quantity
     ratios = history.ratios(quantity)[rows]
     if ratios.isfinite().any():
         return _against_reference(title, ratios, _limits(history, quantity, rows))

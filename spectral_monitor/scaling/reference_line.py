@@ -52,7 +52,7 @@ def reference_run(
         ...     def forward(self, x, y):
         ...         return (self.net(x) - y).square().mean()
         >>> x = torch.eye(2)
-        >>> (line,) = reference(Net, (x, x[:, :1]), parametrization=MUP, lr=0.1, steps=1, quantities="light")
+        >>> (line,) = reference_run(Net, (x, x[:, :1]), parametrization=MUP, lr=0.1, steps=1, quantities="light")
         >>> round(line.value("weight_natural", "net.0"), 2)
         1.0
     """

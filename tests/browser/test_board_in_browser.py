@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "docs"))
 from make_screenshots import RUNS, get, tensorboard, train
 
 from spectral_monitor.reporting import read_measurements
-from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS
+from spectral_monitor.reporting.content.panels import PANELS, pictured
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::spectral_monitor.messages.SpectralConditionWarning"),
@@ -125,15 +125,15 @@ def test_the_tab_shows_every_chart_with_its_lines(address, page):
 def test_pictures_are_loaded_and_to_be_seen(address, page):
     page.goto(f"{address}/#images")
     pictures = page.locator("tf-image-loader img")
-    pictures.nth(len(RUNS) * len(HEATMAPS) - 1).wait_for()
-    for index in range(len(RUNS) * len(HEATMAPS)):
+    pictures.nth(len(RUNS) * len(pictured()) - 1).wait_for()
+    for index in range(len(RUNS) * len(pictured())):
         picture = pictures.nth(index)
         picture.scroll_into_view_if_needed()
         assert picture.evaluate("img => img.decode().then(() => [img.naturalWidth, img.naturalHeight])") == [640, 220]
         box = picture.bounding_box()
         assert box["width"] > 200
         assert box["height"] > 50
-    for quantity in HEATMAPS:
+    for quantity in pictured():
         assert page.get_by_text(f"spectral/heatmap/{quantity}", exact=True).first.is_visible()
 
 

@@ -12,7 +12,7 @@ import torch
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.labels import shortened
-from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS
+from spectral_monitor.reporting.content.panels import PANELS, pictured
 from spectral_monitor.reporting.html import curves as report_curves
 from spectral_monitor.reporting.html import figures as report_figures
 from spectral_monitor.reporting.html import page as report_page
@@ -99,8 +99,8 @@ def test_everything_is_drawn_without_a_network(plain):
         lengths = curves.evaluate_all("all => all.map(line => line.getTotalLength())")
         assert sum(length > 50 for length in lengths) >= 2 * len(PLAIN), name
     pictures = plain.locator("#overview-figure .heatmaplayer image")
-    assert pictures.count() == len(HEATMAPS)
-    for k in range(len(HEATMAPS)):
+    assert pictures.count() == len(pictured())
+    for k in range(len(pictured())):
         assert pictures.nth(k).get_attribute("href").startswith("data:image/png;base64,")
         box = pictures.nth(k).bounding_box()
         assert box["width"] > 150

@@ -269,7 +269,7 @@ OURS = {  # where it happens, and how many of six steps are measured all the sam
     "estimate, weights": (norms, "spectral_estimates", 0),
     "estimate, features": (activations, "spectral_estimates", 0),
     "weights at the start": (memory, "start_norms", 6),
-    "copy of the weights": (matrices, "stacks", 0),
+    "copy of the weights": (matrices, "matrix_batches", 0),
     "remembering a call": (replay, "iterators_in", 0),
     "rows": (features, "rows_of", 0),
     "random states": (randomness.RandomState, "now", 0),
@@ -279,8 +279,8 @@ OURS = {  # where it happens, and how many of six steps are measured all the sam
     "rows of the table": (measured, "layer_row", 0),
     "summary": (measured, "summarize", 0),
     "arming": (features.FeatureCapture, "arm", 0),
-    "batch": (callback, "TrainingStep", 0),
-    "muting": (callback, "aside", 6),
+    "batch": (callback, "TrainingStepReplay", 0),
+    "muting": (callback, "logging_suppressed", 6),
 }
 
 

@@ -167,7 +167,7 @@ def test_a_logger_that_cannot_even_begin_costs_a_warning(monkeypatch):
     def refuse(self, logger):
         raise RuntimeError("no connection")
 
-    monkeypatch.setattr(logs.Reports, "_sink", refuse)
+    monkeypatch.setattr(logs.SinkManager, "_sink", refuse)
     sink = Breaking("")
     with pytest.warns(SpectralMonitorWarning, match="RecordingLogger will not be given measurements .*no connection"):
         fit(SpectralMonitor(every_n_steps=2, sinks=[sink]), logger=recording())

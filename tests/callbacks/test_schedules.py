@@ -47,7 +47,7 @@ def test_a_step_measures_what_is_due_and_pays_for_that(monkeypatch, accumulate):
             made.append(module.trainer.global_step + 1)
             super().__init__(module, *given)
 
-    monkeypatch.setattr(callback, "TrainingStep", Noted)
+    monkeypatch.setattr(callback, "TrainingStepReplay", Noted)
     monitor, looks, module = SpectralMonitor(every_n_steps=INTERVALS), Looks(), zoo.Classifier()
     fit(monitor, module, zoo.loader(count=6 * accumulate), callbacks=[looks], accumulate_grad_batches=accumulate)
     assert measured(monitor) == {2: LIGHT, 3: STANDARD, 4: LIGHT, 6: LIGHT | STANDARD}

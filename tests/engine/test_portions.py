@@ -50,13 +50,13 @@ def measured(monkeypatch, spare, dtype, **settings):
     portions = []
 
     def noted(found, copies):
-        made = stacks.portions(found, copies)
+        made = stacks.chunks(found, copies)
         portions.append([portion.in_place for portion in made])
         return made
 
     monkeypatch.setattr(stacks, "SPARE", 0.0)
     monkeypatch.setattr(stacks, "SPARE_BYTES", spare)
-    monkeypatch.setattr(matrices, "portions", noted)
+    monkeypatch.setattr(matrices, "chunks", noted)
     torch.manual_seed(0)
     model = Network().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -99,7 +99,7 @@ def test_half_precision_is_converted_before_it_is_measured(in_place):
     layers = dissect(model).layers
     members = {i: BatchMember(*pair) for i, pair in enumerate(zip(layers, plan(layers, {}, None), strict=True))}
     before = torch.stack([part.weight.detach().float() for part in model])
-    stack = stacks.Stack(members, Here())
+    stack = stacks.MatrixBatch(members, Here())
     stack.load(host=in_place)
     W = stack.here()
     away = W.away() if in_place else W

@@ -207,7 +207,7 @@ def test_the_probe_measures_what_is_due():
         2: ["update_norm", "lr"],
         3: ["feature_rms"],
         4: ["update_norm", "lr"],
-        6: ["update_norm", "feature_rms", "lr"],
+        6: ["update_norm", "lr", "feature_rms"],
     }
 
 

@@ -368,14 +368,14 @@ NAIVE = {
     "generators not put back": ("restless", preserve, "_generator_types", tuple, {"plain"}),
     "log not muted": ("popper, by value", again, "_muted", quietly_nothing, {"log"}),
     "log not muted, forward": ("logs in forward", again, "_muted", quietly_nothing, {"log"}),
-    "rates not kept": ("sets rates", callback, "aside", quietly_nothing, {"group", "log"}),
-    "schedules not kept": ("steps its scheduler", callback, "aside", quietly_nothing, RATES),
+    "rates not kept": ("sets rates", callback, "logging_suppressed", quietly_nothing, {"group", "log"}),
+    "schedules not kept": ("steps its scheduler", callback, "logging_suppressed", quietly_nothing, RATES),
     "arguments not copied": ("in place", replay, "clone_tree", unchanged, {"batch"}),
     "replay in evaluation mode": ("mlp", replay.RootCall, "__call__", evaluated, {"flag"}),
     "hooks left": ("mlp", features.FeatureCapture, "disarm", features.FeatureCapture._reset, {"hooks"}),
     "optimizer hooks left": ("mlp", optimizer.OptimizerCapture, "disarm", unchanged, {"hooks"}),
     "hook changes gradients": ("mlp", features.FeatureCapture, "_gradient", scaled, {"grad"}),
-    "logs through the module": ("mlp", logs.Reports, "begin", logs_itself, {"log"}),
+    "logs through the module": ("mlp", logs.SinkManager, "begin", logs_itself, {"log"}),
 }
 
 

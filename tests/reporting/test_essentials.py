@@ -12,7 +12,7 @@ import torch
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.quantities import TIERS
-from spectral_monitor.reporting.content.essentials import ESSENTIAL, OVERLAID, checked_log, essentials, grouped
+from spectral_monitor.reporting.content.essentials import OVERLAID, checked_log, essential_keys, essentials, grouped
 
 NAMES = [info.name for info in gpt.LAYERS]
 C_FC = [f"model.transformer.h.{k}.mlp.c_fc" for k in range(12)]
@@ -67,7 +67,7 @@ def test_a_layer_that_has_had_a_verdict_has_its_own_numbers():
 
 def test_a_small_network_has_every_matrix_and_what_lies_over_other_runs():
     found = essentials(network([f"net.{k}" for k in range(16)]))
-    sections = {"vs_typical_log2", "lr_multiplier", *ESSENTIAL}
+    sections = {"vs_typical_log2", "lr_multiplier", *essential_keys()}
     expected = {f"spectral_{key}/net.{k}" for key in sections for k in range(16)}
     expected |= {f"spectral_{key}" for key in OVERLAID}
     expected |= {"spectral_vs_typical_log2/limits/low", "spectral_vs_typical_log2/limits/high"}

@@ -11,7 +11,7 @@ from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.families import kinds
 from spectral_monitor.reporting.content.history import History
-from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS, shown
+from spectral_monitor.reporting.content.panels import PANELS, pictured, shown
 
 LAYERS = tuple(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in ("a", "b"))
 
@@ -84,7 +84,7 @@ def test_panels_ask_for_what_there_is():
     assert len(PANELS) == 7
     asked = [key for panel in PANELS for key in panel.quantities]
     assert len(set(asked)) == len(asked)
-    assert set(asked) | set(HEATMAPS) <= set(QUANTITIES)
+    assert set(asked) | set(pictured()) <= set(QUANTITIES)
     assert all(panel.question.endswith("?") for panel in PANELS)
 
 

@@ -18,7 +18,7 @@ from spectral_monitor.messages import SpectralMonitorWarning
 from spectral_monitor.reporting import sinks as sinks_module
 from spectral_monitor.reporting.content.essentials import essentials
 from spectral_monitor.reporting.content.history import History
-from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS
+from spectral_monitor.reporting.content.panels import PANELS, pictured
 from spectral_monitor.reporting.heatmap import heatmap
 from spectral_monitor.reporting.sinks import Sinks
 from spectral_monitor.reporting.tensorboard_sink import sink as module
@@ -74,11 +74,11 @@ def test_pictures_at_every_third_measurement_and_at_the_end(writer):
         told = measurement(step, outside=("tokens",) if step > 40 else ())
         sink.write(told)
         history.add(told)
-        expected[step] = {quantity: heatmap(history, quantity) for quantity in HEATMAPS}
+        expected[step] = {quantity: heatmap(history, quantity) for quantity in pictured()}
     sink.close()
     found = images(writer)
-    assert set(found) == set(HEATMAPS)
-    for quantity in HEATMAPS:
+    assert set(found) == set(pictured())
+    for quantity in pictured():
         assert [step for step, _ in found[quantity]] == [30, 60, 70]
         for step, encoded in found[quantity]:
             pixels = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))

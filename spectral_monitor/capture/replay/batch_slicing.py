@@ -148,7 +148,7 @@ class BatchSlice:
             embeddings for instance.
 
     Example:
-        >>> portion = Portion(samples=2, batch=8, common=frozenset({(0, 0)}))
+        >>> portion = BatchSlice(samples=2, batch=8, common=frozenset({(0, 0)}))
         >>> portion.rows((0, 0), 12), portion.rows((1, 0), 96), portion.rows((1, 0), 97)
         (12, 24, None)
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from spectral_monitor.engine.results.raw import NETWORK, Raw
-from spectral_monitor.engine.results.values import ERRORS, FORMULAS, VECTOR_KEYS, LayerScalars
+from spectral_monitor.engine.results.values import LayerScalars
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import LOST
 from spectral_monitor.quantities import QUANTITIES
@@ -21,13 +21,10 @@ REPLACED = "since training began its weight was replaced, pruned or parametrized
 UNFIT = "its outputs are not its inputs times its weight"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
-ONE_HOT = frozenset({"alignment", "update_alignment", "input_stable_rank", "feature_change_local"})
-"""What is read off a layer's inputs; not defined for the one-hot ones of an embedding."""
-
-# Angles are off by about rounding over change, so 1 % needs a margin of 100. The size of a change is off by half the
-# square of that: 2 leaves about as little, for roundings are spread over a third of their bound.
-ANGLE_MARGIN = 100.0
 CHANGE_MARGIN = 2.0
+"""Times its rounding that a change must be. Its size is then off by half the square of rounding over change, and
+roundings are spread over a third of their bound. Angles need more: see ``Quantity.margin``.
+"""
 
 
 @dataclass
@@ -91,11 +88,12 @@ def layer_row(
     """Quantity -> value and, for every value that is NaN, quantity -> reason; also for a contribution of exactly 0 that
     is not for want of a gradient.
     """
-    scalars = LayerScalars(layer, raw.get(i, {}))
+    settings = {"lr": facts.lr.get(i, math.nan), "lr_multiplier": facts.multipliers.get(i, 1.0)}
+    scalars = LayerScalars(layer, raw.get(i, {}), settings)
     row, reasons = {}, {}
     for key in keys:
         reason = _missing(key, i, layer, scalars, facts)
-        value = math.nan if reason else _value(key, i, scalars, facts)
+        value = math.nan if reason else _value(key, scalars, facts)
         if math.isnan(value):
             reasons[key] = reason or _undefined(scalars)
         elif key == "contribution" and value == 0 and scalars.get("g.arrives") > 0:
@@ -104,12 +102,8 @@ def layer_row(
     return row, reasons
 
 
-def _value(key: str, i: int, scalars: LayerScalars, facts: StepContext) -> float:
-    if key == "lr":
-        return facts.lr[i]
-    if key == "lr_multiplier":
-        return facts.multipliers.get(i, 1.0)
-    value = FORMULAS[key](scalars)
+def _value(key: str, scalars: LayerScalars, facts: StepContext) -> float:
+    value = QUANTITIES[key].formula(scalars)
     # b was the gradient of the divided and scaled loss.
     return value * facts.loss_scale / facts.accumulated if key == "sensitivity" else value
 
@@ -120,10 +114,13 @@ def layer_errors(
     """Return the standard errors of those of the values that are known of some rows; 0 if all rows were used."""
     scalars = LayerScalars(layer, raw.get(i, {}))
     errors = {}
-    for key in (key for key in ERRORS if key in values):
+    for key in values:
+        entry = QUANTITIES[key]
+        if entry.error is None:
+            continue
         scale = facts.loss_scale / facts.accumulated if key == "sensitivity" else 1.0
         known = math.nan if math.isnan(values[key]) else 0.0
-        errors[key] = known if math.isnan(known) or (exact and key in ONE_HOT) else abs(ERRORS[key](scalars) * scale)
+        errors[key] = known if math.isnan(known) or (exact and entry.of_inputs) else abs(entry.error(scalars) * scale)
     return errors
 
 
@@ -138,7 +135,7 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
     role, needs = layer.info.role, QUANTITIES[key].needs
     if i in facts.replaced:
         return REPLACED
-    if role == "vector" and key not in VECTOR_KEYS:
+    if role == "vector" and not QUANTITIES[key].of_vectors:
         return "a bias or gain has its RMS, update, drift and contribution only"
     if (needs & {"dW", "g"} or key in ("lr", "lr_multiplier")) and i not in facts.lr:
         return "no optimizer updates it" if facts.lr else "no optimizer made a step"
@@ -168,12 +165,13 @@ def _no_contribution(layer: Layer, facts: StepContext) -> str:
 
 
 def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepContext) -> str:
-    needs = QUANTITIES[key].needs
+    entry = QUANTITIES[key]
+    needs = entry.needs
     if layer.no_features:
         return layer.no_features
     if facts.moved:
         return MOVED
-    if layer.info.role == "embedding" and key in ONE_HOT:
+    if layer.info.role == "embedding" and entry.of_inputs:
         return "an embedding's inputs are one-hot"
     if i in facts.unfit:
         return UNFIT
@@ -184,7 +182,7 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     known = facts.why_not.get((key, NETWORK), "") or facts.why_not.get((key, i), "")
     if known:
         return known
-    if key in ONE_HOT and i not in facts.fed:
+    if entry.of_inputs and i not in facts.fed:
         return "its inputs are not a tensor of numbers, or were overwritten"
     small = facts.eps[i] >= torch.finfo(torch.float32).eps and scalars.underflows()
     tiny = "its outputs are so small that the squares of their change leave float32's range" if small else ""
@@ -194,7 +192,7 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return facts.no_drift or missed or tiny or (ROUNDED if rounded else "")
     if key == "feature_change_local" and layer.layout.taps > 1:
         return "the taps of a convolution overlap: what one adds, another may take away"
-    if needs & {"h", "dh"} and key not in ONE_HOT - {"feature_change_local"} and i not in facts.lasted:
+    if needs & {"h", "dh"} and (not entry.of_inputs or key == "feature_change_local") and i not in facts.lasted:
         return "its outputs were overwritten in this step; from the next measured one on they are copied"
     if "b" in needs and i not in facts.graded:
         return "no gradient arrived at its output, or more than one, or it was overwritten"
@@ -210,7 +208,6 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return tiny
     if key == "feature_cancellation":
         return ""  # a change that is rounded away cancels nothing
-    margin = ANGLE_MARGIN if key in ("bfa", "bfa_cos") else CHANGE_MARGIN
-    if scalars.get("dh.norm") > 0 and not scalars.above_rounding(facts.eps[i], margin):
+    if scalars.get("dh.norm") > 0 and not scalars.above_rounding(facts.eps[i], entry.margin):
         return ROUNDED
     return ""

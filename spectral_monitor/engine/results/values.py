@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,13 +11,7 @@ from torch import Tensor
 from spectral_monitor.engine.results.raw import Raw, Values
 from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.layers import Layer
-
-Norm = Literal["sigma", "fro"]
-
-VECTOR_KEYS = frozenset(
-    {"weight_natural", "update_natural", "update_ratio", "drift_ratio", "contribution", "lr", "lr_multiplier"}
-)
-"""What is measured of a bias or gain."""
+from spectral_monitor.quantities.quantity import Norm
 
 RATIOS = frozenset(
     {"alignment", "update_alignment", "feature_change", "feature_drift", "feature_cancellation", "kernel_change"}
@@ -46,13 +39,16 @@ class LayerScalars:
     Plain numbers: there are thousands, and a tensor operation on each would cost more than all the matrices.
     """
 
-    def __init__(self, layer: Layer, raw: Mapping[str, Values]) -> None:
+    def __init__(self, layer: Layer, raw: Mapping[str, Values], settings: Mapping[str, float] | None = None) -> None:
         self.layer = layer
         self._raw = raw
+        self._settings = settings or {}
         self._blocks = layer.layout.blocks
 
     def get(self, name: str) -> float:
-        """A single number, NaN if it was not measured."""
+        """Return a single number, or a setting of the optimizer; NaN if it was not measured."""
+        if name in self._settings:
+            return self._settings[name]
         value = self._raw.get(name)
         return math.nan if value is None else float(value[0])
 
@@ -166,54 +162,6 @@ class LayerScalars:
     def above_rounding(self, eps: float, margin: float) -> bool:
         """Whether the change of the features is ``margin`` times larger than their rounding."""
         return self.get("dh.norm") >= margin * eps * self.get("h.compared")
-
-
-FORMULAS: dict[str, Callable[[LayerScalars], float]] = {
-    "weight_norm": lambda s: s.norm("W"),
-    "weight_natural": lambda s: s.natural("W"),
-    "update_norm": lambda s: s.norm("dW"),
-    "update_natural": lambda s: s.natural("dW"),
-    "update_ratio": lambda s: s.ratio("dW", "W"),
-    "weight_fro": lambda s: s.norm("W", "fro"),
-    "update_fro": lambda s: s.norm("dW", "fro"),
-    "weight_stable_rank": lambda s: s.stable_rank("W"),
-    "update_stable_rank": lambda s: s.stable_rank("dW"),
-    "drift_ratio": lambda s: s.ratio("drift", "W0"),
-    "drift_fro_ratio": lambda s: s.ratio("drift", "W0", "fro"),
-    "contribution": lambda s: s.get("contribution"),
-    "feature_rms": lambda s: s.root_mean_square("h"),
-    "feature_change": lambda s: s.get("feature_change"),
-    "feature_change_local": lambda s: s.local_change(),
-    "feature_drift": lambda s: s.get("feature_drift"),
-    "alignment": lambda s: s.alignment("alignment"),
-    "update_alignment": lambda s: s.alignment("update_alignment"),
-    "input_stable_rank": lambda s: s.row_stable_rank("h_in"),
-    "backward_stable_rank": lambda s: s.row_stable_rank("b"),
-    "bfa": lambda s: math.acos(s.cosine()),
-    "bfa_cos": lambda s: s.cosine(),
-    "sensitivity": lambda s: s.sensitivity(),
-    "weight_cancellation": lambda s: s.cancellation("W1", "W", "dW"),
-    "feature_cancellation": lambda s: s.get("feature_cancellation"),
-    "activation_ratio": lambda s: s.get("activation_ratio"),
-    "sample_share": lambda s: s.get("sample_share"),
-    "kernel_change": lambda s: s.get("kernel_change"),
-    "bfk_ratio": lambda s: s.kernel_ratio(),
-    "backward_speed": lambda s: s.speed("b"),
-}
-"""How each measured quantity is read off the raw scalars of a layer."""
-
-
-ERRORS: dict[str, Callable[[LayerScalars], float]] = {
-    "feature_change": lambda s: s.get("feature_change.error"),
-    "feature_change_local": lambda s: s.get("dW.h.error") * s.local_change(),
-    "feature_drift": lambda s: s.get("feature_drift.error"),
-    "alignment": lambda s: s.get("alignment.error"),
-    "update_alignment": lambda s: s.get("update_alignment.error"),
-    "bfa": lambda s: s.get("bfa_cos.error") / math.sqrt(max(1 - s.cosine() ** 2, 1e-12)),
-    "bfa_cos": lambda s: s.get("bfa_cos.error"),
-    "sensitivity": lambda s: s.get("sensitivity.error"),
-}
-"""How the standard error of a quantity is read off them, 0 where all rows were looked at."""
 
 
 def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -> dict[str, float]:

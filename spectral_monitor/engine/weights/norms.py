@@ -24,9 +24,6 @@ RATIO_BUDGET = 1 << 18
 MOST_ROWS = 256
 """Rows that are enough: what they have in common is seen in 256 to a few percent, and several processes send them."""
 
-FROBENIUS_KEYS = frozenset({"weight_fro", "update_fro", "drift_fro_ratio"})
-"""Quantities that need no spectral norm."""
-
 
 def rows_worth(layout: Layout) -> int:
     """How many rows of inputs the alignments of a layer are worth."""
@@ -64,7 +61,7 @@ class MatrixNorms:
     def measure(self, jobs: Sequence[Job]) -> Coroutine[None]:
         """Measure everything at once: one solve for all spectral norms."""
         wanted = [job for job in jobs if self._quantities(job)]
-        spectral = [job for job in wanted if not self._quantities(job) <= FROBENIUS_KEYS]
+        spectral = [job for job in wanted if not all(QUANTITIES[key].by_frobenius for key in self._quantities(job))]
         others = [job for job in wanted if job not in spectral]
         mapped = [job for job in jobs if set(MAPS.get(job.name, ())) & set(self._settings.keys)]
         routines: list[Coroutine[Any]] = [

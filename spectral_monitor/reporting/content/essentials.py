@@ -23,11 +23,6 @@ from spectral_monitor.reporting.content.typical import limits, vs_typical
 
 Log = Literal["essential", "all"] | Sequence[str]
 PREFIX = "spectral"
-ESSENTIAL = (
-    *("update_ratio", "feature_change", "feature_drift", "weight_natural", "drift_ratio"),
-    *("alignment", "bfa_cos", "update_stable_rank"),
-)
-"""Quantities that are logged of themselves; the update's size is, against typical."""
 SUMMARIES = (
     *("violations", "worst_layer_ratio", "loss_change", "loss_change_predicted"),
     *("final_layer_alignment", "overhead_ms"),
@@ -50,6 +45,11 @@ FEW = 16
 """Matrices of a network in which each is logged."""
 FAMILIES, SINGLES, TOLD = 12, 20, 8
 """Families, layers without one, and layers that have had a verdict, that are logged at most."""
+
+
+def essential_keys() -> tuple[str, ...]:
+    """Return the quantities that are logged by default; the update's size is logged against its typical value."""
+    return tuple(key for key, quantity in QUANTITIES.items() if quantity.essential)
 
 
 def group(quantity: str) -> str:
@@ -163,7 +163,7 @@ def _columns(measurement: Measurement, asked: Sequence[str]) -> dict[str, list[f
         ratios = _ratios(measurement, quantity)
         if any(map(math.isfinite, ratios)):
             columns[log2_of(quantity)] = [_log2(ratio) for ratio in ratios]
-    columns |= {key: values[key].tolist() for key in dict.fromkeys((*ESSENTIAL, *asked)) if key in values}
+    columns |= {key: values[key].tolist() for key in dict.fromkeys((*essential_keys(), *asked)) if key in values}
     if "lr_multiplier" in values and bool(((values["lr_multiplier"] - 1).abs() > 0).any()):
         columns["lr_multiplier"] = values["lr_multiplier"].tolist()
     return columns

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.quantities import QUANTITIES, questions
 
 MATRICES = frozenset({"operator", "readout", "embedding"})
 
@@ -16,7 +17,8 @@ class Panel:
 
     Attributes:
         question: as a title.
-        quantities: that answer it, the one to look at first first.
+        first: the quantity to look at first.
+        only: the quantities to show, where that is not all whose entry names the question.
         summaries: of the whole network, that belong to it.
         roles: of the layers that are shown.
         by_summary: whether a number of the whole network answers it, rather than a quantity.
@@ -24,64 +26,75 @@ class Panel:
     """
 
     question: str
-    quantities: tuple[str, ...]
+    first: str
     reading: str
     summaries: tuple[str, ...] = ()
     roles: frozenset[str] = MATRICES
     by_summary: bool = False
+    only: tuple[str, ...] = ()
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """The quantities that answer it, the one to look at first first."""
+        if self.only:
+            return self.only
+        asked = [key for key, quantity in QUANTITIES.items() if quantity.question == self.question]
+        return tuple(sorted(asked, key=lambda key: key != self.first))
 
 
 PANELS: tuple[Panel, ...] = (
     Panel(
-        "Are updates the right size?",
-        ("update_natural", "update_ratio"),
+        questions.UPDATES,
+        "update_natural",
         "All layers' updates should be of the same size, within the band. A layer far above is thrown about by its "
         "learning rate; one far below hardly learns.",
         ("worst_layer_ratio", "violations"),
     ),
     Panel(
-        "Are features moving?",
-        ("feature_change", "feature_drift"),
+        questions.FEATURES,
+        "feature_change",
         "A step should change every layer's outputs by a similar share, small but not nothing. Where they stand still "
         "the layer learns no features; where one step changes them by half, nothing it learns lasts.",
     ),
     Panel(
-        "Are weights the right size?",
-        ("weight_natural", "drift_ratio"),
+        questions.WEIGHTS,
+        "weight_natural",
         "By how much weights stretch their inputs at most: of order 1, at any width, and similar in all layers. Drift "
         "is how far they have come from where they began, in units of that.",
     ),
     Panel(
-        "Is the readout aligned?",
-        ("alignment", "update_alignment"),
+        questions.ALIGNMENT,
+        "alignment",
         "Near 1: inputs lie where the weight stretches most, as the readout's should after a while. As small as one "
         "over the square root of the width: as good as random.",
         ("final_layer_alignment",),
         by_summary=True,
     ),
     Panel(
-        "Are updates low-rank?",
-        ("update_stable_rank", "weight_stable_rank"),
+        questions.RANK,
+        "update_stable_rank",
         "How many directions a matrix works in. Updates by gradients have few, at most the rows of the batch; it is "
         "why the largest stretch, not the sum of squares, tells what an update does.",
     ),
     Panel(
-        "Do the backward and feature directions agree?",
-        ("bfa_cos", "contribution"),
+        questions.DIRECTIONS,
+        "bfa_cos",
         "1: outputs move exactly where the loss wants them; 0: at right angles, all change for nothing. Below 0 the "
         "step goes uphill there.",
         ("contribution_spread", "loss_change", "loss_change_predicted"),
     ),
     Panel(
-        "What did the corrector do?",
-        ("lr_multiplier", "lr"),
+        questions.CORRECTION,
+        "lr_multiplier",
         "What each layer's learning rate was multiplied with, and what came of it. 1 everywhere: nothing was "
         "corrected.",
     ),
 )
 
-HEATMAPS: tuple[str, ...] = ("update_natural", "feature_change", "bfa_cos")
-"""Quantities that are drawn as pictures of layer by step."""
+
+def pictured() -> tuple[str, ...]:
+    """Return the quantities that are drawn as pictures of layer by step."""
+    return tuple(key for key, quantity in QUANTITIES.items() if quantity.picture)
 
 
 def shown(panel: Panel, layers: Sequence[LayerInfo]) -> list[int]:

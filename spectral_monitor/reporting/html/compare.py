@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,9 @@ def write_comparison(a: Run, b: Run, names: Sequence[str], lines: Sequence[str],
 def _overlaid(panel: Panel, runs: Sequence[Sequence[Measurement]]) -> tuple[Figure | None, dict[str, list[int]]]:
     """Return one figure with the lines of both runs, and the steps of each quantity in each run."""
     common = [key for key in panel.quantities if all(any(key in m.values for m in run) for run in runs)]
-    panel = Panel(panel.question, tuple(common), panel.reading, panel.summaries, panel.roles)
+    if not common:
+        return None, {}
+    panel = replace(panel, only=tuple(common))
     found = [curves(panel, run, run[-1]) for run in runs]
     (first, steps), (second, more) = found
     if first is None or second is None or list(steps) != list(more):

@@ -18,9 +18,10 @@ from torch import Tensor
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.history import COLUMNS, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named
-from spectral_monitor.reporting.content.panels import HEATMAPS, MATRICES
+from spectral_monitor.reporting.content.panels import MATRICES, pictured
 from spectral_monitor.reporting.content.tally import off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL
 from spectral_monitor.reporting.text.lines import printable
@@ -34,11 +35,6 @@ LINE = 15
 """Room for a name."""
 REACH = 12.0
 """Powers of two around 1 that are told apart."""
-TITLES = {
-    "update_natural": "Size of updates",
-    "feature_change": "Change of outputs",
-    "bfa_cos": "Right direction?",
-}
 Figure = dict[str, Any]
 
 
@@ -81,7 +77,7 @@ def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Fig
         the figure and the steps of each quantity in it; ``None`` where nothing is known.
     """
     rows = [i for i, info in enumerate(now.layers) if info.role in MATRICES]
-    known = {key: found for key in HEATMAPS if (found := series(measurements, key)) is not None}
+    known = {key: found for key in pictured() if (found := series(measurements, key)) is not None}
     parts = [*_now(now, rows), *(part for key, found in known.items() for part in _heatmap(key, found, rows, now))]
     if not parts:
         return None, {}
@@ -204,7 +200,9 @@ def _heatmap(key: str, drawn: Series, rows: Sequence[int], now: Measurement) -> 
         "hovertemplate": f"<b>%{{customdata[0]}}</b><br>step %{{x}}<br>{key} %{{customdata[1]}}<extra></extra>",
         "colorbar": colorbar,
     }
-    return [(titled(TITLES[key], unit), [trace], {"title": {"text": "step", "standoff": 4}, "showgrid": False})]
+    return [
+        (titled(QUANTITIES[key].picture, unit), [trace], {"title": {"text": "step", "standoff": 4}, "showgrid": False})
+    ]
 
 
 def _shares(drawn: Series, rows: Sequence[int], layers: Sequence[LayerInfo]) -> tuple[Tensor, str]:

@@ -55,7 +55,7 @@ def figure(measurements: Sequence[Measurement], quantity: str, layers: str | Seq
         check_patterns("layers", patterns, [info.name for info in run[-1].layers if info.role in MATRICES])
         places = [i for i, x in enumerate(run[-1].layers) if x.role in MATRICES and matches(patterns, x.name)]
         run = tuple(_only(measurement, places) for measurement in run)
-    drawn, steps = curves(Panel(quantity, (quantity,), ""), run, run[-1])
+    drawn, steps = curves(Panel(quantity, quantity, "", only=(quantity,)), run, run[-1])
     if drawn is None:
         reason = next((m.why(quantity, info.name) for m in run for info in m.layers if m.why(quantity, info.name)), "")
         raise ValueError(f"{quantity!r} is NaN in every layer that was asked for{f': {reason}' if reason else ''}")

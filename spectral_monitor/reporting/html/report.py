@@ -243,4 +243,4 @@ def _names(layers: Sequence[str]) -> str:
 
 def _meaning(quantity: str) -> str:
     known = QUANTITIES.get(quantity)
-    return "" if known is None else escaped(f"{quantity}: {known.formula}; {known.meaning}").replace('"', "&quot;")
+    return "" if known is None else escaped(f"{quantity}: {known.notation}; {known.meaning}").replace('"', "&quot;")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.essentials import (
     ALL,
     LIMITS,
@@ -28,24 +29,6 @@ if TYPE_CHECKING:
 SUMMARY = f"{PREFIX}/summary"
 MANY = 24
 """Of more charts than that, only the first category is open at first."""
-
-TITLES = {
-    "update_natural": "update",
-    "update_ratio": "update over weight",
-    "feature_change": "change of the outputs by a step",
-    "feature_drift": "change of the outputs since the start",
-    "weight_natural": "weights",
-    "drift_ratio": "change of the weights since the start",
-    "alignment": "alignment of inputs and weights",
-    "update_alignment": "alignment of inputs and update",
-    "update_stable_rank": "stable rank of the update",
-    "weight_stable_rank": "stable rank of the weights",
-    "bfa_cos": "do outputs move downhill, cosine",
-    "contribution": "decrease of the loss that the update promises",
-    "lr_multiplier": "what the learning rate is multiplied with",
-    "lr": "learning rate",
-}
-"""What charts of a quantity are called."""
 
 
 def layout(layers: tuple[LayerInfo, ...], tags: Collection[str]) -> Layout:
@@ -89,8 +72,8 @@ def _of_quantities(
     groups = grouped(layers)
     for quantity in panel.quantities:
         for key, title in (
-            (log2_of(quantity), f"{TITLES[quantity]} {VS_TYPICAL}, log2"),
-            (quantity, f"{TITLES[quantity]} ({quantity})"),
+            (log2_of(quantity), f"{QUANTITIES[quantity].title} {VS_TYPICAL}, log2"),
+            (quantity, f"{QUANTITIES[quantity].title} ({quantity})"),
         ):
             if not any(tag.startswith(f"{group(key)}/") for tag in tags):
                 continue

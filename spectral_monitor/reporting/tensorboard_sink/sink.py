@@ -13,7 +13,7 @@ import torch
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.reporting.content.essentials import PREFIX, Log, checked_log, essentials
 from spectral_monitor.reporting.content.history import History, is_drawn
-from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS, shown
+from spectral_monitor.reporting.content.panels import PANELS, pictured, shown
 from spectral_monitor.reporting.content.tally import is_judged, tally, told
 from spectral_monitor.reporting.heatmap import can_draw, heatmap
 from spectral_monitor.reporting.sinks import need_room
@@ -191,7 +191,7 @@ class TensorBoardSink:
 
         self._drawn = measurement
         values = []
-        for quantity in HEATMAPS:
+        for quantity in pictured():
             pixels = heatmap(self._history, quantity)
             if pixels is not None:
                 height, width, _ = pixels.shape

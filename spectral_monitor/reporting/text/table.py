@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import headlines, root_lines
 from spectral_monitor.reporting.content.labels import role_name
 from spectral_monitor.reporting.content.tally import tally
@@ -18,15 +19,6 @@ from spectral_monitor.reporting.text.lines import Column, Table, printable, text
 if TYPE_CHECKING:
     from spectral_monitor.condition import Verdict
 
-_COLUMNS = {
-    "weight_natural": ("|W|", 9, "|W|: largest stretch by the weight, usually 0.5 to 10"),
-    "update_natural": ("|dW|", 7, "|dW|: largest stretch by the update"),
-    "update_ratio": ("|dW|/|W|", 12, "|dW|/|W|: the update over the weight"),
-    "drift_ratio": ("drift", 11, "drift: of the weight since the start, over its size then"),
-    "feature_change": ("dh/h", 3, "dh/h: relative change of the outputs"),
-    "alignment": ("align", 10, "align: do inputs lie where the weight stretches most; 1 if all do"),
-}
-"""Quantity -> title, how soon its column is left out where there is no room for all, and what it says."""
 _LEAST = 12
 """From here on columns are left out before all of those."""
 ARROWS = (" ^", " v")
@@ -96,7 +88,8 @@ def _ratios(found: Sequence[Row], ratios: Sequence[Sequence[float]], says: str) 
 
 def _columns(measurement: Measurement) -> dict[str, tuple[str, int, str]]:
     """Return the usual ones that were measured; where none was, those that were, the first of which always stays."""
-    usual = {key: column for key, column in _COLUMNS.items() if key in measurement.values}
+    columns = {key: quantity.column for key, quantity in QUANTITIES.items() if key in measurement.values}
+    usual = {key: (c.title, c.spare, c.legend) for key, c in columns.items() if c is not None}
     return usual or {key: (key, _LEAST + k if k else 0, "") for k, key in enumerate(measurement.values)}
 
 

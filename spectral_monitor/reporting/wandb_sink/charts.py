@@ -11,7 +11,7 @@ from torch import Tensor
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.content.families import kinds
 from spectral_monitor.reporting.content.history import History
-from spectral_monitor.reporting.content.panels import HEATMAPS, PANELS, Panel, shown
+from spectral_monitor.reporting.content.panels import PANELS, Panel, pictured, shown
 from spectral_monitor.reporting.content.tally import disturbed, named_by, off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL
 from spectral_monitor.reporting.heatmap import heatmap
@@ -55,7 +55,7 @@ def pictures(history: History) -> dict[str, Any]:
     import wandb
 
     readings = {quantity: panel.reading for panel in PANELS for quantity in panel.quantities}
-    drawn = {quantity: heatmap(history, quantity) for quantity in HEATMAPS}
+    drawn = {quantity: heatmap(history, quantity) for quantity in pictured()}
     return {
         f"{PICTURES}/{quantity}": wandb.Image(pixels, caption=readings[quantity])
         for quantity, pixels in drawn.items()

@@ -1,0 +1,22 @@
+"""What can be measured: one entry for each quantity, from which everything else follows.
+
+A quantity is an entry of :mod:`~spectral_monitor.quantities.weights`, :mod:`~spectral_monitor.quantities.features` or
+:mod:`~spectral_monitor.quantities.assumptions`, or is added with :func:`register`.
+"""
+
+from spectral_monitor.quantities.quantity import Column, Formula, Quantity, Readings, Tier
+from spectral_monitor.quantities.registry import QUANTITIES, TIERS, needs, register, resolve, unregister
+
+__all__ = [
+    "QUANTITIES",
+    "TIERS",
+    "Column",
+    "Formula",
+    "Quantity",
+    "Readings",
+    "Tier",
+    "needs",
+    "register",
+    "resolve",
+    "unregister",
+]

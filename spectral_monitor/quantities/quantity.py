@@ -1,0 +1,131 @@
+"""The one entry from which everything else about a quantity follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Tier = Literal["light", "standard", "full"]
+Norm = Literal["sigma", "fro"]
+
+
+class Readings(Protocol):
+    """What was measured of one layer, as numbers; NaN where something was not measured.
+
+    The names are those of the notation: ``W``, ``dW``, ``drift`` (of ``W - W0``), ``W0``, ``W1`` (after the step),
+    ``h``, ``dh``, ``b``, ``h_in``.
+    """
+
+    def get(self, name: str) -> float:
+        """Return a single number."""
+
+    def norm(self, name: str, norm: Norm = "sigma") -> float:
+        """Return the spectral or the Frobenius norm of a matrix."""
+
+    def natural(self, name: str) -> float:
+        """Return the natural norm of a matrix."""
+
+    def ratio(self, above: str, below: str, norm: Norm = "sigma") -> float:
+        """Return a norm over a norm."""
+
+    def stable_rank(self, name: str) -> float:
+        """Return the stable rank of a matrix."""
+
+    def alignment(self, name: str) -> float:
+        """Return an alignment, the mean over the taps of a convolution."""
+
+    def row_stable_rank(self, name: str) -> float:
+        """Return the stable rank of a matrix of feature rows."""
+
+    def cancellation(self, after: str, before: str, change: str) -> float:
+        """Return the norm of a sum over the sum of the norms."""
+
+    def speed(self, name: str) -> float:
+        """Return the length of a change over that of what changed."""
+
+    def kernel_ratio(self) -> float:
+        """Return the first moment of the kernel over the root of the second."""
+
+    def root_mean_square(self, name: str) -> float:
+        """Return the RMS of the entries of a matrix of rows."""
+
+    def cosine(self) -> float:
+        """Return the cosine of the backward-feature angle."""
+
+    def local_change(self) -> float:
+        """Return the RMS length of ``dW h'`` over that of ``h``."""
+
+    def sensitivity(self) -> float:
+        """Return the feature change per loss decrease."""
+
+
+Formula = Callable[[Readings], float]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table that the console prints.
+
+    Attributes:
+        title: as short as it can be.
+        legend: what it says, in a few words.
+        spare: how soon it is left out where there is no room for all columns; larger is sooner.
+    """
+
+    title: str
+    legend: str
+    spare: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One quantity: how it is computed, what it says, and where it is shown.
+
+    Attributes:
+        key: name in ``Measurement.values`` and in ``spectral_<key>/<layer>``.
+        notation: its formula as the documentation writes it.
+        formula: how it follows from what was measured of a layer.
+        needs: what must be captured, of ``W dW W1 g W0 h b dh probe J db``, with spaces between: ``W1`` is the weight
+            after the step, ``J`` the derivative of the outputs by the weights, ``db`` the change of b.
+        tier: ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward;
+            ``"full"`` forwards with a graph and passes through it, or checks what the papers assume.
+        unit: what it is counted in; ``"ratio"`` where units cancel.
+        range: values it can have.
+        source: where in the papers it comes from.
+        meaning: one line for people who have not read the papers.
+        healthy: what a healthy run shows, in words.
+        misleads: when not to trust it.
+        error: how its standard error follows from what was measured, where it is known of a sample of rows.
+        of_vectors: whether biases and gains have it.
+        of_inputs: whether it is read off a layer's inputs, so that the one-hot inputs of embeddings have none.
+        by_frobenius: whether it takes Frobenius norms only, which read a matrix once.
+        margin: how many times larger than their rounding features must change for it to be known.
+        question: title of the panel that shows it; empty for none.
+        title: of its charts in that panel.
+        essential: whether loggers are given it by default.
+        column: in the console's table.
+        picture: title of its picture of layer by step; empty for none.
+    """
+
+    key: str
+    notation: str
+    formula: Formula
+    needs: frozenset[str]
+    tier: Tier
+    unit: str
+    range: str
+    source: str
+    meaning: str
+    healthy: str
+    misleads: str
+    error: Formula | None = None
+    of_vectors: bool = False
+    of_inputs: bool = False
+    by_frobenius: bool = False
+    margin: float = 2.0
+    question: str = ""
+    title: str = ""
+    essential: bool = False
+    column: Column | None = None
+    picture: str = ""

@@ -1,0 +1,91 @@
+"""All quantities: what there is, what a user asks for, and what that takes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from spectral_monitor.quantities import assumptions, features, weights
+from spectral_monitor.quantities.quantity import Quantity, Tier
+
+QUANTITIES: dict[str, Quantity] = {}
+"""Key -> quantity."""
+TIERS: dict[str, tuple[str, ...]] = {"light": (), "standard": (), "full": ()}
+"""Tier -> keys of its quantities, those of smaller tiers included."""
+_FROM: dict[Tier, tuple[str, ...]] = {
+    "light": ("light", "standard", "full"),
+    "standard": ("standard", "full"),
+    "full": ("full",),
+}
+
+
+def register(*entries: Quantity) -> None:
+    """Add quantities: from then on they are measured, logged, shown and documented like all others.
+
+    Args:
+        entries: those whose :attr:`~Quantity.needs` the monitor captures already, and whose formula reads what it
+            measures of them (:class:`~spectral_monitor.quantities.quantity.Readings`).
+
+    Raises:
+        ValueError: there is a quantity of this key.
+    """
+    for entry in entries:
+        if entry.key in QUANTITIES:
+            raise ValueError(f"there is a quantity {entry.key!r} already")
+        QUANTITIES[entry.key] = entry
+        for tier in _FROM[entry.tier]:
+            TIERS[tier] = (*TIERS[tier], entry.key)
+
+
+def unregister(key: str) -> None:
+    """Remove a quantity that was added."""
+    del QUANTITIES[key]
+    for tier, keys in TIERS.items():
+        TIERS[tier] = tuple(other for other in keys if other != key)
+
+
+register(*weights.ENTRIES, *features.ENTRIES, *assumptions.ENTRIES)
+
+
+_GRADIENTS = (
+    "gradients are measured with the update only, as contribution; lightning.pytorch.utilities.grad_norm has norms"
+)
+_TRIED = {"grad_norm": _GRADIENTS, "gradient_norm": _GRADIENTS, "grad": _GRADIENTS, "gradients": _GRADIENTS}
+"""What people try that is measured by others -> where."""
+
+
+def resolve(quantities: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the keys that a user's argument ``quantities`` stands for, in the order of the registry.
+
+    Args:
+        quantities: a tier, ``"light"``, ``"standard"`` or ``"full"``, or a list of keys.
+
+    Raises:
+        ValueError: an unknown tier or key, with what is valid; or an empty list.
+
+    Example:
+        >>> resolve(["update_norm", "weight_norm"])
+        ('weight_norm', 'update_norm')
+    """
+    if isinstance(quantities, str):
+        if quantities in TIERS:
+            return TIERS[quantities]
+        hint = f" (for a single quantity pass a list: [{quantities!r}])" if quantities in QUANTITIES else ""
+        raise ValueError(f"quantities: unknown tier {quantities!r}{hint}; valid tiers: {', '.join(TIERS)}")
+    if not isinstance(quantities, Iterable):
+        raise ValueError(f"quantities must be a tier, {', '.join(TIERS)}, or a list of keys; got {quantities!r}")
+    chosen = list(quantities)
+    if not chosen:
+        raise ValueError(f"no quantities given; valid tiers: {', '.join(TIERS)}; valid keys: {', '.join(QUANTITIES)}")
+    for key in chosen:
+        if key not in QUANTITIES:
+            close = difflib.get_close_matches(str(key), QUANTITIES, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else "."
+            hint = f"; {_TRIED[key]}." if key in _TRIED else hint
+            raise ValueError(f"quantities: unknown quantity {key!r}{hint} Valid keys: {', '.join(QUANTITIES)}")
+    return tuple(key for key in QUANTITIES if key in set(chosen))
+
+
+def needs(keys: Sequence[str]) -> frozenset[str]:
+    """Return everything that must be captured for some quantities."""
+    return frozenset().union(*(QUANTITIES[key].needs for key in keys))
