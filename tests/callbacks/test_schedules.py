@@ -42,7 +42,7 @@ def measured(monitor):
 def test_a_step_measures_what_is_due_and_pays_for_that(monkeypatch, accumulate):
     made = []
 
-    class Noted(callback.TrainingStep):
+    class Noted(callback.TrainingStepReplay):
         def __init__(self, module, *given):
             made.append(module.trainer.global_step + 1)
             super().__init__(module, *given)

@@ -339,7 +339,7 @@ def logs_itself(self, trainer, place):
 
 def measure_early(self, trainer, module, loss):
     if self._engine.armed:
-        self._engine.finish(trainer.global_step, context=partial(again.aside, trainer, module))
+        self._engine.finish(trainer.global_step, context=partial(again.logging_suppressed, trainer, module))
 
 
 def quietly_nothing(*args, **kwargs):
