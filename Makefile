@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
 
-.PHONY: demo demo-width test test-all lint types docs tests bench bench-check clean
+.PHONY: demo demo-width test test-fast test-all lint types docs tests bench bench-check clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,9 @@ test: lint types docs tests
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python docs/check_style.py
+	$(BIN)/codespell
 
 types: $(READY)
 	$(BIN)/mypy
@@ -39,6 +42,11 @@ docs: $(READY)
 
 tests: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+
+# The inner loop: a minute.
+FAST := functional linalg metrics quantities condition parametrization placement anatomy
+test-fast: lint
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(FAST:%=tests/%)
 
 test-all: test
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore=tests/distributed

@@ -1,4 +1,4 @@
-"""What a monitor does when a checkpoint is saved or loaded."""
+"""Hooks of a monitor around checkpoints."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class CheckpointHooks(pl.Callback):
         )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """A checkpoint may be loaded next."""
+        """Prepare for a checkpoint that may be loaded next."""
         if stage == "fit":
             self._continuation.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the monitor: plain numbers, names, and which file has the tensors."""
+        """Return what a checkpoint holds of the monitor: plain numbers, names, and the file with the tensors."""
         try:
             state: dict[str, Any] = self._continuation.state(self._engine)
             return state

@@ -27,7 +27,7 @@ Warn = Callable[..., None]
 
 
 class ResumeState:
-    """What a monitor carries from one fit to the next: through a checkpoint, or in memory for the same model.
+    """The state that a monitor carries from one fit to the next: through a checkpoint, or in memory for the same model.
 
     The tensors (the weights drift is counted from, the batch ``feature_drift`` is measured on) are written when the
     first checkpoint is, and once more if the first measured step comes later, into files named after their content.
@@ -45,11 +45,11 @@ class ResumeState:
         self._last: Callable[[], pl.LightningModule | None] = _nobody
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, which is for another model or process, has nothing to go on from."""
+        """Return a copy without state: it is for another model or process."""
         return type(self), ()
 
     def forget(self) -> None:
-        """A fit begins, maybe of another model; what was loaded or measured before is no part of its checkpoints."""
+        """Forget what was loaded or measured before: a fit begins, perhaps of another model."""
         self._loaded, self._begun, self._last = {}, False, _nobody
 
     def load(self, state: State) -> None:
@@ -57,7 +57,7 @@ class ResumeState:
         self._loaded = state
 
     def knows(self, module: pl.LightningModule) -> bool:
-        """Whether an earlier fit was of this model."""
+        """Return whether an earlier fit was of this model."""
         return module in self._carried
 
     def begin(
@@ -105,7 +105,7 @@ class ResumeState:
             self._mark, self._fingerprints = mark, engine.processes.gather(mine)
 
     def state(self, engine: Engine | None) -> State:
-        """What goes into a checkpoint: dicts, lists, strings, numbers. After a fit, what it was at its end."""
+        """Return what goes into a checkpoint: dicts, lists, strings, numbers. After a fit, what it was at its end."""
         if engine is not None and self._begun:
             mark: tuple[object, bool] = (engine, engine.probe_taken)
             return self._with_files(
@@ -158,7 +158,7 @@ class ResumeState:
 
 
 def _going_on(oversight: Supervisor, state: State) -> list[str]:
-    """Let verdicts and corrections go on; else what starts anew, and why."""
+    """Let verdicts and corrections go on; else what starts again, and why."""
     if "oversight" not in state:
         return ["verdicts and corrections start anew (the checkpoint has none)"]
     try:
@@ -177,7 +177,7 @@ def _revive(engine: Engine, module: pl.LightningModule, packed: State) -> Replay
 
 
 def _folder(trainer: pl.Trainer) -> Path:
-    """Where checkpoints go, if that is on a disk."""
+    """Return the folder of checkpoints, if that is on a disk."""
     saving = sorted(trainer.checkpoint_callbacks, key=lambda callback: not isinstance(callback, ModelCheckpoint))
     folders = [folder for callback in saving if (folder := getattr(callback, "dirpath", None))]
     local = [str(folder) for folder in (*folders, trainer.default_root_dir) if "://" not in str(folder)]
@@ -189,7 +189,8 @@ def _name(fingerprint: str) -> str:
 
 
 def _find(file: Any, trainer: pl.Trainer, engine: Engine) -> tuple[State | None, str]:
-    """The tensors a state refers to, beside the checkpoint it came from or where they were written; else why not.
+    """Return the tensors a state refers to, beside the checkpoint it came from or where they were written; else why
+    not.
 
     Those this process wrote, if they will do; else those of all processes, put together.
     """
@@ -209,7 +210,7 @@ def _find(file: Any, trainer: pl.Trainer, engine: Engine) -> tuple[State | None,
 
 
 def _read(fingerprint_then: str, folders: list[Path]) -> tuple[State | None, str]:
-    """The tensors of a file in one of the folders; else why not."""
+    """Return the tensors of a file in one of the folders; else why not."""
     name, wrong = _name(fingerprint_then), []
     for path in (folder / name for folder in folders):
         if path.is_file():
@@ -225,7 +226,7 @@ def _read(fingerprint_then: str, folders: list[Path]) -> tuple[State | None, str
 
 
 def _write(tensors: State, path: Path) -> None:
-    """All of the file or nothing of it."""
+    """Write all of the file or nothing of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -50,7 +50,7 @@ def check_conflicts(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
 
 
 def monitor_index(trainer: pl.Trainer, monitor: SpectralMonitor) -> int:
-    """Which of the trainer's monitors it is, from 1."""
+    """Return the position of the monitor among those of the trainer, from 1."""
     return next((i for i, one in enumerate(_monitors(trainer), start=1) if one is monitor), 1)
 
 

@@ -44,7 +44,7 @@ def show(text: str) -> None:
 
 @rank_zero_only
 def tell(text: str) -> None:
-    """A line among Lightning's own."""
+    """Print a line among Lightning's."""
     log.info(text)
 
 
@@ -116,7 +116,7 @@ class LoggerSink:
 
 
 class SinkManager:
-    """What becomes of measurements, on the first process: loggers, files, sinks of the user's, the progress bar.
+    """The receivers of measurements on the first process: loggers, files, the user's sinks, the progress bar.
 
     Of several monitors of a trainer each has a file of its own, for all measurements in one are of the same layers.
 
@@ -189,7 +189,7 @@ class SinkManager:
         self._all = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What belongs to a fit stays behind."""
+        """Return the state without what belongs to a fit."""
         return {**vars(self), "_all": None, "_status": StatusLine()}
 
     def _sink(self, logger: Logger) -> Sink:
@@ -205,7 +205,7 @@ class SinkManager:
 
 
 def _folder(logger: Logger) -> Path | None:
-    """Where a logger keeps what belongs to one run, on this machine; Lightning keeps its checkpoints there too."""
+    """Return the folder of one run on this machine; Lightning keeps its checkpoints there too."""
     if isinstance(logger, TensorBoardLogger | CSVLogger):
         return None if is_remote(logger.log_dir) else Path(logger.log_dir)
     folder = logger.save_dir

@@ -57,7 +57,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     is looked for beside the checkpoint, then where it was written), or the model has other layers, a warning says so
     and drift is counted from there. Earlier :attr:`measurements` are not in it. Another ``fit`` of the same module
     object with the same monitor goes on too, with drift from the first fit's start; with another module it begins
-    anew. Either way measurements are appended to those there are.
+    again. Either way measurements are appended to those there are.
 
     Args:
         every_n_steps: measure every n-th optimizer step; or steps in words, ``"1, 2, 4, ..., every 100"``: more of the
@@ -83,7 +83,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step that has features.
         history: measurements kept in :attr:`measurements`.
         condition: what layers are held against; every measurement has its verdicts.
-        correction: how learning rates are put right, with ``mode="correct"``.
+        correction: how learning rates are corrected, with ``mode="correct"``.
         mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
             ``"correct"`` also puts learning rates right. Only that changes training.
         sinks: what else is given every measurement, such as a :class:`~spectral_monitor.reporting.JSONLinesSink`.
@@ -261,7 +261,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             remember()
 
     def _due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> frozenset[str]:
-        """What is to be measured of this batch: if the optimizer steps in it, and at the right step.
+        """Return what is measured of this batch: if the optimizer steps in it, and at the right step.
 
         With manual optimization nobody knows beforehand whether any does; the batches count, and if none has stepped
         in the one that was due, the next one is.
@@ -276,12 +276,12 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         return frozenset() if self._supervisor is None else self._supervisor.due(step, self._tell)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What comes now is no part of a step."""
+        """Stop the clock: validation is no part of a step."""
         if self._engine is not None and self._engine.budget is not None:
             self._engine.budget.pause()
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        """The training step is done; later forwards are none of its."""
+        """Close the forward window: the training step is done."""
         if self._engine is not None and self._engine.armed and pl_module.automatic_optimization:
             self._engine.features.forward_open = False
 
@@ -407,7 +407,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
 
 
 def _scaler(trainer: pl.Trainer) -> Any:
-    """The loss scaler of 16-mixed, if there is one."""
+    """Return the loss scaler of 16-mixed, if there is one."""
     return getattr(trainer.precision_plugin, "scaler", None)
 
 

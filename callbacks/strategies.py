@@ -1,4 +1,4 @@
-"""Which ways of training are measured, and what Lightning's strategies say about the processes."""
+"""Strategies: which are supported, and what they say about the processes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def check_supported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def _name(strategy: Strategy) -> str:
-    """The strategy as its user calls it, and what it is."""
+    """Return the strategy's name as its user writes it, and its kind."""
     stage = getattr(strategy, "config", None)
     stage = stage.get("zero_optimization", {}).get("stage") if isinstance(stage, dict) else None
     return type(strategy).__name__ + (f" (ZeRO stage {stage})" if stage is not None else "")
 
 
 def strategy_context(trainer: pl.Trainer) -> tuple[ProcessGroup | None, nn.Module | None]:
-    """The processes that train together, ``None`` if there is one, and FSDP1's wrapper around the model, if any."""
+    """Return the processes that train together, ``None`` if there is one, and FSDP1's wrapper of the model, if any."""
     strategy = trainer.strategy
     wrapper = strategy.model if isinstance(strategy, FSDPStrategy) else None
     if trainer.world_size == 1:

@@ -47,7 +47,7 @@ class TrainingStepReplay:
         self._state.restore()
 
     def __call__(self) -> Tensor | None:
-        """The loss of the step's forward; to be called under :func:`logging_suppressed`."""
+        """Return the loss of the step's forward; to be called under :func:`logging_suppressed`."""
         step: Any = self.module.training_step
         arguments = (clone_tree(self.given), self._batch_idx)[: 2 if _takes_index(step) else 1]
         with self.randomness.replayed():
@@ -56,7 +56,7 @@ class TrainingStepReplay:
         return loss
 
     def part(self, which: slice) -> TrainingStepReplay:
-        """The same step with some samples of its batch."""
+        """Return the same step with some samples of its batch."""
         part = copy.copy(self)
         part.given = slice_batch(self.given, which)
         return part
@@ -77,7 +77,7 @@ class TrainingStepReplay:
 
     @classmethod
     def unpack(cls, packed: dict[str, Any], module: pl.LightningModule) -> TrainingStepReplay:
-        """The step that was packed, to be made by ``module``.
+        """Return the step that was packed, to be made by ``module``.
 
         Raises:
             Exception: if the module is not built like the one that made it.
@@ -91,7 +91,9 @@ class TrainingStepReplay:
 
 
 def can_run_again(module: pl.LightningModule) -> bool:
-    """Whether ``training_step`` can be called with the same batch again: not if it draws batches from an iterator."""
+    """Return whether ``training_step`` can be called with the same batch again: not if it draws batches from an
+    iterator.
+    """
     return "dataloader_iter" not in inspect.signature(module.training_step).parameters
 
 

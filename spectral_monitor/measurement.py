@@ -1,4 +1,4 @@
-"""What a measured step yields: one immutable table, layer by quantity, and a summary row."""
+"""The measurement: one immutable table, layer by quantity, and a summary row."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Measurement:
         return tuple(verdict for verdict in self.verdicts if verdict.is_root)
 
     def value(self, quantity: str, layer: str) -> float:
-        """One number, NaN where it does not apply.
+        """Return one number; NaN where it does not apply.
 
         Raises:
             KeyError: unknown quantity or layer, with the valid ones and what may have been meant.
@@ -110,7 +110,7 @@ class Measurement:
         return float(self.values[quantity][self._place(layer)])
 
     def __getitem__(self, layer: str) -> dict[str, float]:
-        """Every quantity of one layer: ``latest["net.2"]["update_natural"]``.
+        """Return every quantity of one layer: ``latest["net.2"]["update_natural"]``.
 
         Raises:
             KeyError: there is no such layer, with what may have been meant.
@@ -129,14 +129,14 @@ class Measurement:
         raise KeyError(unknown("layer", layer, names))
 
     def why(self, quantity: str, layer: str) -> str:
-        """Why a value is NaN; empty where no reason is known."""
+        """Return why a value is NaN; empty where no reason is known."""
         for key in (f"{quantity}/{layer}", f"*/{layer}", f"{quantity}/*", "*/*"):
             if key in self.reasons:
                 return self.reasons[key]
         return ""
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One plain dict per layer: step, the layer's description and every quantity as a float."""
+        """Return one plain dict per layer: step, the layer's description and every quantity as a float."""
         columns = {key: tensor.tolist() for key, tensor in self.values.items()}
         return [
             {

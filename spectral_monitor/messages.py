@@ -1,4 +1,4 @@
-"""What the monitor says when it cannot measure something."""
+"""Warnings: what they say, and each of them once."""
 
 from __future__ import annotations
 

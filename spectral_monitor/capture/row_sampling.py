@@ -36,7 +36,7 @@ class RowSampler:
         return self.share(count, room, 0, count, device)[1]
 
     def share(self, count: int, room: int, first: int, last: int, device: torch.device) -> tuple[int, Tensor | None]:
-        """How many of the rows to keep come before row ``first``, and which of the rows from there up to ``last`` are
+        """Return how many of the rows to keep come before row ``first``, and which rows from there up to ``last`` are
         kept, counted from ``first``; ``None`` for all of them.
         """
         if self.max_rows is None or count <= room:
@@ -105,7 +105,7 @@ class GuardedTensor:
         return cls(rows.clone() if lent and rows.data_ptr() == local_part(x).data_ptr() else rows)
 
     def get(self) -> Tensor | None:
-        """The rows, ``None`` if they were overwritten."""
+        """Return the rows; ``None`` if they were overwritten."""
         rows = self._rows
         return rows if rows.is_inference() or (rows._version == self._version and has_memory(rows)) else None
 
@@ -116,13 +116,13 @@ class GuardedTensor:
 
 
 def count_rows(x: Tensor, channels_first: bool, spatial: int) -> int:
-    """How many rows ``x`` holds."""
+    """Return how many rows ``x`` holds."""
     features = x.shape[-spatial - 1] if channels_first else x.shape[-1]
     return x.numel() // max(features, 1)
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The tensor in a module's output or arguments: itself, or the first of a tuple, list or dict."""
+    """Return the tensor in a module's output or arguments: itself, or the first of a tuple, list or dict."""
     if isinstance(value, Tensor):
         return value
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()

@@ -1,4 +1,4 @@
-"""What training frameworks hand out in place of the user's own model and optimizer, and what is inside."""
+"""Models and optimizers of the user inside the wrappers of training frameworks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The user's own module inside a wrapper, the module itself if it is none.
+    """Return the user's own module inside a wrapper, the module itself if it is none.
 
     Wrappers are torch's parallel ones, and those of a class with a *property* ``module`` (Fabric's), which a user's
     child of that name is not; neither may hold parameters besides.
@@ -31,7 +31,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer whose ``step`` torch calls hooks around: itself, or what it holds as ``optimizer``.
+    """Return the optimizer around whose ``step`` torch calls hooks: itself, or the one it holds as ``optimizer``.
 
     Fabric's and Accelerate's wrappers call themselves optimizers, but never went through ``Optimizer.__init__``. An
     optimizer that did is taken as it is, even if it works through another one (Lookahead, say): its step is the step.

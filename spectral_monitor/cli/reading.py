@@ -1,4 +1,4 @@
-"""Where the commands get measurements from, and what they say about it."""
+"""Sources of measurements for the commands, and what is said about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where every layer should be, for pictures that show how far it is from there."""
+"""Bands of all layers, for pictures that show how far each layer is from its band."""
 
 from __future__ import annotations
 

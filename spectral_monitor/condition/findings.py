@@ -1,4 +1,4 @@
-"""What is looked at in every layer at one measurement: findings, before anyone asks how much evidence they make.
+"""Findings: deviations of single layers at one measurement, before evidence is weighed.
 
 Limits were found on the development half of the recipe suite (``benchmarks/recipes``) and are reported on the other.
 """

@@ -1,4 +1,4 @@
-"""Who is off, since when: evidence adds up over measurements, becomes verdicts, and lifts when it is over."""
+"""The judge: evidence adds up over measurements, becomes verdicts, and lifts when the deviation is over."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Judge:
 
     @property
     def waits(self) -> str:
-        """Why layers were not compared at the latest measurement; empty if they were."""
+        """Reasons why layers were not compared at the latest measurement; empty if they were."""
         return self._startup.why
 
     def judge(

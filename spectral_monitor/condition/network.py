@@ -281,7 +281,7 @@ class Network:
 
     @property
     def looks_fresh(self) -> bool:
-        """Whether the median weight is as random as a Gaussian one; what training has made has less stable rank."""
+        """True if the median weight is as random as a Gaussian one; trained weights have less stable rank."""
         return not geometric_median(_randomness(row) for row in self.peers) < FRESH
 
     @cached_property
@@ -350,7 +350,7 @@ class Network:
 
     @cached_property
     def ntk_weights(self) -> bool:
-        """Whether weights are those of the neural tangent parametrization: entries of size 1, whatever the width."""
+        """True if weights are those of the neural tangent parametrization: entries of size 1 at any width."""
         sizes = [row.get("weight_fro") / math.sqrt(math.prod(row.info.shape)) for row in self.peers]
         wide = max((row.info.fan_in for row in self.peers), default=0) >= WIDE
         drifts = [row.get("drift_ratio") for row in self.peers]  # no init is this large, but what exploded is

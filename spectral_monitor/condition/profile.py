@@ -36,7 +36,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class ProfilePoint:
-    """Where the tuned run was: of one layer at one step."""
+    """A point of the tuned run: one layer at one step."""
 
     weight_natural: float
     update_natural: float
@@ -128,7 +128,7 @@ class Profile:
 
     @property
     def lacks(self) -> str:
-        """What cannot be judged with this profile and why, as a sentence; empty if nothing is missing.
+        """A sentence on what cannot be judged with this profile and why; empty if nothing is missing.
 
         Example:
             >>> Profile({}, {}, {}, fans={"head": Fans(8, 2)}).lacks

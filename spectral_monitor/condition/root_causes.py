@@ -31,7 +31,7 @@ TOGETHER = 3
 
 @dataclass(frozen=True)
 class Case:
-    """What is known of one flagged check.
+    """The facts about one flagged check.
 
     Attributes:
         finding: the latest.

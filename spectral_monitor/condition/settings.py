@@ -1,4 +1,4 @@
-"""What a layer is held against, and how much evidence a verdict takes."""
+"""Settings of verdicts: what a layer is compared with, and how much evidence a verdict takes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHECKS = (
 
 @dataclass(frozen=True)
 class SpectralCondition:
-    """When a layer, or the network, counts as off.
+    """The limits beyond which a layer or the network counts as off.
 
     Attributes:
         reference: ``"balance"``: the update of a layer against the typical one of its optimizer's layers;
@@ -110,7 +110,7 @@ class SpectralCondition:
 
     @property
     def quantity(self) -> str:
-        """What must be measured to hold a layer against the reference."""
+        """The quantity that the reference needs."""
         return "weight_natural" if self.reference == "theory" else "update_natural"
 
     @property

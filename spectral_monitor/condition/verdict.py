@@ -12,7 +12,7 @@ NETWORK = "network"
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to change, in numbers that a program could follow.
+    """A remedy in numbers that a program could apply.
 
     Attributes:
         action: ``"set_lr"``: set the layers' learning rate to ``value``; ``"scale_lr"``: multiply it by ``value``;
@@ -71,7 +71,7 @@ class Verdict:
 
     @property
     def is_root(self) -> bool:
-        """Whether it names a cause instead of following from another verdict."""
+        """True if it names a cause instead of following from another verdict."""
         return not self.root
 
     def to_row(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which layers cannot be compared yet: one that began at zero lets next to no gradient through until it has grown."""
+"""Warm-up: layers that began at zero pass on hardly any gradient until they have grown, so they cannot be compared."""
 
 from __future__ import annotations
 

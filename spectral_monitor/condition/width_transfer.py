@@ -34,7 +34,7 @@ THRESHOLD = 1.3
 ENOUGH = math.log(3)
 """Evidence for a finding: measurements times the logarithm of their median over :data:`THRESHOLD`."""
 WINDOW = 8
-"""Comparisons that count, the latest: a rate that was put right since is seen."""
+"""Comparisons that count, the latest: a rate that was corrected since then is noticed."""
 SAME = 1.05
 """Learning rates that differ by less are one."""
 
@@ -106,7 +106,7 @@ by 8 (0.001 -> 0.000125), or use SpectralLRCorrector
 
     @property
     def sentence(self) -> str:
-        """What was found and what to do, in one sentence."""
+        """One sentence on what was found and what to do."""
         same = 1 / SAME <= self.rate <= SAME
         rate = "the same" if same else f"{_digits(self.rate, 2)} times its"
         change = f" ({_digits(self.lr_before)} -> {_digits(self.lr_after)})" if self.lr_before > 0 else ""

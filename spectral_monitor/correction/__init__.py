@@ -1,4 +1,4 @@
-"""Learning rates put right, layer by layer."""
+"""Learning-rate corrections, layer by layer."""
 
 from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.corrector import Corrector

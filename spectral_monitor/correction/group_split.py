@@ -34,10 +34,10 @@ def decay_option(group: Group, owners: Sequence[Optimizer]) -> str:
 
 
 def lists_of(owners: Sequence[Optimizer]) -> list[list[Group]]:
-    """The lists that hold the groups of an optimizer and of those inside it, each once.
+    """Return the lists that hold the groups of an optimizer and of those inside it, each once.
 
     Raises:
-        ValueError: a list is made anew whenever it is asked for, with groups that are in no lasting one.
+        ValueError: a list is made again whenever it is asked for, with groups that are in no lasting one.
     """
     lists: dict[int, list[Group]] = {}
     loose: list[tuple[Optimizer, Group]] = []
@@ -151,7 +151,7 @@ class GroupPart:
         return key in ("lr", self._decay)
 
     def unscaled(self, key: str) -> Any:
-        """An option as the group is to have it."""
+        """Return an option as the group should have it."""
         value = self.found[key]
         if key == "lr":
             return value / self.multiplier
@@ -202,7 +202,9 @@ class Expansion:
             found[:] = [options for group in found for options in self._expanded(group)]
 
     def _part(self, group: Group, multiplier: float, places: tuple[int, ...]) -> GroupPart:
-        """The same one if the optimizer knows it from before a closure call: it may have kept it, or written to it."""
+        """Return the same part if the optimizer knows it from before a closure call: it may have kept it, or written to
+        it.
+        """
         key = (id(group), multiplier, places)
         if key not in self._made:
             self._made[key] = GroupPart(group, places, multiplier, self._decay(group), self._watched)
@@ -216,7 +218,7 @@ class Expansion:
         return [part.options for part in self._open[id(group)]] if id(group) in self._open else [group]
 
     def close(self, *, keep: bool) -> None:
-        """The groups there were, the very objects in the very lists; those added meanwhile stay.
+        """Restore the original groups, the same objects in the same lists; groups that were added meanwhile stay.
 
         Args:
             keep: take over what the optimizer wrote into its groups; without it that is there again when they are

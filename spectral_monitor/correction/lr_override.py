@@ -172,7 +172,7 @@ class LRMultiplierOverride:
         return replaced
 
     def _apart(self, key: int, step: _Step, closure: Closure) -> Closure:
-        """A closure that sees the groups there have always been."""
+        """Return a closure that sees the original groups."""
 
         def apart(*args: Any, **kwargs: Any) -> Any:
             step.expansion.close(keep=False)
@@ -189,7 +189,9 @@ class LRMultiplierOverride:
             self._close(key, keep=True)
 
     def _ended(self, owners: tuple[Optimizer, ...]) -> None:
-        """Of a call of ``step`` that is over: torch's hooks have closed what it opened, unless by an exception."""
+        """Restore the groups after a call of ``step``, unless torch's hooks have done so: after an exception they have
+        not.
+        """
         key = id(owners[0])
         if key in self._steps and not _is_running(self._steps[key].frame, sys._getframe(1)):
             self._close(key, keep=False)
@@ -263,7 +265,7 @@ def _is_running(frame: FrameType | None, now: FrameType | None) -> bool:
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """An optimizer and those it holds in attributes, singly or in a list or dict."""
+    """Return an optimizer and those it holds in attributes, singly or in a list or dict."""
     found = {id(optimizer): optimizer}
     for value in vars(optimizer).values():
         items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from spectral_monitor.correction.peak_rates import NAMES
 
 _OWN = frozenset({"params", "lr", "name", "param_names", "parameter_names", *NAMES, "min_lr"})
-"""Options of a group that are not taken over: what is written anew, and what schedules note."""
+"""Options of a group that are not taken over: what is written again, and what schedules note."""
 
 
 def param_groups_code(

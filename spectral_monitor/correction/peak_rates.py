@@ -17,7 +17,7 @@ CONSTANT = 0.5
 
 @dataclass
 class Peak:
-    """What is known of a group's learning rate.
+    """The highest learning rate of a group so far.
 
     Attributes:
         highest: that it names or had.

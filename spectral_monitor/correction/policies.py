@@ -1,4 +1,4 @@
-"""How large policies want the layers' updates, and how large they are by the settings, as pure functions."""
+"""Update sizes that policies ask for, and those that the settings imply, as pure functions."""
 
 from __future__ import annotations
 

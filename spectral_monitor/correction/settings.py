@@ -1,4 +1,4 @@
-"""How learning rates are put right, checked once."""
+"""Settings of learning-rate corrections, checked once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 
 @dataclass(frozen=True)
 class LRCorrection:
-    """How learning rates are corrected.
+    """Settings of a learning-rate correction.
 
     Every policy wants something of each layer's update, and multiplies the layer's learning rate until it has it:
 
@@ -70,12 +70,12 @@ class LRCorrection:
 
     @property
     def of_peak(self) -> bool:
-        """Whether the optimizer's learning rates give only the shape of a schedule."""
+        """True if the optimizer's learning rates give only the shape of a schedule."""
         return self.policy == "target" and self.size != "lr"
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """What has to be measured, first what the policy aims at."""
+        """The quantities that have to be measured, first the one the policy controls."""
         aims = ("contribution",) if self.policy == "fsc" else ("update_natural", "contribution")
         began = ("weight_natural",) if self.policy == "target" else ()
         return (*aims, "update_fro", "weight_fro", *began, "lr", "lr_multiplier")

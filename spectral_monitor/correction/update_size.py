@@ -1,4 +1,4 @@
-"""What a measurement says of the size of one layer's update: a number that can be acted on, or nothing."""
+"""The size of a layer's update as a correction can use it: a number, or nothing."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def remnant(measurement: Measurement, quantity: str, layer: Layer, i: int, wante
 
 
 def _is_rounded(measurement: Measurement, layer: Layer, i: int) -> bool:
-    """Whether so much of an update may be rounding that its size means little; never of biases and gains, whose norms
-    are NaN.
+    """Return whether so much of an update may be rounding that its size means little; never for biases and gains, whose
+    norms are NaN.
     """
     update, weight = (float(measurement.values[key][i]) for key in ("update_fro", "weight_fro"))
     return update < ROUNDING * _eps(layer) * weight

@@ -113,7 +113,7 @@ class Engine(EngineState):
         self._clear()
 
     def _dissect(self, optimizers: Sequence[Optimizer]) -> tuple[Anatomy, str, dict[int, ShardRegion]]:
-        """What the model is made of, which of it is compiled, and where FSDP1 has put its parameters."""
+        """Return what the model is made of, which of it is compiled, and where FSDP1 has put its parameters."""
         patterns = {key: getattr(self.settings, key) for key in ("include", "exclude", "roles", "blocks")}
         flat = flat_extents(self._wrapper)
         held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
@@ -139,7 +139,7 @@ class Engine(EngineState):
 
     @property
     def watches_features(self) -> bool:
-        """Whether what the step is asked for takes hooks on modules."""
+        """True if the step's quantities need hooks on modules."""
         return bool(self.asked.needs & FORWARD)
 
     def arm(self, keys: Collection[str], before_forward: Callable[[], None] = lambda: None) -> None:

@@ -23,7 +23,7 @@ def sights(
     noise: Mapping[int, float],
     apart: bool,
 ) -> list[LayerObservation]:
-    """What this process saw of each layer.
+    """Return this process's observation of each layer.
 
     Args:
         noise: how far a layer's outputs are off where a few samples are run alone.
@@ -54,7 +54,7 @@ def sights(
 
 
 def step_facts(seen: RankReports, stage: MatrixStage, given: StepInputs) -> StepContext:
-    """What all processes know of the step."""
+    """Return what all processes know of the step."""
     facts = StepContext(stage.lr, seen.anywhere("stepped"), seen.everywhere("unused"), stage.divided)
     facts.accumulated, facts.loss_scale = given.accumulated, given.loss_scale * seen.batch_count
     facts.moved = any(some.moved for some in seen.steps)

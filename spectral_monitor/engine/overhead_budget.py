@@ -1,4 +1,4 @@
-"""How often measuring can be afforded: intervals stretched until it takes no more than a share of training time."""
+"""The overhead budget: intervals are stretched until measuring takes no more than a share of training time."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Budget:
             self._began = perf_counter()
 
     def pause(self) -> None:
-        """What comes now (validation, a checkpoint) is no part of any step."""
+        """Stop the clock: what comes now (validation, a checkpoint) is no part of any step."""
         if self._began is not None:
             self._elapsed += perf_counter() - self._began
             self._began = None
@@ -163,7 +163,7 @@ class Budget:
         return self._agreed if self._several else self.wait
 
     def granted(self, step: int, keys: frozenset[str]) -> frozenset[str]:
-        """What is measured at a step: what is due, and what was due at steps that were passed over; or nothing."""
+        """Return what is measured at a step: what is due, and what was due at skipped steps; or nothing."""
         self.news = ""
         if not keys or not self._paid or step <= self._free:
             return keys
@@ -188,7 +188,7 @@ class Budget:
             )
 
     def measured(self, step: int, own: float, agreed: float | None = None) -> None:
-        """A step was measured, or at least paid for.
+        """Note that a step was measured, or paid for.
 
         Args:
             step: which.

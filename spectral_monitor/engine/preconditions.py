@@ -1,4 +1,4 @@
-"""What is refused at the start, what is not measured any more, and what every measurement runs under."""
+"""Preconditions: unsupported models are refused, and measurements run in full precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps are measured, and what of them."""
+"""The schedule: which steps are measured, and which quantities at each."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Schedule:
 
     @classmethod
     def of(cls, given: Interval, name: str = "every_n_steps") -> Schedule:
-        """What a user's ``every_n_steps`` stands for: a number, or steps in words, the last of which may be
-        ``every n``. ``...`` before that goes on by the ratio of the two steps before it.
+        """Return the schedule for a user's ``every_n_steps``: a number, or a list in words, the last entry of which may
+        be ``every n``. ``...`` before that continues with the ratio of the two steps before it.
 
         Args:
             given: the number or the words.
@@ -78,13 +78,13 @@ class Schedule:
         return frozenset(self.first)
 
     def due(self, step: int) -> bool:
-        """Whether a step, counted from 1, is measured."""
+        """Return whether a step, counted from 1, is measured."""
         return step in self._first or (self.every > 0 and step % self.every == 0)
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """When each quantity is measured.
+    """The schedules of all quantities.
 
     Attributes:
         groups: a schedule -> the keys that follow it.
@@ -99,7 +99,7 @@ class Timetable:
 
     @classmethod
     def of(cls, given: Interval | Mapping[str, Interval], keys: Collection[str]) -> Timetable:
-        """What a user's ``every_n_steps`` stands for, of the quantities that are measured.
+        """Return the schedules for a user's ``every_n_steps``, one for each measured quantity.
 
         Args:
             given: one interval, or a mapping from tiers and keys to intervals: a tier stands for the measured
@@ -128,7 +128,7 @@ class Timetable:
         return cls(groups)
 
     def due(self, step: int) -> frozenset[str]:
-        """What is measured at a step, counted from 1; nothing at most of them."""
+        """Return what is measured at a step, counted from 1; nothing at most of them."""
         found: frozenset[str] = frozenset()
         for schedule, keys in self.groups.items():
             if schedule.due(step):
@@ -136,7 +136,7 @@ class Timetable:
         return found
 
     def with_key(self, key: str) -> tuple[Schedule, frozenset[str]]:
-        """The schedule of a measured key, and all keys that follow it."""
+        """Return the schedule of a measured key, and all keys that share it."""
         return next((schedule, keys) for schedule, keys in self.groups.items() if key in keys)
 
 

@@ -1,4 +1,4 @@
-"""What the user asked for, checked once."""
+"""The user's settings, checked once."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ class Settings:
         object.__setattr__(self, "schedule", Timetable.of(self.every_n_steps, self.keys))
 
     def only(self, keys: Collection[str]) -> Settings:
-        """The same for a step at which these keys are measured and no others."""
+        """Return the same settings for a step at which these keys are measured and no others."""
         return self if set(keys) == set(self.keys) else replace(self, every_n_steps=1, quantities=tuple(keys))

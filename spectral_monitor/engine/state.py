@@ -1,4 +1,4 @@
-"""What an engine counts from and goes on from: the weights at the start, the probe batch, what was counted."""
+"""The engine's state: the weights at the start, the probe batch, and counters."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class EngineState:
                 self.features.layers[i] = layer
 
     def state(self) -> dict[str, Any]:
-        """What it takes to go on from here, but for :meth:`tensors`: numbers, strings, lists."""
+        """Return the state without :meth:`tensors`: numbers, strings, lists."""
         probe = self._replays.probe
         return {
             "version": VERSION,
@@ -129,7 +129,7 @@ class EngineState:
         }
 
     def tensors(self) -> dict[str, Any]:
-        """The weights drift is counted from and the probe batch: plain types and CPU tensors, shared, not copied.
+        """Return the starting weights and the probe batch: plain types and CPU tensors, shared, not copied.
 
         Until the probe is taken they stay the same, and from then on.
         """
@@ -141,7 +141,7 @@ class EngineState:
 
     @property
     def probe_taken(self) -> bool:
-        """Whether there is a batch that ``feature_drift`` is measured on."""
+        """True if there is a batch on which ``feature_drift`` is measured."""
         return self._replays.probe is not None
 
     def restore(
@@ -156,7 +156,7 @@ class EngineState:
             revive: makes the probe's forward of its plain form, where it may be more than a call of a module.
 
         Returns:
-            What starts anew, and why, one sentence each.
+            What starts again, and why, one sentence each.
 
         Raises:
             ValueError: if the state is of another model or format; nothing has been changed then.
@@ -208,19 +208,19 @@ class EngineState:
         return anew
 
     def said_anywhere(self, reason: str) -> str:
-        """A reason that some process has, empty if none has; to be called by all at once."""
+        """Return a reason that some process has, empty if none has; all processes must call it at once."""
         said = [reason] if self.processes is None else self.processes.gather(reason)
         return next((text for text in said if text), "")
 
     def covered_by(self, tensors: dict[str, Any]) -> bool:
-        """Whether tensors hold the start of all that this process measures."""
+        """Return whether tensors hold the start of all that this process measures."""
         try:
             return "W0" not in self.settings.needs or bool(unpack_start(tensors["start"], self.members))
         except ValueError:
             return False
 
     def merged(self, several: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The :meth:`tensors` of several processes as those of one; a probe batch stays that of its process."""
+        """Return the :meth:`tensors` of several processes as those of one; a probe batch stays with its process."""
         start: dict[str, list[Any]] = {}
         for tensors in several:
             for name, pieces in tensors["start"].items():
@@ -230,7 +230,7 @@ class EngineState:
         return {"version": VERSION, "start": start, "probe": None, "no_probe": why}
 
     def revive(self, packed: dict[str, Any]) -> RootCall:
-        """A module call of its plain form.
+        """Return a module call from its plain form.
 
         Raises:
             ValueError: it was something else.

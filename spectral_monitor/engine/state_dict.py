@@ -1,4 +1,4 @@
-"""What an engine needs to go on measuring in another process, in plain types and CPU tensors.
+"""The engine's state in plain types and CPU tensors, for checkpoints.
 
 It comes in two parts. The small one (numbers, names) belongs in every checkpoint. The large one (the weights drift is
 counted from, the batch ``feature_drift`` is measured on) changes at most once, and is to be written once.
@@ -36,7 +36,7 @@ def layer_list(layers: Sequence[Layer]) -> list[list[Any]]:
 
 
 def refusal(state: dict[str, Any], layers: Sequence[Layer]) -> str:
-    """Why a state is not one of this model; empty if it is."""
+    """Return why a state does not fit this model; empty if it does."""
     if state.get("version") != VERSION:
         return f"the saved state has format {state.get('version')!r}, this version reads {VERSION}"
     was = {name: tuple(shape) for name, shape in state["layers"]}
@@ -59,7 +59,7 @@ Packed = list[Any]
 
 
 def pack_start(start: Start, members: Sequence[BatchMember]) -> dict[str, list[Packed]]:
-    """The weights at the start by layer name, as far as this process has them; they are shared, not copied."""
+    """Return the starting weights by layer name, as far as this process has them; they are shared, not copied."""
     packed = {}
     for i, parts in start.items():
         holding = members[i].holding
@@ -72,7 +72,7 @@ def pack_start(start: Start, members: Sequence[BatchMember]) -> dict[str, list[P
 
 
 def unpack_start(packed: dict[str, list[Packed]], members: Sequence[BatchMember]) -> dict[int, list[Tensor]]:
-    """The weights at the start by layer index, of whatever rectangles cover those that are measured here.
+    """Return the starting weights by layer index, from whatever rectangles cover those that are measured here.
 
     Raises:
         ValueError: some entry is in none of them.
@@ -91,7 +91,7 @@ def unpack_start(packed: dict[str, list[Packed]], members: Sequence[BatchMember]
 
 
 def _assembled(wanted: Rectangle, saved: Sequence[Packed], stretch: list[int]) -> Tensor | None:
-    """The rectangle made of what was saved; ``None`` if that does not cover it.
+    """Return the rectangle assembled from what was saved; ``None`` if that does not cover it.
 
     Stretches, which begin and end in the middle of rows, can only be what they were.
     """
@@ -119,7 +119,7 @@ def _assembled(wanted: Rectangle, saved: Sequence[Packed], stretch: list[int]) -
 
 
 def pack_probe(probe: Probe | None, layers: Sequence[Layer]) -> dict[str, Any] | None:
-    """The probe batch, and the layers' outputs on it; ``None`` if there is none, or it cannot be told."""
+    """Return the probe batch, and the layers' outputs on it; ``None`` if there is none, or it cannot be packed."""
     if probe is None or probe.packed is None:
         return None
     outputs = {
@@ -132,7 +132,7 @@ def pack_probe(probe: Probe | None, layers: Sequence[Layer]) -> dict[str, Any] |
 
 
 def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive) -> Probe:
-    """The probe batch, to be run by the model at hand.
+    """Return the probe batch, to be run by the present model.
 
     Raises:
         Exception: the model has changed, or is on another kind of device, whose random numbers are others.

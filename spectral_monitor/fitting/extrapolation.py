@@ -14,7 +14,7 @@ from spectral_monitor.fitting.power_law import FEWEST, t_quantile
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """What a quantity goes to as the width grows.
+    """The limit of a quantity as the width grows.
 
     Attributes:
         value: at infinite width; NaN where there is none.

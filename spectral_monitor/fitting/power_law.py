@@ -32,7 +32,7 @@ class Fit:
 
 
 def fit_slope(sizes: Sequence[float], values: Sequence[Sequence[float]]) -> Fit:
-    r"""The exponent s of ``value ~ size^s``: for each seed by least squares on log-log axes, then the mean.
+    r"""Fit the exponent s of ``value ~ size^s``: for each seed by least squares on log-log axes, then the mean.
 
     The interval is Student's: over k seeds ``mean +- t(k - 1) deviation / sqrt(k)``. With a single seed it is that of
     the regression, from the residuals with ``n - 2`` degrees of freedom, which knows nothing of other seeds.

@@ -17,7 +17,7 @@ _CHUNK, _COPIED = 1 << 18, 1 << 16
 
 
 def require_alike(**pair: Tensor) -> None:
-    """A clear error unless the two tensors, given by name, are real floating point and of one shape."""
+    """Raise a clear error unless the two tensors, given by name, are real floating point and of one shape."""
     (name, a), (other, b) = pair.items()
     if a.shape != b.shape:
         raise ValueError(f"{name} {tuple(a.shape)} and {other} {tuple(b.shape)} must have one shape")
@@ -129,7 +129,7 @@ def angle_sums(dh: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def angle_from_sums(inner_product: Tensor, dh_squared: Tensor, b_squared: Tensor) -> Tensor:
-    """The backward-feature angle, float64, from :func:`angle_sums` added up.
+    """Return the backward-feature angle, float64, from :func:`angle_sums` added up.
 
     NaN if ``dh`` or ``b`` is zero, or their squares leave the range of float64. A rounded cosine leaves angles below
     1e-6 rad undetermined, where :func:`backward_feature_angle` on all rows at once would not.

@@ -1,4 +1,4 @@
-"""What the rows of activations say: size, change, alignment with the weights."""
+"""Formulas of feature rows: size, change, alignment with the weights."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def scaled_stretch_sum(products: Tensor, lengths: Tensor, norm: Tensor) -> tuple
 
 
 def mean_alignment(products: Tensor, lengths: Tensor, norm: Tensor) -> Tensor:
-    r"""Mean over rows of :math:`\|A x\| / (\|A\|_* \|x\|)` from what is already at hand.
+    r"""Mean over rows of :math:`\|A x\| / (\|A\|_* \|x\|)` from what is already available.
 
     Args:
         products: (..., rows) the lengths of the rows ``A x``.

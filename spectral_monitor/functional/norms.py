@@ -164,7 +164,7 @@ def stable_rank(A: Tensor, *, tol: float = 0.01, exact: bool = False) -> Tensor:
 
 @torch.no_grad()
 def natural_norm(A: Tensor, role: str = "operator", *, tol: float = 0.01, exact: bool = False) -> Tensor:
-    r"""The norm in which "order 1" is the spectral condition at every width.
+    r"""Return the norm in which "order 1" is the spectral condition at every width.
 
     * ``"operator"``, ``"readout"``: :math:`\sqrt{n/m}\,\|A\|_*` for A (..., m, n), m = fan_out, n = fan_in: the
       largest RMS of an output over inputs of RMS 1.
@@ -240,7 +240,7 @@ def update_ratio(dW: Tensor, W: Tensor, *, tol: float = 0.01, exact: bool = Fals
 
 @torch.no_grad()
 def drift_ratio(W: Tensor, W0: Tensor, *, tol: float = 0.01, exact: bool = False) -> Tensor:
-    r"""How far a weight has moved since the start, :math:`\|W - W_0\|_* / \|W_0\|_*`.
+    r"""Return how far a weight has moved since the start, :math:`\|W - W_0\|_* / \|W_0\|_*`.
 
     Args:
         W: (..., m, n) the weight now.
@@ -266,7 +266,7 @@ def drift_ratio(W: Tensor, W0: Tensor, *, tol: float = 0.01, exact: bool = False
 
 @torch.no_grad()
 def drift_fro_ratio(W: Tensor, W0: Tensor) -> Tensor:
-    r"""The same in the Frobenius norm, :math:`\|W - W_0\|_F / \|W_0\|_F`.
+    r"""Return the drift in the Frobenius norm, :math:`\|W - W_0\|_F / \|W_0\|_F`.
 
     Args:
         W, W0: (..., m, n).
@@ -288,7 +288,7 @@ def drift_fro_ratio(W: Tensor, W0: Tensor) -> Tensor:
 
 
 def geometric_median(values: Iterable[float]) -> float:
-    """Of the positive finite values; NaN if there are none.
+    """Return the geometric median of the positive finite values; NaN if there are none.
 
     Example:
         >>> geometric_median([0.1, 0.2, 0.8]), geometric_median([1.0, 4.0, 0.0])

@@ -1,4 +1,4 @@
-"""How far a number that some samples gave may be from that of all."""
+"""Standard errors of numbers that were computed from some of the samples."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ CHUNK, DEVICE_CHUNK = 1 << 17, 1 << 22
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype that what is measured of several tensors is returned in."""
+    """Return the dtype that what is measured of several tensors is returned in."""
     return reduce(torch.promote_types, (compute_dtype(x.dtype) for x in tensors))
 
 

@@ -30,7 +30,7 @@ MEASURED = ("weight_norm", "weight_natural", "weight_fro", "weight_stable_rank")
 
 
 class Inspection:
-    """What :func:`inspect` has found; it prints as a table.
+    """The result of :func:`inspect`; it prints as a table.
 
     Attributes:
         roles: every layer with its role, and what is not measured and why.
@@ -42,7 +42,7 @@ class Inspection:
         self.roles, self.measurement = roles, measurement
 
     def __getitem__(self, layer: str) -> dict[str, float]:
-        """Every number of one layer.
+        """Return every number of one layer.
 
         Raises:
             KeyError: there is no such layer, with what may have been meant.
@@ -110,7 +110,7 @@ def inspect(
         roles: pattern -> role, where a guess is wrong.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: it is something else.
         ValueError: nothing in it can be measured, a pattern matches nothing, or the file holds more than tensors.
         OSError: the file cannot be read.
         ImportError: safetensors is not installed.

@@ -1,4 +1,4 @@
-"""Which matrices a model has: name, role, blocks, fans, and what cannot be measured and why."""
+"""Inspection of models: their matrices with name, role, blocks and fans, and what is not measured and why."""
 
 from spectral_monitor.layers.compiled import compiled_modules, without_compiled
 from spectral_monitor.layers.inspect_model import Anatomy, Layer, Unmeasured, dissect

@@ -1,4 +1,4 @@
-"""What a single weight is, judged by the module that owns it and the place of that module."""
+"""Classification of a single weight by the module that owns it and that module's place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_CALL = "no module call to hook"
 
 @dataclass(frozen=True)
 class Guess:
-    """What a parameter seems to be.
+    """A guess at what a parameter is.
 
     Attributes:
         suffix: what follows the module's name in the layer's name.
@@ -81,7 +81,7 @@ def classify(module: nn.Module, key: str, weight: Tensor, place: ModuleSlot | No
 
 
 def _unfit(weight: Tensor) -> str:
-    """Why a weight cannot be measured at all; empty if it can."""
+    """Return why a weight cannot be measured at all; empty if it can."""
     if isinstance(weight, UninitializedParameter):
         return "not initialised: run one batch through the model before"
     if not weight.is_floating_point():
@@ -94,13 +94,13 @@ def _unfit(weight: Tensor) -> str:
 
 
 def _is_hooked(module: nn.Module, key: str) -> bool:
-    """Whether some hook that is not known seems to compute another weight from this one."""
+    """Return whether some hook that is not known seems to compute another weight from this one."""
     base = key.rpartition("_")[0]
     return key.endswith(("_g", "_v", "_orig")) and base in dir(module) and base not in module._parameters
 
 
 def _split(guess: Guess, place: ModuleSlot | None) -> Guess:
-    """A matrix that is known, with the blocks it is fused of if it looks so from its place."""
+    """Return a known matrix with the blocks it is fused of, if its place suggests any."""
     layout = guess.layout
     if place is None or layout is None or guess.role != "operator" or layout.kind not in ("linear", "transposed"):
         return guess

@@ -14,7 +14,7 @@ REASON = "inside a compiled module, where a hook would force a recompilation"
 
 
 def compiled_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """The outermost compiled modules by name; the root's is empty."""
+    """Return the outermost compiled modules by name; the root's is empty."""
     found: dict[str, nn.Module] = {}
     inside: set[int] = set()
     for name, module in named_modules(root):
@@ -25,7 +25,7 @@ def compiled_modules(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def without_compiled(anatomy: Anatomy, compiled: Iterable[nn.Module]) -> Anatomy:
-    """The anatomy with no features of layers inside compiled modules, and a note that says so."""
+    """Return the anatomy with no features of layers inside compiled modules, and a note that says so."""
     inside = {id(part) for module in compiled for part in module.modules()}
 
     def shut(layer: Layer) -> Layer:

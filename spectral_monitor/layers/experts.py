@@ -30,13 +30,13 @@ def experts_layout(module: nn.Module, key: str, shape: tuple[int, ...]) -> tuple
 
 
 def is_experts_bias(module: nn.Module, key: str, shape: tuple[int, ...]) -> bool:
-    """Whether a matrix (experts, d) is the biases of such a parameter."""
+    """Return whether a matrix (experts, d) is the biases of such a parameter."""
     owner = getattr(module, key.removesuffix("_bias"), None) if key.endswith("_bias") else None
     return isinstance(owner, nn.Parameter) and owner.ndim == 3 and owner.shape[0] == shape[0]
 
 
 def _is_transposed(module: nn.Module) -> bool | None:
-    """Whether experts are held as (in, out): what the shapes say, else what the module says."""
+    """Return whether experts are held as (in, out): what the shapes say, else what the module says."""
     says = getattr(module, "is_transposed", None)
     fused, down = (module._parameters.get(key) for key in ("gate_up_proj", "down_proj"))
     if fused is None or down is None:

@@ -37,7 +37,7 @@ _STATE_SPACE = {
 
 @dataclass(frozen=True)
 class Split:
-    """How the outputs of a matrix are shared out.
+    """The split of a matrix's outputs.
 
     Attributes:
         what: names of the blocks.
@@ -50,7 +50,7 @@ class Split:
     repeats: int = 1
 
     def fits(self, outputs: int) -> bool:
-        """Whether the blocks make up these outputs."""
+        """Return whether the blocks make up these outputs."""
         return min(self.sizes, default=0) > 0 and sum(self.sizes) * self.repeats == outputs
 
     @property
@@ -63,7 +63,7 @@ class Split:
 
 
 def split_of(parent: nn.Module, name: str, outputs: int, inputs: int) -> Split | None:
-    """What ``parent.<name>``, a matrix outputs x inputs, is fused of; ``None`` if it does not look fused."""
+    """Return what ``parent.<name>``, a matrix outputs x inputs, is fused of; ``None`` if it does not look fused."""
     if name in _GATED:
         sibling, what = _GATED[name]
         return Split(what, (outputs // 2,) * 2) if _number(getattr(parent, sibling, None), "in_features") else None
@@ -84,7 +84,7 @@ def split_of(parent: nn.Module, name: str, outputs: int, inputs: int) -> Split |
 
 
 def _one_after_the_other(parent: nn.Module, outputs: int, inputs: int) -> Split:
-    """All heads' queries, then keys, then values, of which there may be fewer."""
+    """Split outputs into all heads' queries, then keys, then values, of which there may be fewer."""
     heads, key_heads, size = _heads(parent, inputs)
     split = Split(ATTENTION, (heads * size, key_heads * size, key_heads * size))
     if not split.fits(outputs) and outputs == 3 * inputs:
@@ -114,7 +114,7 @@ def _heads(parent: nn.Module, inputs: int) -> tuple[int, int, int]:
 
 
 def _number(owner: object, *names: str) -> int:
-    """The first of some attributes that a module or its config has as a whole number; 0 if none."""
+    """Return the first of some attributes that a module or its config has as a whole number; 0 if none."""
     for holder in (owner, getattr(owner, "config", None)):
         for name in names:
             try:
@@ -127,5 +127,5 @@ def _number(owner: object, *names: str) -> int:
 
 
 def is_a(module: nn.Module, name: str) -> bool:
-    """Whether a module is of a class of this name or derived from one."""
+    """Return whether a module is of a class of this name or derived from one."""
     return any(cls.__name__ == name for cls in type(module).__mro__)

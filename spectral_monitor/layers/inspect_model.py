@@ -56,12 +56,12 @@ class Layer:
 
     @torch.no_grad()
     def weight(self) -> Tensor:
-        """The weight in use, detached: the live parameter or, where it is computed, a new tensor."""
+        """Return the weight in use, detached: the live parameter or, where it is computed, a new tensor."""
         return self.sources[0].detach() if self.compute is None else self.compute().detach()
 
     @property
     def is_matrix(self) -> bool:
-        """Whether spectral quantities mean something here."""
+        """True if spectral quantities are defined."""
         return self.info.role != "vector"
 
     def placed(self, role: str, why: str = "") -> Layer:
@@ -81,7 +81,7 @@ class Unmeasured:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a model is made of.
+    """The parts of a model.
 
     Attributes:
         layers: in registration order.
@@ -210,7 +210,7 @@ class _Found:
 
 
 def _weights(root: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> list[_Found]:
-    """Every weight in use of every module, and what those that are computed are computed from."""
+    """Return every weight in use of every module, and the parameters that computed weights depend on."""
     found: list[_Found] = []
     held = places(root)
     inside: dict[int, str] = {}  # modules whose parameters make up a weight, and why those are not measured
@@ -312,7 +312,7 @@ def _layer(item: _Found, role: str, count: int | None, tied_to: str) -> Layer:
 
 
 def _cast(name: str, shape: tuple[int, ...], guess: Guess, role: str) -> Layout:
-    """The layout under an overriding role (an embedding's rows are tokens; an operator's are outputs)."""
+    """Return the layout under an overriding role (an embedding's rows are tokens; an operator's are outputs)."""
     if role == "vector":
         return Layout("vector", shape)
     layout = guess.layout

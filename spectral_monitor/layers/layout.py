@@ -12,7 +12,7 @@ Kind = Literal["linear", "transposed", "experts", "experts_transposed", "conv", 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter holds its matrices.
+    """The layout of the matrices in a parameter.
 
     Attributes:
         kind: ``"linear"`` (out, in); ``"transposed"`` (in, out); ``"experts"`` (groups, out, in);
@@ -85,7 +85,7 @@ class Layout:
         return _product(self.shape[2:]) if self.kind.startswith("conv") else 1
 
     def stack(self, parameter: Tensor) -> Tensor:
-        """The matrices (taps, blocks, fan_out, fan_in) of a tensor of the parameter's size.
+        """Return the matrices (taps, blocks, fan_out, fan_in) of a tensor of the parameter's size.
 
         A view, unless blocks take turns or differ in size: smaller ones then end in rows of zeros, which change no
         norm and no inner product.

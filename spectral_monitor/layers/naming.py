@@ -15,7 +15,7 @@ _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once with its name, wrapper prefixes left out; the root's name is empty."""
+    """Yield every module once with its name, wrapper prefixes left out; the root's name is empty."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -43,12 +43,12 @@ def places(root: nn.Module) -> dict[int, tuple[nn.Module, str]]:
 
 
 def label(name: str, module: nn.Module) -> str:
-    """How a sentence names a module: in quotes, or the root by its class."""
+    """Return how a sentence names a module: in quotes, or the root by its class."""
     return repr(name) if name else type(module).__name__
 
 
 def some(names: Sequence[str], most: int) -> str:
-    """The first of many names in a sentence.
+    """Return the first of many names, for a sentence.
 
     Example:
         >>> some(["a", "b", "c"], 2), some(["a", "b"], 2)

@@ -60,7 +60,7 @@ class Operator:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether positions are dimensions of what it reads and writes."""
+        """True if positions are dimensions of what it reads and writes."""
         return self.layout.kind in ("conv", "patches", "conv_transposed")
 
 

@@ -1,4 +1,4 @@
-"""Where a model has its parameters: what is pruned, parametrized or replaced during training is no longer there."""
+"""Tracking of parameters: those that are pruned, parametrized or replaced during training have moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spectral_monitor.state.dtensor import is_distributed
 
 
 class ParameterTracker:
-    """Where a model has the parameters of its layers, at first and now.
+    """The places of the layers' parameters in a model, at first and now.
 
     Parameters that are spread over processes are not followed, for whoever spreads them puts others in their place.
     """

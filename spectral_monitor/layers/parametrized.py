@@ -59,7 +59,7 @@ def _hooked(module: nn.Module, name: str, suffixes: tuple[str, ...], compute: Ca
 
 
 def _parametrized(made: ParametrizationList) -> Tensor:
-    """The weight as in evaluation: power iterations wait for the next forward, and nothing random is added."""
+    """Return the weight as in evaluation: power iterations wait for the next forward, and nothing random is added."""
     with RandomState.now().replayed():
         state = Snapshot(made, weights=False)
         try:

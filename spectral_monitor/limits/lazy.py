@@ -23,7 +23,7 @@ EXAMPLES = 4096
 
 @dataclass(frozen=True)
 class LazyScore:
-    """What a network whose features stand still reaches.
+    """The best score that a network with fixed features reaches.
 
     Attributes:
         kernel: ``"nngp"`` (only the readout learns) or ``"ntk"`` (all layers, in first order).

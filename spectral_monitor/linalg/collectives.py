@@ -37,7 +37,7 @@ class AllReduce(Protocol):
 
 
 def run_local(routine: Coroutine[T]) -> T:
-    """What a routine returns in a single process, where a sum is the only summand."""
+    """Run a coroutine in a single process, where a sum is its only summand; return its result."""
     try:
         request = next(routine)
         while True:
@@ -48,7 +48,7 @@ def run_local(routine: Coroutine[T]) -> T:
 
 
 def gather(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
-    """What several routines return that go on in lockstep, and so ask for their sums together."""
+    """Run coroutines in lockstep and fuse their all-reduces; return their results."""
     results: dict[int, T] = {}
     waiting: dict[int, tuple[Coroutine[T], list[Tensor]]] = {}
 
@@ -69,7 +69,7 @@ def gather(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
 
 
 def sequence(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
-    """What several routines return that run one after the other: what one has read is still in the cache."""
+    """Run coroutines one after the other, so that what one has read is still in the cache; return their results."""
     results = []
     for routine in routines:
         results.append((yield from routine))
@@ -77,7 +77,7 @@ def sequence(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
 
 
 def resume(routine: Coroutine[T], request: list[Tensor]) -> Coroutine[T]:
-    """A routine that has been started elsewhere, where it made this request."""
+    """Continue a coroutine that was started elsewhere, where it made this request."""
     try:
         while True:
             request = routine.send((yield request))
@@ -87,7 +87,7 @@ def resume(routine: Coroutine[T], request: list[Tensor]) -> Coroutine[T]:
 
 
 def run(routine: Coroutine[T], exchange: AllReduce) -> T:
-    """What a routine returns that runs in every process at once."""
+    """Run a coroutine in every process at once; return its result."""
     try:
         request = next(routine)
         while True:
@@ -105,13 +105,13 @@ def rank_table(values: Tensor, exchange: AllReduce) -> Tensor:
 
 
 def reduce_table(table: Tensor, order: float) -> Tensor:
-    """The ``order``-norm over processes of a table of shares; for ``order`` 1 plain sums."""
+    """Return the ``order``-norm over processes of a rank table; plain sums for ``order`` 1."""
     whole = table.double()
     return (whole.sum(0) if order == 1 else torch.linalg.vector_norm(whole, ord=order, dim=0)).to(table.dtype)
 
 
 def all_reduce_norm(values: Tensor, order: float, exchange: AllReduce | None) -> Coroutine[Tensor]:
-    """The same of values each of which is this process's share."""
+    """Return the ``order``-norm over processes of values, each of which is this process's share."""
     if exchange is None:
         return values
     (table,) = yield [rank_table(values, exchange)]

@@ -48,7 +48,7 @@ class ShardedStack:
 
     @classmethod
     def whole(cls, A: Tensor) -> ShardedStack:
-        """A stack (K, m, n) that is all here."""
+        """Return a stack (K, m, n) that is all local."""
         everything = slice(None)
         shape = (A.shape[0], A.shape[1], A.shape[2])
         return cls(shape, (Shard(None, everything, everything, A),), (False, False), None, A.new_empty(0))
@@ -61,7 +61,7 @@ class ShardedStack:
         return replace(self, shape=(K, n, m), parts=parts, split=self.split[::-1])
 
     def select(self, first: int, last: int) -> ShardedStack:
-        """The members from ``first`` up to ``last``."""
+        """Return the members from ``first`` up to ``last``."""
         parts = []
         for part in self.parts:
             if part.members is None:
@@ -73,7 +73,7 @@ class ShardedStack:
         return replace(self, shape=(last - first, *self.shape[1:]), parts=tuple(parts))
 
     def map(self, function: Callable[[Tensor, Tensor | None], Tensor]) -> ShardedStack:
-        """The stack of what a function makes of each part's matrices and members."""
+        """Return the stack of what a function makes of each part's matrices and members."""
         return replace(self, parts=tuple(replace(part, A=function(part.A, part.members)) for part in self.parts))
 
     def times(self, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class ShardedStack:
         return y
 
     def gram(self) -> Tensor:
-        """This process's share of ``A A^T``, (K, m, m), where rows are not split."""
+        """Return this process's share of ``A A^T``, (K, m, m), where rows are not split."""
         total = self.like.new_zeros(self.shape[0], self.shape[1], self.shape[1])
         for part in self.parts:
             product = torch.bmm(part.A, part.A.mT)

@@ -258,7 +258,7 @@ def _gram(stacks: Sequence[ShardedStack], fros: Sequence[Tensor]) -> Coroutine[_
 
 
 class _Look(NamedTuple):
-    """What is seen of undecided matrices.
+    """A look at the undecided matrices.
 
     Attributes:
         places: in the basis.

@@ -1,4 +1,4 @@
-"""What the metrics have in common: one number, of sums that add up over batches and processes."""
+"""The common base of the metrics: one number, made of sums that add up over batches and processes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AverageMetric(ScalarMetric):
         setattr(self, self._count, self.count.long() + count)
 
     def compute(self) -> Tensor:
-        """The mean, float32; NaN if nothing with a value was seen."""
+        """Return the mean, float32; NaN if nothing with a value was seen."""
         return ratio(self.total, self.count).float()
 
 

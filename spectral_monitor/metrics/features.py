@@ -151,5 +151,5 @@ class BackwardFeatureAngle(ScalarMetric):
         self.b_squared = self.b_squared + b_squared
 
     def compute(self) -> Tensor:
-        """The angle of all rows in radians, float32."""
+        """Return the angle of all rows in radians, float32."""
         return angle_from_sums(self.inner_product, self.dh_squared, self.b_squared).float()

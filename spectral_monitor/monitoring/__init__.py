@@ -1,1 +1,1 @@
-"""What monitor and probe share: a run, what follows from its measurements, and a check before it."""
+"""The run of a monitor or a probe, what follows from its measurements, and a check before it."""

@@ -36,7 +36,7 @@ EVERY = 100
 
 @dataclass(frozen=True)
 class TierCost:
-    """What a tier costs on this machine.
+    """The cost of a tier on this machine.
 
     Attributes:
         tier: ``"light"``, ``"standard"`` or ``"full"``.
@@ -60,7 +60,7 @@ class TierCost:
 
 
 class Check:
-    """What :func:`check` has found; it prints as a page of text.
+    """The result of :func:`check`; it prints as a page of text.
 
     Attributes:
         verdicts: what is off already, roots first.

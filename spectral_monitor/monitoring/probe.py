@@ -65,7 +65,7 @@ class SpectralProbe(MeasuredRun):
         drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step that has features.
         history: measurements kept in :attr:`measurements`.
         condition: what layers are held against; every measurement has its verdicts.
-        correction: how learning rates are put right, with ``mode="correct"``.
+        correction: how learning rates are corrected, with ``mode="correct"``.
         mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
             ``"correct"`` also puts learning rates right, of steps inside ``probe.step()``.
         sinks: what is given every measurement, such as a :class:`~spectral_monitor.reporting.TensorBoardSink`;
@@ -166,7 +166,7 @@ class SpectralProbe(MeasuredRun):
 
     @property
     def anatomy(self) -> Anatomy:
-        """What the model was found to be made of."""
+        """The parts of the model."""
         return self._engine.anatomy
 
     @property
@@ -192,7 +192,7 @@ class SpectralProbe(MeasuredRun):
         save_profile(self.measurements, path, self._supervisor.settings)
 
     def role_table(self) -> str:
-        """Which layers are measured and how, and which are not and why, as text."""
+        """Return the table of layers and their roles, and of what is not measured and why."""
         return role_table(self.anatomy)
 
     def roles(self) -> Roles:
@@ -238,7 +238,7 @@ class SpectralProbe(MeasuredRun):
         self._sinks.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on measuring in another process: plain types and CPU tensors, shared, not copied.
+        """Return the state to go on measuring in another process: plain types and CPU tensors, shared, not copied.
 
         That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
         measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it.
@@ -249,7 +249,7 @@ class SpectralProbe(MeasuredRun):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave, when the model has its weights back.
 
-        What starts anew all the same, such as ``feature_drift`` where the batch held more than tensors, containers
+        What starts again all the same, such as ``feature_drift`` where the batch held more than tensors, containers
         and numbers, is said in a warning.
 
         Raises:

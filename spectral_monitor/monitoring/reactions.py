@@ -1,4 +1,4 @@
-"""What a user wants done when something is off: a function called, training stopped."""
+"""Reactions to verdicts: a function is called, training is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from measurements: verdicts, and learning rates put right."""
+"""The supervisor: measurements become verdicts and corrected learning rates."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Supervisor:
         return "" if self._corrector is None else self._corrector.code(self._engine.model.named_parameters())
 
     def due(self, step: int, tell: Callable[[str], None] | None = None) -> frozenset[str]:
-        """What is to be measured at a step, counted from 1, whose first batch begins now; nothing at most of them.
+        """Return what is measured at a step, counted from 1, whose first batch begins now; usually nothing.
 
         Args:
             step: which.
@@ -286,7 +286,7 @@ def _held(changes: Sequence[Change]) -> str:
 
 
 def checked(mode: str, condition: SpectralCondition, correction: LRCorrection | None) -> LRCorrection | None:
-    """The correction in force.
+    """Return the correction in force.
 
     Raises:
         ValueError: an unknown mode, or a correction in a mode that does not correct.
@@ -304,7 +304,7 @@ def checked(mode: str, condition: SpectralCondition, correction: LRCorrection | 
 
 
 def with_needed(quantities: str | Sequence[str], correction: LRCorrection | None) -> str | Sequence[str]:
-    """The quantities asked for and those the correction needs."""
+    """Return the quantities asked for and those the correction needs."""
     needed = () if correction is None else correction.quantities
     return quantities if set(needed) <= set(resolve(quantities)) else [*resolve(quantities), *needed]
 

@@ -63,7 +63,7 @@ class ABC:
         return tuple(-(2 * a + self.c) for a in self.a)
 
     def shifted(self, theta: Exponent) -> ABC:
-        """The same training, written in other exponents: ``a + theta, b - theta, c - 2 theta`` (paper, Eq. 5).
+        """Return the same training in other exponents: ``a + theta, b - theta, c - 2 theta`` (paper, Eq. 5).
 
         Example:
             >>> mup(2).shifted(0.5).classify() == mup(2).classify()
@@ -77,7 +77,7 @@ class ABC:
         return f"abc(a=({a}), b=({b}), c={self.c})"
 
     def classify(self) -> Classification:
-        """What becomes of training at infinite width (paper, Theorems 3.3, 3.4 and 3.8, Propositions 5.3 and 5.5)."""
+        """Return how training behaves at infinite width (Theorems 3.3, 3.4 and 3.8, Propositions 5.3 and 5.5)."""
         a, b, c = self.a, self.b, self.c
         backward = min(a[-1] + b[-1], 2 * a[-1] + c)  # the gradient that reaches the last features is n to minus this
         rates = tuple(backward + c - 1 + 2 * a_l + (place == 0) for place, a_l in enumerate(a[:-1]))
@@ -109,7 +109,7 @@ class ABC:
 
 @dataclass(frozen=True)
 class Classification:
-    """What becomes of training as the width n grows.
+    """The behaviour of training as the width n grows.
 
     Attributes:
         regime: ``"feature learning"``; ``"kernel"``: outputs are trained, features stand still; ``"trivial"``: nothing
@@ -131,12 +131,12 @@ class Classification:
 
     @property
     def stable(self) -> bool:
-        """Whether nothing grows with n without bound."""
+        """True if nothing grows with n without bound."""
         return not self.violated
 
     @property
     def trivial(self) -> bool:
-        """Whether outputs stand still; only said of stable ones."""
+        """True if outputs stand still; defined for stable parametrizations only."""
         return self.regime == "trivial"
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ class Classification:
 
 
 def abc(a: Sequence[Exponent], b: Sequence[Exponent], c: Exponent) -> ABC:
-    """A parametrization of these exponents, made exact.
+    """Return a parametrization with these exponents, made exact.
 
     Example:
         >>> print(abc(a=(0, 0, 0), b=(0, 0.5, 0.5), c=0).classify())

@@ -110,7 +110,8 @@ NTK = Parametrization(
 
 
 def fsc_resnet(branch_scale: float) -> Parametrization:
-    """Of residual nets ``f_l = sqrt(1 - beta^2) f_(l-1) + beta V_l relu(f_(l-1))`` with ``beta = O(1/sqrt L)``.
+    """Return the parametrization of residual nets ``f_l = sqrt(1 - beta^2) f_(l-1) + beta V_l relu(f_(l-1))`` with
+    ``beta = O(1/sqrt L)``.
 
     Source: The Feature Speed Formula, Table 2.
 
@@ -134,7 +135,7 @@ def fsc_resnet(branch_scale: float) -> Parametrization:
 
 
 def from_abc(exponents: ABC) -> Parametrization:
-    """An abc-parametrization as it is applied: ``std n^-(a+b)``, ``sgd n^-(2a+c)`` (Yang and Hu, section 3).
+    """Return an abc-parametrization as it is applied: ``std n^-(a+b)``, ``sgd n^-(2a+c)`` (Yang and Hu, section 3).
 
     The width n is the fan_out of the first matrix and the fan_in of all others. Rates of biases follow the first
     matrix, of the readout's they are ``n^-c``, which is constant here.

@@ -66,7 +66,7 @@ def spectral_init_(
 
 
 def starting_norm(module: nn.Module, layers: Sequence[Layer]) -> float:
-    """The natural norm that operators and readouts should begin with: 2, which keeps the size of features.
+    """Return the natural norm that operators and readouts should begin with: 2, which keeps the size of features.
 
     Where features are normalized, 1.25: their size does not matter then, and weights that are smaller beside the same
     updates trained better (docs/transfer.md). Normalization is told by the classes of modules: torch's, and others
@@ -129,7 +129,7 @@ def _normalizes(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
-    """The same of these layers; those of another kind than matrices are left alone."""
+    """Rescale the weights of these layers; layers that are no matrices are left alone."""
     layers = [layer for layer in layers if layer.is_matrix]
     spread = next((layer.info.name for layer in layers if _is_spread(layer)), None)
     if spread is not None:
@@ -150,13 +150,13 @@ def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
 
 
 def _placed(layer: Layer, flat: Mapping[int, ShardRegion]) -> Layer:
-    """The layer, saying how FSDP1 has laid out its parameter, if it has."""
+    """Return the layer with the layout that FSDP1 gave its parameter, if it did."""
     extent = flat.get(id(layer.sources[0]))
     return layer if extent is None else replace(layer, info=replace(layer.info, placement=extent.placement))
 
 
 def _is_spread(layer: Layer) -> bool:
-    """Whether a matrix lies in several processes: what all of them say, also one that has all of it or nothing."""
+    """Return whether a matrix is sharded over processes: all of them agree, also one that holds all or none of it."""
     return layer.info.placement.startswith("flat on") or any(map(is_distributed, layer.sources))
 
 
@@ -182,7 +182,7 @@ def _rescale(layer: Layer, weight: nn.Parameter, scale: float) -> float:
 
 
 def by_entry(layer: Layer, weight: Tensor, factors: list[float]) -> Tensor:
-    """The factor of each entry's block, in the weight's shape."""
+    """Return the factor of each entry's block, in the weight's shape."""
     scale = torch.tensor(factors, dtype=weight.dtype, device=weight.device)
     if len(factors) == 1:
         return scale

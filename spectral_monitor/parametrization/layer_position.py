@@ -1,4 +1,4 @@
-"""Where a parameter stands in a network, which is all that rules of scaling ask."""
+"""The position of a parameter in a network, which is all that scaling rules need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["input", "hidden", "readout"]
 
 @dataclass(frozen=True)
 class LayerPosition:
-    """Where a parameter stands.
+    """The position of a parameter.
 
     Attributes:
         kind: ``"input"`` reads what does not grow with the width: the data, one-hot tokens, the constant 1 (biases);
@@ -37,7 +37,7 @@ class LayerPosition:
 
 
 def data_reader(infos: Sequence[LayerInfo]) -> str:
-    """The operator that reads the data, which is the first by its place; empty where there are embeddings."""
+    """Return the operator that reads the data, the first by its place; empty where there are embeddings."""
     if any(info.role == "embedding" for info in infos):
         return ""
     return next((info.name for info in infos if info.role == "operator"), "")
@@ -87,7 +87,7 @@ def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None =
 
 
 def all_outputs(layer: Layer) -> int:
-    """Of a block, and of a grouped convolution as a whole."""
+    """Return the outputs of a block, and of a grouped convolution as a whole."""
     layout = layer.layout
     return layout.fan_out * (layout.groups if layout.kind.startswith("conv") else 1)
 

@@ -94,7 +94,7 @@ class NormalizedUpdates(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of the other optimizer, and its updates put to size."""
+        """Make one step of the other optimizer, and bring its updates to size."""
         before = {p: p.detach().clone() for group in self.param_groups for p in group["params"] if p in self._layers}
         loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         rates = {p: float(group["lr"]) for group in self.param_groups for p in group["params"]}
@@ -129,7 +129,7 @@ class NormalizedUpdates(Optimizer):
         return [(layout.fan_in / m) ** 0.5 * total for m, total in zip(layout.fan_outs, totals, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The other optimizer's."""
+        """Return the state of the other optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ def spectral_param_groups(
 
 
 def check_family(optimizer: str) -> None:
-    """A ValueError with the valid choices unless it is one of them."""
+    """Raise a ValueError with the valid choices unless it is one of them."""
     if optimizer not in FAMILIES:
         raise ValueError(f"unknown optimizer family {optimizer!r}; valid families: {', '.join(FAMILIES)}")
 
@@ -110,7 +110,7 @@ def grouped(
     weight_decay: float | None = None,
     depth: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The same by any rule: from the place of a parameter to what its learning rate is multiplied by.
+    """Return parameter groups by any rule from the position of a parameter to its learning-rate multiplier.
 
     Args:
         module, lr, roles, blocks, weight_decay: as in :func:`spectral_param_groups`.
@@ -144,7 +144,7 @@ def grouped(
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter that requires a gradient once, with its name.
+    """Yield every parameter that requires a gradient once, with its name.
 
     Raises:
         ValueError: there is none.

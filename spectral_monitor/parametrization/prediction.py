@@ -1,4 +1,4 @@
-"""What a parametrization predicts: how every quantity of every layer goes with the width."""
+"""Predictions of a parametrization: how every quantity of every layer scales with the width."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _Network:
         self._updates = {name: self._update(name) for name in self.names}
 
     def slope(self, quantity: str, name: str) -> float:
-        """Of one layer; NaN where nothing is predicted."""
+        """Return the slope of one layer; NaN where nothing is predicted."""
         matrix, operator = self._role(name) != "vector", self._role(name) == "operator"
         if len({info.blocks for info in self._infos[name]}) > 1:
             return math.nan
@@ -172,7 +172,7 @@ class _Network:
         return math.nan
 
     def _update(self, name: str) -> float:
-        """Of the natural norm of an update."""
+        """Return the slope of the natural norm of an update."""
         size = self._of(name, lambda s, n, m: n * (s.sgd if self._sgd else s.adam))
         if self._sgd and self._tied:
             return math.nan
@@ -203,7 +203,7 @@ class _Network:
         return self._infos[name][0].role
 
     def _of(self, name: str, value: Callable[[Scale, float, float], float]) -> float:
-        """The slope of what a function gives at each width, by least squares; NaN if there is no rule."""
+        """Return the slope of a function's values over the widths, by least squares; NaN if there is no rule."""
         infos, places = self._infos[name], self._places[name]
         if len(places) < len(infos):
             return math.nan

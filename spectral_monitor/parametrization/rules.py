@@ -58,7 +58,7 @@ def _power(name: str, exponent: float) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """What holds at one kind of place.
+    """The rule for one kind of position.
 
     Attributes:
         std: of the weights' entries at the start; of several powers the least.
@@ -124,7 +124,7 @@ class Parametrization:
     source: str = ""
 
     def rule(self, kind: Kind, index: int = 1) -> Rule:
-        """What holds at a kind of place; ``index`` counts the operators, the first being 0.
+        """Return the rule for a kind of position; ``index`` counts the operators from 0.
 
         Raises:
             ValueError: an operator for which there is no rule, as the parametrization is of a shallower network.
@@ -141,7 +141,7 @@ class Parametrization:
         return self.hidden[index - 1]
 
     def scale(self, place: LayerPosition) -> Scale:
-        """The rule of a place in numbers."""
+        """Return the rule of a position in numbers."""
         rule, fans = self.rule(place.kind, place.index), (place.fan_in, place.fan_out, place.depth)
         return Scale(min(power.at(*fans) for power in rule.std), rule.sgd.at(*fans), rule.adam.at(*fans))
 
@@ -155,7 +155,7 @@ class Parametrization:
         roles: Mapping[str, str] | None = None,
         blocks: Mapping[str, int] | None = None,
     ) -> None:
-        """Draw every matrix anew, in place, from ``N(0, (scale std)^2)``, and set biases to zero.
+        """Draw every matrix again, in place, from ``N(0, (scale std)^2)``, and set biases to zero.
 
         An embedding's ``padding_idx`` row becomes zero, too. Gains, and weights that are computed from others (weight
         norm), stay as they are. The global random state is used, as by ``torch.nn.init``.

@@ -1,4 +1,4 @@
-"""Which layers share a learning rate."""
+"""Tied layers: those that share a learning rate."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class TiedLayers:
         return (self.leader, *self.followers)
 
     def is_tied(self, layers: Sequence[Layer]) -> bool:
-        """Whether the leader's matrix is embedding and readout at once."""
+        """Return whether the leader's matrix is embedding and readout at once."""
         followers = (layers[i].info.role for i in self.followers)
         return layers[self.leader].info.role in DENSE and "embedding" in followers
 
 
 def units(layers: Sequence[Layer]) -> list[TiedLayers]:
-    """Every layer in exactly one unit, and every parameter: mostly each layer has its own.
+    """Return units of layers and parameters that share a learning rate; usually each layer has its own.
 
     A matrix that is embedding and readout at once follows the readout's rule, and every other embedding of its width,
     which is added to the same stream, follows it too: else the position embedding, say, outruns the tokens.

@@ -1,4 +1,4 @@
-"""What can be measured: one entry for each quantity, from which everything else follows.
+"""Quantities: one entry for each, from which everything else follows.
 
 A quantity is an entry of :mod:`~spectral_monitor.quantities.weights`, :mod:`~spectral_monitor.quantities.features` or
 :mod:`~spectral_monitor.quantities.assumptions`, or is added with :func:`register`.

@@ -11,7 +11,7 @@ Norm = Literal["sigma", "fro"]
 
 
 class Readings(Protocol):
-    """What was measured of one layer, as numbers; NaN where something was not measured.
+    """Measured numbers of one layer; NaN where something was not measured.
 
     The names are those of the notation: ``W``, ``dW``, ``drift`` (of ``W - W0``), ``W0``, ``W1`` (after the step),
     ``h``, ``dh``, ``b``, ``h_in``.

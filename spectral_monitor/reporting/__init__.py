@@ -1,4 +1,4 @@
-"""What people see: tables, panels, pictures, files."""
+"""Reports for people: tables, panels, pictures, files."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True)
 class _Scale:
-    """How values become colours: ``shown`` from ``low`` to ``high``, ticks of the colour bar with their labels."""
+    """A scale from values to colours: ``shown`` from ``low`` to ``high``, ticks of the colour bar with their labels."""
 
     title: str
     shown: Tensor
@@ -59,7 +59,7 @@ class _Scale:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed, without which there are no pictures."""
+    """Return whether matplotlib is installed; without it there are no pictures."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -68,7 +68,7 @@ def can_draw() -> bool:
 
 
 def heatmap(history: History, quantity: str) -> Pixels | None:
-    """A picture of a quantity, a row for each matrix and a column for each measurement that has it.
+    """Draw a picture of a quantity, a row for each matrix and a column for each measurement that has it.
 
     ``update_natural``, and all that is held against a reference, is shown as its ratio to that, with the limits of
     the band as lines on the colour bar. What was not measured is grey, the names of layers that are off now are red.

@@ -1,4 +1,4 @@
-"""What can be asked of a run that is measured, or has been: by a monitor, by a probe, or in a file."""
+"""The questions that a run answers, whether it is live in a monitor or probe, or was logged."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class MeasuredRun:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """What is off at the newest measurement that could be judged, roots first; empty if nothing is."""
+        """The verdicts of the newest measurement that could be judged, roots first; empty if there are none."""
         judged = self._judged()
         return () if judged is None else judged.verdicts
 
     def table(self) -> str:
-        """The newest measurement as text."""
+        """Return the newest measurement as text."""
         return self.latest.table() if self.latest is not None else "nothing measured yet"
 
     def roles(self) -> Roles:
@@ -138,7 +138,7 @@ class MeasuredRun:
             raise AssertionError(f"step {judged.step}: {headline(judged)}{lines}")
 
     def __getitem__(self, place: int) -> Measurement:
-        """The measurement at a place, -1 for the newest.
+        """Return the measurement at a place, -1 for the newest.
 
         Raises:
             IndexError: there are not as many.

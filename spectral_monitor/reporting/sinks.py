@@ -1,4 +1,4 @@
-"""Where measurements go: sinks, and how one that fails is kept from stopping a run."""
+"""Sinks: the receivers of measurements. A sink that fails does not stop a run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _name(sink: Sink) -> str:
 
 
 def checked_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:
-    """The same.
+    """Return the sinks, checked.
 
     Raises:
         TypeError: one has no ``write`` or no ``close``.
@@ -99,7 +99,7 @@ def need_room(folder: str | os.PathLike[str]) -> None:
 
 
 def is_remote(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a place on another machine.
+    """Return whether a folder is on another machine.
 
     Example:
         >>> is_remote("s3://bucket/logs"), is_remote("logs")

@@ -1,4 +1,4 @@
-"""How training scales with width and depth: parametrizations, what is known of them, and sweeps that measure it."""
+"""Scaling of training with width and depth: parametrizations, their predictions, and sweeps that measure it."""
 
 from spectral_monitor.fitting.power_law import Fit, fit_slope
 from spectral_monitor.parametrization.abc_exponents import ABC, Classification, abc, mean_field, mup, ntp, standard

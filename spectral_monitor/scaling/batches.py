@@ -21,12 +21,12 @@ _END = object()
 
 
 class SweepError(ValueError):
-    """What was given cannot be swept; the message says why and what can, with arguments written ``name=``."""
+    """An error in a sweep's arguments; the message says why and what is valid, with arguments written ``name=``."""
 
 
 def loss_of(module: nn.Module, batch: Any, index: int) -> Any:
-    """What a module says its loss is: ``training_step(batch, index)`` if it has that, else ``module(*batch)``; of a
-    dict what is called ``"loss"``.
+    """Return the loss that a module defines: ``training_step(batch, index)`` if it has that, else ``module(*batch)``;
+    of a dict the entry ``"loss"``.
     """
     found: Any
     if callable(step := getattr(module, "training_step", None)):
@@ -138,7 +138,7 @@ def _own_generators(loader: Any, seed: int) -> Iterator[None]:
 
 @contextmanager
 def _own_workers(loader: Any) -> Iterator[None]:
-    """Workers that a DataLoader keeps are made anew inside: those that are there would go on with what they drew."""
+    """Workers that a DataLoader keeps are made again inside: those that are there would go on with what they drew."""
     if not isinstance(loader, DataLoader) or not loader.persistent_workers:
         yield
         return
@@ -154,7 +154,7 @@ def _own_workers(loader: Any) -> Iterator[None]:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on a device; tuples, lists and dicts are looked into."""
+    """Return the batch with its tensors on a device; tuples, lists and dicts are traversed."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, tuple):

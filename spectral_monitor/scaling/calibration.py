@@ -39,7 +39,7 @@ FARTHEST, MOST_TURNS = math.log(1e5), 60
 
 @dataclass(frozen=True)
 class Calibration:
-    """What :func:`calibrate` found.
+    """The result of :func:`calibrate`.
 
     Attributes:
         optimizer: the family of update rules it is for.
@@ -86,7 +86,7 @@ class Calibration:
                     done.add(id(parameter))
 
     def param_groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
-        """A group for every block, with ``params``, ``lr``, ``name`` and ``parameter_names``.
+        """Return a group for every block, with ``params``, ``lr``, ``name`` and ``parameter_names``.
 
         Args:
             module: the one that was calibrated, or one with the same parameters.
@@ -235,7 +235,7 @@ def _readout(anatomy: Anatomy) -> Layer:
 
 
 def _scalable(anatomy: Anatomy, readout: Layer) -> tuple[list[Layer], dict[str, str]]:
-    """The layers that forward normalization is about, and what is kept as it is, with the reason."""
+    """Return the layers that forward normalization scales, and those that are kept as they are, with the reason."""
     kept = {item.name: item.reason for item in anatomy.unmeasured}
     layers = []
     for layer in anatomy.layers:
@@ -262,7 +262,7 @@ def _require_scale(layer: Layer) -> None:
 
 
 def _blocks(module: nn.Module, matrices: set[int]) -> Blocks:
-    """Every trained parameter in one block: those of a module without parts stay together, if it has one matrix."""
+    """Return every trained parameter in one block: those of a module without parts share one if it has one matrix."""
     found: Blocks = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -275,7 +275,7 @@ def _blocks(module: nn.Module, matrices: set[int]) -> Blocks:
 
 
 def _scaled(part: nn.Module, is_readout: bool) -> list[nn.Parameter]:
-    """What a layer's factor multiplies: of the readout the weight alone."""
+    """Return the tensors that a layer's factor multiplies: of the readout the weight alone."""
     return [p for key, p in part.named_parameters(recurse=False) if not is_readout or key == "weight"]
 
 
@@ -305,7 +305,7 @@ def _check_sizes(trial: Trial, layers: Sequence[Layer]) -> None:
 def _normalize_backward(
     trial: Trial, readout: Layer, blocks: Blocks, optimizer: Family
 ) -> tuple[float, EqualContributionStep]:
-    """The factor of the readout that brings the sensitivity of what it is given to 1.
+    """Return the factor of the readout that brings the sensitivity of its inputs to 1.
 
     From where outputs are small and the sensitivity is the inverse of the factor; once there is one on either side,
     between the two, by turns where the line through their logarithms meets 0 and in the middle.

@@ -76,7 +76,7 @@ class Trial:
         self.batch = 0
 
     def losses(self) -> Iterator[Tensor]:
-        """The loss of every batch.
+        """Return the loss of every batch.
 
         Raises:
             TypeError: it is not a scalar tensor.
@@ -210,7 +210,7 @@ class Trial:
     def velocity(
         self, readout: Layer, look: GradientPass, parameters: Sequence[nn.Parameter], direction: Sequence[Tensor]
     ) -> Tensor:
-        """How what the readout is given moves per unit of a small step along ``direction``, by central differences.
+        """Return how the readout's inputs move per unit of a small step along ``direction``, by central differences.
 
         Raises:
             ValueError: it does not move by more than rounding does.
@@ -265,7 +265,7 @@ class EqualContributionStep:
 
 
 def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer: Family) -> EqualContributionStep:
-    """The step whose ``L`` blocks contribute ``1 / L`` each (Eq. 8).
+    """Return the step whose ``L`` blocks contribute ``1 / L`` each (Eq. 8).
 
     Raises:
         ValueError: a block without gradient; signal that passes by what the readout is given; see :class:`Trial`.

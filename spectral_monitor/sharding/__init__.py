@@ -1,4 +1,4 @@
-"""Which process holds what of the weights, and which of them measures it."""
+"""Sharding: which process holds which weights, and which of them measures each."""
 
 from spectral_monitor.sharding.fsdp1 import call_through, reshard
 from spectral_monitor.sharding.plan import Holding, copies, flat_extents, placed, plan

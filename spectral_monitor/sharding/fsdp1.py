@@ -1,4 +1,4 @@
-"""What each process holds of parameters spread by FSDP, and forwards that leave them as spread as they were.
+"""Shards of FSDP1 parameters, and forwards that leave them sharded.
 
 FSDP1 (``FullyShardedDataParallel``) puts the parameters of a wrapped module end to end into one flat vector and gives
 each process a stretch of it; borders lie where they fall, in the middle of a row. With ``use_orig_params=True`` the
@@ -43,7 +43,7 @@ class FlatSlice:
 
     @property
     def row_major(self) -> bool:
-        """Whether flattened means row by row, that is, whether ``flat.reshape(shape)`` is the parameter."""
+        """True if flattened means row by row, that is, if ``flat.reshape(shape)`` is the parameter."""
         return torch.empty(self.shape, device="meta").as_strided(self.shape, self.stride).is_contiguous()
 
 
@@ -95,7 +95,7 @@ def reshard(root: nn.Module) -> None:
 
 
 def _reshard_flat(module: Any) -> None:
-    """What FSDP1 does after the backward pass, but for gradients: shards, and an empty record of the forward.
+    """Reshard as FSDP1 does after the backward pass, but for gradients: shards, and an empty record of the forward.
 
     The record says what to gather ahead in the backward pass and, with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, whether
     this step gathers in the order of the first.

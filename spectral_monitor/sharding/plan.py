@@ -1,4 +1,4 @@
-"""Who holds and who measures what: worked out once, the same in every process."""
+"""The plan of who holds and who measures what: made once, the same in every process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spectral_monitor.state.dtensor import is_distributed, local_part
 
 @dataclass(frozen=True)
 class Holding:
-    """What this process does for one layer.
+    """The work of this process for one layer.
 
     Attributes:
         extent: what it holds of the parameter.
@@ -35,7 +35,7 @@ class Holding:
     inputs: Range | None = None
 
     def contents(self, layer: Layer, tensor: Tensor) -> list[Tensor]:
-        """The entries (count, rows, cols) of each rectangle, of a tensor that is spread as the parameter is."""
+        """Return the entries (count, rows, cols) of each rectangle of a tensor that is sharded as the parameter is."""
         return contents(layer.layout, self.extent, local_part(tensor)) if self.rectangles else []
 
 
@@ -57,17 +57,17 @@ def flat_extents(model: nn.Module) -> dict[int, ShardRegion]:
 
 
 def copies(parameter: Tensor, flat: Mapping[int, ShardRegion], processes: ProcessGroup | None) -> int:
-    """How many processes hold the same of a parameter."""
+    """Return how many processes hold the same of a parameter."""
     return 1 if processes is None else processes.size // extents(parameter, flat).spread
 
 
 def extents(parameter: Tensor, flat: Mapping[int, ShardRegion]) -> ShardRegion:
-    """What is held of a parameter; ``flat`` says it for those FSDP1 manages."""
+    """Return the region held of a parameter; ``flat`` has those that FSDP1 manages."""
     return flat.get(id(parameter)) or extent_of(parameter)
 
 
 def plan(layers: Sequence[Layer], flat: Mapping[int, ShardRegion], processes: ProcessGroup | None) -> list[Holding]:
-    """A holding for every layer.
+    """Return a holding for every layer.
 
     Of entries that several processes hold, the one with the least to do so far measures them.
 
@@ -123,7 +123,7 @@ def _compare(table: Sequence[Sequence[tuple[object, ...]]]) -> None:
 
 
 def _holding(layer: Layer, held: Sequence[ShardRegion], loads: list[int], processes: ProcessGroup) -> Holding:
-    """The holding of one layer here, of what all processes hold of it."""
+    """Return the holding of one layer here, of what all processes hold of it."""
     holders: dict[object, list[int]] = {}
     for rank, extent in enumerate(held):
         if extent.count:
@@ -166,14 +166,14 @@ def _features(layer: Layer, processes: ProcessGroup) -> tuple[Range | None, Rang
 
 
 def _same_batch(mesh: object, dim: int, processes: ProcessGroup) -> bool:
-    """Whether the processes along a dimension of a mesh get the same batch."""
+    """Return whether the processes along a dimension of a mesh get the same batch."""
     ranks = mesh.mesh.movedim(dim, 0)  # type: ignore[attr-defined]
     batches = [[processes.batches[rank] for rank in line.flatten().tolist()] for line in ranks]
     return all(line == batches[0] for line in batches)
 
 
 def placed(layer: Layer, holding: Holding, processes: ProcessGroup | None) -> Layer:
-    """The layer, saying how it is laid out over the processes."""
+    """Return the layer with its layout over the processes."""
     if processes is None:
         return layer
     words = holding.extent.placement

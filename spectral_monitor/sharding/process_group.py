@@ -40,13 +40,13 @@ class ProcessGroup:
         self.bytes += flat.numel() * flat.element_size()
 
     def gather(self, value: Any) -> list[Any]:
-        """A picklable value of every process, by rank; for the start, not for measured steps."""
+        """Return a picklable value of every process, by rank; for the start, not for measured steps."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def all_or_none(self, build: Callable[[], T]) -> T:
-        """What ``build`` returns, if it returns in every process.
+        """Return what ``build`` returns, if it returns in every process.
 
         Raises:
             ValueError: in every process, what the first one raised that did.

@@ -1,4 +1,4 @@
-"""Which rectangles of a layer's matrices follow from what is held of its parameter."""
+"""Rectangles of a layer's matrices that a shard of its parameter holds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rectangle:
 
 
 def unfit(layout: Layout, extent: ShardRegion) -> str:
-    """Why what is held cannot be seen as rectangles; empty if it can."""
+    """Return why what is held cannot be seen as rectangles; empty if it can."""
     if extent.whole or not extent.count:
         return ""
     if layout.kind == "conv_transposed" and layout.groups > 1:
@@ -45,7 +45,7 @@ def unfit(layout: Layout, extent: ShardRegion) -> str:
 
 
 def rectangles(layout: Layout, extent: ShardRegion) -> list[Rectangle]:
-    """What is held of each matrix, in a fixed order; nothing of those it misses."""
+    """Return what is held of each matrix, in a fixed order; nothing for those it misses."""
     if extent.whole:
         return [Rectangle(0, (0, layout.fan_out), (0, layout.fan_in), layout.taps * layout.blocks)]
     if not extent.count:
@@ -54,7 +54,7 @@ def rectangles(layout: Layout, extent: ShardRegion) -> list[Rectangle]:
 
 
 def contents(layout: Layout, extent: ShardRegion, local: Tensor) -> list[Tensor]:
-    """The entries (count, rows, cols) of each of :func:`rectangles`, views where that can be.
+    """Return the entries (count, rows, cols) of each of :func:`rectangles`, as views where possible.
 
     Where blocks differ in size, the smaller ones of a whole parameter end in rows of zeros.
     """
@@ -80,7 +80,7 @@ def contents(layout: Layout, extent: ShardRegion, local: Tensor) -> list[Tensor]
 
 
 def _filled_box(extent: ShardRegion) -> tuple[Range, ...]:
-    """The box, or the slices along the first dimension that a stretch reaches into."""
+    """Return the box, or the slices along the first dimension that a stretch reaches into."""
     if extent.stretch is None:
         return extent.box
     slab = math.prod(extent.shape[1:])
@@ -110,7 +110,7 @@ def _canonical(layout: Layout, local: Tensor, box: tuple[Range, ...]) -> Tensor:
 
 
 def _cuts(layout: Layout, box: tuple[Range, ...]) -> Iterator[tuple[Rectangle, int, int, list[Range]]]:
-    """Every rectangle that is held, its tap and group in the canonical tensor, and which outputs there make it up."""
+    """Yield every rectangle that is held, its tap and group in the canonical tensor, and the outputs it belongs to."""
     kind, shape = layout.kind, layout.shape
     groups: Range = (0, 1)
     if kind == "vector":

@@ -1,4 +1,4 @@
-"""Which entries of a parameter one process holds."""
+"""The region of a parameter that one process holds."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class ShardRegion:
 
     @property
     def whole(self) -> bool:
-        """Whether every entry is held."""
+        """True if every entry is held."""
         return self.count == math.prod(self.shape)
 
 
 def whole_extent(shape: Sequence[int], placement: str = "local") -> ShardRegion:
-    """All of a parameter."""
+    """Return the region of a whole parameter."""
     return ShardRegion(tuple(shape), tuple((0, size) for size in shape), None, placement)
 
 
 def extent_of(tensor: Tensor, dims: Sequence[bool] | None = None) -> ShardRegion:
-    """Which entries of a tensor, or of a DTensor's global one, are here.
+    """Return the local region of a tensor, or of a DTensor's global one.
 
     Args:
         tensor: any.

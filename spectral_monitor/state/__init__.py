@@ -1,1 +1,1 @@
-"""What objects hold: remembered, put back, told in plain types. Knows nothing of layers."""
+"""State of objects: remembered, put back, serialized. It knows nothing of layers."""

@@ -16,7 +16,7 @@ def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: b
 
 
 def kept(tensor: Tensor, host: bool) -> Tensor:
-    """A copy of what a tensor is now.
+    """Return a copy of a tensor's present values.
 
     In the ``host``'s memory it may still be on its way: read it on the tensor's device alone.
     """

@@ -6,5 +6,5 @@ import torch
 
 
 def asynchronous(device: torch.device) -> bool:
-    """Whether work is queued there, so that whoever asks for a result waits for all that was queued before."""
+    """Return whether work is queued on a device, so that a result waits for all that was queued before."""
     return device.type != "cpu"

@@ -1,4 +1,4 @@
-"""What a forward runs under: the states of all random generators, and autocast."""
+"""The context of a forward: the states of all random generators, and autocast."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """The present state."""
+        """Return the present state."""
         numpy = sys.modules.get("numpy")
         cuda = (
             tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
@@ -35,7 +35,7 @@ class RandomState:
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda)
 
     def same(self, other: RandomState) -> bool:
-        """Whether nothing was drawn between the two."""
+        """Return whether nothing was drawn between the two."""
         numpy = sys.modules.get("numpy")
         arrays = [() if state is None else state for state in (self.numpy, other.numpy)]
         drawn = numpy is not None and not all(numpy.array_equal(a, b) for a, b in zip(*arrays, strict=False))
@@ -57,7 +57,7 @@ class RandomState:
 
     @classmethod
     def unpack(cls, packed: Packed) -> RandomState:
-        """What was packed.
+        """Return what was packed.
 
         Raises:
             ValueError: if it is of another number of GPUs.
@@ -101,7 +101,7 @@ class AutocastState:
 
     @classmethod
     def unpack(cls, packed: Packed) -> AutocastState:
-        """What was packed."""
+        """Return what was packed."""
         return cls(tuple((device, enabled, getattr(torch, dtype)) for device, enabled, dtype in packed))
 
     @contextmanager

@@ -35,11 +35,11 @@ _BUILTIN = {"list": list, "set": set, "tuple": tuple, "dict": dict}
 
 
 class NotPlainError(TypeError):
-    """A value that cannot be told in plain types, or not be put back into the model at hand."""
+    """A value that cannot be told in plain types, or not be put back into the model available."""
 
 
 def pack(value: Any, where: str) -> Packed:
-    """A value that is made of numbers, strings, tensors, lists, tuples, sets and dicts.
+    """Return a value made of numbers, strings, tensors, lists, tuples, sets and dicts.
 
     Raises:
         NotPlainError: naming what is something else, and where it is.
@@ -60,12 +60,12 @@ def pack(value: Any, where: str) -> Packed:
 
 
 def unpack(packed: Packed, device: torch.device) -> Any:
-    """What :func:`pack` was given; tensors that were not on the CPU go to ``device``."""
+    """Return what :func:`pack` was given; tensors that were not on the CPU go to ``device``."""
     return _put(None, packed, device, "")
 
 
 def host_copy(tensor: Tensor, where: str) -> Tensor:
-    """A plain copy in host memory.
+    """Return a plain copy in host memory.
 
     Raises:
         NotPlainError: if the tensor is sparse, quantized, without values or of a class of its own.
@@ -78,7 +78,7 @@ def host_copy(tensor: Tensor, where: str) -> Tensor:
 
 
 def pack_state(module: nn.Module) -> Packed:
-    """What a :class:`~spectral_monitor.state.snapshot.Snapshot` without weights remembers of a module.
+    """Return what a :class:`~spectral_monitor.state.snapshot.Snapshot` without weights remembers of a module.
 
     Raises:
         NotPlainError: naming what cannot be told in plain types.
@@ -153,7 +153,7 @@ class _StatePacker:
 
 
 def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
-    """The packed value: the live one, changed in place, where there is one of its kind, else a new one."""
+    """Return the packed value: the live one, changed in place, where there is one of its kind, else a new one."""
     kind, *content = packed
     if kind == "left":
         return live
@@ -233,7 +233,7 @@ def _put_module(live: Any, parts: list[Any], device: torch.device, where: str) -
 
 
 def _users(key: str) -> bool:
-    """Whether an attribute of a module is the user's: neither torch's own, nor what FSDP2 writes down there."""
+    """Return whether an attribute of a module is the user's: neither torch's, nor what FSDP2 stores there."""
     return key not in _TORCH_OWN and not key.startswith("__composable_api_state_key")
 
 
@@ -244,7 +244,7 @@ def _put_items(space: dict[str, Any], items: list[Any], device: torch.device, wh
 
 
 def fingerprint(tree: Any) -> str:
-    """A hash of nested lists, dicts, numbers, strings and tensors: of what they hold, not of where or how."""
+    """Return a hash of the contents of nested lists, dicts, numbers, strings and tensors."""
     digest = hashlib.sha256()
     _digest(tree, digest)
     return digest.hexdigest()

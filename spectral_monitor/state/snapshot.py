@@ -42,7 +42,7 @@ def preserved(*roots: object, host: bool = False) -> Iterator[None]:
 
 
 def _generator_state(generator: Any) -> Any:
-    """The state of a random generator of torch, Python or numpy."""
+    """Return the state of a random generator of torch, Python or numpy."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
@@ -69,8 +69,8 @@ def _is_array(value: Any) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether there is memory behind all of a tensor: FSDP frees that of the weights it gathered, and who kept views
-    of them, as recurrent layers do, must not read them.
+    """Return whether there is memory behind all of a tensor: FSDP frees gathered weights, and views of them, as
+    recurrent layers keep, must not be read.
     """
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return True
@@ -83,7 +83,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_state(tensor: Tensor, weights: bool) -> bool:
-    """Whether a forward may start from what a tensor holds, or change it; ``weights``: also of what is trained."""
+    """Return whether a forward may start from what a tensor holds, or change it; ``weights``: trained ones too."""
     owner = tensor._base if tensor._is_view() and tensor._base is not None else tensor
     trained = isinstance(owner, nn.Parameter) or (owner.is_leaf and owner.requires_grad)
     # An inference tensor (a metric's state after validation) cannot be changed by a training forward.
@@ -92,7 +92,7 @@ def is_state(tensor: Tensor, weights: bool) -> bool:
 
 
 class Snapshot:
-    """What some modules and other objects hold.
+    """The contents of some modules and other objects.
 
     Covered are parameters, buffers, flags and everything reached through attributes and containers: tensors, numbers,
     lists and dicts, modules that hide there, private random generators, objects that hold nothing but data, hooks.
@@ -241,7 +241,7 @@ class _WithoutNew:
 
 
 def _changed(states: list[_TensorState]) -> list[bool]:
-    """Which tensors may differ from their copies.
+    """Return the tensors that may differ from their copies.
 
     A version that moved says so for sure, but one that did not says nothing: batch normalization and whatever writes
     through ``.data`` leave no mark. So tensors are compared; where that would mean to wait for a device, all its
@@ -285,13 +285,13 @@ def _refill(box: Any, content: list[Any]) -> None:
 
 
 def _is_fsdp1(module: nn.Module) -> bool:
-    """Whether it is a wrapper that spreads its parameters over processes and keeps track of that in attributes."""
+    """Return whether it is a wrapper that shards its parameters and keeps track of that in attributes."""
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     return wrapper is not None and isinstance(module, wrapper)
 
 
 def _is_data(value: Any) -> bool:
-    """Whether an object of the user's holds nothing but data (a running average, a state); no threads, no files."""
+    """Return whether a user's object holds nothing but data (a running average, a state), no threads or files."""
     if isinstance(value, (type, types.ModuleType, types.FunctionType, types.MethodType, Optimizer)):
         return False
     space = getattr(value, "__dict__", None)

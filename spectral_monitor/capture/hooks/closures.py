@@ -10,7 +10,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Closure], Closure]) -> Arguments | None:
-    """The arguments of a step with another closure, made of the one there is; ``None`` if there is none.
+    """Return the arguments of a step with another closure, made of the one there is; ``None`` if there is none.
 
     Example:
         >>> args, kwargs = with_closure((), {"closure": lambda: 1}, lambda closure: lambda: closure() + 1)

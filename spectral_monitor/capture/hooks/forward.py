@@ -42,7 +42,7 @@ class Watcher(Protocol):
     """Is shown the calls of layers in a forward that is run again."""
 
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
-        """One more call of layer ``i``, which was given the one and returned the other."""
+        """Record one more call of layer ``i`` with what it was given and what it returned."""
 
 
 class FeatureCapture:
@@ -57,7 +57,7 @@ class FeatureCapture:
         settled: layers whose step is done; later calls are none of theirs.
         hidden: layers that were called inside a transform of ``torch.func``, where features cannot be seen.
         unfit: layers whose outputs are not their inputs times their weight, seen at a first call.
-        redirected: whether the first outermost call of the model is none of its own, but the way in which the training
+        redirected: whether the first outermost call of the model belongs to the strategy: it is how the training
             step is run inside a wrapper's forward.
         weights: marks of the watched parameters at the end of the last forward, see :func:`marks`.
         checks: what else looks at calls and gradients, if anything does.
@@ -129,7 +129,7 @@ class FeatureCapture:
         self._foresight, self._ranked, self._apart = foresight, ranked, apart
 
     def look_for(self, keys: Collection[str]) -> None:
-        """What some quantities of tier "full" need of calls and losses besides, from now on."""
+        """Observe from now on what some quantities of tier "full" need of calls and losses besides."""
         self.watch_losses = "backward_speed" in keys
         self.checks = Checks(keys) if {"activation_ratio", "sample_share"} & set(keys) else None
 
@@ -171,7 +171,8 @@ class FeatureCapture:
             self._portion = self._foresight(self._root)
 
     def _drop_finished(self) -> None:
-        """A forward after a backward begins another micro-batch; the last one is the one that steps.
+        """Drop the calls of finished micro-batches: a forward after a backward begins another one, and the last one is
+        the one that steps.
 
         But a forward none of whose gradients has come is still under way: that of a generator, say, whose output
         first served to train a discriminator.
@@ -188,7 +189,7 @@ class FeatureCapture:
         self.roots = [root for root in self.roots if self.settled or id(root) in waiting]
 
     def drop_unfinished(self) -> None:
-        """Where a forward that was waited for has had no gradient and a later one has, the later one is the step's."""
+        """Drop forwards that never got a gradient where a later one did: the later one belongs to the step."""
         if self.checks is not None:
             self.checks.forget()
         for i, calls in self.calls.items():
@@ -282,7 +283,7 @@ class FeatureCapture:
             self._watch(i, call, whole)
 
     def _chosen(self, i: int, count: int, device: torch.device) -> Tensor | None:
-        """Which rows of one more call are kept, ``None`` for all of them.
+        """Return which rows of one more call are kept; ``None`` for all of them.
 
         Where a layer is called so often that its rows become too many, each call keeps its share of half the room, so
         that calls are thinned out again only when there are twice as many rows.
@@ -347,7 +348,8 @@ class FeatureCapture:
         return rows if index is None else rows.index_select(0, index)
 
     def outputs(self) -> Outputs:
-        """Which rows of each call were kept, what they were, and their gradients; of layers that still have them all.
+        """Return, for layers that still have them all, which rows of each call were kept, what they were, and their
+        gradients.
 
         An activation may work in place on what a layer returns, so a layer's outputs are copied unless the first
         ones were seen to last. Where they no longer do, this step has none, and the next one copies again.
@@ -368,7 +370,7 @@ class FeatureCapture:
         return outputs
 
     def first(self, outputs: Outputs, portion: BatchSlice) -> Outputs:
-        """What of :meth:`outputs` is of the first samples, which alone are run again."""
+        """Return the part of :meth:`outputs` that belongs to the first samples, which alone are run again."""
         return first_outputs(outputs, portion, self._picker)
 
     @property
@@ -381,7 +383,7 @@ class FeatureCapture:
         self._lasting = {i for i, layer in self.layers.items() if layer.info.name in names}
 
     def inputs(self, i: int) -> Outputs:
-        """The same of the inputs of one layer; nothing if they are not at hand."""
+        """Return the same for the inputs of one layer; nothing if they are not available."""
         layer, found = self.layers.get(i), []
         for call in self.calls.get(i, ()):
             rows = None if call.h_in is None else call.h_in.get()
@@ -392,7 +394,7 @@ class FeatureCapture:
         return {i: found} if found else {}
 
     def _chosen_inputs(self, first: int, rows: int, features: int, device: torch.device) -> Tensor | None:
-        """Of each call the same share as of the first one, which had ``first`` rows."""
+        """Return the share of each call's inputs that equals the share of the first one, which had ``first`` rows."""
         room = min(self._max_rows or first, sample_size(features))
         return self._picker.choose(rows, rows if first <= room else -(-rows * room // first), device)
 

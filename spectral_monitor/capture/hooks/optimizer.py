@@ -1,4 +1,4 @@
-"""The very update: a call right before it and one right after, whatever loop runs the optimizer."""
+"""Hooks right before and right after an optimizer's update, whatever loop runs it."""
 
 from __future__ import annotations
 

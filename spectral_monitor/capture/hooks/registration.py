@@ -22,7 +22,7 @@ class Hook:
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
+        """Return what the function returns."""
         return self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -30,17 +30,17 @@ class Hook:
 
 
 def ancestors(model: nn.Module, targets: set[int]) -> list[nn.Module]:
-    """Every module of which a target is a part, the targets too."""
+    """Return every module that contains a target, and the targets."""
     return [module for module in model.modules() if any(id(part) in targets for part in module.modules())]
 
 
 def in_transform() -> bool:
-    """Whether this is called inside ``vmap``, ``grad`` or another transform of ``torch.func``: tensors are then none of
-    those that there are outside.
+    """Return whether this is called inside ``vmap``, ``grad`` or another transform of ``torch.func``, where tensors
+    differ from those outside.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def in_backward() -> bool:
-    """Whether this is called in the middle of a backward pass."""
+    """Return whether this is called in the middle of a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)

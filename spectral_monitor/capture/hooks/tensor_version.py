@@ -1,4 +1,4 @@
-"""Whether somebody has written to a parameter."""
+"""Tensor versions: they tell whether somebody has written to a parameter."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ Marks = dict[int, tuple[int, int]]
 
 
 def marks(parameters: Iterable[Tensor]) -> Marks:
-    """The present marks."""
+    """Return the present marks."""
     return {id(p): (p._version, local_part(p).data_ptr()) for p in parameters}

@@ -1,1 +1,1 @@
-"""What hooks record of a call."""
+"""Records of single calls, as hooks make them."""

@@ -1,4 +1,4 @@
-"""What is read off the step's own forward and backward pass to check what the papers assume of them."""
+"""Checks of the papers' assumptions, read off the step's own forward and backward pass."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Checks:
 
     @torch.no_grad()
     def forward(self, layer: Layer, given: Tensor | None, output: Tensor) -> Checked:
-        """A layer's call, with what it was given."""
+        """Record a layer's call with its inputs."""
         checked = Checked()
         if self._ratios:
             checked.output = length(local_part(output))
@@ -73,7 +73,7 @@ class Checks:
 
     @torch.no_grad()
     def backward(self, checked: Checked, gradient: Tensor) -> None:
-        """The gradient of the call's output."""
+        """Record the gradient of the call's output."""
         rows = None if checked.rows is None else checked.rows.get()
         checked.rows = None
         if rows is None:
@@ -84,7 +84,7 @@ class Checks:
                 checked.share = sample_share(rows, b, self._picker.choose(len(b), SHARE_ROWS, b.device))
 
     def _source(self, x: Tensor) -> Checked | None:
-        """The call whose output ``x`` was made of by elementwise operations, the only way that leads back from it."""
+        """Return the call whose output became ``x`` by elementwise operations, if no other way leads back from it."""
         node: Any = x.grad_fn
         while node is not None and node not in self._made:
             if node.name().rstrip("0123456789") not in ELEMENTWISE:

@@ -1,4 +1,4 @@
-"""What is recorded of one call of one layer."""
+"""The record of one call of one layer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Call:
     place: int = 0
 
     def gradient(self) -> Tensor | None:
-        """Of the output, if it arrived exactly once and nobody has overwritten it."""
+        """Return the gradient of the output, if it arrived exactly once and nobody has overwritten it."""
         return self.b.get() if self.b is not None and self.b_count == 1 else None
 
     def gradient_sample(self) -> Tensor | None:

@@ -15,7 +15,8 @@ from spectral_monitor.state.dtensor import is_distributed
 
 
 def tree_map(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of nested containers, of their own types, with ``of`` each tensor; anything else is shared.
+    """Return a copy of nested containers, of their own types, with ``of`` applied to each tensor; anything else is
+    shared.
 
     What cannot be changed is copied only if something inside is.
 
@@ -45,7 +46,7 @@ def tree_map(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _inside(value: Any) -> list[tuple[Any, Any]] | None:
-    """What a container holds, and by which index, key or name; ``None`` of anything else."""
+    """Return what a container holds, and under which index, key or name; ``None`` for anything else."""
     if isinstance(value, (tuple, list)):
         return list(enumerate(value))
     if isinstance(value, dict) or _wraps_dict(value):
@@ -58,7 +59,7 @@ def _inside(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _wraps_dict(value: Any) -> bool:
-    """Whether it is a UserDict, a BatchEncoding or the like."""
+    """Return whether it is a UserDict, a BatchEncoding or the like."""
     return not isinstance(value, dict) and isinstance(value, Mapping) and isinstance(getattr(value, "data", None), dict)
 
 
@@ -70,7 +71,7 @@ def _copied(value: Any) -> Any:
 
 
 def _tuple_like(value: Any, items: list[Any]) -> Any:
-    """A tuple of the same class, whose constructor may take anything."""
+    """Return a tuple of the same class, whose constructor may take anything."""
     kind = type(value)
     if hasattr(kind, "n_fields"):  # what torch.max returns, for one, can only be made by its class
         return kind(items)
@@ -81,7 +82,7 @@ def _tuple_like(value: Any, items: list[Any]) -> Any:
 
 
 def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """What :func:`tree_map` maps or shares, and where it is."""
+    """Yield each leaf that :func:`tree_map` maps or shares, and its place."""
     inside = None if isinstance(value, Tensor) else _inside(value)
     if inside is None:
         yield where, value
@@ -103,7 +104,7 @@ def batch_size(tree: Any) -> int | None:
 
 
 def signature(tree: Any) -> tuple[tuple[str, Hashable, str], ...]:
-    """Where leaves are, of what kind, and the values of numbers, words and the like.
+    """Return the places of the leaves, their kinds, and the values of numbers, words and the like.
 
     :func:`slice_batch` cuts the same tensors of batches of one signature, and no word or number among the arguments
     tells a forward to treat them differently.
@@ -119,7 +120,9 @@ def signature(tree: Any) -> tuple[tuple[str, Hashable, str], ...]:
 
 
 def _value(leaf: Any) -> str:
-    """A number, a word or a member of an Enum as text, which is the same in every process; else nothing."""
+    """Return a number, a word or a member of an Enum as text that is the same in every process; otherwise an empty
+    string.
+    """
     if isinstance(leaf, Enum):
         return str(leaf.name or leaf.value)
     plain = next((known for known in (int, float, complex, str, bytes) if isinstance(leaf, known)), None)
@@ -127,7 +130,9 @@ def _value(leaf: Any) -> str:
 
 
 def slice_batch(tree: Any, which: slice) -> Any:
-    """A copy of the tree with some samples only: of tensors with as many entries as the batch has samples."""
+    """Return a copy of the tree with some samples only: tensors are cut that have as many entries as the batch has
+    samples.
+    """
     size = batch_size(tree)
 
     def some(x: Tensor) -> Tensor:
@@ -158,7 +163,7 @@ class BatchSlice:
     common: frozenset[tuple[int, int]] = frozenset()
 
     def rows(self, call: tuple[int, int], count: int) -> int | None:
-        """How many of a call's rows, the first ones, are of these samples; ``None`` if that is no whole number."""
+        """Return how many of a call's first rows belong to these samples; ``None`` if that is no whole number."""
         if call in self.common:
             return count
         rows, rest = divmod(count * self.samples, self.batch)

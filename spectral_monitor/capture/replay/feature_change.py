@@ -1,4 +1,4 @@
-"""What a replayed forward changes in the outputs of layers."""
+"""Changes of layer outputs between a forward and its replay."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def first_outputs(outputs: Outputs, portion: BatchSlice, picker: RowSampler) -> 
 
 @dataclass
 class Change:
-    """What changed in some rows, each tensor (rows,).
+    """The change of some rows, each tensor (rows,).
 
     Attributes:
         lengths: the norm of dh.
         before: the norm of h.
-        inner: the inner product of dh with b; ``None`` where gradients are not at hand.
+        inner: the inner product of dh with b; ``None`` where gradients are not available.
         gradient: the norm of b.
         size: entries of all these rows.
         calls: rows of each call.
@@ -99,7 +99,7 @@ class Change:
 
 
 class Replay:
-    """What a replayed forward changes in the outputs of layers; only norms and inner products are kept.
+    """Changes of layer outputs in a replayed forward; only norms and inner products are kept.
 
     Attributes:
         outputs: those compared with.
@@ -136,7 +136,9 @@ class Replay:
         done.append(change)
 
     def change(self, i: int) -> Change | None:
-        """Of all rows of layer ``i``; ``None`` if it was not called as often, or not with as much, as before."""
+        """Return the change of all rows of layer ``i``; ``None`` if it was not called as often, or not with as much, as
+        before.
+        """
         there = [change for change in self._changes.get(i, []) if change is not None]
         if not there or not len(there) == len(self._changes[i]) == len(self.outputs.get(i, ())):
             return None
@@ -163,7 +165,7 @@ class Replay:
         return list(self.outputs)
 
     def same_calls(self) -> bool:
-        """Whether the forward called what is compared as often, and with as much, as it had to."""
+        """Return whether the forward called what is compared as often, and with as much, as before."""
         return all(
             len(self._changes.get(i, ())) == len(calls) and all(change is not None for change in self._changes[i])
             for i, calls in self.outputs.items()

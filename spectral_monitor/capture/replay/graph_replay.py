@@ -30,14 +30,14 @@ class Graph:
         self.edges: dict[int, list[GradientEdge | None]] = {}
 
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
-        """One more call of layer ``i``."""
+        """Record one more call of layer ``i``."""
         self.edges.setdefault(i, []).append(get_gradient_edge(out) if out.requires_grad else None)
         if self._copies:
             self.outputs.setdefault(i, []).append(out.clone())
 
 
 def sees_all_modules() -> str:
-    """Why passes through a graph would not go unseen; empty if they would."""
+    """Return why passes through a graph would be noticed by somebody; empty if they would not."""
     everywhere = hooked._global_backward_hooks or hooked._global_backward_pre_hooks
     return "a backward hook on all modules would see the backward passes that it takes" if everywhere else ""
 

@@ -18,12 +18,12 @@ from spectral_monitor.state.snapshot import Snapshot, preserved
 
 
 def clone_tree(value: Any) -> Any:
-    """A copy of nested containers and their tensors; anything else is shared."""
+    """Return a copy of nested containers and their tensors; anything else is shared."""
     return tree_map(value, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
 
 
 def copied(value: Any, otherwise: Any) -> tuple[Any, Exception | None]:
-    """A copy of what a forward is given; or ``otherwise``, and why it cannot be copied."""
+    """Return a copy of what a forward is given; or ``otherwise``, and why it cannot be copied."""
     try:
         return clone_tree(value), None
     except Exception as error:
@@ -88,7 +88,7 @@ class RootCall:
         return loss
 
     def part(self, which: slice) -> RootCall:
-        """The same call with some samples of its batch."""
+        """Return the same call with some samples of its batch."""
         part = copy.copy(self)
         part.given = slice_batch(self.given, which)
         return part
@@ -111,7 +111,7 @@ class RootCall:
 
     @classmethod
     def unpack(cls, packed: dict[str, Any], model: nn.Module) -> RootCall:
-        """The call that was packed, to be made of a part of ``model``.
+        """Return the call that was packed, to be made with a part of ``model``.
 
         Raises:
             Exception: if the model is not built like the one it was made of.
@@ -128,7 +128,7 @@ class RootCall:
 
 
 def modes(module: nn.Module) -> tuple[bool, ...]:
-    """Whether each module in it is training."""
+    """Return whether each module in it is training."""
     return tuple(inside.training for inside in module.modules())
 
 
@@ -141,7 +141,7 @@ def iterators_in(value: Any) -> list[str]:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """The loss in what a forward or a training step returns: a scalar, or what is called ``loss``."""
+    """Return the loss in what a forward or a training step returns: a scalar, or the entry called ``loss``."""
     if isinstance(output, Tensor):
         known = output.ndim == 0 and output.is_floating_point() and not is_distributed(output)
         return output if known else None

@@ -1,4 +1,4 @@
-"""Whether samples that are run alone give what they give among the others."""
+"""Sample independence: do samples that are run by themselves give what they give among the others?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SeparateRun:
         self.calls: dict[int, list[tuple[Tensor | None, Tensor | None]]] = {}
 
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
-        """One more call of layer ``i``."""
+        """Record one more call of layer ``i``."""
         found = (_rows(x, layer) for x in (given, out))
         x, h = (None if rows is None else rows.clone() for rows in found)
         self.calls.setdefault(i, []).append((x, h))
@@ -61,7 +61,7 @@ class IndependenceCheck:
 
     @torch.no_grad()
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
-        """One more call of layer ``i`` in the whole forward."""
+        """Record one more call of layer ``i`` in the whole forward."""
         n, self._names[i] = self._count.get(i, 0), layer.info.name
         self._count[i] = n + 1
         alone = [part.calls.get(i, []) for part in self._alone]
@@ -96,7 +96,7 @@ class IndependenceCheck:
         return True
 
     def verdict(self) -> str | None:
-        """Why samples must not be run alone, empty if they may; ``None`` if that cannot be told from this batch."""
+        """Return why samples must not be run by themselves; empty if they may, ``None`` if this batch cannot tell."""
         if self._wrong:
             return self._wrong
         for part in self._alone:

@@ -1,4 +1,4 @@
-"""What a finding likely is, and what to do: a code, a sentence and a remedy in numbers."""
+"""Causes of findings, and remedies: a code, a sentence, and numbers."""
 
 from __future__ import annotations
 

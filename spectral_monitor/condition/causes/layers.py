@@ -1,4 +1,4 @@
-"""What a finding on one layer likely is: explanations, the most certain first."""
+"""Causes of findings on single layers, the most certain first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a finding on the network as a whole is."""
+"""Causes of findings on the network as a whole."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What optimizers' settings say of layers: families, learning rates that stand out, the recipe as a whole."""
+"""Optimizer settings of layers: families, learning rates that stand out, the recipe as a whole."""

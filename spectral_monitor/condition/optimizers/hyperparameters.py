@@ -1,4 +1,4 @@
-"""What the optimizer's settings say of each layer: its family, its group, its learning rates, what limits its steps."""
+"""Optimizer settings of each layer: its family, its group, its learning rates, and what limits its steps."""
 
 from __future__ import annotations
 

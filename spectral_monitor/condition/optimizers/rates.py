@@ -1,4 +1,4 @@
-"""Which learning rates stand out from the others of their optimizer, and which of them do so on purpose."""
+"""Learning rates that stand out from the others of their optimizer, on purpose or not."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _layerwise(given: Sequence[Rated]) -> dict[str, float]:
             ladder[odd] = (math.sqrt(levels[odd - 1][0] * levels[odd + 1][0]), levels[odd][1])
         steps = [after[0] / before[0] for before, after in pairwise(ladder)]
         own = [step for k, step in enumerate(steps[:-1]) if odd is None or k not in (odd - 1, odd)]
-        if not own or not (min(steps) > SAME or max(steps) < 1 / SAME):  # two steps are alike where one was put right
+        if not own or not (min(steps) > SAME or max(steps) < 1 / SAME):  # two steps are alike where one was corrected
             continue
         if max(steps[:-1]) <= SAME * min(steps[:-1]):  # the last one, to the head, may be larger
             return {name: lr for lr, names in ladder for name in names}

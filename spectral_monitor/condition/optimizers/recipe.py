@@ -1,4 +1,4 @@
-"""What kind of recipe a run follows, as far as its optimizers' settings say; told once, as information."""
+"""The kind of recipe that a run follows, as far as its optimizers' settings tell; printed once, as information."""
 
 from __future__ import annotations
 

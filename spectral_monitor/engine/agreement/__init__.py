@@ -1,1 +1,1 @@
-"""What every process saw of a step, and what all of them then know."""
+"""Agreement of processes: each reports what it saw of a step, and all of them know the same afterwards."""

@@ -42,7 +42,7 @@ class Readouts:
 
     @property
     def complete(self) -> bool:
-        """Whether every operator has been seen, so that no step has to be traced for them."""
+        """True if every operator has been seen, so that no step has to be traced for them."""
         return self._seen >= self._free
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What every process saw of one step, put together: the one thing all are told before they measure together."""
+"""Reports of all ranks about one step: the one message before they measure together."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from spectral_monitor.sharding import ProcessGroup
 
 @dataclass
 class LayerObservation:
-    """What one process saw of one layer, as numbers.
+    """One process's report about one layer, as numbers.
 
     Attributes:
         stepped: its optimizer made its step.
         unused: it had no gradient.
         called: it was called.
         hidden: it was called where its features cannot be seen; 2 if they are not what its weight says.
-        fed: its inputs are at hand.
+        fed: its inputs are available.
         lasted: its outputs are.
         graded: every output received its gradient once.
         eps: rounding of its outputs.
@@ -51,7 +51,7 @@ class LayerObservation:
 
 @dataclass
 class StepObservation:
-    """What one process saw of the whole step, as numbers.
+    """One process's report about the whole step, as numbers.
 
     Attributes:
         failed: something went wrong; nothing is to be measured.
@@ -84,7 +84,7 @@ class StepObservation:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Where this process's rows lie among those of all.
+    """The position of this process's rows among those of all.
 
     Attributes:
         offset: of its first.
@@ -123,11 +123,11 @@ class RankReports:
         self.common = {i for i in range(len(prints[0])) if self._is_common(i, prints)} if prints else set()
 
     def _is_common(self, i: int, prints: list[list[tuple[float, ...]]]) -> bool:
-        """Whether processes with different batches, but the same part of a layer, all have the same outputs, and had
-        the same inputs: those of different samples may all be zero, or a bias, while weights are.
+        """Return whether processes with different batches, but the same part of a layer, all have the same outputs and
+        had the same inputs: outputs alone may agree where they are all zero, or a bias.
 
         Rows that repeat themselves are taken for those of samples that are alike: the zeros behind a dead ReLU. Where
-        inputs are not at hand (those of an embedding are no features), outputs have to do.
+        inputs are not available (those of an embedding are no features), outputs have to do.
         """
         seen: dict[int, set[tuple[float, ...]]] = {}
         called = set()
@@ -140,7 +140,7 @@ class RankReports:
         return len(called) > 1 and all(len(found) == 1 and all(x == x for x in min(found)) for found in seen.values())
 
     def _place(self, rank: int) -> int:
-        """Which a process is of those that get its batch."""
+        """Return the position of a process among those that get its batch."""
         return self.batches[:rank].count(self.batches[rank])
 
     @property
@@ -150,7 +150,7 @@ class RankReports:
 
     @property
     def first_of_batch(self) -> bool:
-        """Whether this process is the one that speaks for its batch."""
+        """True if this process is the one that reports for its batch."""
         return self.batches.index(self.batches[self.rank]) == self.rank
 
     def layers(self, attribute: str) -> list[list[float]]:
@@ -175,7 +175,7 @@ class RankReports:
         return {i for i, values in enumerate(self.layers(attribute)) if all(values)}
 
     def rows(self, i: int, which: str) -> RowRange:
-        """Where this process's ``which`` ("inputs" or "outputs") of a layer lie."""
+        """Return the position of this process's ``which`` ("inputs" or "outputs") of a layer."""
         if (i, which) not in self._places:
             self._places[(i, which)] = self._rows(i, which)
         return self._places[(i, which)]
@@ -208,7 +208,7 @@ _STEP, _SIGHT = len(fields(StepObservation)), len(fields(LayerObservation))
 def census(
     step: StepObservation, sights: Sequence[LayerObservation], prints: torch.Tensor, processes: ProcessGroup | None
 ) -> Coroutine[RankReports]:
-    """What all processes saw, known to each after one sum.
+    """Return the reports of all processes, after one sum.
 
     ``prints`` (layers, k): numbers that are equal where outputs are; those after the first are NaN where rows repeat
     themselves.

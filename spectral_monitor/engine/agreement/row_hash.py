@@ -17,8 +17,8 @@ CHUNK = 1 << 22
 
 @torch.no_grad()
 def row_hashes(rows: Outputs) -> dict[int, tuple[float, float]]:
-    """Of each layer's rows a number that is equal where they are, in the same order; and the same again, but NaN where
-    they repeat themselves, as they do that each sample of a batch has alike.
+    """Return two hashes of each layer's rows: equal where the rows are, in the same order; the second is NaN where rows
+    repeat, as those do that all samples share.
     """
     codes = [_codes(call.h) for calls in rows.values() for call in calls]
     if not codes:
@@ -42,7 +42,7 @@ def as_table(found: Mapping[int, tuple[float, float]], layers: int, device: torc
 
 
 def repeats(codes: Tensor, call: CallRows) -> bool:
-    """Whether all rows of a call are those of a part of it over and over, as far as can be seen from those chosen."""
+    """Return whether all rows of a call repeat a part of it, as far as the chosen rows show."""
     if len(codes.unique()) == len(codes):
         return False
     own = torch.arange(len(codes), device="cpu")

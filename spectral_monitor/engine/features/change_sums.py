@@ -17,14 +17,14 @@ ROWS, RATIOS, COUNTED, INNER, DH, H, B = range(7)
 
 
 class Found(NamedTuple):
-    """What the rows of a layer came to.
+    """Sums over the rows of a layer.
 
     Attributes:
         sums: (G, 7) of each group of rows.
         size: entries of all of them.
         rows: how many were compared.
         of: how many there are.
-        graded: whether their gradients are at hand.
+        graded: whether their gradients are available.
     """
 
     sums: Tensor
@@ -40,7 +40,7 @@ def spread(rows: int, groups: int, device: torch.device) -> Tensor:
 
 
 def group_sums(changes: Mapping[int, Change], groups: int) -> dict[int, Tensor]:
-    """Return sums (groups, 7) over the rows of each layer, in float64; NaN where gradients are not at hand.
+    """Return sums (groups, 7) over the rows of each layer, in float64; NaN where gradients are not available.
 
     Layers with the same numbers of rows are summed at once.
     """

@@ -1,4 +1,4 @@
-"""What a step did to the features: forwards after it, compared with those before."""
+"""Changes of features by a step: forwards after it, compared with those before."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class ChangeStage:
 
     @torch.no_grad()
     def _change(self, replay: Replay | None, name: str, *, size: bool) -> Coroutine[set[int]]:
-        """What happened to the features since ``replay``'s outputs were kept; the layers for which it could be seen.
+        """Measure the change of the features since ``replay``'s outputs were kept; return the layers for which it could
+        be seen.
 
         Args:
             replay: of this process; ``None`` if it failed.

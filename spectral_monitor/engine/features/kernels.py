@@ -46,7 +46,7 @@ Work = Callable[[Graph, Tensor | None], None]
 
 
 class FullStage:
-    """What one measured step adds for tier "full"; the facts are told why where it cannot."""
+    """The stage of a measured step for tier "full"; it notes why a quantity is missing."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class FullStage:
         return Replay(outputs, self._keys, inputs, None if portion is None else portion.samples)
 
     def checks(self) -> None:
-        """What the step's own passes showed, if they were looked at."""
+        """Put what the step's own passes showed, if they were observed."""
         if self._features.checks is None:
             return
         for i, recorded in self._features.calls.items():
@@ -100,7 +100,7 @@ class FullStage:
                 self._facts.why_not["sample_share", i] = NO_SHARE
 
     def compared(self, replay: Replay) -> None:
-        """What the forward after the step showed."""
+        """Put what the forward after the step showed."""
         for i in replay.layers():
             change = replay.change(i)
             if change is not None and change.after is not None:
@@ -118,7 +118,7 @@ class FullStage:
     def graphs(
         self, again: Replayable | None, given: StepInputs, outputs: Outputs, rates: Sequence[tuple[nn.Parameter, float]]
     ) -> None:
-        """What takes forwards with a graph, and passes through it.
+        """Measure what takes forwards with a graph, and passes through it.
 
         Args:
             again: the step's forward, if it can be run again.
@@ -160,7 +160,7 @@ class FullStage:
     def _backwards(
         self, again: Replayable | None, given: StepInputs, outputs: Outputs, parameters: Sequence[nn.Parameter]
     ) -> None:
-        """How far the gradients of the layers' outputs have moved."""
+        """Measure how far the gradients of the layers' outputs have moved."""
         run, start = _with_loss(again, given)
 
         def work(graph: Graph, loss: Tensor | None) -> None:
@@ -228,7 +228,7 @@ class FullStage:
 
 
 def _with_loss(again: Replayable | None, given: StepInputs) -> tuple[Replayable | None, Tensor | float]:
-    """The forward up to the loss, and the gradient that the backward pass began with there."""
+    """Return the forward up to the loss, and the gradient with which the backward pass began there."""
     if isinstance(again, RootCall) and len(again.loss_gradients) == 1:
         loss = trained_on(again, given)
         if loss is not None and not bool(loss.isnan()):

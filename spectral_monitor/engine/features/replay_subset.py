@@ -1,4 +1,4 @@
-"""Whether the forward after the step may be run on the first samples of the batch alone."""
+"""The replay subset: may the forward after the step be run on the first samples of the batch only?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUES = 4
 """Values of an argument that are told apart. One that has had more, with which the first samples did, is taken for one
 that counts or names things, such as the number of the step, and is not looked at any more."""
 KEPT = 64
-"""Ways of calling the model that are known; of more the oldest ones are forgotten, and looked at anew."""
+"""Ways of calling the model that are known; of more the oldest ones are forgotten, and looked at again."""
 
 DRAWS = "the forward draws random numbers (dropout?), which are others where there are fewer samples"
 STATISTICS = "batch normalization in training mode takes its statistics from the whole batch"
@@ -39,7 +39,7 @@ ELSEWHERE = "in another process samples depend on each other, or the forward of 
 
 
 class Sliceable(Protocol):
-    """What is told of a forward that is to be run again: see :class:`.replays.Again`."""
+    """A forward that may be run again, see :class:`.replays.Replayable`."""
 
     module: nn.Module
     given: Any
@@ -47,7 +47,8 @@ class Sliceable(Protocol):
 
 
 class ReplaySubset:
-    """What is known of the samples of forwards: whether the first give alone what they give among the others.
+    """Knowledge about the samples of forwards: whether the first ones give by themselves what they give among the
+    others.
 
     That is seen once, and again for what is called with other arguments, in another mode, or reaches other layers.
     Where they do not, all samples are run from then on.
@@ -73,7 +74,7 @@ class ReplaySubset:
         self.noise: dict[int, float] = {}
 
     def foresee(self, again: Sliceable) -> BatchSlice | None:
-        """The samples that will be run, if layers are called as they were before; ``None`` if nothing is known."""
+        """Return the samples that will be run, if layers are called as before; ``None`` if nothing is known."""
         portion = self._cut(again)
         if portion is None:
             return None
@@ -82,7 +83,9 @@ class ReplaySubset:
         return None if common is None else replace(portion, common=common)
 
     def look(self, again: Sliceable | None, calls: Mapping[int, Sequence[Call]]) -> tuple[int, str]:
-        """Whether the first samples will do for a forward and its calls, and why they never will if that is new."""
+        """Return whether the first samples are enough for a forward and its calls, and why they never will be, if that
+        is new.
+        """
         if self.automatic and self._samples is None and again is not None:
             self._samples = _enough(again, calls)
         self.portion = None if again is None else self._cut(again)
@@ -118,7 +121,7 @@ class ReplaySubset:
 
     @property
     def automatic(self) -> bool:
-        """Whether nobody asked for so many samples, so that nobody is told where all have to be run."""
+        """True if no number of samples was asked for, so that nobody is told where all have to be run."""
         return self._asked == "auto"
 
     @property
@@ -149,7 +152,7 @@ class ReplaySubset:
         )
 
     def _built(self, again: Sliceable) -> tuple[str, list[str]]:
-        """How a call is built, its values left out, and these."""
+        """Return the form of a call without its values, and the values."""
         name = next((name for name, module in named_modules(self._model) if module is again.module), "")
         where = sorted({f"{p.dtype} {p.device.type}" for p in again.module.parameters()})  # roundings are others there
         leaves = signature(again.given)
@@ -157,12 +160,12 @@ class ReplaySubset:
         return _short([type(again).__name__, name, where, again.modes, kinds]), [_short(value) for *_, value in leaves]
 
     def _key(self, form: str, now: Sequence[str]) -> str:
-        """The call with those values that are looked at."""
+        """Return the key of a call with the values that matter."""
         had = self._values.get(form) or [[]] * len(now)
         return _short([form, [None if seen is None else value for seen, value in zip(had, now, strict=True)]])
 
     def _remember(self, common: frozenset[tuple[int, int]]) -> None:
-        """The first samples did for the call that was looked at last."""
+        """Remember that the first samples were enough for the latest call."""
         had = self._values.pop(self._form, [[] for _ in self._now])
         for place, (seen, value) in enumerate(zip(had, self._now, strict=True)):
             if seen is not None and value not in seen:
@@ -174,7 +177,7 @@ class ReplaySubset:
                 del known[next(iter(known))]  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What is known, in plain types; layers by index."""
+        """Return what is known, in plain types; layers by index."""
         if self._asked is None:
             return None
         return {

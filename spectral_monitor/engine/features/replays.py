@@ -51,10 +51,10 @@ class Replayable(Protocol):
         """Run it; the loss, if it has one."""
 
     def part(self, which: slice) -> Replayable:
-        """The same forward with some samples of its batch."""
+        """Return the same forward with some samples of its batch."""
 
     def pack(self, model: nn.Module) -> dict[str, Any]:
-        """All of it in plain types, when the model was just rewound; an error if that cannot be."""
+        """Return all of it in plain types, when the model was just rewound; raise an error if that is impossible."""
 
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -77,7 +77,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What whoever runs the loop knows of a step; see :meth:`~spectral_monitor.engine.Engine.finish`."""
+    """Facts about a step that the training loop knows; see :meth:`~spectral_monitor.engine.Engine.finish`."""
 
     training_step: Replayable | None
     loss: Tensor | None
@@ -135,7 +135,7 @@ class Replays:
         self.done = ReplayOutcome()
 
     def choose(self, given: StepInputs, moved: bool, warn: WarnOnce) -> tuple[Replayable | None, Tensor | None, str]:
-        """How the forward can be run again, the loss it had, and why it cannot."""
+        """Return how the forward can be run again, the loss it had, and why it cannot."""
         roots = self._features.roots
         again: Replayable
         if moved or self._compiled:
@@ -162,7 +162,7 @@ class Replays:
         return again, before, ""
 
     def look(self, again: Replayable | None, warn: WarnOnce) -> int:
-        """Whether the first samples of a forward will do when it is run again; see :mod:`.slices`."""
+        """Return whether the first samples of a forward are enough when it is run again; see :mod:`.replay_subset`."""
         if not self.needs & {"dh", "probe"}:
             return NO
         stand, never = self.slices.look(again, self._features.calls)
@@ -238,7 +238,8 @@ class Replays:
         return ReplayResult(replay, None if part == YES else loss)
 
     def _rehearsal(self, again: Replayable, context: Context) -> IndependenceCheck:
-        """What the first and the last samples give alone, to be compared with what they give among the others.
+        """Return what the first and the last samples give by themselves, for comparison with what they give among the
+        others.
 
         As many forwards are run as there are in every other process, whatever goes wrong.
         """
@@ -269,7 +270,7 @@ class Replays:
         return ReplayResult(replay, loss)
 
     def _name(self, again: Replayable) -> str:
-        """The module as the user knows it."""
+        """Return the module's name as the user knows it."""
         if not isinstance(again, RootCall):
             return "training_step"
         name = next((name for name, module in named_modules(self._model) if module is again.module), "")
@@ -296,7 +297,7 @@ class Replays:
 
 
 def _check_part(part: Replayable, replay: Replay) -> None:
-    """Whether what was seen of forwards of the first samples still holds.
+    """Check that what was seen of forwards of the first samples still holds.
 
     Raises:
         RuntimeError: it does not.
@@ -308,7 +309,7 @@ def _check_part(part: Replayable, replay: Replay) -> None:
 
 
 def trained_on(root: RootCall, given: StepInputs) -> Tensor | None:
-    """The loss the call returned; NaN if training is known to use another one."""
+    """Return the loss the call returned; NaN if training is known to use another one."""
     if root.loss is None or given.loss is None:
         return root.loss
     same = (root.loss / given.accumulated).to(given.loss) == given.loss

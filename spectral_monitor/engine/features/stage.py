@@ -39,7 +39,7 @@ ROW_TOLERANCE = 0.05
 
 
 def inputs(calls: Sequence[Call]) -> list[Tensor | None]:
-    """A layer's inputs, call by call; ``None`` where they are not at hand."""
+    """Return a layer's inputs, call by call; ``None`` where they are not available."""
     return [call.h_in.get() if call.h_in is not None else None for call in calls]
 
 
@@ -49,17 +49,19 @@ def gradients(calls: Sequence[Call]) -> list[Tensor | None]:
 
 
 def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
-    """The same over all its calls, in the dtype they are measured in, or the sample of them that is."""
+    """Return the gradients of a layer's outputs over all calls, in the dtype they are measured in, or the sample of
+    them.
+    """
     return joined([call.gradient_sample() for call in calls])
 
 
 def input_rows(calls: Sequence[Call]) -> Tensor | None:
-    """A layer's inputs over all its calls, in the dtype they are measured in."""
+    """Return a layer's inputs over all its calls, in the dtype they are measured in."""
     return joined(inputs(calls))
 
 
 class _Kind(NamedTuple):
-    """What matrices of rows that are measured together have in common."""
+    """Common properties of matrices of rows that are measured together."""
 
     rows: int
     features: int
@@ -75,7 +77,7 @@ class _Size(NamedTuple):
 
 
 def _size(calls: Sequence[tuple[Tensor, int]]) -> _Size | None:
-    """Of several calls; ``None`` if there is nothing in them."""
+    """Return the size of several calls; ``None`` if there is nothing in them."""
     entries = sum(some for _, some in calls)
     return _Size(torch.linalg.vector_norm(torch.stack([norm for norm, _ in calls])), entries) if entries else None
 
@@ -85,7 +87,7 @@ def _rows_size(rows: Tensor | None) -> _Size | None:
 
 
 class _Chosen(NamedTuple):
-    """Which of a layer's rows are measured.
+    """The rows of a layer that are measured.
 
     Attributes:
         first: how many of other processes come before those of this one.
@@ -102,11 +104,11 @@ class _Chosen(NamedTuple):
     holders: int
 
     def get(self) -> Tensor | None:
-        """The rows chosen of this process."""
+        """Return the chosen rows of this process."""
         return self.rows if self.rows is None or self.kept is None else self.rows[self.kept]
 
     def put(self, out: Tensor) -> None:
-        """The same, all being here, into a tensor of their shape."""
+        """Write the same rows, all being local, into a tensor of their shape."""
         assert self.rows is not None
         if self.kept is None:
             out.copy_(self.rows)
@@ -115,7 +117,7 @@ class _Chosen(NamedTuple):
 
 
 class RowStage:
-    """What one measured step reads off rows of features; created anew for each, when the forward is over.
+    """The stage of a measured step that measures rows of features; made for each step, when the forward is over.
 
     Rows are those of all processes. Where some share out a batch by features (tensor parallelism), each has columns.
     """
@@ -162,7 +164,7 @@ class RowStage:
         return self._spectra({key: found for key, found in rows.items() if wanted[key[1]] in self._settings.keys})
 
     def _of_sums(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
-        """Of the sums over batches of gradients of outputs that are the same for all."""
+        """Return the rows of the sums over batches of output gradients, where outputs are the same for all batches."""
         if not rows:
             return
         assert self.exchange is not None
@@ -185,7 +187,7 @@ class RowStage:
         return "inputs" if name == "h_in" else "outputs"
 
     def _chosen(self, i: int, name: str, found: Tensor | None, room: int) -> _Chosen:
-        """Of a layer's rows those to measure, at most ``room`` of all processes."""
+        """Return the rows of a layer to measure, at most ``room`` over all processes."""
         place = self.census.rows(i, self._which(name))
         total = place.total if self._settings.max_rows is None else min(place.total, room)
         if found is None or (self.cols(i, name) is None and not place.speaks):
@@ -207,7 +209,7 @@ class RowStage:
         return None if self._seen(i, name) - {0.0} == {float(self._width(i, name))} else part
 
     def _seen(self, i: int, name: str) -> set[float]:
-        """How many features the processes have seen; 0 where there was none."""
+        """Return how many features the processes have seen; 0 where there was none."""
         return {getattr(some[i], f"{self._which(name)[:-1]}_features") for some in self.census.sights}
 
     def _features(self, i: int, name: str) -> int:
@@ -215,7 +217,7 @@ class RowStage:
         return int(max(self._seen(i, name))) if self.cols(i, name) is None else self._width(i, name)
 
     def _width(self, i: int, name: str) -> int:
-        """The same by the layer's shape."""
+        """Return the number of features by the layer's shape."""
         layer = self._members[i].layer
         shape = layer.layout.shape[::-1] if layer.layout.kind == "transposed" else layer.layout.shape
         if layer.info.role == "embedding":

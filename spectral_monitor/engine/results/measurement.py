@@ -19,7 +19,7 @@ from spectral_monitor.quantities import TIERS
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step was measured for, and what the host knows of it."""
+    """A measured step: its settings, and what the host knows of it."""
 
     step: int
     layers: tuple[Layer, ...]
@@ -28,7 +28,7 @@ class Measured:
     facts: StepContext
 
     def table(self, raw: Raw, reasons: dict[tuple[str, ...], dict[str, str]], skipped: int) -> Measurement:
-        """Every quantity of every layer, and what follows for the network.
+        """Return every quantity of every layer, and the summary of the network.
 
         Args:
             raw: the numbers.

@@ -34,7 +34,7 @@ class RawScalars:
         self._items[(layer, name)] = value.detach().reshape(-1)
 
     def get(self, layer: int, name: str) -> Tensor:
-        """A value put before, flat, still on its device."""
+        """Return a value that was put before, flat, still on its device."""
         return self._items[(layer, name)]
 
     def fetch(self) -> Raw:

@@ -29,7 +29,7 @@ roundings are spread over a third of their bound. Angles need more: see ``Quanti
 
 @dataclass
 class StepContext:
-    """What the host knows about one step.
+    """Facts about one step on the host.
 
     Attributes:
         lr: layer index -> learning rate, for layers some optimizer owns.
@@ -39,8 +39,8 @@ class StepContext:
         called: layers that were called in the forward.
         hidden: layers that were called inside a transform of ``torch.func``.
         unfit: layers whose outputs are not their inputs times their weight.
-        fed: layers whose inputs are at hand.
-        lasted: layers whose outputs are at hand.
+        fed: layers whose inputs are available.
+        lasted: layers whose outputs are available.
         graded: layers whose every output received its gradient once.
         eps: layer index -> rounding of its outputs.
         replayed: layers whose outputs after the step are known.
@@ -131,7 +131,7 @@ def _undefined(scalars: LayerScalars) -> str:
 
 
 def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepContext) -> str:
-    """Why a quantity cannot be had for a layer; empty if it can."""
+    """Return why a quantity is missing for a layer; empty if it is not."""
     role, needs = layer.info.role, QUANTITIES[key].needs
     if i in facts.replaced:
         return REPLACED

@@ -156,11 +156,11 @@ class LayerScalars:
         return self.root_mean_square("dh") / decrease if decrease else math.nan
 
     def underflows(self) -> bool:
-        """Whether squares of the change of the features are too small for float32, where the features are small."""
+        """Return whether squares of the features' change are too small for float32, where the features are small."""
         return 0 < self.root_mean_square("h") < SMALL_FEATURES and self.root_mean_square("dh") < SMALL_CHANGE
 
     def above_rounding(self, eps: float, margin: float) -> bool:
-        """Whether the change of the features is ``margin`` times larger than their rounding."""
+        """Return whether the change of the features is ``margin`` times larger than their rounding."""
         return self.get("dh.norm") >= margin * eps * self.get("h.compared")
 
 

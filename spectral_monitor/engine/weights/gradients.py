@@ -1,4 +1,4 @@
-"""What this process has of the parameters' gradients."""
+"""Gradients of parameters in this process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ CHUNK = 1 << 18
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """A gradient that an embedding left sparse, as the optimizers see it; any other as it is."""
+    """Return a gradient that an embedding left sparse as the optimizers see it; any other unchanged."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def gradient_here(p: Tensor) -> Tensor | None:
-    """What is here of a gradient, of the same entries as what is here of its parameter; ``None`` if there is none.
+    """Return the local part of a gradient, with the same entries as the local part of its parameter; ``None`` if there
+    is none.
 
     Raises:
         ValueError: entries of the gradient lie elsewhere, or have yet to be summed.
@@ -65,8 +66,8 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def contribution_here(p: Tensor, old: Tensor) -> Tensor:
-    """What the step of what is here of a parameter with a gradient does to the loss, to first order; the mean of all
-    processes that hold the same of it.
+    """Return the first-order effect on the loss of the step of a local part; the mean over all processes that hold the
+    same part.
     """
     new, summed = local_part(p), summed_over(p)
     gradient = _dense(local_part(p.grad)) if summed else gradient_here(p)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ class BatchMember:
 
     @property
     def kind(self) -> Kind:
-        """What layers that are measured together have in common."""
+        """The common properties of layers that are measured together."""
         source = local_part(self.layer.sources[0])
         layout = self.layer.layout
         return Kind(layout.fan_out, layout.fan_in, source.dtype, source.device, self.holding.split)
@@ -58,7 +58,7 @@ class BatchMember:
         return self.layer.layout.taps * self.layer.layout.blocks
 
     def contents(self, tensor: Tensor) -> list[Tensor]:
-        """The entries (count, rows, cols) of each rectangle, of a tensor spread as the parameter is."""
+        """Return the entries (count, rows, cols) of each rectangle of a tensor that is sharded as the parameter is."""
         return self.holding.contents(self.layer, tensor)
 
 
@@ -148,7 +148,7 @@ class MatrixBatch:
         self._refill(lambda i: self.members[i].contents(self.members[i].layer.weight()))
 
     def begin(self, start: Start) -> None:
-        """The same with the weights at the start."""
+        """Remember the weights at the start."""
         self.buffers = [room(size, self.dtype, self.like.device, False) for size in self.sizes]
         self._refill(lambda i: start[i])
 
@@ -187,11 +187,11 @@ class MatrixBatch:
         return self if in_place else self._with([self.like.new_empty(size) for size in self.sizes])
 
     def away(self) -> MatrixBatch:
-        """The same in the host's memory, whatever happens to the weights."""
+        """Return a copy in host memory, independent of the weights."""
         return self._with([kept(buffer, host=True) for buffer in self.buffers], host=True)
 
     def here(self, slot: Tensor | None = None) -> MatrixBatch:
-        """The same on the device, if need be in the bytes of ``slot``, and as it is read."""
+        """Return the same on the device, in the bytes of ``slot`` if need be, and as it is read."""
         dtype = self.like.dtype
         if not self._host:
             return self._with([buffer.to(dtype) for buffer in self.buffers])
@@ -206,7 +206,7 @@ class MatrixBatch:
         return -(-sum(buffer.nbytes for buffer in self.buffers) // 8) * 8
 
     def _with(self, buffers: list[Tensor], host: bool = False) -> MatrixBatch:
-        """The same matrices in other memory."""
+        """Return the same matrices in other memory."""
         stack = copy(self)
         stack.buffers, stack._host = buffers, host
         return stack

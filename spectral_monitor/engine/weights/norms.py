@@ -26,7 +26,7 @@ MOST_ROWS = 256
 
 
 def rows_worth(layout: Layout) -> int:
-    """How many rows of inputs the alignments of a layer are worth."""
+    """Return how many rows of inputs the alignments of a layer use."""
     weights = layout.taps * layout.blocks * layout.fan_out * layout.fan_in
     return min(MOST_ROWS, max(64, PRODUCT_BUDGET // max(weights, 1)))
 
@@ -111,7 +111,7 @@ class MatrixNorms:
             self._out.put(i, f"{job.name}.row", (longest.sqrt() if across else longest) / stack.shape[2] ** 0.5)
 
     def _mapped(self, job: Job) -> Coroutine[Tensor | None]:
-        """Return lengths (K, R) of what the matrices make of the layers' inputs; ``None`` if no inputs are at hand."""
+        """Return lengths (K, R) of what the matrices make of the layers' inputs; ``None`` if there are no inputs."""
         stack = job.stack
         if stack.exchange is not None:
             yield []  # the inputs are on their way

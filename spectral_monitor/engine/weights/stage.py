@@ -1,4 +1,4 @@
-"""Weights, updates and drift: everything that is read off matrices around the very update."""
+"""Weights, updates and drift: everything that is read off matrices around the optimizer's step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spectral_monitor.state.dtensor import local_part
 
 @dataclass
 class _Held:
-    """What is kept of one optimizer between the two ends of its step."""
+    """State of one optimizer between the two ends of its step."""
 
     members: dict[int, BatchMember]
     stacks: list[MatrixBatch]
@@ -34,7 +34,7 @@ class _Held:
 
 
 class MatrixStage:
-    """What one measured step reads off the parameters; created anew for each.
+    """The stage of a measured step that measures parameters; made for each step.
 
     In a single process norms are taken right at the update: all in one solve or, of models with many weights, in three,
     of weights, updates and drift, which lie in the same memory one after the other. Where several measure, that waits
@@ -218,7 +218,7 @@ class MatrixStage:
         run_local(self._norms.measure(jobs))
 
     def _sum(self, routine: Coroutine[None]) -> None:
-        """The same of what takes no matrices."""
+        """Put the sums of what takes no matrices."""
         if self._exchange is None:
             run_local(routine)
         else:
@@ -229,11 +229,11 @@ class MatrixStage:
             self._do("W", found, in_place)
 
     def _is_known(self, i: int, member: BatchMember) -> bool:
-        """Whether it can be said what a layer contributes; if its parameters are divided, they are counted as such."""
+        """Return whether a layer's contribution is defined; divided parameters are counted as such."""
         return member.layer.compute is None or i in self._originals or bool(member.layer.tied_to)
 
     def _share(self, i: int, stack: MatrixBatch) -> Tensor:
-        """What this process's part of a layer contributes; of tied weights the first one counts."""
+        """Return this process's part of a layer's contribution; of tied weights the first one counts."""
         layer = stack.members[i].layer
         if layer.tied_to or i in self.unused:
             return stack.like.new_zeros(())
@@ -251,7 +251,9 @@ class MatrixStage:
         return total
 
     def _arrivals(self, held: _Held, layers: Iterable[int]) -> Tensor:
-        """Of each layer, how many of its parameters have a gradient here that is not zero, whatever the update kept."""
+        """Return, for each layer, how many of its parameters have a local gradient that is not zero, whatever the
+        update kept.
+        """
         norms = held.gradient_norms
         arrives = ((norms != 0) & (norms != -1)).float()  # -1: it is gone
         known = dict(zip(map(id, held.trained), arrives, strict=True))
@@ -268,7 +270,7 @@ class MatrixStage:
                 self._out.put(i, "g.arrives", gradients)
 
     def _network(self, held: _Held, changed: Tensor) -> Coroutine[None]:
-        """What parameters that are not measured contribute, and whether gradients were overwritten."""
+        """Return the contribution of parameters that are not measured, and whether gradients were overwritten."""
         self._steps += 1
         name = self._steps
         shares = [contribution_here(p, old) / self._copies(p) for p, old in held.others if p.grad is not None]

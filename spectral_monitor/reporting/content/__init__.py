@@ -1,1 +1,1 @@
-"""What is shown of a measurement, whatever shows it: the answer, its numbers, their questions, their names."""
+"""Content of reports, whatever shows it: the answer, its numbers, their questions, their names."""

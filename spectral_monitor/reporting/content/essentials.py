@@ -84,7 +84,7 @@ def family_key(family: str) -> str:
 
 @dataclass(frozen=True)
 class Groups:
-    """How the matrices of a network are logged.
+    """Groups of matrices as they are logged.
 
     Attributes:
         matrices: places of all.

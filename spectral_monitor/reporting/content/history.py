@@ -1,4 +1,4 @@
-"""What pictures are made of: values of layers over steps, a bounded number of them."""
+"""The history of a run for pictures: values of layers over steps, a bounded number of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Thinned:
         self._latest: Measurement | None = None
 
     def add(self, measurement: Measurement) -> None:
-        """The next measurement."""
+        """Add the next measurement."""
         if measurement.layers is not self.layers and measurement.layers != self.layers:
             self.layers, self._every, self._seen, self._kept = measurement.layers, 1, 0, []
         if self._seen % self._every == 0:
@@ -70,7 +70,7 @@ class Thinned:
         return [measurement.step for measurement in self.measurements]
 
     def values(self, quantity: str) -> Tensor:
-        """Of a quantity, (layers, steps); NaN where it was not measured."""
+        """Return the values of a quantity, (layers, steps); NaN where it was not measured."""
         missing = torch.full((len(self.layers),), math.nan)
         columns = [measurement.values.get(quantity, missing) for measurement in self.measurements]
         return torch.stack(columns, dim=1) if columns else torch.empty(len(self.layers), 0)
@@ -106,7 +106,7 @@ class History(Thinned):
         self._of: dict[str, Thinned] = {}
 
     def add(self, measurement: Measurement) -> None:
-        """The next measurement."""
+        """Add the next measurement."""
         super().add(measurement)
         for key in measurement.values:
             self._of.setdefault(key, Thinned(self._columns)).add(measurement)

@@ -31,7 +31,7 @@ def role_name(role: str) -> str:
 
 @lru_cache(maxsize=8)  # the layers are the same in every picture
 def shortened(names: tuple[str, ...], room: int = NAME) -> dict[str, str]:
-    """Each name, or what tells it from the others: no two are alike, whatever order they come in.
+    """Return each name, or what distinguishes it from the others; all results differ, in any order.
 
     Numbers that differ stay, and the ``*`` of a kind; then the parts that tell most among these names, then the end.
     Names that differ only in numbers, or in their last part, are cut alike. They are longer than asked for only where

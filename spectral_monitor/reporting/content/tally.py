@@ -1,4 +1,4 @@
-"""How many layers are healthy, off, disturbed or not judged: what every way of showing counts by."""
+"""Counts of layers that are healthy, off, disturbed or not judged; every report uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a layer compares with a typical one: the number that tables, pictures and verdicts have in common."""
+"""The comparison of a layer with a typical one, as tables, pictures and verdicts use it."""
 
 from __future__ import annotations
 

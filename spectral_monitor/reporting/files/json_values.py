@@ -11,7 +11,7 @@ from spectral_monitor.measurement import LayerInfo
 
 
 def plain(value: float) -> float | str | None:
-    """A number in JSON, which has no NaN and no inf.
+    """Return a number in JSON, which has no NaN and no inf.
 
     Example:
         >>> plain(0.5), plain(math.nan), plain(-math.inf)
@@ -23,7 +23,7 @@ def plain(value: float) -> float | str | None:
 
 
 def value_of(value: float | str | None) -> float:
-    """The number that :func:`plain` was given."""
+    """Return the number that :func:`plain` was given."""
     return math.nan if value is None else float(value)
 
 
@@ -33,7 +33,7 @@ def layers_from(rows: Iterable[Mapping[str, Any]]) -> tuple[LayerInfo, ...]:
 
 
 def is_torn(file: BinaryIO) -> bool:
-    """Whether the last line has no end, as when a process was killed while it wrote it."""
+    """Return whether the last line has no end, as when a process was killed while it wrote it."""
     if file.seek(0, os.SEEK_END) == 0:
         return False
     file.seek(-1, os.SEEK_END)

@@ -32,7 +32,7 @@ DIGITS = 6
 
 
 def run_file_name(place: int) -> str:
-    """That of the n-th monitor of a trainer.
+    """Return the file name for the n-th monitor of a trainer.
 
     Example:
         >>> run_file_name(1), run_file_name(2)
@@ -108,7 +108,7 @@ def _header(layers: Sequence[LayerInfo]) -> str:
 
 
 def _changes(before: dict[str, str], now: dict[str, str]) -> dict[str, str | None]:
-    """What is new or other, and ``None`` for what is gone; there are many reasons, and mostly they stay."""
+    """Return what is new or different, and ``None`` for what is gone; reasons are many, and mostly stay."""
     gone = dict.fromkeys(before.keys() - now.keys())
     return {**{key: text for key, text in now.items() if before.get(key) != text}, **gone}
 
@@ -156,7 +156,7 @@ def _column(values: Tensor) -> list[float | str | None]:
 
 
 def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
-    """The measurements in a file that a :class:`JSONLinesSink` wrote, in its order, to six digits.
+    """Read the measurements in a file that a :class:`JSONLinesSink` wrote, in its order, to six digits.
 
     A line that is not complete is left out at the end, as in a file that is being written, and where another run goes
     on in the same file, as after a process was killed.

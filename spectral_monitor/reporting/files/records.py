@@ -57,7 +57,7 @@ class Record:
 
     @property
     def is_judged(self) -> bool:
-        """Whether layers could be compared at this step."""
+        """True if layers could be compared at this step."""
         return any(key in self.values for key in COMPARED) or any(root.layer == NETWORK for root in self.roots)
 
 

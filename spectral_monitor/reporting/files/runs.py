@@ -22,14 +22,14 @@ class LoggedMeasurement(Protocol):
 
     @property
     def layers(self) -> tuple[LayerInfo, ...]:
-        """What was measured."""
+        """The layers that were measured."""
 
 
 T = TypeVar("T", bound=LoggedMeasurement)
 
 
 def run_file(place: str | os.PathLike[str]) -> tuple[Path, int]:
-    """The file of measurements that is meant, and how many others there are.
+    """Return the file of measurements that is meant, and how many others there are.
 
     Args:
         place: the file itself, or a folder to be searched, the folders in it too; of several the newest is taken, and
@@ -83,7 +83,7 @@ def settled_in(
 def settle(measurements: Iterable[T]) -> tuple[tuple[T, ...], tuple[str, ...]]:
     """Return the measurements that count, and notes on the others.
 
-    A run that is resumed goes some steps back and measures them again, and a script that is run again begins anew: the
+    A run that is resumed goes some steps back and measures them again, and a script that is run again begins again: the
     later ones count. If the layers change, as where another model was trained into the same folder, those before are
     left out.
     """

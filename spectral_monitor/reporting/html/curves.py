@@ -42,7 +42,7 @@ _DEPTH = ((59, 111, 216), (128, 90, 213), (200, 80, 150), (232, 112, 60), (205, 
 
 
 def depth_colours(count: int) -> list[str]:
-    """One for each layer, in the order of the network.
+    """Return a colour for each layer, in the order of the network.
 
     Example:
         >>> depth_colours(2)
@@ -58,7 +58,7 @@ def depth_colours(count: int) -> list[str]:
 
 
 def drawn(rows: Sequence[int], first: Sequence[bool]) -> list[int]:
-    """Of very many layers some, evenly and with both ends: those that come first before others.
+    """Return some of very many layers, evenly spaced and with both ends; preferred layers come first.
 
     Example:
         >>> found = drawn(range(1000), [i == 77 for i in range(1000)])
@@ -75,7 +75,8 @@ def drawn(rows: Sequence[int], first: Sequence[bool]) -> list[int]:
 def curves(
     panel: Panel, measurements: Sequence[Measurement], now: Measurement, limit: Sequence[Measurement] = ()
 ) -> tuple[Figure | None, dict[str, list[int]]]:
-    """The figure that answers one question, and the steps of each quantity in it; ``None`` where nothing is known.
+    """Return the figure that answers one question, and the steps of each quantity in it; ``None`` where nothing is
+    known.
 
     Args:
         panel: the question.
@@ -146,7 +147,7 @@ class _Chart:
         self.low, self.high = self._range(finite)
 
     def _range(self, finite: Tensor) -> tuple[float, float]:
-        """Of the axis: all values, and limits that are not far from them."""
+        """Return the range of the axis: all values, and limits that are not far from them."""
         if self.key in LINEAR:
             return (-1.05 if bool((finite < 0).any()) else -0.02), 1.05
         if not self.log:
@@ -173,7 +174,7 @@ class _Chart:
         return {"type": "log", "range": ends, "dtick": apart, "tickformat": "~g"}
 
     def lines(self) -> Iterator[Figure]:
-        """One for each layer, those that are outside last, which is on top."""
+        """Return a line for each layer; lines outside the band come last, on top."""
         dots = self.values.numel() <= POINTS or len(self.steps) == 1
         group = {k: (n, of) for n, (of, some) in enumerate(kinds(self.names).items()) for k in some}
         for k in sorted(range(len(self.names)), key=lambda k: self.outside[k]):
@@ -205,7 +206,7 @@ class _Chart:
             }
 
     def groups(self) -> Iterator[Figure]:
-        """What is in the legend where not every layer is: kinds of layers, on which one can click."""
+        """Return the legend where not every layer has an entry: families of layers, on which one can click."""
         if self.crowd:
             yield self._group(OUTSIDE, OUTSIDE, sum(self.outside), "@danger", "solid", 500)
         found = {} if self.few else kinds(self.names)
@@ -235,7 +236,7 @@ class _Chart:
         return f"<br>should be {words if low > 0 else f'below {short(high)}'} at step {self.steps[-1]}"
 
     def bands(self) -> Iterator[Figure]:
-        """The band that most layers share as an area; limits on one side, and the bands of others, as lines."""
+        """Return the band that most layers share as an area; one-sided limits, and the bands of others, as lines."""
         for place, some in enumerate(self._alike()[:4]):
             low, high = self.limits[some[0]].T
             single = len(some) == 1 < len(self.names)

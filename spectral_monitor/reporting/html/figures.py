@@ -54,7 +54,7 @@ class Series:
 
 
 def series(measurements: Sequence[Measurement], quantity: str) -> Series | None:
-    """What can be drawn of a quantity; ``None`` where no layer ever has a value."""
+    """Return what can be drawn of a quantity; ``None`` where no layer ever has a value."""
     history = Thinned(max(8, min(COLUMNS, CELLS // max(1, len(measurements[-1].layers)))))
     for measurement in measurements:
         if quantity in measurement.values and measurement.values[quantity].isfinite().any():
@@ -67,7 +67,7 @@ def series(measurements: Sequence[Measurement], quantity: str) -> Series | None:
 
 
 def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Figure | None, dict[str, list[int]]]:
-    """Every layer at one measurement, and pictures of layer by step; rows are layers throughout.
+    """Draw every layer at one measurement, and pictures of layer by step; rows are layers throughout.
 
     Args:
         measurements: the whole run.
@@ -124,7 +124,7 @@ Part = tuple[str, list[Figure], Figure]
 
 
 def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
-    """A dot for each layer: its value over its reference, on the band it should be in."""
+    """Draw a dot for each layer: its value over its reference, on its band."""
     keys = [key for key in ("update_natural", "weight_natural") if key in now.values and key in now.bands]
     key = next((key for key in keys if now.bands[key][rows, 2].isfinite().any()), None)
     if key is None:
@@ -258,7 +258,7 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 
 def _powers(reach: float) -> list[int]:
-    """Of two, that are written on an axis from minus to plus this."""
+    """Return the powers of two on an axis from minus to plus this."""
     apart = max(1, round(reach / 3))
     return [k * apart for k in range(-math.floor(reach / apart), math.floor(reach / apart) + 1)]
 
@@ -268,7 +268,7 @@ def _power_of_two(k: int) -> str:
 
 
 def titled(title: str, *lines: str) -> str:
-    """A title, and smaller lines below it."""
+    """Return a title, and smaller lines below it."""
     return f"<b>{title}</b>" + "".join(f"<br><span style='font-size:11px'>{line}</span>" for line in lines)
 
 
@@ -280,7 +280,7 @@ def title_of(text: str, suffix: str, yaxis: str) -> Figure:
 
 
 def _nothing(suffix: str) -> Figure:
-    """What is seen where a picture has no value."""
+    """Draw what is seen where a picture has no value."""
     box = {"x0": 0, "x1": 1, "y0": 0, "y1": 1, "xref": f"x{suffix} domain", "yref": "y domain"}
     return {"type": "rect", **box, "fillcolor": "@nothing", "line": {"width": 0}, "layer": "below"}
 
@@ -290,7 +290,7 @@ RED = "#e0443c"
 
 
 def _row(name: str) -> str:
-    """What a row is called; not quite its name, for plotly trips over those that JavaScript knows too."""
+    """Return the key of a row; not quite its name, because plotly trips over names that JavaScript uses too."""
     return f"\u200b{escaped(name)}"
 
 
@@ -299,7 +299,7 @@ def _tick(label: str, outside: bool) -> str:
 
 
 def labels(now: Measurement) -> dict[str, str]:
-    """What every matrix is called beside pictures and in legends, escaped."""
+    """Return the label of every matrix beside pictures and in legends, escaped."""
     names = tuple(info.name for info in now.layers if info.role in MATRICES)
     return {name: escaped(short) for name, short in labelled(names).items()}
 

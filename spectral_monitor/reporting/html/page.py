@@ -114,7 +114,7 @@ SCRIPT = """
 
 
 def page(title: str, body: str, figures: Mapping[str, Figure], steps: Mapping[str, Sequence[int]]) -> str:
-    """The whole document: one file that needs nothing else.
+    """Return the whole document: one file that needs nothing else.
 
     Its policy lets it load nothing, and run nothing but plotly and the script above: not even a script that somebody
     has managed to write into ``body``.

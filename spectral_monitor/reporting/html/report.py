@@ -55,7 +55,7 @@ def write_report(
 
 
 def report(measurements: Iterable[Measurement], notes: Sequence[str] = (), limit: Sequence[Measurement] = ()) -> str:
-    """The page that :func:`write_report` writes.
+    """Return the page that :func:`write_report` writes.
 
     Raises:
         ValueError: there are no measurements.

@@ -1,1 +1,1 @@
-"""What TensorBoard is given."""
+"""The TensorBoard sink."""

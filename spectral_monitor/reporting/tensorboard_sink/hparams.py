@@ -4,7 +4,7 @@ Of several session infos or experiments in a run TensorBoard shows the first it 
 the files of a run in the order of their names. What a logger has written is therefore read, and written once more with
 the metrics added, to a file that comes before the logger's. The logger's own file is as it was, and if it is written
 to again nothing is lost: of its hyperparameters TensorBoard would have shown the first all the same. A TensorBoard that
-has read the logger's file before there is another shows the metrics when it is started anew.
+has read the logger's file before there is another shows the metrics when it is started again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def merge(logdir: str, metrics: Sequence[str]) -> bool:
 
 
 def _first(logdir: str) -> tuple[dict[str, Any], float]:
-    """The first experiment and session info in the files of a run, by their tags, and when they were written."""
+    """Return the first experiment and session info in the files of a run, by their tags, and when they were written."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.compat import tf
     from tensorboard.plugins.hparams import metadata

@@ -30,7 +30,7 @@ NO_PICTURES = "There are no pictures of layer by step: they need matplotlib (`pi
 
 
 def can_write_to(writer: Any) -> bool:
-    """Whether it is torch's ``SummaryWriter``, and not that of tensorboardX or a stand-in."""
+    """Return whether it is torch's ``SummaryWriter``, and not that of tensorboardX or a stand-in."""
     return type(writer).__module__.startswith("torch.utils.tensorboard")
 
 
@@ -89,7 +89,7 @@ class TensorBoardSink:
         self._merged = False
 
     def write(self, measurement: Measurement) -> None:
-        """All numbers in one event; then what is to be seen of them.
+        """Write all numbers in one event; then panels, pictures and verdicts.
 
         Raises:
             OSError: the writer is closed, its folder is gone, or the disk is all but full.
@@ -117,7 +117,7 @@ class TensorBoardSink:
             self._add(values, measurement.step)
 
     def close(self) -> None:
-        """The last pictures and verdicts; the writer stays open.
+        """Write the last pictures and verdicts; the writer stays open.
 
         Raises:
             OSError: as for :meth:`write`.
@@ -139,7 +139,7 @@ class TensorBoardSink:
             self._reset()
 
     def _check(self) -> None:
-        """The writer keeps an error that it meets while it writes, for whoever writes next: let it meet none."""
+        """Refuse to write on a full disk: the writer would keep the error and raise it at the next write."""
         if self._writer.all_writers is None:
             raise OSError(errno.EBADF, "the SummaryWriter is closed")
         need_room(self._writer.get_logdir())
@@ -200,7 +200,7 @@ class TensorBoardSink:
         return values
 
     def _add_histograms(self, measurement: Measurement) -> None:
-        """Of what panels show first, and of how far layers are from where they should be, as a power of two."""
+        """Add histograms of each panel's first quantity, and of its distance from its reference as a power of two."""
         spread = {}
         for panel in PANELS:
             rows = shown(panel, measurement.layers)

@@ -1,4 +1,4 @@
-"""Where layers stand between far too small and far too large, drawn with characters."""
+"""A gauge of characters: positions of layers between far too small and far too large."""
 
 from __future__ import annotations
 

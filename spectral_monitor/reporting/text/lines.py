@@ -37,7 +37,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """What is shown of a measurement or a model, however it is drawn; ``str`` of it is plain text of any width.
+    """The table of a measurement or a model, however it is drawn; ``str`` gives plain text of any width.
 
     Attributes:
         title: one line, the answer first.

@@ -1,4 +1,4 @@
-"""What was found in a model before training: its matrices, their roles, and what is not measured and why."""
+"""The table of a model before training: its matrices, their roles, and what is not measured and why."""
 
 from __future__ import annotations
 

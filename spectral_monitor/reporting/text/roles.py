@@ -1,4 +1,4 @@
-"""Which layers there are and what role each plays: a dict to work with, a table to look at."""
+"""The layers and their roles: a dict to work with, a table to look at."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What Weights & Biases is given."""
+"""The Weights & Biases sink."""

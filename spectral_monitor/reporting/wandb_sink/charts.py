@@ -1,4 +1,4 @@
-"""What Weights & Biases shows of a run besides numbers: lines, pictures of layer by step, a table of verdicts."""
+"""Charts of a run for Weights & Biases: lines, pictures of layer by step, a table of verdicts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _is_nan(value: Any) -> bool:
 
 
 def _answer(history: History, panel: Panel) -> tuple[str, dict[str, list[tuple[int, float]]]]:
-    """The first quantity of a panel that was measured, and its lines."""
+    """Return the first quantity of a panel that was measured, and its lines."""
     for quantity in panel.quantities:
         drawn = lines(history, quantity, shown(panel, history.layers))
         if quantity == "lr_multiplier" and all(value == 1 for points in drawn.values() for _, value in points):
@@ -95,7 +95,7 @@ def _answer(history: History, panel: Panel) -> tuple[str, dict[str, list[tuple[i
 
 
 def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, list[tuple[int, float]]]:
-    """What is drawn of a quantity: name of a line -> its points, step and value.
+    """Return the lines of a quantity: name of a line -> its points, step and value.
 
     A line for each layer if they are few. Of many, one for each kind with the geometric mean of its layers (the mean,
     of quantities that may be below 0), and one for each layer that a root verdict names now, the worst first.

@@ -95,7 +95,7 @@ class WandbSink:
         self._tabled: Measurement | None = None
 
     def write(self, measurement: Measurement) -> None:
-        """All numbers, and what is to be seen of them, in one call; then the run's summary, and alerts."""
+        """Write all numbers and charts in one call; then the run's summary, and alerts."""
         if not self._seen:
             self._begin()
         self._latest = measurement
@@ -112,7 +112,7 @@ class WandbSink:
         self._alerts.tell(measurement)
 
     def close(self) -> None:
-        """What has changed since it was last shown, and the page, in one more call; then the profile."""
+        """Write what has changed since the last charts, and the page, in one more call; then the profile."""
         latest, self._latest = self._latest, None
         if latest is None:
             return

@@ -1,4 +1,4 @@
-"""What a sweep is given, in plain types: integers, a number, and what functions and data are called in a file."""
+"""Arguments of a sweep in plain types: integers, a number, and names of functions and data for a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 
 def integer(given: Any) -> int | None:
-    """The integer that something is, those of numpy and of tensors included; ``None`` if it is none, or a bool.
+    """Return the value of an integer, those of numpy and of tensors included; ``None`` for anything else, a bool
+    included.
 
     Example:
         >>> integer(3), integer(3.0), integer("3"), integer(True)
@@ -25,7 +26,7 @@ def integer(given: Any) -> int | None:
 
 
 def integers(given: Any) -> list[int]:
-    """One integer or several as a list; empty if anything is none.
+    """Return one integer or several as a list; empty if anything is none.
 
     Example:
         >>> integers(3), integers(range(2)), integers((1, 2.5)), integers("12"), integers(None)
@@ -39,12 +40,12 @@ def integers(given: Any) -> list[int]:
 
 
 def number(given: Any) -> float | None:
-    """The number that something is; ``None`` if it is none, or a bool."""
+    """Return the value of a number; ``None`` for anything else, a bool included."""
     return float(given) if not isinstance(given, bool) and isinstance(given, Real) else None
 
 
 def name_of(function: Any) -> str:
-    """What a function is called, arguments that were fixed included, without where it is.
+    """Return the name of a function, fixed arguments included, without its module.
 
     Example:
         >>> name_of(functools.partial(sorted, reverse=True))
@@ -58,7 +59,7 @@ def name_of(function: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """An argument as every process shows it, without its place in memory.
+    """Return an argument as every process shows it, without its address in memory.
 
     Example:
         >>> _shown(object()), _shown(functools.partial(integer))
@@ -72,7 +73,7 @@ def _shown(value: Any) -> str:
 
 
 def data_name(data: Any) -> str:
-    """What data is called: a function's name, or what is known of it without reading it."""
+    """Return the name of data: a function's name, or what is known of it without reading it."""
     if callable(data):
         return name_of(data)
     if isinstance(data, tuple | Mapping):

@@ -1,4 +1,4 @@
-"""What ``spectral-monitor sweep`` does: a sweep of what a Python file makes."""
+"""The command ``spectral-monitor sweep``: it sweeps what a Python file makes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class FromFile:
 
     @classmethod
     def named(cls, text: str) -> FromFile:
-        """Of ``path/to/file.py:function``.
+        """Return the function of ``path/to/file.py:function``.
 
         Raises:
             ValueError: it is not of that form, or there is no such file.
@@ -133,7 +133,7 @@ class FromFile:
             raise ValueError(f"{self.path.name} has no function {self.name!r}; it has {', '.join(there) or 'none'}")
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
+        """Return what the function returns."""
         with self._beside():
             return getattr(self._module(), self.name)(*args)
 

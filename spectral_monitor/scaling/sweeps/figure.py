@@ -107,7 +107,7 @@ def _room(axis: Axes) -> None:
 
 
 def _expected(axis: Axes, slopes: Sequence[Slope]) -> None:
-    """A dashed line for each slope that is predicted, through the middle of the curves it is predicted of."""
+    """Draw a dashed line for each predicted slope, through the middle of its curves."""
     by_slope: dict[float, list[Slope]] = {}
     for slope in slopes:
         if not math.isnan(slope.predicted) and not slope.fit.reason:

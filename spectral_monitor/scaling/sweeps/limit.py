@@ -1,4 +1,4 @@
-"""What the layers of a sweep go to at infinite width: exactly, by a twin, or extrapolated from the widths."""
+"""Limits of a sweep's layers at infinite width: exact, by a twin, or extrapolated from the widths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAT = 0.1
 
 @dataclass(frozen=True)
 class WidthLimit:
-    """What one quantity of one layer is at infinite width, and how far single networks are from it.
+    """One quantity of one layer at infinite width, and the distance of single networks from it.
 
     Attributes:
         layer, quantity: which.
@@ -48,7 +48,7 @@ class WidthLimit:
 
     @property
     def sentence(self) -> str:
-        """How far the widest networks are from the limit, in words.
+        """The distance of the widest networks from the limit, in words.
 
         Example:
             >>> none = fit_slope([], [])

@@ -30,7 +30,7 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 
 
 class RunKey(NamedTuple):
-    """Which point of a sweep; ``depth`` is ``None`` where the sweep is over widths alone."""
+    """The identity of a point; ``depth`` is ``None`` where the sweep is over widths alone."""
 
     width: int
     depth: int | None
@@ -43,7 +43,7 @@ class RunKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """What training one network came to.
+    """The result of training one network.
 
     Attributes:
         key: its width, depth and seed.
@@ -65,13 +65,13 @@ class Point:
         return self.measurements[0].layers if self.measurements else ()
 
     def at(self, step: int) -> Measurement | None:
-        """The measurement of a step."""
+        """Return the measurement of a step."""
         return next((m for m in self.measurements if m.step == step), None)
 
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """How every point of a sweep is trained and measured; see :func:`~spectral_monitor.scaling.sweep`.
+    """Settings of training and measuring every point of a sweep; see :func:`~spectral_monitor.scaling.sweep`.
 
     Raises:
         ValueError: saying what does not fit, and what does.
@@ -109,7 +109,7 @@ class SweepConfig:
         object.__setattr__(self, "family", self._family())
 
     def _family(self) -> str:
-        """Of the parametrization's optimizer; empty without a parametrization."""
+        """Return the family of the parametrization's optimizer; empty without a parametrization."""
         if self.parametrization is None:
             if self.lr is not None:
                 raise SweepError("lr= goes with parametrization=; without one the optimizer has its own")
@@ -135,7 +135,7 @@ class SweepConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What makes points comparable, in plain types; widths, depths and seeds may be added to later."""
+        """The settings that make points comparable, in plain types; widths, depths and seeds may be added later."""
         parametrization = None
         if self.parametrization is not None:
             rules = hashlib.sha256(repr(self.parametrization).encode()).hexdigest()[:8]
@@ -154,7 +154,7 @@ class SweepConfig:
         }
 
     def build(self, key: RunKey) -> nn.Module:
-        """The module of a point; draws from the global generators.
+        """Build the module of a point; this draws from the global generators.
 
         Raises:
             SweepError: the factory returned something else.
@@ -165,7 +165,7 @@ class SweepConfig:
         return module
 
     def shapes(self, key: RunKey) -> dict[str, tuple[int, ...]]:
-        """Of a point's parameters; no random state is changed."""
+        """Return the shapes of a point's parameters; no random state is changed."""
         with seeded("module", key.seed):
             return {name: tuple(p.shape) for name, p in self.build(key).named_parameters()}
 
@@ -271,7 +271,7 @@ class _DivergedError(Exception):
 
 @contextmanager
 def _refused_in_words() -> Iterator[None]:
-    """What is refused inside, where none of the user's code runs, is not an error of that."""
+    """Raise refusals of our own code as SweepError; they are no errors of the user's code."""
     try:
         yield
     except ValueError as error:
@@ -299,7 +299,7 @@ class _TrainingStep(nn.Module):
 
 
 def _configured(made: Any) -> tuple[Optimizer, list[tuple[Any, int]]]:
-    """An optimizer in one of the forms Lightning allows; schedulers that go with steps, and how many lie between."""
+    """Return an optimizer in one of the forms Lightning allows; schedulers that go with steps, and their intervals."""
     schedulers: list[Any] = []
     if isinstance(made, Sequence) and len(made) == 2 and isinstance(made[0], Sequence):
         made, schedulers = made[0], list(made[1]) if isinstance(made[1], Sequence) else [made[1]]
@@ -317,6 +317,6 @@ def _configured(made: Any) -> tuple[Optimizer, list[tuple[Any, int]]]:
 
 
 def _lasting(measurement: Measurement) -> Measurement:
-    """What is kept of it: no verdicts, for a sweep has its own, and nothing of this machine."""
+    """Return what is kept of a measurement: no verdicts, because a sweep has its own, and nothing of this machine."""
     summary = {key: value for key, value in measurement.summary.items() if key not in ("overhead_ms", "violations")}
     return Measurement(measurement.step, measurement.layers, measurement.values, summary, reasons=measurement.reasons)

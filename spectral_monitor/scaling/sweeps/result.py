@@ -1,4 +1,4 @@
-"""What a sweep has found: how every quantity of every layer goes with the width or the depth."""
+"""The result of a sweep: how every quantity of every layer scales with the width or the depth."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What :func:`~spectral_monitor.scaling.sweep` returns; ``print`` it.
+    """The result of :func:`~spectral_monitor.scaling.sweep`; ``print`` it.
 
     Attributes:
         points: every network that was trained, with its measurements.
@@ -55,13 +55,13 @@ class SweepResult:
 
     @property
     def off(self) -> tuple[Slope, ...]:
-        """What does not go as it should, the farthest off first: as predicted, or without any prediction flat."""
+        """The slopes that are wrong, the farthest off first: against the prediction, or without one against flat."""
         foretold = any(not math.isnan(slope.predicted) for slope in self.slopes)
         verdicts = ("not as predicted",) if foretold else ("grows", "vanishes")
         return tuple(sorted((s for s in self.slopes if s.verdict in verdicts), key=lambda slope: -slope.distance))
 
     def at(self, step: int) -> SweepResult:
-        """The same networks at another step that was measured.
+        """Return the same networks at another step that was measured.
 
         Raises:
             ValueError: it was not, with those that were.
@@ -72,13 +72,13 @@ class SweepResult:
         return replace(found, limit=self.limit, exact=self.exact)
 
     def table(self) -> str:
-        """One line that answers, then a row for each layer and quantity, offenders first."""
+        """Return one line that answers, then a row for each layer and quantity, offenders first."""
         from spectral_monitor.scaling.sweeps.table import sweep_table
 
         return str(sweep_table(self))
 
     def figure(self) -> Figure:
-        """A panel for each quantity, its layers against width on log-log axes.
+        """Draw a panel for each quantity, its layers against width on log-log axes.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed (``pip install spectral-monitor[plots]``).
@@ -88,7 +88,7 @@ class SweepResult:
         return sweep_figure(self)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One plain dict for each slope, in the order of the network."""
+        """Return one plain dict for each slope, in the order of the network."""
         return [slope.to_row() for slope in self.slopes]
 
     def __str__(self) -> str:
@@ -163,7 +163,7 @@ class _Group:
             seen.setdefault(shapes, size)
 
     def slope(self, recipe: SweepConfig, layer: str, quantity: str) -> Slope:
-        """Of one layer and quantity, or why there is none."""
+        """Return the slope of one layer and quantity, or why there is none."""
         found = {at: self._value(*at, layer, quantity) for at in ((x, seed) for seed in self.seeds for x in self.sizes)}
         rows = [[found[size, seed][0] for size in self.sizes] for seed in self.seeds]
         excluded, reasons = self._left_out({at: why for at, (_, why) in found.items() if why})
@@ -212,7 +212,7 @@ class _Group:
         return found, list(dict.fromkeys(why.values()))
 
     def _value(self, size: int, seed: int, layer: str, quantity: str) -> tuple[float, str]:
-        """A number, or NaN and why; no reason where the whole point is out."""
+        """Return a number, or NaN and why; no reason where the whole point is out."""
         measurement = self.used.get((size, seed))
         if measurement is None:
             return math.nan, ""
@@ -288,7 +288,7 @@ def labels(infos: Mapping[int, Sequence[LayerInfo]], axis: str) -> dict[int, dic
 
 
 def _by_kind(names: Sequence[str]) -> dict[str, list[str]]:
-    """A layer without a number in its name is a kind of its own."""
+    """Return the layers by kind; a layer without a number in its name is a kind by itself."""
     found: dict[str, list[str]] = {}
     for name in names:
         of = kind(name)

@@ -1,4 +1,4 @@
-"""How one quantity of one layer goes with the width, and what to make of it."""
+"""The slope of one quantity of one layer over the width, and its meaning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class Slope:
-    """How one quantity of one layer goes with the width, or the depth.
+    """The slope of one quantity of one layer over the width, or the depth.
 
     Attributes:
         layer: its name; in a sweep over depths of several alike ``"blocks.*.mlp (first)"``, ``(middle)``, ``(last)``.
@@ -76,7 +76,7 @@ class Slope:
 
     @property
     def behaviour(self) -> str:
-        """Whether it is flat, grows or vanishes, and how fast."""
+        """Its behaviour in words: flat, growing or vanishing, and how fast."""
         if abs(self.fit.slope) <= TOLERANCE:
             return "flat"
         verb = "grows" if self.fit.slope > 0 else "vanishes"

@@ -22,7 +22,8 @@ START = '{"format":"spectral_monitor.sweep","version":1,'
 
 
 def part_path(path: Path, part: tuple[int, int] | None) -> Path:
-    """Where a part writes: a file of its own beside that of the sweep, for not all file systems can share one.
+    """Return the file that a part writes: its own, beside that of the sweep, because not all file systems can share
+    one.
 
     Example:
         >>> part_path(Path("sweep.jsonl"), (2, 8)).name
@@ -45,7 +46,7 @@ def append(path: Path, point: Point, settings: Mapping[str, Any]) -> None:
 
 
 def read(path: Path, settings: Mapping[str, Any]) -> dict[RunKey, Point]:
-    """The points in a sweep's file and in those of its parts; none if there are none.
+    """Return the points in a sweep's file and in those of its parts; none if there are none.
 
     Raises:
         ValueError: a file is of something else, or of another sweep, and what is different is named.

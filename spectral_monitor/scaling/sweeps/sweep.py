@@ -74,7 +74,7 @@ def sweep(
     Args:
         make_module: ``make_module(width)``, or ``make_module(width, depth)`` if depths are given, makes a module. Its
             loss on a batch is ``module.training_step(batch, i)`` if it has that (a LightningModule; no Trainer is
-            needed, and none of its settings apply), else ``module(*batch)``: a scalar, or a dict with ``"loss"``.
+            needed, and its settings do not apply), else ``module(*batch)``: a scalar, or a dict with ``"loss"``.
         data: a DataLoader or another collection of batches, read again from its start when there are no more; a tuple
             or dict of tensors, which is the batch of every step; or a function of the seed that returns one of these.
         widths, depths: what ``make_module`` is called with.
@@ -158,7 +158,7 @@ def sweep(
 def _keys(
     widths: int | Sequence[int], depths: int | Sequence[int] | None, seeds: int | Sequence[int]
 ) -> tuple[list[RunKey], str]:
-    """All points, the small ones first, and what slopes are against."""
+    """Return all points, the small ones first, and what slopes are against."""
     w, d = _sizes("widths", widths), [None] if depths is None else _sizes("depths", depths)
     count = integer(seeds)
     s = integers(seeds) if count is None else list(range(count))

@@ -24,7 +24,7 @@ _REST = ("unclear", "no slope", "as predicted", "flat")
 
 
 def sweep_table(result: SweepResult) -> Table:
-    """The rows of a sweep, those that do not go as they should first, the farthest off first of all."""
+    """Return the rows of a sweep, offenders first, the farthest off first of all."""
     off = result.off
     rows = sorted(result.slopes, key=lambda slope: _place(slope, off))
     return Table(sweep_headline(result), tuple(_columns(result, rows)) if rows else (), tuple(_foot(result)))
@@ -82,7 +82,7 @@ def _words(slope: Slope, several: bool) -> str:
 
 
 def sweep_headline(result: SweepResult) -> str:
-    """What was swept, and what came out, in one line."""
+    """Return what was swept, and the result, in one line."""
     sizes = sorted({key.width if result.axis == "width" else key.depth or 0 for key in result.keys})
     seeds = len({key.seed for key in result.keys})
     besides = sorted({row.beside for row in result.slopes if row.beside is not None})
