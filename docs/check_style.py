@@ -116,7 +116,7 @@ def check_page(path: Path) -> Iterator[str]:
     where = path.relative_to(ROOT)
     for line, sentence in sentences(text):
         words = sentence.split()
-        if len(words) > MAX_WORDS and not GENERATED.search(text):
+        if len(words) > MAX_WORDS and sentence.endswith((".", ":", "?", "!", ")")) and not GENERATED.search(text):
             yield f"{where}:{line}: a sentence of {len(words)} words: {' '.join(words[:6])} ..."
         for problem in banned_words(sentence):
             yield f"{where}:{line}: {problem}"
@@ -135,8 +135,8 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
     line = 1
     for block in re.split(r"(\n\s*\n|\n(?=\s*(?:[*+-]|\d+\.) ))", text):
         if not block.lstrip().startswith(("|", "#", "!", "<", ":::", "    ")) and block.strip():
-            prose = re.sub(r"`[^`]*`", "code", " ".join(block.split()))
-            for sentence in re.split(r"(?<=[.!?:])\s+(?=[A-Z`\[*(])", prose):
+            prose = re.sub(r"`[^`]*`", "code", " ".join(block.split())).replace("**", "")
+            for sentence in re.split("(?<=[.!?:])\\s+(?=[A-Za-z0-9\"`\\[*(−-])", prose):
                 yield line, sentence
         line += block.count("\n")
 
