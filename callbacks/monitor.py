@@ -132,7 +132,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         blocks: Mapping[str, int] | None = None,
         max_rows: int | None = 512,
         replay_samples: int | Literal["auto"] | None = "auto",
-        tol: float = 0.01,
+        tol: float = 0.05,
         drift_every: int = 5,
         history: int = 1000,
         condition: SpectralCondition = SpectralCondition(),

@@ -136,7 +136,7 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
     for block in re.split(r"(\n\s*\n|\n(?=\s*(?:[*+-]|\d+\.) ))", text):
         if not block.lstrip().startswith(("|", "#", "!", "<", ":::", "    ")) and block.strip():
             prose = re.sub(r"`[^`]*`", "code", " ".join(block.split())).replace("**", "")
-            for sentence in re.split("(?<=[.!?:])\\s+(?=[A-Za-z0-9\"`\\[*(−-])", prose):
+            for sentence in re.split('(?<=[.!?:])\\s+(?=[A-Za-z0-9"`\\[*(−-])', prose):
                 yield line, sentence
         line += block.count("\n")
 

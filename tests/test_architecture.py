@@ -19,7 +19,9 @@ MOST_FILES = 12
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_architecture_page_names_it(package):
-    assert f"`{package}`" in (ROOT / "ARCHITECTURE.md").read_text().replace("`spectral_monitor.", "`").replace("/`", "`")
+    assert f"`{package}`" in (ROOT / "ARCHITECTURE.md").read_text().replace("`spectral_monitor.", "`").replace(
+        "/`", "`"
+    )
 
 
 @pytest.mark.parametrize("package", ["", *PACKAGES])

@@ -11,13 +11,13 @@ from torch import Tensor
 from spectral_monitor.state.dtensor import local_part
 from spectral_monitor.state.snapshot import has_memory
 
-SAMPLE_ENTRIES = 1 << 18
-"""Entries that spectra and alignments of a layer's rows are worth, if that is more than 512 rows."""
+SAMPLE_ENTRIES, LEAST_SAMPLE = 1 << 17, 256
+"""Entries that spectra of a layer's rows are worth, and rows at least."""
 
 
 def sample_size(features: int) -> int:
     """Rows whose spectrum and alignment stand for all, unless ``max_rows`` is None."""
-    return max(512, SAMPLE_ENTRIES // max(features, 1))
+    return max(LEAST_SAMPLE, SAMPLE_ENTRIES // max(features, 1))
 
 
 class RowSampler:

@@ -48,7 +48,7 @@ class Settings:
     roles: Mapping[str, str] | None = None
     blocks: Mapping[str, int] | None = None
     max_rows: int | None = 512
-    tol: float = 0.01
+    tol: float = 0.05
     drift_every: int = 5
     history: int = 1000
     replay_samples: int | Literal["auto"] | None = "auto"

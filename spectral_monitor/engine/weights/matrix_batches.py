@@ -153,10 +153,11 @@ class MatrixBatch:
         self._refill(lambda i: start[i])
 
     def _refill(self, contents: Callable[[int], Sequence[Tensor]]) -> None:
-        for i, places in self.places.items():
-            if places:
-                for (_, buffer, place), part in zip(places, contents(i), strict=True):
-                    self.buffers[buffer][place].copy_(part, non_blocking=True)
+        filled = [(places, contents(i)) for i, places in self.places.items() if places]
+        pairs = [pair for places, parts in filled for pair in zip(places, parts, strict=True)]
+        slots = [self.buffers[buffer][place] for (_, buffer, place), _ in pairs]
+        if slots:
+            torch._foreach_copy_(slots, [part for _, part in pairs], non_blocking=True)
 
     def now(self, *, in_place: bool) -> MatrixBatch:
         """Return the weights as they are now; ``in_place``: in this memory."""
