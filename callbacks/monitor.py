@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,7 +28,7 @@ from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
 from spectral_monitor.monitoring.supervisor import Mode, Supervisor, checked, described, with_needed
-from spectral_monitor.reporting.content.essentials import Log
+from spectral_monitor.reporting.content.essentials import Log, overall
 from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink
 from spectral_monitor.reporting.text.console import rendered
@@ -49,6 +50,8 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     What is logged, to every logger of the trainer, on the axis of Lightning's own metrics (which begins at 0):
     ``spectral_<quantity>/<layer>`` and ``spectral/summary/<name>``; in networks of more than 16 matrices, instead of
     every layer, ``lowest``, ``median`` and ``highest`` of ``all`` and of each family, the same place in each block.
+    Numbers of the whole network, such as ``spectral/summary/violations`` and ``spectral_update_ratio/all/median``, are
+    in ``trainer.callback_metrics`` too, for ``ModelCheckpoint`` and ``EarlyStopping``.
     What is NaN is left out, and ``monitor.latest.why(quantity, layer)`` says why it is.
 
     Checkpoints hold what it takes to go on: counters in the checkpoint, and beside it one file
@@ -125,6 +128,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     def __init__(
         self,
         every_n_steps: int | str | Mapping[str, int | str] = DEFAULT_SCHEDULE,
+        *,
         quantities: str | Sequence[str] = "standard",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
@@ -337,6 +341,8 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         self._hyperparameters = self._supervisor.settings
         self._measurements.append(measurement)
         self._reports.write(measurement)
+        with self._said("ModelCheckpoint and EarlyStopping cannot see this measurement"):
+            trainer.callback_metrics.update({key: torch.tensor(x) for key, x in overall(measurement).items()})
         self._supervisor.correct(measurement, self._tell)
         self.multipliers = self._supervisor.multipliers
         stops = self._reactions(self._supervisor.began, self._warn, trainer.is_global_zero)

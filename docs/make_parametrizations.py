@@ -20,7 +20,7 @@ an object with two verbs:
 ```python
 from spectral_monitor.scaling import MUP
 
-MUP.init_(model)  # draws all matrices anew
+MUP.init_(model)  # draws all matrices again
 optimizer = torch.optim.AdamW(MUP.param_groups(model, lr=0.02, optimizer="adam"))
 ```
 
@@ -30,8 +30,8 @@ the monitor's: `spectral_monitor.layers.dissect(model).table()` shows them, `rol
 
 **Which one?** For training: `SPECTRAL`, or `MUP`, which differs from it by constants; for very deep networks `FSC`
 (perceptrons) or `fsc_resnet(beta)`. The others are there to be compared with: a [sweep](sweeps.md) shows what becomes
-of each. To leave model and optimizer alone and have learning rates put right while training, see
-[learning rates put right](correction.md).
+of each. To leave model and optimizer alone and correct learning rates while training, see
+[learning-rate correction](correction.md).
 
 ## The rules
 

@@ -120,7 +120,8 @@ def of_trainer(trainer: pl.Trainer) -> Record:
     for i, config in enumerate(trainer.lr_scheduler_configs):
         record.update(leaves(f"scheduler/{i}", config.scheduler.state_dict()))
     for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
-        record.update(leaves(f"log/{name}", dict(getattr(trainer, name))))
+        theirs = {key: value for key, value in getattr(trainer, name).items() if not key.startswith("spectral")}
+        record.update(leaves(f"log/{name}", theirs))
     record.update(leaves("progress/loop", trainer.fit_loop.state_dict()))
     return record
 

@@ -156,6 +156,12 @@ def essentials(measurement: Measurement, log: Log = "essential", asked: Sequence
     return {key: value for key, value in found.items() if math.isfinite(value)}
 
 
+def overall(measurement: Measurement) -> dict[str, float]:
+    """Return the numbers that are about the network as a whole: they have the same keys in every network."""
+    found = essentials(measurement)
+    return {key: value for key, value in found.items() if key.startswith(f"{PREFIX}/summary/") or f"/{ALL}/" in key}
+
+
 def _columns(measurement: Measurement, asked: Sequence[str]) -> dict[str, list[float]]:
     """Return the essential quantities that were measured, and what is compared with something as its log2."""
     values, columns = measurement.values, {}
