@@ -35,9 +35,28 @@ def main() -> int:
     """Print a line for each finding; return 1 if there are any."""
     findings = [finding for path in sources() for finding in check_source(path)]
     findings += [finding for path in pages() for finding in check_page(path)]
+    findings += check_architecture((ROOT / "ARCHITECTURE.md").read_text(), packages())
     for finding in findings:
         print(finding)
     return int(bool(findings))
+
+
+def packages() -> list[str]:
+    """Return the packages, such as ``engine.weights``."""
+    top = ROOT / "spectral_monitor"
+    folders = [init.parent.relative_to(top).parts for init in sorted(top.rglob("__init__.py"))]
+    return [".".join(parts) for parts in folders if parts and parts != ("callbacks",)] + ["callbacks"]
+
+
+def check_architecture(page: str, names: list[str]) -> list[str]:
+    """Return a line for each package that the architecture page does not name.
+
+    Example:
+        >>> check_architecture("| `spectral_monitor.engine` | `callbacks` |", ["engine", "linalg", "callbacks"])
+        ["ARCHITECTURE.md: no word on the package 'linalg'"]
+    """
+    said = page.replace("`spectral_monitor.", "`")
+    return [f"ARCHITECTURE.md: no word on the package {name!r}" for name in names if f"`{name}`" not in said]
 
 
 def sources() -> list[Path]:

@@ -1,7 +1,9 @@
-"""The front door names every package, and the version has one place."""
+"""The house rules: language, the front door, folders that can be read at a glance, one place for the version."""
 
 from __future__ import annotations
 
+import doctest
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,22 +11,42 @@ import pytest
 import spectral_monitor
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = sorted(
-    ".".join(init.parent.relative_to(ROOT / "spectral_monitor").parts)
-    for init in (ROOT / "spectral_monitor").rglob("__init__.py")
-    if init.parent.name != "spectral_monitor"
-)
 MOST_FILES = 12
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_architecture_page_names_it(package):
-    assert f"`{package}`" in (ROOT / "ARCHITECTURE.md").read_text().replace("`spectral_monitor.", "`").replace(
-        "/`", "`"
-    )
+def style():
+    spec = importlib.util.spec_from_file_location("check_style", ROOT / "docs" / "check_style.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize("package", ["", *PACKAGES])
+check_style = style()
+
+
+def test_the_examples_of_the_checker_run():
+    assert doctest.testmod(check_style).failed == 0
+
+
+def test_a_break_of_each_rule_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_style, "ROOT", tmp_path)
+    module, page = tmp_path / "module.py", tmp_path / "page.md"
+    module.write_text('"""How it works."""\n\n\ndef norm():\n    """The norm."""  # computed anew\n')
+    page.write_text(f"It is the very same. {'word ' * 30}end.\n\n```\nanew\n```\n")
+    found = [line.partition(": ")[2] for line in (*check_style.check_source(module), *check_style.check_page(page))]
+    assert found == [
+        "a docstring begins with 'How'",
+        "the docstring of a function begins with 'The'; begin with a verb, such as 'Return'",
+        "'anew': write 'again'",
+        "'the very': write 'the'",
+        "a sentence of 31 words: word word word word word word ...",
+    ]
+    assert check_style.check_architecture("`callbacks`", ["callbacks", "new"]) == [
+        "ARCHITECTURE.md: no word on the package 'new'"
+    ]
+
+
+@pytest.mark.parametrize("package", ["", *check_style.packages()])
 def test_a_folder_can_be_read_at_a_glance(package):
     folder = ROOT / "spectral_monitor" / package.replace(".", "/")
     assert len(list(folder.glob("*.py"))) <= MOST_FILES

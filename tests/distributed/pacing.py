@@ -36,7 +36,9 @@ def run(way: str, folder: str, epochs: int, ckpt: str | None = None) -> list[tup
     """Steps that were measured, and what of them; the first process takes half a step, the others ten."""
     rank = dist.get_rank()
     part, parts = WAYS[way].part()
-    monitor = SpectralMonitor({"light": 1, "feature_rms": 7}, quantities=["update_norm", "lr", "feature_rms"], max_overhead=0.1)
+    monitor = SpectralMonitor(
+        {"light": 1, "feature_rms": 7}, quantities=["update_norm", "lr", "feature_rms"], max_overhead=0.1
+    )
     pace = Pace(monitor, 1.0 + rank, 0.5 if rank == 0 else 20.0)
     clock, others = lambda: pace.now, (budget.perf_counter, engine.time)
     budget.perf_counter, engine.time = clock, SimpleNamespace(perf_counter=clock)

@@ -73,7 +73,7 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         questions.RANK,
         "update_stable_rank",
-        "How many directions a matrix works in. Updates by gradients have few, at most the rows of the batch; it is "
+        "How many directions a matrix works in. Updates by gradients have few, at most the rows of the batch. It is "
         "why the largest stretch, not the sum of squares, tells what an update does.",
     ),
     Panel(
