@@ -25,16 +25,18 @@ UNMEASURED = "an unmeasured step"
 FROBENIUS = "Frobenius norms alone"
 LIGHT, STANDARD, FULL = 'tier `"light"`', 'tier `"standard"`', 'tier `"full"`'
 REPLAY = 'tier `"standard"`, `replay_samples=2`'
+WHOLE = 'tier `"standard"`, `replay_samples=None`'
 SETTINGS: dict[str, dict[str, Any]] = {
     UNMEASURED: {"every_n_steps": 1_000_000_000},
     FROBENIUS: {"quantities": ["weight_fro", "update_fro", "drift_fro_ratio", "contribution"]},
     LIGHT: {"quantities": "light"},
     REPLAY: {"quantities": "standard", "replay_samples": 2},
     STANDARD: {"quantities": "standard"},
+    WHOLE: {"quantities": "standard", "replay_samples": None},
     FULL: {"quantities": "full"},
 }
 """Ways to use the monitor, the cheapest first."""
-COUNTED = (LIGHT, REPLAY, STANDARD)
+COUNTED = (LIGHT, REPLAY, STANDARD, WHOLE)
 LEFT_OUT = "left out, for a step takes minutes"
 """Of tier full in a quick run, and on a GPU, where the model is large."""
 FIXED = ("forwards", "operators_fixed", "read_fixed", "peak")

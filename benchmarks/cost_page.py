@@ -50,8 +50,8 @@ measured, took {ratio:.3f} ({low:.3f} to {high:.3f}) of the time of as many plai
 TURN = """## What to turn down first
 
 * **Measure less often.** `every_n_steps` divides all of it. {default}
-* **Replay fewer samples.** The largest part of what tier `"standard"` takes more than `"light"` is the forward that
-  is run again after the step, to see how features change: `replay_samples=2` runs two samples instead of all.
+* **Replay few samples**, as the default does. `replay_samples=None` runs the whole forward again after the step, to see
+  how features change, and takes longer; `replay_samples=2` runs two samples.
 * **Measure less.** `quantities="light"` takes no forward and no hooks; a list of keys pays for those and no others
   ([quantities](quantities.md) says what each takes). `exclude=["*.bias"]` leaves out vectors.
 * **Leave tier `"full"` for short runs of small models.** {full}Most of it is `bfk_ratio`, which goes back from every

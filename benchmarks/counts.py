@@ -40,6 +40,7 @@ CROSSINGS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", 
 ON_HOST = (
     *(f"engine/results/{name}.py" for name in ("reasons", "summary", "values")),
     *("condition/", "correction/", "reporting/"),
+    *("linalg/spectral_norms.py:_decided", "engine/results/raw.py:_unpacked"),
 )
 """Code that works on numbers that have arrived."""
 PICKS = frozenset({"index_select", "index", "embedding", "gather"})

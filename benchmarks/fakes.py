@@ -196,11 +196,10 @@ class Looks:
         self.spaces.append((self._purpose, space.steps_until))
 
     def _noting(self, doubt: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(space: Any, T: Tensor, members: Tensor, tol: float) -> Any:
-            found, sigma = doubt(space, T, members, tol)
-            with _disable_current_modes():
-                for member in space.members[members].tolist():
-                    space.steps_until[member] = space.steps
+        def noting(space: Any, T: Tensor, places: list[int], tol: float) -> Any:
+            found, sigma = doubt(space, T, places, tol)
+            for k in places:
+                space.steps_until[space.members[k]] = space.steps
             return found, sigma
 
         return noting
@@ -209,10 +208,10 @@ class Looks:
 def _deciding(doubt: Callable[..., Any]) -> Callable[..., Any]:
     """What decides, after all that it takes to find out: none of a matrix that has taken its steps, else 1."""
 
-    def deciding(space: Any, T: Tensor, members: Tensor, tol: float) -> tuple[Tensor, Tensor]:
-        found, sigma = doubt(space, T, members, tol)
+    def deciding(space: Any, T: Tensor, places: list[int], tol: float) -> tuple[Tensor, Tensor]:
+        found, sigma = doubt(space, T, places, tol)
         with _disable_current_modes():
-            until = torch.tensor([space.steps_until[member] for member in space.members[members].tolist()])
+            until = torch.tensor([space.steps_until[member] for member in (space.members[p] for p in places)])
             return (until > space.steps).to(found), sigma
 
     return deciding

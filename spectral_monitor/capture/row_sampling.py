@@ -11,13 +11,13 @@ from torch import Tensor
 from spectral_monitor.state.dtensor import local_part
 from spectral_monitor.state.snapshot import has_memory
 
-SAMPLE_ENTRIES, LEAST_SAMPLE = 1 << 17, 256
-"""Entries that spectra of a layer's rows are worth, and rows at least."""
+SAMPLE_ENTRIES, SAMPLE_ROWS = 1 << 16, 256
+"""Rows that spectra of features take: of layers with fewer features than 256 more, up to so many entries."""
 
 
 def sample_size(features: int) -> int:
     """Rows whose spectrum and alignment stand for all, unless ``max_rows`` is None."""
-    return max(LEAST_SAMPLE, SAMPLE_ENTRIES // max(features, 1))
+    return max(SAMPLE_ROWS, SAMPLE_ENTRIES // max(features, 1))
 
 
 class RowSampler:

@@ -32,7 +32,7 @@ from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
 from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.raw import RawScalars
-from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.settings import FEATURES, Settings
 from spectral_monitor.engine.state import EngineState
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
@@ -43,9 +43,6 @@ from spectral_monitor.linalg import Coroutine, gather
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import ProcessGroup, ShardRegion, copies, flat_extents, placed, plan, reshard
-
-FORWARD = frozenset({"h", "b", "dh", "probe"})
-"""Needs that take hooks on modules."""
 
 
 class Engine(EngineState):
@@ -93,10 +90,10 @@ class Engine(EngineState):
         self._whereabouts = None if flat else ParameterTracker(model, self.layers)
         self._replaced: set[int] = set()
         self._copies = partial(copies, flat=flat, processes=processes)
-        if settings.needs & FORWARD:
+        if settings.needs & FEATURES:
             check_supported(optimizers)
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
-        wanted = range(len(self.layers)) if settings.needs & FORWARD else ()
+        wanted = range(len(self.layers)) if settings.needs & FEATURES else ()
         room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
         # Where the weights of a forward lie is no one's but FSDP's affair.
         watched = [p for p in model.parameters() if id(p) not in flat]
@@ -119,7 +116,7 @@ class Engine(EngineState):
         held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
         shapes = {key: extent.shape for key, extent in flat.items()}
         anatomy = dissect(self.model, **patterns, shapes=shapes, optimized=held)
-        if not self.settings.needs & FORWARD:
+        if not self.settings.needs & FEATURES:
             return anatomy, "", flat
         modules = compiled_modules(self.model)
         anatomy = without_compiled(anatomy, modules.values())
@@ -140,7 +137,7 @@ class Engine(EngineState):
     @property
     def watches_features(self) -> bool:
         """True if the step's quantities need hooks on modules."""
-        return bool(self.asked.needs & FORWARD)
+        return bool(self.asked.needs & FEATURES)
 
     def arm(self, keys: Collection[str], before_forward: Callable[[], None] = lambda: None) -> None:
         """Register the hooks that watch the coming step.

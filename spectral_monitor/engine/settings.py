@@ -9,6 +9,9 @@ from typing import Literal
 from spectral_monitor.engine.schedule import Interval, Timetable
 from spectral_monitor.quantities import needs, resolve
 
+FEATURES = frozenset({"h", "b", "dh", "probe"})
+"""Needs that take hooks on modules."""
+
 
 def _are_texts(values: object) -> bool:
     return isinstance(values, Sequence) and not isinstance(values, str) and all(isinstance(v, str) for v in values)
@@ -27,7 +30,7 @@ class Settings:
         roles: pattern -> role, overriding the guess.
         blocks: pattern -> matrices stacked in the parameter.
         max_rows: rows of a layer's features that are used at most, a fixed choice; ``None`` for all.
-        tol: relative tolerance of spectral norms.
+        tol: relative tolerance of spectral norms of matrices.
         drift_every: ``feature_drift``, which needs a forward of its own, at every n-th measured step that has features.
         history: measurements that are kept.
         replay_samples: samples of the batch that are run again after the step, the first ones; ``None`` for all,
@@ -69,8 +72,9 @@ class Settings:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 others = " or 'auto'" if name == "replay_samples" else ""
                 raise ValueError(f"{name} must be an integer >= 1{others}, got {value!r}")
-        if isinstance(self.tol, bool) or not isinstance(self.tol, int | float) or not 0 < self.tol < 1:
-            raise ValueError(f"tol must be a number in (0, 1), got {self.tol!r}")
+        tol = self.tol
+        if isinstance(tol, bool) or not isinstance(tol, int | float) or not 0 < tol < 1:
+            raise ValueError(f"tol must be a number in (0, 1), got {tol!r}")
         share = self.max_overhead
         if share not in (None, "auto") and (
             isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from spectral_monitor.linalg import compute_dtype
 
 _CHUNK, _COPIED = 1 << 18, 1 << 16
 """Entries that are multiplied at a time: a flat float32 sum over them is good to 1e-6; fewer where they are copied."""
+_SHORT = 1 << 12
+"""Entries up to which pairs are multiplied side by side."""
 
 
 def require_alike(**pair: Tensor) -> None:
@@ -39,6 +41,33 @@ def inner(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return torch.dot(a.reshape(-1).to(dtype), b.reshape(-1).to(dtype))
     parts = [torch.dot(x.to(dtype), y.to(dtype)) for x, y in _chunks(a, b)]
     return torch.stack(parts).sum(dtype=torch.float64).to(dtype)
+
+
+def inner_sums(pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], dtype: torch.dtype) -> Tensor:
+    """Return for each list of pairs, of one device, the sum of their inner products, as :func:`inner` is.
+
+    Short pairs are multiplied together, side by side, and all sums are formed at once.
+    """
+    if not any(map(len, pairs)):
+        return torch.zeros(len(pairs), dtype=dtype)
+    parts: list[Tensor] = []  # of long pairs, chunk by chunk
+    owners: list[int] = []
+    short: list[tuple[int, Tensor, Tensor]] = []
+    for k, some in enumerate(pairs):
+        for a, b in some:
+            if a.numel() <= _SHORT:
+                short.append((k, a.reshape(-1), b.reshape(-1)))
+                continue
+            dots = [torch.dot(x.to(dtype), y.to(dtype)) for x, y in _chunks(a, b)]
+            parts, owners = parts + dots, owners + [k] * len(dots)
+    values = [torch.stack(parts)] if parts else []
+    if short:
+        left, right = (torch.cat(side).to(dtype) for side in ([a for _, a, _ in short], [b for _, _, b in short]))
+        values.append(left * right)
+    lengths = torch.tensor([1] * len(owners) + [len(a) for _, a, _ in short])
+    index = torch.repeat_interleave(torch.tensor(owners + [k for k, _, _ in short]), lengths).to(values[0].device)
+    total = torch.zeros(len(pairs), dtype=torch.float64, device=values[0].device)
+    return total.index_add_(0, index, torch.cat(values).double()).to(dtype)
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

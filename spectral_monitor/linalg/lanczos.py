@@ -16,7 +16,7 @@ This differs from the textbook in three ways:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -92,8 +92,9 @@ class KrylovSpace:
     matrices it holds.
 
     Attributes:
-        members: (K,) which matrices, on the CPU, counted over all stacks.
-        undecided: (K,) which of these are still multiplied, on the CPU.
+        members: which K matrices, counted over all stacks.
+        undecided: places among them of those that are still multiplied.
+        first: which member is the first of each stack.
         runs: the undecided matrices.
         split, across: whether anything, or columns, lie in several processes.
         steps: blocks whose images are known; ``V`` has one block more.
@@ -111,12 +112,12 @@ class KrylovSpace:
         self.across, self.split = any(A.split[1] for A in stacks), any(any(A.split) for A in stacks)
         self._max_steps, room, self.steps = max_steps, min(max_steps, ROOM), 0
         counts = [A.shape[0] for A in stacks]
-        self._first = [sum(counts[:k]) for k in range(len(stacks))]
-        self.members = torch.arange(sum(counts))
-        self.undecided = torch.ones(sum(counts), dtype=torch.bool)
+        self.first = [sum(counts[:k]) for k in range(len(stacks))]
+        self.members = list(range(sum(counts)))
+        self.undecided = list(self.members)
         self._scale = torch.where(units > 0, units, 1.0).reciprocal()[:, None, None]
         sizes = [A.shape[2] for A in stacks]
-        self._sizes = torch.repeat_interleave(torch.tensor(sizes), torch.tensor(counts))
+        self._sizes = [size for size, count in zip(sizes, counts, strict=True) for _ in range(count)]
         like = stacks[0].like
         self.V = like.new_empty(sum(counts), (room + 1) * BLOCK, max(sizes))
         begin = torch.zeros(len(stacks), BLOCK, max(sizes), dtype=torch.float64)
@@ -158,26 +159,27 @@ class KrylovSpace:
         self.steps += 1
         return rider
 
-    def decide(self, places: Tensor) -> None:
-        """Multiply the matrices at these places (indices into :attr:`members`, on the CPU) no more."""
-        self.undecided[places] = False
-        left = self.undecided.nonzero()[:, 0]
-        if len(left) <= 0.75 * len(self.members):  # less is not worth the copy
-            here = left.to(self.V.device)
+    def decide(self, places: Collection[int]) -> None:
+        """Multiply the matrices at these places (indices into :attr:`members`) no more."""
+        done = set(places)
+        left = self.undecided = [place for place in self.undecided if place not in done]
+        if left and len(left) <= 0.75 * len(self.members):  # less is not worth the copy
+            here = torch.tensor(left, device=self.V.device)
             self.V, self.T, self._scale = self.V[here], self.T[here], self._scale[here]
-            self.members, self.undecided, self._one = self.members[left], self.undecided[left], self._one[: len(left)]
+            self.members, self._one = [self.members[place] for place in left], self._one[: len(left)]
+            self.undecided = list(range(len(left)))
         self.runs = list(self._undecided_runs())
 
-    def projected(self, members: Tensor) -> Tensor:
-        """Return ``T`` of some (indices on the CPU) and, below it, its coupling to the newest block.
+    def projected(self, places: list[int]) -> Tensor:
+        """Return ``T`` of some (indices into :attr:`members`) and, below it, its coupling to the newest block.
 
         (members, end + b, end), float64 on the CPU: one copy from the device.
         """
         end = self.steps * BLOCK
         T = self.T[:, : end + BLOCK, :end].to("cpu").double()
-        return T if len(members) == len(T) else T[members]
+        return T if len(places) == len(T) else T[places]
 
-    def doubt(self, T: Tensor, members: Tensor, tol: float) -> tuple[Tensor, Tensor]:
+    def doubt(self, T: Tensor, places: list[int], tol: float) -> tuple[Tensor, Tensor]:
         """Return a bound on how probable a start is that hides a singular value above ``(1 + tol) sigma``; and sigma.
 
         The components of its vector along the first block are a known b x b matrix G times those along the newest
@@ -186,7 +188,7 @@ class KrylovSpace:
 
         Args:
             T: of these members, as :meth:`projected` returns it.
-            members: indices into :attr:`members`, on the CPU.
+            places: indices into :attr:`members`.
             tol: relative tolerance.
         """
         b, end = BLOCK, T.shape[2]
@@ -194,21 +196,16 @@ class KrylovSpace:
         beyond = (1 + tol) ** 2 * square[:, None, None] * torch.eye(end, dtype=T.dtype) - T[:, :end]
         lower, _ = torch.linalg.cholesky_ex(beyond)
         G = torch.cholesky_solve(T[:, end:].mT, lower)[:, :b]
-        n = self._sizes[self.members[members]].double()
+        n = torch.tensor([self._sizes[self.members[place]] for place in places], dtype=torch.float64)
         bound = (n / 2) ** (b / 2) / math.gamma(b / 2 + 1) * torch.linalg.vector_norm(G, dim=(1, 2)) ** b
         return bound, square.sqrt()
 
     def _undecided_runs(self) -> Iterator[Run]:
         """Yield undecided matrices of each stack, those side by side together."""
-        places = self.undecided.nonzero()[:, 0]
-        if not len(places):
-            return
-        members = self.members[places].tolist()
+        members = [self.members[place] for place in self.undecided]
         for k, A in enumerate(self._stacks):
-            first = self._first[k]
-            mine = [
-                (p, j - first) for p, j in zip(places.tolist(), members, strict=True) if 0 <= j - first < A.shape[0]
-            ]
+            first = self.first[k]
+            mine = [(p, j - first) for p, j in zip(self.undecided, members, strict=True) if 0 <= j - first < A.shape[0]]
             start = 0
             for end in range(1, len(mine) + 1):
                 if end < len(mine) and mine[end][0] - mine[end - 1][0] == 1 == mine[end][1] - mine[end - 1][1]:

@@ -60,6 +60,11 @@ class ShardedStack:
         parts = tuple(Shard(part.members, part.cols, part.rows, part.A.mT) for part in self.parts)
         return replace(self, shape=(K, n, m), parts=parts, split=self.split[::-1])
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether one part has everything."""
+        return len(self.parts) == 1 and self.parts[0].members is None and self.parts[0].A.shape == self.shape
+
     def select(self, first: int, last: int) -> ShardedStack:
         """Return the members from ``first`` up to ``last``."""
         parts = []
@@ -79,7 +84,7 @@ class ShardedStack:
     def times(self, x: Tensor) -> Tensor:
         """``A x`` of rows x (K, b, n) as rows (K, b, m): this process's share, the rows of others 0."""
         K, b, _ = x.shape
-        if len(self.parts) == 1 and self.parts[0].members is None and self.parts[0].A.shape == self.shape:
+        if self._is_whole:
             return torch.bmm(x, self.parts[0].A.mT)  # rows times matrices: the fast order
         y = x.new_zeros(K, b, self.shape[1])
         for part in self.parts:
@@ -104,6 +109,9 @@ class ShardedStack:
 
     def combined(self, measure: Callable[[Tensor], Tensor], order: float) -> Coroutine[Tensor]:
         """(K,) the ``order``-norm over all rectangles of ``measure``, from (P, rows, cols) to (P,)."""
+        if self._is_whole:
+            mine = measure(self.parts[0].A)
+            return (yield from all_reduce_norm(mine, order, self.exchange))
         mine = self.like.new_zeros(self.shape[0])
         for part in self.parts:
             mine[slice(None) if part.members is None else part.members.to(mine.device)] = measure(part.A)

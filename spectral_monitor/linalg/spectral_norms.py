@@ -183,8 +183,11 @@ def _solve(stacks: Sequence[ShardedStack], tol: float, exact: bool, bounds: bool
     routines += [_lanczos(list(some.values()), [fros[k] for k in some], wanted, bounds) for wanted, some in bases]
     found = yield from gather(routines)
     # Back in the order of the stacks.
-    norms = {k: _Norms.exact(fros[k], [0]) for k in trivial}
-    for some, result in zip([small] * bool(small) + [basis for _, basis in bases], found, strict=True):
+    if trivial:
+        found.append(_Norms.exact(torch.cat([fros[k] for k in trivial]), [0] * len(trivial)))
+    norms: dict[int, _Norms] = {}
+    solved = [*([small] if small else []), *(basis for _, basis in bases), *([trivial] if trivial else [])]
+    for some, result in zip(solved, found, strict=True):
         norms.update(zip(some, result.split([counts[k] for k in some]), strict=True))
     ordered = [norms[k] for k in range(len(tamed))]
     columns = _certain(tamed, ordered, fro, scale) if bounds else _plain(ordered, fro, scale)
@@ -267,7 +270,7 @@ class _Look(NamedTuple):
         done: which of them are decided.
     """
 
-    places: Tensor
+    places: list[int]
     T: Tensor
     sigma: Tensor
     done: Tensor
@@ -284,10 +287,10 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
     exchange = stacks[0].exchange
     speaks = float(exchange is None or exchange.rank == 0)
     found = torch.zeros(3, len(fro), dtype=torch.float64)  # sigma, error, unseen; in units
-    reads = torch.zeros(len(fro), dtype=torch.int64)
+    reads = [0] * len(fro)
     told = nothing = fro.new_zeros(0)
     look: _Look | None = None
-    while bool(space.undecided.any()):
+    while space.undecided:
         told = yield from space.step(told)
         if look is not None:  # the others have heard of it now
             look = look._replace(done=told.to("cpu") > 0.5)
@@ -298,22 +301,28 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
                 continue
         if look is None:
             continue
-        places = look.places[look.done]
-        decided = space.members[places]
+        places = _decided(look)
+        decided = [space.members[place] for place in places]
         found[:, decided] = _ritz(look) if bounds else torch.stack([look.sigma[look.done]] * 3)
-        reads[decided] = 2 * space.steps
+        for member in decided:
+            reads[member] = 2 * space.steps
         space.decide(places)
         look, told = None, nothing
     found[2] += 2 * torch.repeat_interleave(torch.tensor([_slack(A) for A in stacks]), torch.tensor(counts))
     sigma, error, unseen = found.to(fro.dtype).to(fro.device) * fro
-    return _Norms(sigma, error, unseen * fro, [int(some.max()) for some in reads.split(counts)])
+    passes = [max(reads[start : start + count]) for start, count in zip(space.first, counts, strict=True)]
+    return _Norms(sigma, error, unseen * fro, passes)
 
 
 def _look(space: KrylovSpace, tol: float) -> _Look:
-    places = space.undecided.nonzero()[:, 0]
+    places = space.undecided
     T = space.projected(places)
     doubt, sigma = space.doubt(T, places, tol)
     return _Look(places, T, sigma, (doubt <= DOUBT) | (space.steps == MAX_STEPS))
+
+
+def _decided(look: _Look) -> list[int]:
+    return [place for place, done in zip(look.places, look.done.tolist(), strict=True) if done]
 
 
 def _ritz(look: _Look) -> Tensor:

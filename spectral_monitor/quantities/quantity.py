@@ -20,6 +20,9 @@ class Readings(Protocol):
     def get(self, name: str) -> float:
         """Return a single number."""
 
+    def largest(self, name: str) -> float:
+        """Return the largest of several numbers."""
+
     def norm(self, name: str, norm: Norm = "sigma") -> float:
         """Return the spectral or the Frobenius norm of a matrix."""
 

@@ -146,10 +146,12 @@ class KeptUpdates(MatrixStage):
         super().__init__(*args)
         self.kept = {}
 
-    def _share(self, i, stack):
-        ((_, dW),) = stack.parts(i)
-        self.kept[i] = dW.clone()
-        return super()._share(i, stack)
+    def _shares(self, found):
+        for stack in found:
+            for i in stack.members:
+                ((_, dW),) = stack.parts(i)
+                self.kept[i] = dW.clone()
+        return super()._shares(found)
 
 
 @pytest.mark.parametrize(("name", "flags"), VARIANTS)

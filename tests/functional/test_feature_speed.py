@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import spectral_monitor.functional as F
-from spectral_monitor.functional.feature_speed import angle_from_sums, angle_sums, inner
+from spectral_monitor.functional.feature_speed import angle_from_sums, angle_sums, inner, inner_sums
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -198,3 +198,22 @@ def test_mixed_precisions_are_promoted():
         value = measure(dh.bfloat16(), b)
         np.testing.assert_allclose(value.item(), naive(dh.bfloat16(), b), rtol=1e-5, err_msg=name)
         assert measure(dh, b.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inner_sums_are_those_of_numpy_however_long_pairs_are(dtype):
+    shapes = [[(7,)], [(300, 1000), (5, 3)], [], [(4096,)], [(4097,)], [(700, 900)]]  # one, several, none; short, long
+    pairs = [
+        [(gaussian(*shape, dtype=dtype, seed=k), gaussian(*shape, seed=10 + k)) for k, shape in enumerate(some)]
+        for some in shapes
+    ]
+    found = inner_sums(pairs, torch.float32)
+    assert found.dtype == torch.float32
+    for value, some in zip(found.tolist(), pairs, strict=True):
+        expected = sum((a.double().numpy() * b.double().numpy()).sum() for a, b in some)
+        scale = sum(float(a.double().norm() * b.double().norm()) for a, b in some)
+        assert value == pytest.approx(expected, abs=1e-7 * scale)
+
+
+def test_inner_sums_of_nothing_are_zero():
+    assert inner_sums([[], []], torch.float32).tolist() == [0.0, 0.0]

@@ -121,13 +121,15 @@ class ChangeStage:
         inner = groups[..., INNER].sum(1)
         every = torch.tensor([some.rows == some.of for some in found], device=groups.device)
         errors = torch.where(every[:, None], torch.where(means.isnan(), means, 0.0), errors)
+        parts = torch.tensor([some.rows / some.of for some in found], device=groups.device)
+        sensitivity = errors[:, 2] * parts
         for k, (i, some) in enumerate(zip(layers, found, strict=True)):
             out.put(i, name, means[k, 0])
             out.put(i, f"{name}.error", errors[k, 0])
             if size:
                 out.put(i, "dh.norm", lengths[k, 0])
-                out.put(i, "dh.size", torch.tensor(float(some.size)))
-                out.put(i, "dh.share", torch.tensor(some.rows / some.of))
+                out.note(i, "dh.size", float(some.size))
+                out.note(i, "dh.share", some.rows / some.of)
                 out.put(i, "h.compared", lengths[k, 1])
             if size and some.graded:
                 out.put(i, "b.dh", inner[k])
@@ -135,7 +137,7 @@ class ChangeStage:
                 out.put(i, "b.compared", out.get(i, "b.norm") if i in census.common else lengths[k, 2])
                 if i not in census.common:
                     out.put(i, "bfa_cos.error", errors[k, 1])
-                    out.put(i, "sensitivity.error", errors[k, 2] * some.rows / some.of)
+                    out.put(i, "sensitivity.error", sensitivity[k])
 
     def _everywhere(self, changes: Mapping[int, Change | None], samples: int | None) -> Coroutine[dict[int, Found]]:
         """Return the changes of all processes as one, of layers that all have seen; ``samples``: those of this one."""

@@ -113,7 +113,7 @@ class FullStage:
             if change is not None and change.size:
                 self._out.put(i, "x.norm", length(change.before))
                 self._out.put(i, "dx.norm", length(change.lengths))
-                self._out.put(i, "dx.size", torch.tensor(float(change.size)))
+                self._out.note(i, "dx.size", float(change.size))
 
     def graphs(
         self, again: Replayable | None, given: StepInputs, outputs: Outputs, rates: Sequence[tuple[nn.Parameter, float]]

@@ -79,6 +79,8 @@ class _Size(NamedTuple):
 def _size(calls: Sequence[tuple[Tensor, int]]) -> _Size | None:
     """Return the size of several calls; ``None`` if there is nothing in them."""
     entries = sum(some for _, some in calls)
+    if entries and len(calls) == 1:
+        return _Size(calls[0][0], entries)
     return _Size(torch.linalg.vector_norm(torch.stack([norm for norm, _ in calls])), entries) if entries else None
 
 
@@ -243,11 +245,12 @@ class RowStage:
                 all_reduce_norm(torch.tensor(counts, dtype=torch.float32), 1, self.exchange),
             ]
         )
+        rows = numbers / torch.tensor([float(max(self._features(i, name), 1)) for i, name in sizes])
         for k, (i, name) in enumerate(sizes):
             self.out.put(i, f"{name}.norm", both[k])
             self.out.put(i, f"{name}.size", numbers[k])
             if name == "h":
-                self.out.put(i, "h.rows", numbers[k] / self._features(i, name))
+                self.out.put(i, "h.rows", rows[k])
 
     def _spectra(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
         """Put spectral and Frobenius norms of matrices of rows, a fixed choice of those of each layer."""

@@ -28,10 +28,15 @@ class RawScalars:
 
     def __init__(self) -> None:
         self._items: dict[tuple[int, str], Tensor] = {}
+        self._known: dict[tuple[int, str], float] = {}
 
     def put(self, layer: int, name: str, value: Tensor) -> None:
         """Add or replace a value of any shape."""
         self._items[(layer, name)] = value.detach().reshape(-1)
+
+    def note(self, layer: int, name: str, number: float) -> None:
+        """Add or replace a number that the host knows."""
+        self._known[(layer, name)] = number
 
     def get(self, layer: int, name: str) -> Tensor:
         """Return a value that was put before, flat, still on its device."""
@@ -50,6 +55,8 @@ class RawScalars:
             found = _unpacked(flat.cpu(), [self._items[key].numel() for key in keys])
             for (layer, name), values in zip(keys, found, strict=True):
                 raw[layer][name] = values
+        for (layer, name), number in self._known.items():
+            raw[layer][name] = [number]
         return dict(raw)
 
 

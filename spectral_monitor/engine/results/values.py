@@ -32,6 +32,10 @@ def _finite(values: Values) -> bool:
     return bool(values.isfinite().all()) if isinstance(values, Tensor) else all(map(math.isfinite, values))
 
 
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values, default=math.nan)
+
+
 class LayerScalars:
     """Raw scalars of one layer and how they combine over taps and blocks.
 
@@ -55,6 +59,11 @@ class LayerScalars:
     def sound(self) -> bool:
         """Return whether everything measured of this layer is finite, but for ratios to zero."""
         return sound(self._raw)
+
+    def largest(self, name: str) -> float:
+        """The largest of several numbers, NaN if one of them is or they were not measured."""
+        values = self._raw.get(name, [])
+        return float(values.amax()) if isinstance(values, Tensor) else _largest(values)
 
     def _by_block(self, name: str) -> Tensor:
         """Return values (taps, blocks), NaN if not measured."""
@@ -101,6 +110,10 @@ class LayerScalars:
         """Return the stable rank; zero taps and blocks have none and are left out."""
         if len(self._raw.get(f"{name}.sigma", ())) == 1:
             return self.row_stable_rank(name)
+        sigma, fro = (self._raw.get(f"{name}.{norm}", ()) for norm in ("sigma", "fro"))
+        if isinstance(sigma, list) and isinstance(fro, list):  # few: without an operator
+            few = [(f / s) ** 2 for s, f in zip(sigma, fro, strict=True) if s != 0]
+            return _largest(few)
         sigma, fro = self._by_block(f"{name}.sigma"), self._by_block(f"{name}.fro")
         ranks = (fro / sigma)[sigma != 0].square()
         return float(ranks.amax()) if ranks.numel() else math.nan
@@ -110,6 +123,9 @@ class LayerScalars:
         values: Values = self._raw.get(name, [])
         if len(values) == 1:
             return float(values[0])
+        if isinstance(values, list) and values:
+            blocks = [[x for x in values[k :: self._blocks] if not math.isnan(x)] for k in range(self._blocks)]
+            return max((sum(taps) / len(taps) for taps in blocks if taps), default=math.nan)
         means = self._by_block(name).nanmean(0)
         means = means[~means.isnan()]
         return float(means.amax()) if means.numel() else math.nan
@@ -148,7 +164,8 @@ class LayerScalars:
     def local_change(self) -> float:
         """RMS length of ``dW h'`` over that of ``h``."""
         length = self.get("h.norm") / math.sqrt(rows) if (rows := self.get("h.rows")) else math.nan
-        return self.get("dW.h") / length if length else math.nan
+        squares = self._raw.get("dW.h", [math.nan])  # of each block, the mean over rows
+        return math.sqrt(float(sum(squares))) / length if length else math.nan
 
     def sensitivity(self) -> float:
         """Feature change per loss decrease; rows that were not compared are taken to add as much to it as others."""

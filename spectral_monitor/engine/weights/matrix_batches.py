@@ -24,6 +24,9 @@ SPARE, SPARE_BYTES = 0.035, 1 << 27
 VECTORS = (2 * ROOM + MORE_ROOM + 8) * BLOCK
 """Those of a Lanczos iteration while its basis is moved to where there is more room, and those in passing."""
 
+SHORT = 1 << 14
+"""Entries up to which differences are formed together, with one more pass."""
+
 Start = Mapping[int, Sequence[Tensor]]
 """Layer index -> the weights drift is counted from, as the contents of the layer's rectangles in host memory."""
 
@@ -153,11 +156,13 @@ class MatrixBatch:
         self._refill(lambda i: start[i])
 
     def _refill(self, contents: Callable[[int], Sequence[Tensor]]) -> None:
-        filled = [(places, contents(i)) for i, places in self.places.items() if places]
-        pairs = [pair for places, parts in filled for pair in zip(places, parts, strict=True)]
-        slots = [self.buffers[buffer][place] for (_, buffer, place), _ in pairs]
-        if slots:
-            torch._foreach_copy_(slots, [part for _, part in pairs], non_blocking=True)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for i, places in self.places.items():
+            if places:
+                pairs += [(self.buffers[k][place], x) for (_, k, place), x in zip(places, contents(i), strict=True)]
+        if pairs:
+            targets, found = zip(*pairs, strict=True)
+            torch._foreach_copy_(targets, found, non_blocking=True)
 
     def now(self, *, in_place: bool) -> MatrixBatch:
         """Return the weights as they are now; ``in_place``: in this memory."""
@@ -171,6 +176,7 @@ class MatrixBatch:
         ``in_place``: in this memory, which is lost then.
         """
         target = self._target(in_place)
+        short: list[tuple[Tensor, Tensor, Tensor]] = []
         for i, places in self.places.items():
             if not places:
                 continue
@@ -181,7 +187,14 @@ class MatrixBatch:
                 out = target.buffers[buffer][place]
                 if (old.dtype, old.device) != (out.dtype, out.device):
                     old = out.copy_(old, non_blocking=True)
-                torch.sub(new[k], old, out=out)
+                if out.numel() <= SHORT and old.data_ptr() != out.data_ptr():
+                    short.append((out, new[k], old))
+                else:
+                    torch.sub(new[k], old, out=out)
+        if short:  # together: what that costs is one more pass over little
+            outs, news, olds = zip(*short, strict=True)
+            torch._foreach_copy_(outs, news)
+            torch._foreach_sub_(outs, olds)
         return target
 
     def _target(self, in_place: bool) -> MatrixBatch:

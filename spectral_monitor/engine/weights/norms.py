@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
@@ -79,9 +82,13 @@ class MatrixNorms:
                 self._out.put(i, f"{job.name}.fro", norms[job][span])
                 if job in sigmas:
                     self._out.put(i, f"{job.name}.sigma", sigmas[job][span])
+        alike: dict[torch.device, list[tuple[Job, Tensor, Tensor | None]]] = defaultdict(list)
         for job, found in zip(mapped, products, strict=True):
             if found is not None:
-                self._put_maps(job, found, sigmas.get(job))
+                alike[found.device].append((job, found, sigmas.get(job)))
+        for some in alike.values():
+            self._put_maps(some)
+        for job in mapped:
             if job.name == "dW":
                 self._inputs_of.pop(tuple(job.stack.members), None)
 
@@ -135,32 +142,51 @@ class MatrixNorms:
             self._inputs_of[key] = _rows_of(stack, self._inputs, most)
         return self._inputs_of[key]
 
-    def _put_maps(self, job: Job, products: Tensor, sigma: Tensor | None) -> None:
-        """Put alignments, and lengths of what matrices make of the inputs."""
-        alignment, length = MAPS[job.name]
-        rows = self._rows(job.stack)
-        assert rows is not None
-        wanted = set(self._settings.keys)
-        aligned = None if sigma is None or alignment not in wanted else mean_alignment(products, rows.lengths, sigma)
-        squares = (products * rows.sizes).square() if length in wanted else None  # (K, R)
-        totals = None if squares is None else squares.sum(1)
+    def _put_maps(self, found: Sequence[tuple[Job, Tensor, Tensor | None]]) -> None:
+        """Put alignments, and lengths of what matrices make of the inputs.
+
+        Args:
+            found: jobs, lengths (K, R) of what their matrices make of the inputs, and their norms (K,), if known.
+        """
+        wanted, rows = set(self._settings.keys), [self._rows(job.stack) for job, _, _ in found]
+        # The matrices of all stacks side by side, (K, R): rows that are missing are zero and do not count.
+        longest = max(products.shape[1] for _, products, _ in found)
+        products = _side_by_side([products for _, products, _ in found], longest)
+        lengths_of = _side_by_side([some.lengths for some in rows if some is not None], longest)
+        sigma = torch.cat(
+            [products.new_full((len(some),), math.nan) if norm is None else norm for _, some, norm in found]
+        )
+        aligned = mean_alignment(products, lengths_of, sigma)
+        squares = None
+        if any(length in wanted for _, length in MAPS.values()):
+            sizes = _side_by_side([some.sizes for some in rows if some is not None], longest)
+            squares = (products * sizes).square()
         errors = off = None
+        there = lengths_of > 0
         if self._settings.max_rows is not None:
-            if aligned is not None and sigma is not None:
-                errors = mean_alignment_error(products, rows.lengths, sigma)
-            if squares is not None and totals is not None:
-                there = rows.lengths > 0
-                off = standard_error_of_mean(squares, there) * there.sum(1) / totals / 2  # of the root, relative to it
-        for i, count in rows.counts.items():
-            span = job.stack.spans[i]
-            if aligned is not None:
-                self._out.put(i, alignment, aligned[span])
-            if errors is not None:
-                self._out.put(i, f"{alignment}.error", errors[span].amax())
-            if totals is not None and job.stack.members[i].layer.layout.taps == 1:
-                self._out.put(i, f"{job.name}.h", (totals[span].sum() / count).sqrt())
-                if off is not None:
-                    self._out.put(i, f"{job.name}.h.error", off[span].amax())
+            errors = mean_alignment_error(products, lengths_of, sigma)
+            if squares is not None:  # of the root, relative to it
+                off = standard_error_of_mean(squares, there) * there.sum(1) / squares.sum(1) / 2
+        first = 0
+        for (job, some, norm), inputs in zip(found, rows, strict=True):
+            alignment, length = MAPS[job.name]
+            assert inputs is not None
+            for i, count in inputs.counts.items():
+                span = slice(first + job.stack.spans[i].start, first + job.stack.spans[i].stop)
+                if norm is not None and alignment in wanted:
+                    self._out.put(i, alignment, aligned[span])
+                    if errors is not None:
+                        self._out.put(i, f"{alignment}.error", errors[span])
+                if squares is not None and length in wanted and job.stack.members[i].layer.layout.taps == 1:
+                    self._out.put(i, f"{job.name}.h", squares[span].sum(1) / count)
+                    if off is not None:
+                        self._out.put(i, f"{job.name}.h.error", off[span])
+            first += len(some)
+
+
+def _side_by_side(columns: Sequence[Tensor], longest: int) -> Tensor:
+    """Return tensors (K, R), (K', R'), ... as one, filled up with zeros to so many columns."""
+    return torch.cat([x if x.shape[1] == longest else pad(x, (0, longest - x.shape[1])) for x in columns])
 
 
 class _Rows(NamedTuple):
@@ -195,7 +221,8 @@ def _rows_of(stack: MatrixBatch, inputs: Callable[[int], Tensor | None], most: i
     x = stack.like.new_zeros(K, max(counts.values()), n)
     for i, rows in found.items():
         layout = stack.members[i].layer.layout
-        x[stack.spans[i], : len(rows)] = layout.inputs(rows.to(x)).repeat(layout.taps, 1, 1)
+        given = layout.inputs(rows.to(x))
+        x[stack.spans[i], : len(rows)] = given if layout.taps == 1 else given.repeat(layout.taps, 1, 1)
     sizes = largest(x, 2)
     x /= sizes
     return _Rows(x, sizes.squeeze(2), torch.linalg.vector_norm(x, dim=2), counts)

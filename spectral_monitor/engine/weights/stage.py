@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.gradients import contribution_here, gradient_here, gradient_norms, summed_over
 from spectral_monitor.engine.weights.matrix_batches import BatchMember, MatrixBatch, Start, chunks, matrix_batches
 from spectral_monitor.engine.weights.norms import Job, MatrixNorms
-from spectral_monitor.functional.feature_speed import inner
+from spectral_monitor.functional.feature_speed import inner_sums
 from spectral_monitor.linalg import AllReduce, Coroutine, gather, run_local, sequence
 from spectral_monitor.state.buffers import kept
 from spectral_monitor.state.dtensor import local_part
@@ -163,9 +164,7 @@ class MatrixStage:
             found = [stack.change(in_place=in_place) for stack in found]
             self._do("dW", found, in_place)
             if "g" in needs:
-                for stack in found:
-                    known = [i for i, member in stack.members.items() if self._is_known(i, member)]
-                    shares.update((i, self._share(i, stack)) for i in known)
+                shares.update(self._shares(found))
         if "W0" in needs:
             self._do("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
         if "W1" in needs:
@@ -232,23 +231,31 @@ class MatrixStage:
         """Return whether a layer's contribution is defined; divided parameters are counted as such."""
         return member.layer.compute is None or i in self._originals or bool(member.layer.tied_to)
 
-    def _share(self, i: int, stack: MatrixBatch) -> Tensor:
-        """Return this process's part of a layer's contribution; of tied weights the first one counts."""
-        layer = stack.members[i].layer
-        if layer.tied_to or i in self.unused:
-            return stack.like.new_zeros(())
-        if layer.compute is not None or i in self._originals:  # to first order this is the same
-            parts = [contribution_here(p, old) / n for p, old, n in self._originals.pop(i, ()) if p.grad is not None]
-        else:
-            gradient = gradient_here(layer.sources[0])
-            if gradient is None:
-                return stack.like.new_zeros(())
-            contents = stack.members[i].contents(gradient)
-            parts = [-inner(g, dW, dW.dtype) for g, dW in zip(contents, stack.entries(i), strict=True)]
-        if len(parts) == 1:
-            return parts[0]
-        total: Tensor = torch.stack(parts).sum() if parts else stack.like.new_zeros(())
-        return total
+    def _shares(self, found: Sequence[MatrixBatch]) -> dict[int, Tensor]:
+        """Return what this process's part of each layer contributes; of tied weights the first one counts."""
+        shares: dict[int, Tensor] = {}
+        pairs: dict[tuple[torch.dtype, torch.device], dict[int, list[tuple[Tensor, Tensor]]]] = defaultdict(dict)
+        for stack in found:
+            for i in (i for i, member in stack.members.items() if self._is_known(i, member)):
+                layer, gradient = stack.members[i].layer, None
+                parts: list[Tensor] = []
+                if layer.tied_to or i in self.unused:
+                    pass
+                elif layer.compute is not None or i in self._originals:  # to first order this is the same
+                    kept_here = [(p, old, n) for p, old, n in self._originals.pop(i, ()) if p.grad is not None]
+                    parts = [contribution_here(p, old) / n for p, old, n in kept_here]
+                else:
+                    gradient = gradient_here(layer.sources[0])
+                if gradient is not None:
+                    both = zip(stack.members[i].contents(gradient), stack.entries(i), strict=True)
+                    pairs[stack.like.dtype, stack.like.device][i] = list(both)
+                elif parts:
+                    shares[i] = torch.stack(parts).sum()
+                else:
+                    shares[i] = stack.like.new_zeros(())
+        for (dtype, _), some in pairs.items():
+            shares.update(zip(some, -inner_sums(list(some.values()), dtype), strict=True))
+        return shares
 
     def _arrivals(self, held: _Held, layers: Iterable[int]) -> Tensor:
         """Return, for each layer, how many of its parameters have a local gradient that is not zero, whatever the
