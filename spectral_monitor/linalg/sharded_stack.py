@@ -62,7 +62,7 @@ class ShardedStack:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether one part has everything."""
+        """True if one part has everything."""
         return len(self.parts) == 1 and self.parts[0].members is None and self.parts[0].A.shape == self.shape
 
     def select(self, first: int, last: int) -> ShardedStack:
