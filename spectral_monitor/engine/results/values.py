@@ -60,8 +60,8 @@ class LayerScalars:
         """Return whether everything measured of this layer is finite, but for ratios to zero."""
         return sound(self._raw)
 
+    def largest(self, name: str) -> float:
         """Return the largest of several numbers, NaN if one of them is or they were not measured."""
-        """The largest of several numbers, NaN if one of them is or they were not measured."""
         values = self._raw.get(name, [])
         return float(values.amax()) if isinstance(values, Tensor) else _largest(values)
 
