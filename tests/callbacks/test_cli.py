@@ -64,7 +64,7 @@ ARGUMENTS = {
     "blocks": {"net.2": 2},
     "max_rows": None,
     "replay_samples": 3,
-    "tol": 0.05,
+    "tol": 0.01,
     "drift_every": 3,
     "history": 2,
     "condition": {"persistence": 2, "expected": {"net.0": 10.0}, "ignore": ["eps", "rates"]},

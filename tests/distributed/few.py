@@ -50,7 +50,7 @@ def together(network: str, samples: int, parts: int) -> dict[str, Any]:
 def run(way: str, network: str, samples: int | None, data: Any = None) -> dict[str, Any]:
     module, sizes = Training(network, shard=WAYS[way].shard if way else None), []
     module.net.register_forward_pre_hook(lambda net, args: sizes.append(len(args[0])))
-    monitor = SpectralMonitor(1, KEYS, tol=1e-6, drift_every=2, replay_samples=samples, mode="observe")
+    monitor = SpectralMonitor(1, quantities=KEYS, tol=1e-6, drift_every=2, replay_samples=samples, mode="observe")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fit(way, network, STEPS, [monitor], data=data, module=module)

@@ -334,7 +334,7 @@ def scaled(self, i, call, gradient):
 
 
 def logs_itself(self, trainer, place):
-    self.write = lambda measurement: trainer.lightning_module.log("spectral", 1.0)
+    self.write = lambda measurement: trainer.lightning_module.log("monitor", 1.0)
 
 
 def measure_early(self, trainer, module, loss):
