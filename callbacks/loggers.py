@@ -170,7 +170,7 @@ class SinkManager:
                 self._warn(f"{type(logger).__name__} will not be given measurements ({what})", error)
         self.folder = next(filter(None, map(_folder, trainer.loggers)), None)
         if self.folder is not None:
-            found.append(JSONLinesSink(self.folder / run_file_name(place)))
+            found.append(JSONLinesSink(self.folder / run_file_name(place), _about(trainer)))
         self._all = Sinks([*found, *self.sinks], self._warn)
         self._status.begin(trainer)
 
@@ -213,3 +213,9 @@ def _folder(logger: Logger) -> Path | None:
         return None
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return Path(folder) / str(logger.name) / version
+
+
+def _about(trainer: pl.Trainer) -> dict[str, str]:
+    """Return what the file of measurements says of the run: the classes of its model and its optimizers."""
+    optimizers = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in trainer.optimizers))
+    return {"model": type(trainer.lightning_module).__name__, **({"optimizer": optimizers} if optimizers else {})}

@@ -151,6 +151,7 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
     text = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"\$\$.*?\$\$", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL)
     text = re.sub(r"\]\([^)]*\)", "]", text)
+    text = re.sub(r"^> ?", "", text, flags=re.MULTILINE)
     line = 1
     for block in re.split(r"(\n\s*\n|\n(?=\s*(?:[*+-]|\d+\.) ))", text):
         if not block.lstrip().startswith(("|", "#", "!", "<", ":::", "    ")) and block.strip():

@@ -10,8 +10,6 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-SHIM = re.compile(r"""(?<=src=["'])https://unpkg\.com/iframe-worker/shim(?=["'])""")
-"""What lets the search run where pages are read from a disk: docs/ has a copy of it."""
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
 LINK = re.compile(r"(?<!!)\[([^]]+)]\(([^)#\s]+)(#[^)]*)?\)")
 LOADED = re.compile(
@@ -39,16 +37,6 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Let links that leave docs/, as they must in the repository, lead somewhere."""
     return LINK.sub(lambda link: relinked(*link.groups(), page.file.src_uri, files), markdown)
-
-
-def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Load the search's worker from the site."""
-    return SHIM.sub("../" * page.url.count("/") + "iframe-worker.js", output)
-
-
-def on_post_template(output_content: str, template_name: str, config: Any) -> str:
-    """Load the search's worker from the site, in pages that are made of a template alone."""
-    return SHIM.sub("iframe-worker.js", output_content)
 
 
 def relinked(text: str, target: str, anchor: str | None, page: str, files: Any) -> str:

@@ -92,7 +92,7 @@ def screenshot(report: Path, target: Path, width: int = 1280, height: int = 950,
         picture = Image.open(io.BytesIO(page.screenshot()))
         browser.close()
     target.parent.mkdir(parents=True, exist_ok=True)
-    picture.convert("RGB").save(target, optimize=True)
+    picture.convert("RGB").quantize(128).save(target, optimize=True)
 
 
 def main() -> None:

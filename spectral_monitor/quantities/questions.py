@@ -3,7 +3,7 @@
 UPDATES = "Are updates the right size?"
 FEATURES = "Are features moving?"
 WEIGHTS = "Are weights the right size?"
-ALIGNMENT = "Is the readout aligned?"
+ALIGNMENT = "Is the output layer aligned?"
 RANK = "Are updates low-rank?"
 DIRECTIONS = "Do the backward and feature directions agree?"
 CORRECTION = "What did the corrector do?"

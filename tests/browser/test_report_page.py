@@ -263,7 +263,7 @@ def harm(page, seen):
         "body > :not(main, script, svg)",
         "main script",
         "main b",
-        "main a[href]",
+        "main a[href]:not([href^='#'])",
         "main svg a",
     ):
         if page.locator(element).count():

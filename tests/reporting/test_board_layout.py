@@ -66,7 +66,7 @@ def test_the_first_chart_answers_the_question(writer):
         key = "vs_typical_log2" if panel is PANELS[0] else panel.quantities[0]
         stem = f"spectral/summary/{panel.summaries[0]}" if panel.by_summary else f"spectral_{key}/"
         assert all(tag.startswith(stem) for tag in shown), question
-    assert first["Is the readout aligned?"] == {"spectral/summary/final_layer_alignment"}
+    assert first["Is the output layer aligned?"] == {"spectral/summary/final_layer_alignment"}
 
 
 def faulty(step=60):

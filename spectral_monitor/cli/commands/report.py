@@ -28,12 +28,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _report(args: argparse.Namespace) -> None:
     need_plotly("a report")
+    from spectral_monitor.reporting.files.run_facts import run_facts
     from spectral_monitor.reporting.html.report import write_report
     from spectral_monitor.reporting.limit_run import read_limit
 
     check_target(args.output)
-    run = measured(args.place)
-    write_report(run.measurements, args.output, run.notes, read_limit(run_file(args.place)[0]))
+    run, file = measured(args.place), run_file(args.place)[0]
+    write_report(run.measurements, args.output, run.notes, read_limit(file), run_facts(file))
     print(wrote(args.output))
 
 

@@ -46,48 +46,53 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         questions.UPDATES,
         "update_natural",
-        "All layers' updates should be of the same size, within the band. A layer far above is thrown about by its "
-        "learning rate; one far below hardly learns.",
+        "You see the size of every layer's update, and beside it the same relative to the weights. All layers should "
+        "be inside the green band. A layer far above it is unstable: its learning rate is too high, so lower it. A "
+        "layer far below hardly learns: raise its learning rate.",
         ("worst_layer_ratio", "violations"),
     ),
     Panel(
         questions.FEATURES,
         "feature_change",
-        "A step should change every layer's outputs by a similar share, small but not nothing. Where they stand still "
-        "the layer learns no features; where one step changes them by half, nothing it learns lasts.",
+        "You see how much one step changes a layer's outputs (0.03 = 3 %), and how far they have moved since the "
+        "start. Layers should be close to each other. Near zero: the layer learns no features. Half or more: each step "
+        "overwrites what the last one learned; lower the learning rate.",
     ),
     Panel(
         questions.WEIGHTS,
         "weight_natural",
-        "By how much weights stretch their inputs at most: of order 1, at any width, and similar in all layers. Drift "
-        "is how far they have come from where they began, in units of that.",
+        "You see the largest factor by which a weight amplifies its input. Healthy: roughly 0.5 to 10, at any width. "
+        "Drift is how far the weight has moved from initialization (1 = as much as its initial size). A layer far "
+        "above the others needs a smaller initialization.",
     ),
     Panel(
         questions.ALIGNMENT,
         "alignment",
-        "Near 1: inputs lie where the weight stretches most, as the readout's should after a while. As small as one "
-        "over the square root of the width: as good as random.",
+        "1: the layer's inputs lie where its weight amplifies most; the output layer gets there after a while. Random "
+        "weights give about 1/sqrt(width) (0.04 at width 512). An output layer that stays there learns nothing from "
+        "its features.",
         ("final_layer_alignment",),
         by_summary=True,
     ),
     Panel(
         questions.RANK,
         "update_stable_rank",
-        "How many directions a matrix works in. Updates by gradients have few, at most the rows of the batch. It is "
-        "why the largest stretch, not the sum of squares, tells what an update does.",
+        "You see how many directions a matrix works in. Gradient updates have few, at most the rows of the batch. "
+        "There is nothing to fix here: it explains why the spectral norm, not the Frobenius norm, tells what an update "
+        "does.",
     ),
     Panel(
         questions.DIRECTIONS,
         "bfa_cos",
-        "1: outputs move exactly where the loss wants them; 0: at right angles, all change for nothing. Below 0 the "
-        "step goes uphill there.",
+        "1 = outputs move straight downhill, 0 = sideways, below 0 = uphill. Real networks: 0.01 to 0.3. A layer that "
+        "stays below 0 works against the loss: look for a wrong sign, stale gradients or far too much momentum.",
         ("contribution_spread", "loss_change", "loss_change_predicted"),
     ),
     Panel(
         questions.CORRECTION,
         "lr_multiplier",
-        "What each layer's learning rate was multiplied with, and what came of it. 1 everywhere: nothing was "
-        "corrected.",
+        "You see the factor on each layer's learning rate, and the learning rate that came of it. 1 everywhere: "
+        "nothing was corrected.",
     ),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class JSONLinesSink:
 
     Args:
         path: of the file; its folder is made if need be. What is there already stays.
+        run: what the first line says of the run, such as ``{"model": "GPT"}``; the page shows it.
 
     Raises:
         IsADirectoryError: the path is a folder.
@@ -65,8 +66,8 @@ class JSONLinesSink:
         [(50, 1.5)]
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], run: Mapping[str, str] | None = None) -> None:
+        self.path, self._run = Path(path), dict(run or {})
         if self.path.is_dir():
             raise IsADirectoryError(f"{str(self.path)!r} is a folder; JSONLinesSink writes a file")
         self._layers: tuple[LayerInfo, ...] | None = None
@@ -84,7 +85,7 @@ class JSONLinesSink:
         known, self._layers = self._layers, None  # until it is written
         lines = []
         if known != measurement.layers or not self.path.exists():  # somebody may have taken it away
-            lines, self._reasons, self._quantities = [_header(measurement.layers)], {}, set()
+            lines, self._reasons, self._quantities = [_header(measurement.layers, self._run)], {}, set()
         self._quantities |= measurement.values.keys()
         before = concerning(self._reasons, self._quantities - measurement.values.keys())
         lines.append(_line(measurement, _changes(before, measurement.reasons)))
@@ -103,8 +104,9 @@ class JSONLinesSink:
         return f"JSONLinesSink({str(self.path)!r})"
 
 
-def _header(layers: Sequence[LayerInfo]) -> str:
-    return _dump({"format": FORMAT, "version": VERSION, "layers": [asdict(info) for info in layers]})
+def _header(layers: Sequence[LayerInfo], run: Mapping[str, str]) -> str:
+    about = {"run": run} if run else {}
+    return _dump({"format": FORMAT, "version": VERSION, **about, "layers": [asdict(info) for info in layers]})
 
 
 def _changes(before: dict[str, str], now: dict[str, str]) -> dict[str, str | None]:

@@ -64,7 +64,7 @@ def _overlaid(panel: Panel, runs: Sequence[Sequence[Measurement]]) -> tuple[Figu
     (first, steps), (second, more) = found
     if first is None or second is None or list(steps) != list(more):
         return None, {}
-    data = [_of(trace, "A") for trace in first["data"]]
+    data = [_of(trace, "A") for trace in first["data"] if not trace.get("uid", "").startswith("F")]
     data += [_of(trace, "B") for trace in second["data"] if "meta" in trace]  # lines; one band is enough
     for axis in (name for name in first["layout"] if name.startswith("yaxis")):
         one, other = first["layout"][axis], second["layout"][axis]
@@ -84,6 +84,13 @@ def _of(trace: Figure, run: str) -> Figure:
         trace = {**trace, "x": f"{trace['x']} {run}"}
     if "meta" not in trace:
         return trace
+    uid = f"L{run}{trace['uid'][1:]}"  # one of its own: plotly tells lines apart by it
     line = {**trace["line"], "dash": DASHES["AB".index(run)]}
     template = trace["hovertemplate"].replace("%{meta[0]}", f"%{{meta[0]}} in {run}", 1)
-    return {**trace, "line": line, "hovertemplate": template, "showlegend": trace["showlegend"] and run == "A"}
+    return {
+        **trace,
+        "uid": uid,
+        "line": line,
+        "hovertemplate": template,
+        "showlegend": trace["showlegend"] and run == "A",
+    }

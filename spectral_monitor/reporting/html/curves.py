@@ -12,10 +12,11 @@ from torch import Tensor
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.families import kinds
-from spectral_monitor.reporting.content.labels import shortened
+from spectral_monitor.reporting.content.families import OTHERS, kind, kinds
+from spectral_monitor.reporting.content.labels import shortened, unprefixed
 from spectral_monitor.reporting.content.panels import Panel, shown
 from spectral_monitor.reporting.content.tally import off
+from spectral_monitor.reporting.html.families import colour, family_traces
 from spectral_monitor.reporting.html.figures import Figure, Series, digits, escaped, labels, series, title_of, titled
 from spectral_monitor.reporting.html.limit_lines import limit_traces, widened
 
@@ -86,7 +87,8 @@ def curves(
     """
     outside = set(off(now))
     first = [info.role == "readout" or info.name in outside for info in now.layers]
-    rows = drawn(shown(panel, now.layers), first)
+    every = shown(panel, now.layers)
+    rows = drawn(every, first)
     known = {key: found for key in panel.quantities if (found := series(measurements, key)) is not None}
     known = {key: found for key, found in known.items() if found.values[rows].isfinite().any()}
     if not known:
@@ -105,7 +107,7 @@ def curves(
     layout["height"] += 15 * (most - 1)
     for place, (key, found) in enumerate(known.items()):
         suffix = "" if place == 0 else str(place + 1)
-        chart = _Chart(key, found, rows, now)
+        chart = _Chart(key, found, rows, every, now)
         dashed = limit_traces(limit, key, chart.names)
         chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
         left, right = place / len(known), (place + 1) / len(known) - (GAP if place + 1 < len(known) else 0.0)
@@ -113,7 +115,13 @@ def curves(
         layout |= {f"xaxis{suffix}": axis, f"yaxis{suffix}": {"anchor": f"x{suffix}", **chart.axis()}}
         title = titled(key, *map(escaped, meanings[key]), *["&nbsp;"] * (most - len(meanings[key])))
         layout["annotations"].append(title_of(title, suffix, f"y{suffix}"))
-        traces = [*chart.bands(), *dashed, *chart.lines(), *(chart.groups() if place == 0 else [])]
+        traces = [
+            *chart.bands(),
+            *chart.family_bands(),
+            *dashed,
+            *chart.lines(),
+            *(chart.groups() if place == 0 else []),
+        ]
         for trace in traces:
             trace["showlegend"] = trace.get("showlegend", False) and place == 0
             data.append({**trace, "xaxis": f"x{suffix}", "yaxis": f"y{suffix}"})
@@ -126,11 +134,12 @@ class _Chart:
     Args:
         key: the quantity.
         found: all of it.
-        rows: places of the layers that are shown.
+        rows: places of the layers that each have a curve.
+        every: places of all layers of the chart, which families are of.
         now: the measurement that says which layers are outside.
     """
 
-    def __init__(self, key: str, found: Series, rows: Sequence[int], now: Measurement) -> None:
+    def __init__(self, key: str, found: Series, rows: Sequence[int], every: Sequence[int], now: Measurement) -> None:
         known = found.values[rows].isfinite().any(1).tolist()
         rows = [i for i, some in zip(rows, known, strict=True) if some]
         colours = depth_colours(len(now.layers))
@@ -140,9 +149,16 @@ class _Chart:
         verdicts = set(off(now))
         self.outside = [name in verdicts for name in self.names]
         self.crowd = sum(self.outside) > CROWD
-        self.colours = ["@danger" if out else colours[i] for i, out in zip(rows, self.outside, strict=True)]
         self.few = len(rows) <= FEW
-        finite = self.values[self.values.isfinite()]
+        self.every = [i for i in every if bool(found.values[i].isfinite().any())]
+        self.of_every, self.every_name = found.values[self.every], [now.layers[i].name for i in self.every]
+        self.families = {} if self.few else kinds(self.every_name)
+        self.family = {self.every_name[k]: (n, of) for n, (of, some) in enumerate(self.families.items()) for k in some}
+        self.offs = set(self.every_name) & verdicts
+        if not self.few:  # the colours of their families
+            colours = [colour(self.family.get(info.name, (0, ""))[0]) for info in now.layers]
+        self.colours = ["@danger" if out else colours[i] for i, out in zip(rows, self.outside, strict=True)]
+        finite = self.of_every[self.of_every.isfinite()]
         self.log = key not in LINEAR and bool((finite >= 0).all() and (finite > 0).any())
         self.low, self.high = self._range(finite)
 
@@ -176,18 +192,19 @@ class _Chart:
     def lines(self) -> Iterator[Figure]:
         """Return a line for each layer; lines outside the band come last, on top."""
         dots = self.values.numel() <= POINTS or len(self.steps) == 1
-        group = {k: (n, of) for n, (of, some) in enumerate(kinds(self.names).items()) for k in some}
         for k in sorted(range(len(self.names)), key=lambda k: self.outside[k]):
             name, out, values = escaped(self.names[k]), self.outside[k], self.values[k].tolist()
             below = self.log and any(value < self.low for value in values)
             drawn = [max(value, self.low) for value in values] if below else values
             alone = not self.crowd if out else self.few
-            n, of = (0, OUTSIDE) if out else group[k]
+            n, of = (0, OUTSIDE) if out else self.family.get(self.names[k], (0, OTHERS))
+            kept = out or of == OTHERS  # is seen beside families
             yield {
                 "type": "scatter",
                 "mode": "lines+markers" if dots else "lines",
                 "name": self.short[self.names[k]],
                 "meta": [name, self._should_be(k)],
+                "uid": f"L{self.key}_{k}{'k' if kept else ''}",
                 "x": self.key,
                 "y": digits(drawn),
                 **({"customdata": digits(values)} if below else {}),
@@ -209,11 +226,22 @@ class _Chart:
         """Return the legend where not every layer has an entry: families of layers, on which one can click."""
         if self.crowd:
             yield self._group(OUTSIDE, OUTSIDE, sum(self.outside), "@danger", "solid", 500)
-        found = {} if self.few else kinds(self.names)
-        short = shortened(tuple(found))
-        for n, (of, some) in enumerate(found.items()):
-            count = sum(not self.outside[k] for k in some)
-            yield self._group(of, short[of], count, "@soft", DASHES[n % len(DASHES)], 2000 + n)
+        bare = unprefixed(tuple(self.every_name))
+        names = {of: kind(bare[self.every_name[some[0]]], OTHERS) for of, some in self.families.items()}
+        names = {of: OTHERS if of == OTHERS else name for of, name in names.items()}
+        short = shortened(tuple(names.values()))
+        for n, (of, some) in enumerate(self.families.items()):
+            count = len(some) - sum(self.family[name][1] == of for name in self.offs)
+            yield self._group(of, short[names[of]], count, colour(n), DASHES[n % len(DASHES)], 2000 + n)
+
+    def family_bands(self) -> Iterator[Figure]:
+        """Families of which the page shows the lowest, median and highest value, unless single layers are asked for."""
+        found = {}
+        for of, some in self.families.items():
+            inside = [k for k in some if self.every_name[k] not in self.offs]  # the others have a red line
+            if of != OTHERS and inside:
+                found[of] = inside
+        yield from family_traces(self.key, self.of_every, found, self.log, self.low)
 
     def _group(self, of: str, name: str, count: int, colour: str, dash: str, rank: int) -> Figure:
         return {

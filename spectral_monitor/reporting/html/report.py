@@ -13,12 +13,24 @@ from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import headline, headlines, names_in
 from spectral_monitor.reporting.content.panels import MATRICES, PANELS, Panel
 from spectral_monitor.reporting.content.tally import disturbed, is_judged, named_by, tally
-from spectral_monitor.reporting.content.typical import legend
+from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend
+from spectral_monitor.reporting.files.run_facts import RunFacts
 from spectral_monitor.reporting.files.runs import settle
-from spectral_monitor.reporting.html.curves import LINES, curves, depth_colours
+from spectral_monitor.reporting.html.curves import FEW, LINES, curves, depth_colours
 from spectral_monitor.reporting.html.figures import Figure, escaped, overview
 from spectral_monitor.reporting.html.limit_lines import limit_sentences
 from spectral_monitor.reporting.html.page import page
+from spectral_monitor.reporting.html.parts import (
+    LOSS_HINT,
+    attribute,
+    bar,
+    by_step,
+    contents,
+    facts,
+    glossary,
+    loss_figure,
+    loss_words,
+)
 from spectral_monitor.reporting.text.lines import Column
 from spectral_monitor.reporting.text.table import ARROWS, measurement_rows, number, summary_line
 
@@ -34,6 +46,7 @@ def write_report(
     path: str | os.PathLike[str],
     notes: Sequence[str] = (),
     limit: Sequence[Measurement] = (),
+    about: RunFacts | None = None,
 ) -> None:
     """Write a page about a run, about 5 MB, most of which is plotly.
 
@@ -42,6 +55,7 @@ def write_report(
         path: of the file; what is there is replaced.
         notes: sentences for the foot of the page.
         limit: of infinite width, drawn dashed, such as :func:`spectral_monitor.scaling.reference_run` returns.
+        about: the loss curve and what else is known of the run.
 
     Raises:
         ValueError: there are no measurements.
@@ -51,10 +65,15 @@ def write_report(
     Example:
         With ``pip install "spectral-monitor[plots]"``: ``write_report(probe.measurements, "report.html")``.
     """
-    Path(path).write_text(report(measurements, notes, limit), encoding="utf-8", errors="replace", newline="\n")
+    Path(path).write_text(report(measurements, notes, limit, about), encoding="utf-8", errors="replace", newline="\n")
 
 
-def report(measurements: Iterable[Measurement], notes: Sequence[str] = (), limit: Sequence[Measurement] = ()) -> str:
+def report(
+    measurements: Iterable[Measurement],
+    notes: Sequence[str] = (),
+    limit: Sequence[Measurement] = (),
+    about: RunFacts | None = None,
+) -> str:
     """Return the page that :func:`write_report` writes.
 
     Raises:
@@ -68,11 +87,19 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = (), limit
     told = next(filter(is_judged, reversed(run)), run[-1])
     figures: dict[str, Figure] = {}
     steps: dict[str, Sequence[int]] = {}
-    sections = [_header(told, run, now), _verdicts(told if told.roots else now)]
+    about = about or RunFacts()
+    sections = [_verdicts(told if told.roots else now), facts(about, run, now)]
+    chapters = ([("off", "What is off")] if sections[0] else []) + [("run", "The run")]
+    loss = loss_figure(about)
+    if loss is not None:
+        figures["loss-figure"] = loss
+        sections[-1] += _drawing("loss-figure", loss_words(about))
+    sections[-1] += "</section>" if loss is not None else f'<p class="soft">{escaped(LOSS_HINT)}</p></section>'
     picture, known = overview(run, now)
     if picture is not None:
         figures["overview-figure"], steps = picture, {**steps, **known}
-        sections.append(_overview())
+        sections.append(_overview(now))
+        chapters.append(("overview", "Every layer"))
     sections.append(_key(now))
     summary = {key: value for measurement in run for key, value in measurement.summary.items()}
     missing = []
@@ -83,16 +110,35 @@ def report(measurements: Iterable[Measurement], notes: Sequence[str] = (), limit
             continue
         figures[f"panel-{place}"], steps = figure, {**steps, **known}
         sections.append(_panel(panel, f"panel-{place}", summary))
+        chapters.append((f"question-{place}", panel.question))
     if missing:
         sections.append(f"<section><p>Not measured: {escaped(' '.join(missing))}</p></section>")
     drawn = max(map(len, steps.values()), default=0)
     thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run) else []
+    keys, table = _layers(now)
+    known_keys = [key for panel in PANELS for key in panel.quantities if any(key in m.values for m in run)]
     sections += [
-        _layers(now),
+        table,
+        glossary(known_keys),
         _footer(run, [*thinned, *omitted, *notes, *limit_sentences(run, limit)]),
     ]
-    body = "\n".join(filter(None, sections))
-    return page(f"{escaped(headlines(told)[0])} &middot; step {run[-1].step}", body, figures, steps)
+    chapters += [("layers", "All layers"), ("glossary", "Glossary")]
+    slides = by_step(run, now, keys)
+    families = any(trace.get("uid", "").startswith("F") for figure in figures.values() for trace in figure["data"])
+    top = [_header(told, run, now, contents(chapters)), bar(slides, families)]
+    body = "\n".join(filter(None, [*top, *sections]))
+    layers = [[escaped(info.name), info.name] for info in now.layers if info.role in MATRICES]
+    title = f"{escaped(headlines(told)[0])} &middot; step {run[-1].step}"
+    return page(title, body, figures, steps, {"layers": layers, "table": slides})
+
+
+def _drawing(name: str, words: str) -> str:
+    """Return the place of a figure, with its words for screen readers; it can be scrolled with the keyboard."""
+    said = attribute(words)
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="chart, can be scrolled: {said}">'
+        f'<div class="figure" id="{name}" data-words="{said}"></div></div>'
+    )
 
 
 def _judged(measurements: Sequence[Measurement]) -> Measurement:
@@ -101,13 +147,14 @@ def _judged(measurements: Sequence[Measurement]) -> Measurement:
     return next(judged, measurements[-1])
 
 
-def _header(told: Measurement, measurements: Sequence[Measurement], now: Measurement) -> str:
+def _header(told: Measurement, measurements: Sequence[Measurement], now: Measurement, links: str) -> str:
     """Return the answer, the worst roots and the numbers of the whole network.
 
     Args:
         told: the measurement that gives the answer.
         measurements: the whole run.
         now: the one that pictures and tables are of.
+        links: to the sections below.
     """
     last, (answer, *more) = measurements[-1], headlines(told)
     said = [f"<p>{escaped(line)}</p>" for line in more]
@@ -127,7 +174,7 @@ def _header(told: Measurement, measurements: Sequence[Measurement], now: Measure
     status = {HEALTHY: "healthy", OFF: "off", NOT_JUDGED: "unjudged"}[tally(told).state]
     return (
         f'<header class="{status}"><h1>{escaped(answer[:1].upper() + answer[1:])}</h1>\n{"".join(said)}\n'
-        f'<p class="facts soft"><span>{of}</span> {foot}</p></header>'
+        f'<p class="facts soft"><span>{of}</span> {foot}</p>\n{links}</header>'
     )
 
 
@@ -136,10 +183,11 @@ def _verdicts(told: Measurement) -> str:
     if not told.roots:
         return ""
     titles = ("layer", "quantity", "value", "should be", "for", "cause", "what it likely is, and what to do")
-    rows = "".join(f"<tr>{_verdict(root, told)}</tr>" for root in told.roots)
+    rows = "".join(f"<tr{_of_layer(root.layer)}>{_verdict(root, told)}</tr>" for root in told.roots)
     head = "".join(f"<th>{title}</th>" for title in titles)
     return (
-        f'<section id="off"><h2>What is off at step {told.step}</h2>\n<div class="wide long"><table>'
+        f'<section id="off"><h2>What is off at step {told.step}</h2>\n'
+        '<div class="wide long" tabindex="0" role="region" aria-label="table of what is off"><table class="cards">'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 
@@ -151,21 +199,32 @@ def _verdict(root: Verdict, told: Measurement) -> str:
     more = f"+{len(follow)} that follow from it: {names_in(told, follow)}" if follow else ""
     return (
         f"<td>{_names(named_by(root)) or 'the whole network'}</td>"
-        f'<td title="{_meaning(root.quantity)}">{escaped(root.quantity)}</td>'
-        f'<td class="bad">{seen}</td><td>{escaped(root.should_be) if root.quantity else ""}</td>'
-        f"<td>{root.steps} steps, {root.measurements} measurements</td>"
-        f'<td>{escaped(root.cause.replace("_", " "))}</td><td class="say">{escaped(root.sentence)}'
+        f'<td data-title="quantity" title="{_meaning(root.quantity)}">{escaped(root.quantity)}</td>'
+        f'<td class="bad" data-title="value">{seen}</td>'
+        f'<td data-title="should be">{escaped(root.should_be) if root.quantity else ""}</td>'
+        f'<td data-title="for">{root.steps} steps, {root.measurements} measurements</td>'
+        f'<td data-title="cause">{escaped(root.cause.replace("_", " "))}</td>'
+        f'<td class="say" data-title="what to do">{escaped(root.sentence)}'
         + (f'<br><span class="soft">{escaped(more)}</span></td>' if more else "</td>")
     )
 
 
-def _overview() -> str:
+def _of_layer(name: str) -> str:
+    return "" if name == NETWORK else f' data-layer="{attribute(escaped(name))}"'
+
+
+def _overview(now: Measurement) -> str:
+    words = (
+        f"every layer at step {now.step} against its band, and pictures of layer by step: {headline(now)}; "
+        "the table of all layers below has the numbers"
+    )
     return (
         '<section id="overview"><h2>Every layer, from the first measurement to the last</h2>\n'
         '<p class="soft">A row for each layer, the first of the network at the top. Left: where it is now; the bar is '
-        "where it should be. In the pictures red is an update that is too large, or a step uphill, and blue one that "
-        "is too small, or downhill; grey was not measured, or is held against nothing.</p>\n"
-        '<div class="wide"><div class="figure" id="overview-figure"></div></div></section>'
+        "where it should be. Heatmaps: red means update too large, or outputs moving uphill; blue means too small, or "
+        "downhill; grey means not measured or not judged. Point at a row to see its layer in every chart.</p>\n"
+        + _drawing("overview-figure", words)
+        + "</section>"
     )
 
 
@@ -173,15 +232,22 @@ def _key(now: Measurement) -> str:
     colours = ", ".join(depth_colours(5))
     count = sum(info.role in MATRICES for info in now.layers)
     some = (
-        f" Of {count} layers {LINES} are drawn, evenly, with the readout and those that are off."
+        f" Of {count} layers {LINES} are drawn, evenly, with the output layer and those that are off."
         if count > LINES
         else ""
     )
-    return (
+    curves = (
         '<p class="soft">Below, a curve for each layer: <span class="key" style="background: linear-gradient(to right, '
-        f'{colours})"></span> from the first to the last, <span class="bad">red</span> what is off now; '
-        '<span class="key" style="background: var(--band)"></span> where they should be, dashed where only a limit is '
-        f"known or a layer has its own.{some}</p>"
+        f'{colours})"></span> from the first to the last, '
+        if count <= FEW
+        else '<p class="soft">Below, an area for each family of layers, from its lowest to its highest value, with its '
+        "median as a line, and a curve for each layer of no family. Point at an area, or at a layer in the table, to "
+        "see that layer; search to see only some. "
+    )
+    return (
+        f'{curves}<span class="bad">Red</span> is off now; <span class="key" style="background: var(--band)"></span> '
+        "where layers should be; dashed: a one-sided limit, or a limit specific to one layer."
+        f"{some}</p>"
     )
 
 
@@ -190,14 +256,16 @@ def _panel(panel: Panel, name: str, summary: Mapping[str, float]) -> str:
     words = [f"{key.replace('_', ' ')} {int(x) if x.is_integer() else number(x)}" for key, x in known]
     facts = " ".join(f"<span>{escaped(text)}</span>" for text in words)
     return (
-        f'<section><h2>{escaped(panel.question)}</h2>\n<p class="soft">{escaped(panel.reading)}</p>\n'
+        f'<section id="question-{name.removeprefix("panel-")}"><h2>{escaped(panel.question)}</h2>\n'
+        f'<p class="soft">{escaped(panel.reading)}</p>\n'
         + (f'<p class="facts">{facts}</p>\n' if facts else "")
-        + f'<div class="wide"><div class="figure" id="{name}"></div></div></section>'
+        + _drawing(name, f"{panel.question} {panel.reading}")
+        + "</section>"
     )
 
 
-def _layers(now: Measurement) -> str:
-    """Return a row for every layer, nothing folded, with its state."""
+def _layers(now: Measurement) -> tuple[list[str], str]:
+    """Return the quantities that have a column, and a table with a row for every layer, nothing folded."""
     table = measurement_rows(now, folded=False)
     columns = [column for column in table.columns if column.title not in _IN_TABLE_OF_VERDICTS and not column.drawn]
     states = ["" if state == HEALTHY else state for state in table.states]
@@ -205,21 +273,24 @@ def _layers(now: Measurement) -> str:
     states = [what if state == NOT_JUDGED else state for state, what in zip(states, whats, strict=True)]
     if any(states) and tally(now).judged:
         columns.insert(1, Column("state", tuple(states), text=True))
-    head, rows = "", [""] * len(columns[0].cells)
+    head, rows, names = "", [""] * len(columns[0].cells), columns[0].cells
     for place, column in enumerate(columns):
         side = "" if column.text else ' class="number"'
         meaning = f' title="{_meaning(column.quantity)}"' if column.quantity else ""
-        head += f"<th{side}{meaning}>{escaped(column.title)}</th>"
+        head += f'<th{side}{meaning}><button type="button">{escaped(column.title)}</button></th>'
+        of = VS_TYPICAL if column.title == VS_TYPICAL else column.quantity
+        data = f' data-title="{attribute(column.title)}" data-quantity="{of}"' if place else ""
         for row, cell in enumerate(column.cells):
             bad = table.states[row] == OFF and (place == 0 or cell.endswith(ARROWS))
             shown = _name(cell) if place == 0 else escaped(cell)
-            rows[row] += f"<td{side}>{f'<span class=bad>{shown}</span>' if bad else shown}</td>"
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
+            rows[row] += f"<td{side}{data}>{f'<span class=bad>{shown}</span>' if bad else shown}</td>"
+    body = "".join(f"<tr{_of_layer(name)}>{row}</tr>" for name, row in zip(names, rows, strict=True))
     known = legend(now)
-    return (
+    return [column.quantity for column in columns if column.quantity], (
         f'<section id="layers"><h2>All layers at step {now.step}</h2>\n'
         + (f'<p class="soft">{escaped(known)}</p>\n' if known else "")
-        + f'<div class="wide long"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>'
+        + '<div class="wide long" tabindex="0" role="region" aria-label="table of all layers"><table class="cards">'
+        + f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )
 
 

@@ -1,0 +1,115 @@
+"""Facts about a run from its folder, besides measurements: loss curve, model, optimizer, hyperparameters, date."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+LOSSES = ("train_loss", "train/loss", "loss", "train_loss_step", "loss/train", "training_loss")
+"""Names of a training loss, the usual first; another name counts if it has both ``train`` and ``loss`` in it."""
+MAX_LOSS_POINTS = 1000
+"""Points of the loss curve, evenly spaced."""
+MAX_HYPERPARAMETERS = 12
+"""Lines of ``hparams.yaml`` that are shown, at most."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run.
+
+    Attributes:
+        about: title -> text, such as ``model`` and ``optimizer``.
+        loss: name of the loss; empty where none was found.
+        points: (step, loss), steps rising.
+    """
+
+    about: Mapping[str, str] = field(default_factory=dict)
+    loss: str = ""
+    points: Sequence[tuple[int, float]] = ()
+
+
+def run_facts(file: str | os.PathLike[str]) -> RunFacts:
+    """Return what the folder of a file of measurements says of its run.
+
+    The loss is that of Lightning's ``CSVLogger`` or ``TensorBoardLogger`` in the same folder. What cannot be read is
+    left out.
+
+    Args:
+        file: the run's file of measurements.
+    """
+    file = Path(file)
+    about = _header(file)
+    about["date"] = datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+    about["run"] = file.parent.name  # not its path: pages are passed on
+    curves = _from_csv(file.parent / "metrics.csv") or _from_events(file.parent)
+    name = loss_name(list(curves))
+    points = sorted(curves.get(name, {}).items())
+    apart = math.ceil(len(points) / MAX_LOSS_POINTS) or 1
+    return RunFacts(about | _hyperparameters(file.parent), name, points[::apart])
+
+
+def loss_name(names: Sequence[str]) -> str:
+    """Return the name among these that is most likely the training loss; empty where there is none.
+
+    Example:
+        >>> loss_name(["epoch", "val_loss", "train_loss"]), loss_name(["net/train_ce_loss"]), loss_name(["val_loss"])
+        ('train_loss', 'net/train_ce_loss', '')
+    """
+    found = [name for name in LOSSES if name in names]
+    found += [name for name in names if "train" in name.lower() and "loss" in name.lower()]
+    return found[0] if found else ""
+
+
+def _header(file: Path) -> dict[str, str]:
+    """Return what the monitor wrote of the run into the first line."""
+    try:
+        with file.open(errors="replace") as lines:
+            row = json.loads(lines.readline())
+        return {str(key): str(value) for key, value in row.get("run", {}).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _hyperparameters(folder: Path) -> dict[str, str]:
+    """Return the plain entries of Lightning's ``hparams.yaml``."""
+    try:
+        lines = (folder / "hparams.yaml").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = [line.partition(":") for line in lines if line[:1].strip() and line[:1] not in "#-!{"]
+    return {key.strip(): value.strip() for key, _, value in pairs[:MAX_HYPERPARAMETERS] if value.strip()}
+
+
+def _from_csv(file: Path) -> dict[str, dict[int, float]]:
+    """Return the columns of Lightning's ``metrics.csv``: name -> step -> value."""
+    curves: dict[str, dict[int, float]] = {}
+    try:
+        with file.open(newline="", errors="replace") as lines:
+            for row in csv.DictReader(lines):
+                for name, text in row.items():
+                    if name and text and name != "step":
+                        curves.setdefault(name, {})[int(row["step"])] = float(text)
+    except (OSError, ValueError, KeyError, TypeError):
+        return curves
+    return curves
+
+
+def _from_events(folder: Path) -> dict[str, dict[int, float]]:
+    """Return the training loss in TensorBoard's files: name -> step -> value."""
+    if not any(folder.glob("events.out.tfevents.*")):
+        return {}
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+        events.Reload()
+        name = loss_name(events.Tags()["scalars"])
+        return {name: {event.step: event.value for event in events.Scalars(name)}} if name else {}
+    except Exception:  # a broken file of another tool must not cost the page
+        return {}
