@@ -92,14 +92,15 @@
     const axes = Object.keys(layout).filter(key => key.startsWith("xaxis")), count = axes.length;
     const stacked = {...layout};
     if (phone.matches) {
-      const each = layout.height - 40;
-      Object.assign(stacked, {height: each * count + 130, margin: {...layout.margin, l: 48},
-        legend: {...layout.legend, orientation: "h", y: -60 / (each * count), yanchor: "top", font: {size: 10}}});
+      // Lengths in pixels: a chart, what is written between two of them, and the legend with a line for each entry.
+      const {t, b} = layout.margin, plot = 220, gap = t + b, all = plot * count + gap * (count - 1);
+      const legend = 30 + 19 * data.filter(trace => trace.showlegend).length;
+      Object.assign(stacked, {height: t + all + b + legend, margin: {...layout.margin, l: 48, b: b + legend},
+        legend: {...layout.legend, orientation: "h", y: -b / all, yanchor: "top", font: {size: 10}}});
       axes.forEach((key, k) => {
+        const top = 1 - k * (plot + gap) / all;
         stacked[key] = {...layout[key], domain: [0, 1]};
-        const top = 1 - k / count, bottom = 1 - (k + 1) / count;
-        stacked["y" + key.slice(1)] = {...layout["y" + key.slice(1)],
-          domain: [bottom + (k + 1 < count ? 0.34 : 0) / count, top]};
+        stacked["y" + key.slice(1)] = {...layout["y" + key.slice(1)], domain: [Math.max(0, top - plot / all), top]};
       });
     }
     if (now() >= 0) {
