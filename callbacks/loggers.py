@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from spectral_monitor.callbacks.progress_bar import StatusLine
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.messages import WarnOnce, announce
+from spectral_monitor.messages import WarnOnce, announce, in_lines
 from spectral_monitor.reporting.content.essentials import Log, checked_log, essentials
 from spectral_monitor.reporting.content.headline import brief
 from spectral_monitor.reporting.content.history import History
@@ -44,8 +44,8 @@ def show(text: str) -> None:
 
 @rank_zero_only
 def tell(text: str) -> None:
-    """Print a line among Lightning's."""
-    log.info(text)
+    """Print a sentence among Lightning's lines."""
+    log.info(in_lines(text))
 
 
 @rank_zero_only

@@ -368,7 +368,9 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             share = self._spent / max(perf_counter() - self._began, 1e-9)
             self._tell(f"spectral monitor: measuring took {100 * share:.2g} % of training time")
             if self._reports.folder is not None:
-                self._tell(f"spectral monitor: for all of it, spectral-monitor report {shortest(self._reports.folder)}")
+                self._tell(
+                    f"spectral monitor: for all of it\n  spectral-monitor report {shortest(self._reports.folder)}"
+                )
         else:
             steps, each = trainer.global_step, self.settings.every_n_steps
             show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={each!r}")
