@@ -11,7 +11,7 @@ from functools import cached_property
 
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
 from spectral_monitor.condition.optimizers.rates import LEVEL, Rate, Rated, follows, rates, rule_of
-from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.measurement import LOST, LayerInfo, Measurement
 
 WIDE = 32

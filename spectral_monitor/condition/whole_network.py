@@ -9,7 +9,7 @@ from typing import Any
 from spectral_monitor.condition.findings import SMALLEST, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
-from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.measurement import Measurement
 
 SPEED_LIMIT = 1.1

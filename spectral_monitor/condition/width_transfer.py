@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.profile import Fans, Profile
-from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.measurement import Measurement
 
 GROWN = 2.0

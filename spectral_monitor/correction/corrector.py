@@ -20,7 +20,7 @@ from spectral_monitor.correction.policies import balanced, explained, share
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.smoothing import Tracker
 from spectral_monitor.correction.update_size import observed, remnant
-from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.layer_position import data_reader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.parametrization.tying import DENSE
 

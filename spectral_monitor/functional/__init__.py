@@ -1,36 +1,43 @@
 """The formulas: tensors in, tensors out. No state, no hooks, no randomness."""
 
-from spectral_monitor.functional.feature_speed import (
-    backward_feature_angle,
-    backward_feature_cosine,
-    contribution,
-    sensitivity,
-)
-from spectral_monitor.functional.features import (
-    alignment,
-    feature_rms,
-    relative_change,
-)
-from spectral_monitor.functional.kernels import (
-    activation_ratio,
-    backward_speed,
-    bfk_moments,
-    bfk_ratio,
-    feature_cancellation,
-    kernel_change,
-    sample_share,
-    weight_cancellation,
-)
-from spectral_monitor.functional.norms import (
-    drift_fro_ratio,
-    drift_ratio,
-    frobenius_norm,
-    natural_norm,
-    spectral_norm,
-    spectral_norm_bounds,
-    stable_rank,
-    update_ratio,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spectral_monitor.suggestions import lazy
+
+if TYPE_CHECKING:
+    from spectral_monitor.functional.feature_speed import (
+        backward_feature_angle,
+        backward_feature_cosine,
+        contribution,
+        sensitivity,
+    )
+    from spectral_monitor.functional.features import (
+        alignment,
+        feature_rms,
+        relative_change,
+    )
+    from spectral_monitor.functional.kernels import (
+        activation_ratio,
+        backward_speed,
+        bfk_moments,
+        bfk_ratio,
+        feature_cancellation,
+        kernel_change,
+        sample_share,
+        weight_cancellation,
+    )
+    from spectral_monitor.functional.norms import (
+        drift_fro_ratio,
+        drift_ratio,
+        frobenius_norm,
+        natural_norm,
+        spectral_norm,
+        spectral_norm_bounds,
+        stable_rank,
+        update_ratio,
+    )
 
 __all__ = [
     "activation_ratio",
@@ -57,3 +64,32 @@ __all__ = [
     "update_ratio",
     "weight_cancellation",
 ]
+
+_WHERE = {
+    "activation_ratio": "kernels",
+    "alignment": "features",
+    "backward_feature_angle": "feature_speed",
+    "backward_feature_cosine": "feature_speed",
+    "backward_speed": "kernels",
+    "bfk_moments": "kernels",
+    "bfk_ratio": "kernels",
+    "contribution": "feature_speed",
+    "drift_fro_ratio": "norms",
+    "drift_ratio": "norms",
+    "feature_cancellation": "kernels",
+    "feature_rms": "features",
+    "frobenius_norm": "norms",
+    "kernel_change": "kernels",
+    "natural_norm": "norms",
+    "relative_change": "features",
+    "sample_share": "kernels",
+    "sensitivity": "feature_speed",
+    "spectral_norm": "norms",
+    "spectral_norm_bounds": "norms",
+    "stable_rank": "norms",
+    "update_ratio": "norms",
+    "weight_cancellation": "kernels",
+}
+
+if not TYPE_CHECKING:  # medians need no torch
+    __getattr__ = lazy(__name__, _WHERE)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.functional.vector_norms import lengths
 from spectral_monitor.linalg import ShardedStack, SpectralEstimate, compute_dtype, run_local, spectral_estimate, tame
 
@@ -285,17 +284,6 @@ def drift_fro_ratio(W: Tensor, W0: Tensor) -> Tensor:
         tensor(2.)
     """
     return ratio(frobenius_norm(_difference(W, W0)), frobenius_norm(W0))
-
-
-def geometric_median(values: Iterable[float]) -> float:
-    """Return the geometric median of the positive finite values; NaN if there are none.
-
-    Example:
-        >>> geometric_median([0.1, 0.2, 0.8]), geometric_median([1.0, 4.0, 0.0])
-        (0.2, 2.0)
-    """
-    logs = [math.log(value) for value in values if 0 < value < math.inf]
-    return math.exp(statistics.median(logs)) if logs else math.nan
 
 
 def balance_ratios(natural: Tensor) -> Tensor:

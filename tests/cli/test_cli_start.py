@@ -49,8 +49,14 @@ def test_no_torch_where_none_is_needed(arguments, run):
     assert imported(PROGRAM, *(text.replace("RUN", str(run)) for text in arguments)) == [""]
 
 
-def test_a_table_takes_torch(run):
-    assert "torch" in imported(PROGRAM, "show", str(run)), "else the test above would see nothing"
+@pytest.mark.parametrize("arguments", [[], ["--all"], ["--sort", "update_natural"]], ids=" ".join)
+def test_a_table_takes_what_draws_tables_alone(arguments, run):
+    assert imported(PROGRAM, "show", str(run), *arguments) == ["rich"]
+
+
+def test_a_page_takes_torch(run, tmp_path):
+    page = imported(PROGRAM, "report", str(run), "-o", str(tmp_path / "page.html"))
+    assert "torch" in page, "else the test above would see nothing"
 
 
 def test_the_package_imports_nothing_before_it_is_asked():
@@ -66,7 +72,7 @@ def test_the_package_imports_nothing_before_it_is_asked():
 def test_every_public_name_is_there():
     for name in spectral_monitor.__all__:
         assert getattr(spectral_monitor, name) is not None
-    for package in ("condition", "reporting"):
+    for package in ("condition", "functional", "reporting"):
         module = getattr(spectral_monitor, package)
         assert all(getattr(module, name) is not None for name in module.__all__)
     assert set(spectral_monitor.__all__) <= set(dir(spectral_monitor))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.cli.parser import add_run, command
-from spectral_monitor.cli.reading import at_step, matching, measured, records
+from spectral_monitor.cli.reading import at_step, matching, records
 from spectral_monitor.reporting.files.json_values import plain
 from spectral_monitor.suggestions import did_you_mean
 
@@ -51,23 +51,24 @@ def add_view(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
+    record = at_step(records(args.place), args.step)
     if args.json or args.csv:
-        record = at_step(records(args.place), args.step)
         rows = _sorted(_rows(record, args.layer), args.sort)
         if args.csv:
             write_csv(rows)
         else:
             print(json.dumps(_object(record, rows), indent=2, allow_nan=False))
         return
-    measurement = at_step(measured(args.place).measurements, args.step)
-    print(shown(measurement, args))
+    print(shown(record, args))
 
 
-def shown(measurement: Measurement, args: argparse.Namespace) -> str:
+def shown(record: Record, args: argparse.Namespace) -> str:
     """Return the table of a measurement as the arguments of :func:`add_view` want it."""
+    from spectral_monitor.reporting.files.records import tabled
     from spectral_monitor.reporting.text.console import rendered
     from spectral_monitor.reporting.text.table import measurement_rows
 
+    measurement = tabled(record)
     picked = args.layer is not None or args.sort is not None
     table = measurement_rows(measurement, folded=not (args.all or picked))
     if picked:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spectral_monitor.cli.commands.show import add_view, shown
 from spectral_monitor.cli.parser import add_run, command
-from spectral_monitor.cli.reading import found, measured
+from spectral_monitor.cli.reading import found, records
 
 PAUSE = 10.0
 """Times as long as reading took, at least, until it is done again: of a large file less often."""
@@ -43,7 +43,6 @@ def _seconds(text: str) -> float:
 
 def _watch(args: argparse.Namespace) -> None:
     found(args.place, quiet=True)
-    import spectral_monitor.reporting.files.jsonlines
     import spectral_monitor.reporting.text.table  # noqa: F401  not to be taken for the time that reading takes
 
     seen: tuple[Path, int, int] | None = None
@@ -68,9 +67,9 @@ def _watch(args: argparse.Namespace) -> None:
 
 def _page(path: Path, args: argparse.Namespace) -> str:
     """Return what is shown: the table, and where it comes from."""
-    run = measured(path)
-    latest = run.measurements[-1]
-    steps = f"{len(run)} measured, step {run.measurements[0].step} to {latest.step}"
+    run = records(path)
+    latest = run[-1]
+    steps = f"{len(run)} measured, step {run[0].step} to {latest.step}"
     return f"{shown(latest, args)}\n{path}: {steps}; {time.strftime('%H:%M:%S')}, Ctrl-C to stop"
 
 

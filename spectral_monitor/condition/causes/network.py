@@ -10,7 +10,7 @@ from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.rates import HEALTHY_STEP
 from spectral_monitor.condition.verdict import Remedy, short
-from spectral_monitor.functional.norms import geometric_median
+from spectral_monitor.functional.medians import geometric_median
 
 SLOWEST = 0.05
 """The root of the fastest layer's relative update times the median layer's natural one in healthy networks."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import torch
 
 from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
@@ -142,7 +141,7 @@ def unjudged(measurement: Measurement) -> str:
     No verdict then means nothing: what is NaN, and what was not measured, violates nothing.
 
     Example:
-        >>> import math
+        >>> import math, torch
         >>> from spectral_monitor import LayerInfo
         >>> layers = (LayerInfo("head", "readout", 10, 64, (10, 64)),)
         >>> nan = {"update_natural": torch.tensor([math.nan])}
@@ -158,7 +157,8 @@ def _nothing_known(measurement: Measurement) -> str:
     if key is None:
         return f"none of {', '.join(_JUDGED)} was measured"
     matrices = [i for i, info in enumerate(measurement.layers) if info.role in MATRICES]
-    if not matrices or measurement.values[key][matrices].isfinite().any():
+    values = measurement.values[key].tolist()
+    if not matrices or any(math.isfinite(values[i]) for i in matrices):
         return ""
     return measurement.why(key, measurement.layers[matrices[0]].name) or f"no layer has a value of {key}"
 
@@ -177,11 +177,9 @@ def _states(measurement: Measurement, names: dict[str, None]) -> dict[str, Layer
 
 def _passing(measurement: Measurement, among: set[str]) -> tuple[str, ...]:
     """Return those layers that are outside a band at this one measurement, in the order of the network."""
-    outside = torch.zeros(len(measurement.layers), dtype=torch.bool)
+    outside: set[str] = set()
     for quantity, bands in measurement.bands.items():
         if quantity in measurement.values:
-            values = measurement.values[quantity]
-            outside |= (values < bands[:, 0]) | (values > bands[:, 1])
-    return tuple(
-        info.name for info, out in zip(measurement.layers, outside.tolist(), strict=True) if out and info.name in among
-    )
+            rows = zip(measurement.layers, measurement.values[quantity].tolist(), bands.tolist(), strict=True)
+            outside.update(info.name for info, value, (low, high, _) in rows if value < low or value > high)
+    return tuple(info.name for info in measurement.layers if info.name in outside & among)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from statistics import median_low
 
 from spectral_monitor.condition.verdict import short
-from spectral_monitor.functional.norms import balance_ratios
+from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.measurement import Measurement
 
 VS_TYPICAL = "vs. typical"
@@ -27,22 +28,20 @@ def vs_typical(measurement: Measurement) -> list[float]:
         >>> vs_typical(Measurement(5, layers, {"update_natural": torch.tensor([0.5, 1.0, 4.0])}, {}))
         [0.5, 1.0, 4.0]
     """
-    values = measurement.values.get("update_natural")
-    if values is None:
-        return [math.nan] * len(measurement.layers)
-    if _has_reference(measurement):
-        ratios: list[float] = (values / measurement.bands["update_natural"][:, 2]).tolist()
+    ratios = _over_reference(measurement)
+    if any(map(math.isfinite, ratios)) or "update_natural" not in measurement.values:
         return ratios
-    compared = [i for i, info in enumerate(measurement.layers) if info.role in _COMPARED]
-    known = dict(zip(compared, balance_ratios(values[compared]).tolist(), strict=True))
-    return [known.get(i, math.nan) for i in range(len(measurement.layers))]
+    sizes = measurement.values["update_natural"].tolist()
+    compared = [info.role in _COMPARED for info in measurement.layers]
+    median = geometric_median(size for size, one in zip(sizes, compared, strict=True) if one)
+    return [size / median if one and size > 0 else math.nan for size, one in zip(sizes, compared, strict=True)]
 
 
 def legend(measurement: Measurement) -> str:
     """Return one line on what ``vs. typical`` is and between which values a layer is OK; empty without values."""
     if not any(map(math.isfinite, vs_typical(measurement))):
         return ""
-    if not _has_reference(measurement):
+    if not any(map(math.isfinite, _over_reference(measurement))):
         return f"{VS_TYPICAL}: size of the update / median of the layers"
     low, high = limits(measurement)
     words = (
@@ -63,13 +62,13 @@ def limits(measurement: Measurement, quantity: str = "update_natural") -> tuple[
         (0.5, 4.0)
     """
     bands = measurement.bands.get(quantity)
-    known = None if bands is None else (bands[:, :2] / bands[:, 2:])[bands[:, 2].isfinite()]
-    if known is None or not len(known):
+    rows = [] if bands is None else bands.tolist()
+    known = [(low / middle, high / middle) for low, high, middle in rows if math.isfinite(middle) and middle]
+    if not known:
         return math.nan, math.nan
-    middle = known.median(0).values  # an infinite limit stays infinite
-    share = ((known >= 0.99 * middle) & (known <= 1.01 * middle)).all(1).float().mean()
-    low, high = middle.tolist() if share > 0.5 else (math.nan, math.nan)
-    return low, high
+    low, high = (median_low(ends) for ends in zip(*known, strict=True))  # an infinite limit stays infinite
+    shared = sum(_close(one[0], low) and _close(one[1], high) for one in known)
+    return (low, high) if 2 * shared > len(known) else (math.nan, math.nan)
 
 
 def power(limit: float) -> str:
@@ -82,6 +81,14 @@ def power(limit: float) -> str:
     return f"1/{short(1 / limit)}" if 0 < limit < 1 else short(limit)
 
 
-def _has_reference(measurement: Measurement) -> bool:
-    bands = measurement.bands.get("update_natural")
-    return bands is not None and bool((measurement.values["update_natural"] / bands[:, 2]).isfinite().any())
+def _close(limit: float, median: float) -> bool:
+    return 0.99 * median <= limit <= 1.01 * median
+
+
+def _over_reference(measurement: Measurement) -> list[float]:
+    """Return the size of each layer's update over the reference of its band, NaN where it has none."""
+    values, bands = (where.get("update_natural") for where in (measurement.values, measurement.bands))
+    if values is None or bands is None:
+        return [math.nan] * len(measurement.layers)
+    pairs = zip(values.tolist(), bands.tolist(), strict=True)
+    return [size / middle if middle else math.nan for size, (_, _, middle) in pairs]

@@ -7,11 +7,14 @@ import os
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
-from spectral_monitor.measurement import LayerInfo, LayerState
+from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
 from spectral_monitor.reporting.files.json_values import layers_from, value_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT, VERSION = "spectral_monitor.measurements", 2
 READ = (1, 2)
@@ -59,6 +62,31 @@ class Record:
     def is_judged(self) -> bool:
         """True if layers could be compared at this step."""
         return any(key in self.values for key in COMPARED) or any(root.layer == NETWORK for root in self.roots)
+
+
+class Numbers(list[Any]):
+    """Numbers with the one method of a tensor that tables ask for."""
+
+    def tolist(self) -> list[Any]:
+        """Return them as a list."""
+        return self
+
+
+def tabled(record: Record) -> Measurement:
+    """Return a record as the measurement that tables are made of; its numbers are no tensors."""
+    arrays = ({key: Numbers(some) for key, some in part.items()} for part in (record.values, record.bands))
+    values, bands = (cast("dict[str, Tensor]", part) for part in arrays)
+    return Measurement(
+        record.step,
+        record.layers,
+        values,
+        record.summary,
+        record.verdicts,
+        record.reasons,
+        record.flags,
+        bands=bands,
+        states=record.states,
+    )
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[Record]:

@@ -1,0 +1,18 @@
+"""Medians of plain numbers; they need no torch, so that files of measurements are read and shown without it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+
+
+def geometric_median(values: Iterable[float]) -> float:
+    """Return the geometric median of the positive finite values; NaN if there are none.
+
+    Example:
+        >>> geometric_median([0.1, 0.2, 0.8]), geometric_median([1.0, 4.0, 0.0])
+        (0.2, 2.0)
+    """
+    logs = [math.log(value) for value in values if 0 < value < math.inf]
+    return math.exp(statistics.median(logs)) if logs else math.nan
