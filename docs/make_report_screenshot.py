@@ -64,7 +64,14 @@ def train(steps: int = 160, every: int = 4) -> list[Measurement]:
     return list(probe.measurements)
 
 
-def screenshot(report: Path, target: Path, width: int = 1280, height: int = 950, dark: bool = False) -> None:
+def screenshot(
+    report: Path,
+    target: Path,
+    width: int = 1280,
+    height: int = 950,
+    dark: bool = False,
+    ready: str = "body[data-drawn]",
+) -> None:
     """What a page looks like in Chromium without a network, as a small PNG, from its top.
 
     Args:
@@ -73,6 +80,7 @@ def screenshot(report: Path, target: Path, width: int = 1280, height: int = 950,
         width: in pixels.
         height: in pixels.
         dark: for eyes that like it.
+        ready: what there is on the page once it is drawn.
 
     Raises:
         RuntimeError: there is no Chromium.
@@ -88,7 +96,7 @@ def screenshot(report: Path, target: Path, width: int = 1280, height: int = 950,
         scheme = "dark" if dark else "light"
         page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme, offline=True)
         page.goto(report.resolve().as_uri())
-        page.wait_for_selector("body[data-drawn]", state="attached")
+        page.wait_for_selector(ready, state="attached")
         picture = Image.open(io.BytesIO(page.screenshot()))
         browser.close()
     target.parent.mkdir(parents=True, exist_ok=True)
