@@ -58,6 +58,20 @@ ABOUT = {
     "fsc_resnet(0.1)": (fsc_resnet(0.1), "Of residual nets whose branches are scaled by beta, here 0.1."),
 }
 
+OUTPUTS = """## Dense and sparse outputs
+
+The rules above are for losses that are a mean over all outputs, as the mean squared error is: `outputs="dense"`. Under
+cross entropy the gradient of the outputs has norm 1 whatever the number of classes. With the same rules features then
+move by the root of that number too little for the decrease of the loss. `outputs="sparse"` makes up for it: in the
+standard deviation of a readout, and in its learning rate under SGD, `fan_out` is 1. Learning rates of Adam are the
+same. Say it to both, for the model does not tell which loss it is trained on:
+
+```python
+FSC.init_(model, outputs="sparse")
+optimizer = torch.optim.SGD(FSC.param_groups(model, lr=0.1, outputs="sparse"))
+```
+"""
+
 ABC = """## Any other: exponents
 
 `abc(a, b, c)` is the general parametrization of a perceptron: `W_l = n^-a_l w_l`, `w_l` drawn from `N(0, n^(-2 b_l))`,
@@ -145,7 +159,7 @@ def text() -> str:
         "mean field (one hidden layer)": mean_field(),
         "muP": mup(2),
     }
-    parts = [HEAD, "\n".join(rules(name, p, about) for name, (p, about) in ABOUT.items()), "\n"]
+    parts = [HEAD, "\n".join(rules(name, p, about) for name, (p, about) in ABOUT.items()), "\n", OUTPUTS, "\n"]
     unstable = str(abc(a=(0, 0, 0), b=(0, 0.5, 0.5), c=0).classify())
     parts.append(
         ABC.replace("{unstable}", unstable).replace("{rows}", "\n".join(row(*item) for item in exponents.items()))

@@ -83,7 +83,7 @@ rather than by themselves:
 | `property_ld` | loss decay: the sum of all contributions. |
 | `property_bc` | balanced contributions: `contribution_spread`. |
 | `property_rfl` | relative feature learning: length of the change of the readout's inputs over theirs. |
-| `property_fs` | forward stability: the largest `feature_change`. |
+| `property_fs` | forward stability: the largest `feature_change` of all layers but readouts. |
 | `property_bs` | backward stability: the largest `backward_speed`. |
 
 ## How matrices are counted
@@ -99,6 +99,9 @@ rather than by themselves:
   (a frozen target, a running average) has none. Tier `"light"`, and `include` or `exclude`, keep the guess.
   `roles={{"name": "readout"}}` overrides. Of several readouts `final_layer_alignment` is the smallest alignment.
 * **Embeddings** look rows up, so their `*_natural` is the largest RMS of a row; `*_norm` is the table's spectral norm.
+  Inputs are the one-hot vectors themselves. Definition 3 of the spectral paper allows for all vectors of length 1. Of a
+  table of Gaussian entries that is larger by about `sqrt(tokens / width)`: it grows with the vocabulary, though what
+  comes out does not.
 * **Fused matrices** (attention's `in_proj`, the gates of an LSTM, the query, key and value projections and gated layers
   of Hugging Face models, or what `blocks={{"*qkv": 3}}` names), grouped convolutions and experts held in one parameter
   are measured block by block, each with its own fans, though blocks differ in size or take turns head by head; the
@@ -106,7 +109,8 @@ rather than by themselves:
 * **Computed weights** (weight norm, spectral norm, orthogonal, any `torch.nn.utils.parametrize`, pruning) are measured
   as the layer uses them; their contribution is that of the parameters they are computed from.
 * **Convolutions** are measured tap by tap, as matrices out x in: spectral norms of the taps are added up, an upper
-  bound for the whole; the stable rank is the largest of a tap, alignments are means over taps. Rows of their features
+  bound for the whole. Of k taps with Gaussian entries the bound is about `sqrt(k)` times the norm, of any at most `k`
+  times. The stable rank is the largest of a tap, alignments are means over taps. Rows of their features
   are the channel vectors of every position. A convolution that reads each input once (stride = kernel, no padding,
   dilation or groups: a patch embedding) is one matrix out x (in * taps), and its input rows are the patches.
 * **Modules that look like `nn.Linear`** (a 2-D weight, at most a bias, and numbers such as `in_channels` and

@@ -22,7 +22,7 @@ class ABC:
     """A parametrization of a perceptron with L hidden layers of width n, by exponents of n.
 
     ``W_l = n^-a_l w_l`` with ``w_l`` trained by SGD with learning rate ``lr n^-c`` and drawn from ``N(0, n^(-2 b_l))``,
-    ``l = 1 .. L + 1`` (paper, Eq. 4). Exponents are exact fractions.
+    ``l = 1 .. L + 1`` (paper, section 3). Exponents are exact fractions.
 
     Attributes:
         a, b: of each matrix, the readout's last.

@@ -45,7 +45,7 @@ _SPEED = "The Feature Speed Formula"
 _LIMITS = "Feature Learning in Infinite-Width Neural Networks"
 
 _SP = Rule(_LECUN, _ONE, _ONE)
-SP = Parametrization("SP", _SP, _SP, _SP, f"{_SPECTRAL}, section 4; PyTorch's default up to a constant")
+SP = Parametrization("SP", _SP, _SP, _SP, f"{_SPECTRAL}, section 5.2; PyTorch's default up to a constant")
 """Standard parametrization: one learning rate for all."""
 
 NTP = Parametrization(
@@ -53,7 +53,7 @@ NTP = Parametrization(
     input=Rule(_LECUN, _INVERSE, Power(fan_in=-1, fan_out=-0.5)),
     hidden=Rule(_LECUN, _INVERSE, Power(fan_in=-1.5)),
     readout=Rule(_LECUN, _INVERSE, _INVERSE),
-    source=f"{_SPECTRAL}, section 4",
+    source=f"{_SPECTRAL}, section 5.3",
 )
 """Neural tangent parametrization: outputs are trained, features stand still as the width grows."""
 
@@ -156,7 +156,7 @@ def from_abc(exponents: ABC) -> Parametrization:
         for std, rate in zip(stds[1:-1], rates[1:-1], strict=True)
     )
     readout = Rule((Power(stds[-1]),), Power(rates[-1]), Power(rates[-1]))
-    return Parametrization(str(exponents), first, hidden, readout, f"{_LIMITS}, Eq. 4")
+    return Parametrization(str(exponents), first, hidden, readout, f"{_LIMITS}, section 3")
 
 
 PARAMETRIZATIONS = {

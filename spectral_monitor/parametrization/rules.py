@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from spectral_monitor.parametrization.init import by_entry
 from spectral_monitor.parametrization.layer_position import Kind, LayerPosition, by_parameter
 from spectral_monitor.parametrization.param_groups import Family, check_family, grouped
 from spectral_monitor.state.dtensor import is_distributed
+
+Outputs = Literal["dense", "sparse"]
 
 BIAS = re.compile(r".*bias(_[ih]h(_l\d+)?(_reverse)?)?")
 """Names of biases, those of recurrent cells included; attention's ``bias_k`` and ``bias_v`` are tokens."""
@@ -140,10 +142,20 @@ class Parametrization:
             )
         return self.hidden[index - 1]
 
-    def scale(self, place: LayerPosition) -> Scale:
-        """Return the rule of a position in numbers."""
-        rule, fans = self.rule(place.kind, place.index), (place.fan_in, place.fan_out, place.depth)
-        return Scale(min(power.at(*fans) for power in rule.std), rule.sgd.at(*fans), rule.adam.at(*fans))
+    def scale(self, place: LayerPosition, outputs: Outputs = "dense") -> Scale:
+        """Return the rule of a position in numbers.
+
+        Under sparse outputs the gradient of the outputs has norm 1 whatever their number k, where under dense ones it
+        has norm ``1 / sqrt(k)``. So a readout is drawn as if it had one output, and SGD takes the rate of one. The rate
+        of Adam does not depend on the size of gradients.
+
+        Source: The Feature Speed Formula, Table 1.
+        """
+        rule = self.rule(place.kind, place.index)
+        fan_out = 1 if outputs == "sparse" and place.kind == "readout" else place.fan_out
+        fans = (place.fan_in, fan_out, place.depth)
+        adam = rule.adam.at(place.fan_in, place.fan_out, place.depth)
+        return Scale(min(power.at(*fans) for power in rule.std), rule.sgd.at(*fans), adam)
 
     @torch.no_grad()
     def init_(
@@ -151,6 +163,7 @@ class Parametrization:
         module: nn.Module,
         *,
         scale: float = 1.0,
+        outputs: Outputs = "dense",
         depth: int | None = None,
         roles: Mapping[str, str] | None = None,
         blocks: Mapping[str, int] | None = None,
@@ -163,13 +176,15 @@ class Parametrization:
         Args:
             module: any module, before it is sharded.
             scale: of all standard deviations; the root of 2 makes up for a ReLU.
+            outputs: what the loss makes of the outputs, as for :meth:`param_groups`.
             depth: L in the formulas; by default the number of operators and readouts.
             roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
 
         Raises:
             ValueError: a weight that is spread over processes, by name; a pattern that does not fit; an operator that
-                there is no rule for; a scale or depth that is none. Nothing is drawn then.
+                there is no rule for; a scale or depth that is none; an unknown kind of outputs. Nothing is drawn then.
         """
+        _check_outputs(outputs)
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
         _check_depth(depth)
@@ -183,7 +198,7 @@ class Parametrization:
         for layer in layers:
             weight = layer.sources[0]
             if layer.is_matrix and weight not in stds:
-                stds[weight] = layer, [scale * std for std in self._stds(layer, places[id(weight)])]
+                stds[weight] = layer, [scale * std for std in self._stds(layer, places[id(weight)], outputs)]
         for weight, (layer, by_block) in stds.items():
             weight.normal_().mul_(by_entry(layer, weight, by_block))
         for layer in layers:
@@ -194,10 +209,10 @@ class Parametrization:
             if padding is not None:
                 weight[padding].zero_()
 
-    def _stds(self, layer: Layer, place: LayerPosition) -> list[float]:
+    def _stds(self, layer: Layer, place: LayerPosition, outputs: Outputs) -> list[float]:
         """Standard deviation of each block of a matrix."""
         sizes = [place.fan_out if len(set(layer.layout.fan_outs)) == 1 else n for n in layer.layout.fan_outs]
-        return [self.scale(replace(place, fan_out=n)).std for n in sizes]
+        return [self.scale(replace(place, fan_out=n), outputs).std for n in sizes]
 
     def param_groups(
         self,
@@ -205,6 +220,7 @@ class Parametrization:
         lr: float | Tensor,
         optimizer: Family = "sgd",
         *,
+        outputs: Outputs = "dense",
         depth: int | None = None,
         roles: Mapping[str, str] | None = None,
         blocks: Mapping[str, int] | None = None,
@@ -216,6 +232,8 @@ class Parametrization:
             module: the model, or FSDP's wrapper around it.
             lr: the learning rate that is to be right at every width.
             optimizer: ``"sgd"``, or ``"adam"`` for those that move every entry by about the learning rate.
+            outputs: ``"dense"`` if the loss is a mean over outputs, as the mean squared error is; ``"sparse"`` if few
+                outputs of each sample matter, however many there are, as under cross entropy.
             depth: L in the formulas; by default the number of operators and readouts.
             roles, blocks, weight_decay: as in :func:`~spectral_monitor.spectral_param_groups`.
 
@@ -223,15 +241,16 @@ class Parametrization:
             A group for every factor, as :func:`~spectral_monitor.spectral_param_groups` does.
 
         Raises:
-            ValueError: an unknown family, a learning rate that is not a positive number, a depth below 1, and what
-                that function refuses.
+            ValueError: an unknown family or kind of outputs, a learning rate that is not a positive number, a depth
+                below 1, and what that function refuses.
         """
         check_family(optimizer)
+        _check_outputs(outputs)
         _check_depth(depth)
         return grouped(
             module,
             lr,
-            lambda place: self.scale(place).sgd if optimizer == "sgd" else self.scale(place).adam,
+            lambda place: self.scale(place, outputs).sgd if optimizer == "sgd" else self.scale(place, outputs).adam,
             roles=roles,
             blocks=blocks,
             weight_decay=weight_decay,
@@ -247,3 +266,8 @@ class Parametrization:
 def _check_depth(depth: int | None) -> None:
     if depth is not None and not 1 <= depth < math.inf:
         raise ValueError(f"depth must be a number of matrices, >= 1, got {depth!r}")
+
+
+def _check_outputs(outputs: str) -> None:
+    if outputs not in get_args(Outputs):
+        raise ValueError(f"unknown kind of outputs {outputs!r}; valid kinds: {', '.join(get_args(Outputs))}")

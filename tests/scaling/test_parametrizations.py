@@ -204,7 +204,7 @@ def test_scale_and_depth():
 
 
 def explicit(exponents, weights, x, lr, steps):
-    """Outputs after training ``W_l = n^-a_l w_l`` by SGD with learning rate ``lr n^-c`` (Yang and Hu, Eq. 4)."""
+    """Outputs after training ``W_l = n^-a_l w_l`` by SGD with learning rate ``lr n^-c`` (Yang and Hu, section 3)."""
     n = weights[0].shape[0]
     w = [(weight * n ** float(a)).clone().requires_grad_() for weight, a in zip(weights, exponents.a, strict=True)]
     for _ in range(steps + 1):

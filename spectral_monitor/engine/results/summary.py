@@ -22,7 +22,8 @@ def properties(
     """Name -> value, NaN where it is not known.
 
     The last features are the readout's inputs. (SP), (FS) and (BS) go by the outputs of the layers: of those that are
-    known, the one furthest off.
+    known, the one furthest off. (FS) is of features alone. The paper takes it over l < L, since the outputs of the
+    network begin near 0 where they are small by design, and their relative change has no bound.
 
     Args:
         values: quantities of each layer, tier "full".
@@ -33,6 +34,7 @@ def properties(
     """
     hidden = [i for i, layer in enumerate(layers) if layer.info.role == "operator"]
     readouts = [i for i, layer in enumerate(layers) if layer.info.role == "readout"]
+    features = [i for i in range(len(layers)) if i not in readouts]
     sizes = [size for i in hidden if math.isfinite(size := float(values["feature_rms"][i]))]
     found = {
         "property_sp": max(sizes, key=lambda size: abs(math.log(size)) if size > 0 else math.inf, default=math.nan),
@@ -40,7 +42,7 @@ def properties(
         "property_ld": -summary["loss_change_predicted"],
         "property_bc": summary["contribution_spread"],
         "property_rfl": math.nan,
-        "property_fs": _largest(values["feature_change"]),
+        "property_fs": _largest(values["feature_change"][features]),
         "property_bs": _largest(values["backward_speed"]),
     }
     if len(readouts) == 1:
