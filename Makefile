@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
 
-.PHONY: demo demo-width test test-fast test-all lint types docs tests bench bench-check clean
+.PHONY: demo demo-width test test-fast test-all test-pytorch-lightning lint types docs tests bench bench-check clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +51,11 @@ test-fast: lint
 test-all: test
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore=tests/distributed
 	$(BIN)/python -m pytest -m slow tests/distributed
+
+# What a trainer of `lightning` does, one of `pytorch_lightning` does: the same tests under its name.
+test-pytorch-lightning: $(READY)
+	$(BIN)/python tests/renamed.py -m "not slow" -n 2 --dist loadfile \
+		$(patsubst %,tests/%,callbacks resume loops noninterference correction distributed)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/estimator.py --quick
