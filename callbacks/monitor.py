@@ -60,9 +60,10 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     ``spectral-monitor-<hash>.pt`` with the weights drift is counted from and the batch ``feature_drift`` is measured
     on: your data, as the model saw it. ``trainer.fit(..., ckpt_path=...)`` measures what the uninterrupted run would
     have. If the file is missing (it is looked for beside the checkpoint, then where it was written), or the model has
-    other layers, a warning says so and drift is counted from there. No file is written to a place a checkpoint names. Earlier :attr:`measurements` are not in it. Another ``fit`` of the same module
-    object with the same monitor goes on too, with drift from the first fit's start; with another module it begins
-    again. Either way measurements are appended to those there are.
+    other layers, a warning says so and drift is counted from there. No file is written to a place a checkpoint names.
+    Earlier :attr:`measurements` are not in it. Another ``fit`` of the same module object with the same monitor goes on
+    too, with drift from the first fit's start; with another module it begins again. Either way measurements are
+    appended to those there are.
 
     Args:
         every_n_steps: measure every n-th optimizer step; or steps in words, ``"1, 2, 4, ..., every 100"``: more of the
