@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from spectral_monitor.callbacks.lightning_packages import is_instance, package_of, rank_zero_only
 from spectral_monitor.callbacks.progress_bar import StatusLine
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.messages import WarnOnce, announce
+from spectral_monitor.messages import WarnOnce, announce, in_lines
 from spectral_monitor.reporting.content.essentials import Log, checked_log, essentials
 from spectral_monitor.reporting.content.headline import brief
 from spectral_monitor.reporting.content.history import History
@@ -42,8 +42,8 @@ def show(text: str) -> None:
 
 @rank_zero_only
 def tell(trainer: pl.Trainer, text: str) -> None:
-    """Print a line among Lightning's."""
-    logging.getLogger(f"{package_of(trainer).__name__}.spectral_monitor").info(text)
+    """Print a sentence among Lightning's lines."""
+    logging.getLogger(f"{package_of(trainer).__name__}.spectral_monitor").info(in_lines(text))
 
 
 @rank_zero_only

@@ -376,7 +376,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             if self._reports.folder is not None:
                 self._tell(
                     trainer,
-                    f"spectral monitor: for all of it, spectral-monitor report {shortest(self._reports.folder)}",
+                    f"spectral monitor: for all of it\n  spectral-monitor report {shortest(self._reports.folder)}",
                 )
         else:
             steps, each = trainer.global_step, self.settings.every_n_steps

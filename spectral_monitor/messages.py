@@ -58,6 +58,20 @@ def wrapped(text: str) -> str:
     return fill(text, LINE, initial_indent="! ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
+def in_lines(text: str) -> str:
+    r"""Return a sentence in lines of a console, indented from the second on; a command below it stays in one line.
+
+    Example:
+        >>> print(in_lines(9 * "as it was " + "before:\n  cat log"))
+        as it was as it was as it was as it was as it was as it was as it was as it was
+          as it was before:
+          cat log
+    """
+    sentence, *commands = text.split("\n")
+    lines = fill(sentence, LINE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join([lines, *commands])
+
+
 class WarnOnce:
     """Says each thing once.
 

@@ -29,9 +29,3 @@ class Change:
     def factor(self) -> float:
         """Return by how much it was changed, whichever way."""
         return max(self.after / self.before, self.before / self.after)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.layer}: x {self.after:.3g} (was x {self.before:.3g}), "
-            f"for {self.quantity} is {self.observed:.2e} and should be {self.wanted:.2e}"
-        )

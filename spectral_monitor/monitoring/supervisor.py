@@ -19,7 +19,7 @@ from spectral_monitor.engine import Engine
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.quantities import resolve
-from spectral_monitor.reporting.content.headline import announcement
+from spectral_monitor.reporting.content.headline import announcement, names_in
 
 Mode = Literal["observe", "warn", "correct"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -28,8 +28,6 @@ BEGINNING = frozenset({"weight_natural", "drift_ratio"})
 
 EARLY = 8
 """The first steps that a correction measures are apart by the steps so far over this."""
-NAMED = 6
-"""Layers that a warning names."""
 TOLD = 1.5
 """Factor on a learning rate, either way, from which a correction says so in a line."""
 
@@ -193,12 +191,13 @@ class Supervisor:
             changes = self._corrector.update(measurement)
             self._engine.multipliers = self._corrector.by_layer()
             if notable := [change for change in changes if change.factor >= TOLD]:
-                tell(f"step {measurement.step}: {_most(notable)}")
+                tell(f"step {measurement.step}: {_most(notable, measurement)}")
         except Exception as error:
             self._warn(f"learning rates were not corrected ({type(error).__name__}: {error})", error)
             return
-        if limited := [change for change in changes if change.limited]:
-            self._warn(f"step {measurement.step}: {_held(limited)}")
+        matrices = {info.name for info in measurement.layers if info.role != "vector"}
+        if limited := [change for change in changes if change.limited and change.layer in matrices]:
+            self._warn(f"step {measurement.step}: {_held(limited, measurement)}")
 
     def _judged(self, measurement: Measurement) -> Measurement:
         verdicts = self._verdicts(measurement)
@@ -271,17 +270,23 @@ def _first_steps(every: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def _most(changes: Sequence[Change]) -> str:
+def _most(changes: Sequence[Change], measurement: Measurement) -> str:
+    """Return what was corrected most, and how many were."""
     most = max(changes, key=lambda change: change.factor)
-    return f"{len(changes)} learning rates corrected, most {most}" if len(changes) > 1 else str(most)
+    count = f"{len(changes)} learning rates corrected, most " if len(changes) > 1 else ""
+    return (
+        f"{count}{names_in(measurement, [most.layer])}: x {most.after:.3g} (was x {most.before:.3g}), for "
+        f"{most.quantity} is {most.observed:.2g} and should be {most.wanted:.2g}"
+    )
 
 
-def _held(changes: Sequence[Change]) -> str:
-    names = ", ".join(change.layer for change in changes[:NAMED]) + (", ..." if len(changes) > NAMED else "")
+def _held(changes: Sequence[Change], measurement: Measurement) -> str:
+    """Return whose learning rates are as far from the user's as a correction may take them."""
     change = changes[0]
     return (
-        f"{names}: learning rates are held at the limit of the correction (x {change.after:.3g}); {change.quantity} is "
-        f"{change.observed:.2e} and should be {change.wanted:.2e}: look at these layers' gradients and settings"
+        f"{names_in(measurement, [each.layer for each in changes])}: learning rates are held at the limit of the "
+        f"correction (x {change.after:.3g}); {change.quantity} is "
+        f"{change.observed:.2g} and should be {change.wanted:.2g}: look at these layers' gradients and settings"
     )
 
 

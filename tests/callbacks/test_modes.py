@@ -143,9 +143,10 @@ def test_correct_repairs_and_says_what_it_did(caplog):
         said(module, corrector, logger=logger)
     assert corrector.multipliers[FAULTY] < 0.1
     assert corrector.latest.verdicts == ()
-    lines = [r.getMessage() for r in caplog.records if FAULTY in r.getMessage()]
+    lines = [" ".join(r.getMessage().split()) for r in caplog.records if FAULTY in r.getMessage()]
     assert lines
     assert all(text in lines[0] for text in ("step ", "(was x ", "update_natural", "should be"))
+    assert max(len(line) for r in caplog.records for line in r.getMessage().splitlines() if "x " in line) < 80
     shown = [
         metrics[f"spectral_lr_multiplier/{FAULTY}"]
         for _, metrics in logger.rows

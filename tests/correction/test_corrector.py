@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -202,6 +203,18 @@ def test_limits_hold():
         train(network, optimizer, probe, 30)
     assert len(caught) == 1
     assert probe.multipliers["2"] == pytest.approx(high, rel=1e-2)
+
+
+def test_a_bias_at_its_limit_is_no_warning():
+    """Nobody can do anything about it: a key's bias in attention has no gradient but rounding."""
+    network, optimizer, probe = correcting("target", limits=(0.5, 2.0))
+    only = torch.zeros(80)
+    only[3] = 1.0
+    network[2].bias.register_hook(lambda grad: 1e-9 * grad * only)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpectralMonitorWarning)
+        train(network, optimizer, probe, 30)
+    assert probe.multipliers["2.bias"] == pytest.approx(2.0 * SHARES["vector"], rel=0.1), "it is held all the same"
 
 
 def test_a_gradient_that_vanishes_drives_no_rate_beyond_the_limit():

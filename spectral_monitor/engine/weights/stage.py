@@ -134,6 +134,7 @@ class MatrixStage:
         shares: dict[int, Tensor] = {}
         self._measure_all(held.stacks, partial(self._changes, shares=shares))
         if shares:
+            shares = dict(sorted(shares.items()))  # one order on every process, whichever gradients are here
             self._sum(self._contributions(shares, self._arrivals(held, shares)))
         if "g" in self.settings.needs:
             changed = torch.zeros(1)
