@@ -38,18 +38,13 @@ TOOLS = (
     "rich",
 )
 TESTS = (
-    "functional",
-    "metrics",
     "capture/test_optimizer.py",
-    "correction/test_swap.py",
     "callbacks/test_monitor.py",
-    "callbacks/test_packages.py",
     "loops/test_scaler.py",
     "reporting/test_tensorboard.py",
-    "resume/test_checkpoint.py",
     "resume/test_crafted.py",
 )
-"""What touches torch, Lightning and TensorBoard most, in a few minutes; tests beside other packages need newer ones."""
+"""What touches torch, Lightning and TensorBoard most, in a minute or two; others need newer packages."""
 
 
 @dataclass(frozen=True)
