@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
 
-.PHONY: demo demo-width test test-fast test-all lint types docs tests bench bench-check clean
+.PHONY: demo demo-width test test-fast test-all test-pytorch-lightning test-versions lint types docs tests bench bench-check gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -52,6 +52,15 @@ test-all: test
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore=tests/distributed
 	$(BIN)/python -m pytest -m slow tests/distributed
 
+# What a trainer of `lightning` does, one of `pytorch_lightning` does: the same tests under its name.
+test-pytorch-lightning: $(READY)
+	$(BIN)/python tests/renamed.py -m "not slow" -n 2 --dist loadfile \
+		$(patsubst %,tests/%,callbacks resume loops noninterference correction distributed)
+
+# The oldest and the newest versions; the table is in docs/support.md.
+test-versions:
+	$(PYTHON) tests/versions.py
+
 bench: $(READY)
 	$(BIN)/python benchmarks/estimator.py --quick
 	$(BIN)/python benchmarks/cost.py
@@ -60,6 +69,10 @@ bench: $(READY)
 
 bench-check: $(READY)
 	$(BIN)/python benchmarks/cost.py --check
+
+# On a machine with an accelerator, at most eight minutes; writes docs/gpu.md.
+gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV) build site *.egg-info .mypy_cache .ruff_cache .pytest_cache

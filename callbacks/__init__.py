@@ -1,4 +1,4 @@
-"""PyTorch Lightning glue: the only place that knows Lightning."""
+"""PyTorch Lightning glue; ``lightning_packages`` alone knows what Lightning is called."""
 
 from spectral_monitor.callbacks.corrector import SpectralLRCorrector
 from spectral_monitor.callbacks.monitor import SpectralMonitor

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import lightning.pytorch as pl
+from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.callbacks.checkpoint_state import ResumeState
+from spectral_monitor.callbacks.lightning_packages import Callback
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.messages import WarnOnce
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
-class CheckpointHooks(pl.Callback):
+
+class CheckpointHooks(Callback):
     """Hooks around checkpoints; a :class:`~spectral_monitor.callbacks.checkpoint_state.ResumeState` does the work."""
 
     settings: Settings

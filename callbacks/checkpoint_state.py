@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
-import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-
+from spectral_monitor.callbacks import side_files
+from spectral_monitor.callbacks.lightning_packages import is_instance
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay
 from spectral_monitor.engine import Engine
 from spectral_monitor.engine.features.replays import Replayable
 from spectral_monitor.monitoring.supervisor import Supervisor
 from spectral_monitor.state.serialize import fingerprint
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 LARGE = frozenset({"W0", "probe"})
 """Needs that take tensors from the start of training, too large for every checkpoint."""
@@ -125,20 +125,20 @@ class ResumeState:
             return state
         if self._mark != mark and len(self._fingerprints) <= 1:
             self._mark, self._fingerprints = mark, [fingerprint(tensors)]
-        names = [_name(one) for one in self._fingerprints]
-        file = {"names": names, "row_hashes": list(self._fingerprints), "folder": str(self._folder)}
-        return {**state, "file": file}
+        return {**state, "file": side_files.described(self._fingerprints, self._folder)}
 
     def write(self, state: State, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> None:
-        """Write the file of this process that a state refers to, if it is not there.
+        """Write the file of this process that a state refers to, if it is not there and the state is of this run.
+
+        Where it goes is for this run to say: a state that was loaded may name any place.
 
         Raises:
             OSError: it could not be written.
         """
-        file = state.get("file")
-        if file is None or len(file["names"]) != trainer.world_size:
+        prints = self._fingerprints
+        if len(prints) != trainer.world_size or state.get("file") != side_files.described(prints, self._folder):
             return
-        path = Path(file["folder"], file["names"][trainer.global_rank])
+        path = self._folder / side_files.side_file_name(prints[trainer.global_rank])
         if path.exists():
             return
         if engine is not None and self._begun:
@@ -146,7 +146,7 @@ class ResumeState:
         else:
             _, tensors = self._carried.get(module, ({}, None))
         if tensors is not None:
-            _write(tensors, path)
+            side_files.write(tensors, path)
 
     def end(self, module: pl.LightningModule, engine: Engine) -> None:
         """Keep what another fit of this model, or a checkpoint saved after this one, needs."""
@@ -178,14 +178,12 @@ def _revive(engine: Engine, module: pl.LightningModule, packed: State) -> Replay
 
 def _folder(trainer: pl.Trainer) -> Path:
     """Return the folder of checkpoints, if that is on a disk."""
-    saving = sorted(trainer.checkpoint_callbacks, key=lambda callback: not isinstance(callback, ModelCheckpoint))
+    saving = sorted(
+        trainer.checkpoint_callbacks, key=lambda callback: not is_instance(callback, "callbacks.ModelCheckpoint")
+    )
     folders = [folder for callback in saving if (folder := getattr(callback, "dirpath", None))]
     local = [str(folder) for folder in (*folders, trainer.default_root_dir) if "://" not in str(folder)]
     return Path(local[0] if local else ".").absolute()
-
-
-def _name(fingerprint: str) -> str:
-    return f"spectral-monitor-{fingerprint[:16]}.pt"
 
 
 def _find(file: Any, trainer: pl.Trainer, engine: Engine) -> tuple[State | None, str]:
@@ -197,41 +195,16 @@ def _find(file: Any, trainer: pl.Trainer, engine: Engine) -> tuple[State | None,
     if file is None:
         return None, "the saved state is of a monitor that did not measure it"
     beside = [] if trainer.ckpt_path is None else [Path(str(trainer.ckpt_path)).absolute().parent]
-    folders = list(dict.fromkeys([*beside, Path(file["folder"])]))
-    prints = file["row_hashes"]
+    try:
+        prints, written = side_files.checked(file)
+    except ValueError as error:
+        return None, str(error)
+    folders = list(dict.fromkeys([*beside, written]))
     if len(prints) == trainer.world_size:
-        tensors, missing = _read(prints[trainer.global_rank], folders)
+        tensors, missing = side_files.read(prints[trainer.global_rank], folders)
         if tensors is None or engine.covered_by(tensors):
             return tensors, missing
-    found = [_read(one, folders) for one in prints]
+    found = [side_files.read(one, folders) for one in prints]
     missing = next((missing for _, missing in found if missing), "")
     several = [tensors for tensors, _ in found if tensors is not None]
     return (None, missing) if missing else (engine.merged(several), "")
-
-
-def _read(fingerprint_then: str, folders: list[Path]) -> tuple[State | None, str]:
-    """Return the tensors of a file in one of the folders; else why not."""
-    name, wrong = _name(fingerprint_then), []
-    for path in (folder / name for folder in folders):
-        if path.is_file():
-            try:
-                tensors = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:
-                wrong.append(f"{path} cannot be read ({type(error).__name__})")
-                continue
-            if fingerprint(tensors) == fingerprint_then:
-                return tensors, ""
-            wrong.append(f"{path} is not the file that was written")
-    return None, "; ".join(wrong) or f"{name} is missing in {' and in '.join(map(str, folders))}"
-
-
-def _write(tensors: State, path: Path) -> None:
-    """Write all of the file or nothing of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        torch.save(tensors, unfinished)
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise

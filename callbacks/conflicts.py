@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_only
-
 from spectral_monitor.callbacks.checkpoint_hooks import CheckpointHooks
+from spectral_monitor.callbacks.lightning_packages import rank_zero_only
 from spectral_monitor.messages import say
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from .monitor import SpectralMonitor
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from inspect import signature
-from typing import Any, Literal
-
-import lightning.pytorch as pl
+from typing import TYPE_CHECKING, Any, Literal
 
 from spectral_monitor.callbacks.monitor import SpectralMonitor
 from spectral_monitor.condition import SpectralCondition
@@ -15,6 +13,9 @@ from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import Policy
 from spectral_monitor.monitoring.reactions import OnVerdict
 from spectral_monitor.reporting.sinks import Sink
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class SpectralLRCorrector(SpectralMonitor):

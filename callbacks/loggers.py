@@ -8,12 +8,9 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_only
-
+from spectral_monitor.callbacks.lightning_packages import is_instance, package_of, rank_zero_only
 from spectral_monitor.callbacks.progress_bar import StatusLine
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce, announce, in_lines
@@ -27,7 +24,8 @@ from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks, is_remo
 from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink, can_write_to
 from spectral_monitor.reporting.wandb_sink.sink import WandbSink
 
-log = logging.getLogger("lightning.pytorch.spectral_monitor")
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 OFFSET = -1
 """Lightning logs what belongs to the first optimizer step at 0; a measurement counts the steps taken."""
@@ -43,9 +41,9 @@ def show(text: str) -> None:
 
 
 @rank_zero_only
-def tell(text: str) -> None:
+def tell(trainer: pl.Trainer, text: str) -> None:
     """Print a sentence among Lightning's lines."""
-    log.info(in_lines(text))
+    logging.getLogger(f"{package_of(trainer).__name__}.spectral_monitor").info(in_lines(text))
 
 
 @rank_zero_only
@@ -82,18 +80,18 @@ class LoggerSink:
     cannot write when training ends would be an error of the trainer's.
     """
 
-    def __init__(self, logger: Logger, log: Log = "essential", asked: Sequence[str] = ()) -> None:
+    def __init__(self, logger: Any, log: Log = "essential", asked: Sequence[str] = ()) -> None:
         self._logger = logger
         self.name = type(logger).__name__
         self._log, self._asked = log, tuple(asked)
-        self._history = History() if isinstance(logger, MLFlowLogger | CometLogger) else None
+        self._history = History() if is_instance(logger, "loggers.MLFlowLogger", "loggers.CometLogger") else None
 
     def write(self, measurement: Measurement) -> None:
         """Give it all scalars in one call."""
-        if isinstance(self._logger, CSVLogger):
+        if is_instance(self._logger, "loggers.CSVLogger"):
             need_room(self._logger.log_dir)
         scalars = essentials(measurement, self._log, self._asked)
-        if isinstance(self._logger, MLFlowLogger):
+        if is_instance(self._logger, "loggers.MLFlowLogger"):
             scalars = {_REFUSED.sub("_", key): value for key, value in scalars.items()}
         self._logger.log_metrics(scalars, step=measurement.step + OFFSET)
         self._logger.save()
@@ -109,9 +107,9 @@ class LoggerSink:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / PAGE
             path.write_text(text, encoding="utf-8", errors="replace")
-            if isinstance(self._logger, MLFlowLogger):
+            if is_instance(self._logger, "loggers.MLFlowLogger"):
                 self._logger.experiment.log_artifact(self._logger.run_id, str(path))
-            elif isinstance(self._logger, CometLogger):
+            elif is_instance(self._logger, "loggers.CometLogger"):
                 self._logger.experiment.log_asset(str(path), file_name=PAGE, copy_to_tmp=True)
 
 
@@ -192,10 +190,10 @@ class SinkManager:
         """Return the state without what belongs to a fit."""
         return {**vars(self), "_all": None, "_status": StatusLine()}
 
-    def _sink(self, logger: Logger) -> Sink:
-        if isinstance(logger, TensorBoardLogger) and can_write_to(logger.experiment):
+    def _sink(self, logger: Any) -> Sink:
+        if is_instance(logger, "loggers.TensorBoardLogger") and can_write_to(logger.experiment):
             return TensorBoardSink(logger.experiment, self.heatmap_every, self.histograms, **self._how)
-        if isinstance(logger, WandbLogger):
+        if is_instance(logger, "loggers.WandbLogger"):
             return WandbSink(logger.experiment, self._settings, self.heatmap_every, **self._how)
         return LoggerSink(logger, self.log, self._asked)
 
@@ -204,9 +202,9 @@ class SinkManager:
         return {"log": self.log, "asked": self._asked, "offset": OFFSET}
 
 
-def _folder(logger: Logger) -> Path | None:
+def _folder(logger: Any) -> Path | None:
     """Return the folder of one run on this machine; Lightning keeps its checkpoints there too."""
-    if isinstance(logger, TensorBoardLogger | CSVLogger):
+    if is_instance(logger, "loggers.TensorBoardLogger", "loggers.CSVLogger"):
         return None if is_remote(logger.log_dir) else Path(logger.log_dir)
     folder = logger.save_dir
     if not isinstance(folder, str | os.PathLike) or is_remote(folder) or logger.version is None:

@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,6 +36,9 @@ from spectral_monitor.reporting.text.roles import Roles
 from spectral_monitor.reporting.text.table import measurement_rows
 from spectral_monitor.suggestions import helpful
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 
 class SpectralMonitor(MeasuredRun, CheckpointHooks):
     """Measures every layer's weights, updates and features at every n-th optimizer step and logs them.
@@ -56,11 +58,12 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
 
     Checkpoints hold what it takes to go on: counters in the checkpoint, and beside it one file
     ``spectral-monitor-<hash>.pt`` with the weights drift is counted from and the batch ``feature_drift`` is measured
-    on. ``trainer.fit(..., ckpt_path=...)`` measures what the uninterrupted run would have. If the file is missing (it
-    is looked for beside the checkpoint, then where it was written), or the model has other layers, a warning says so
-    and drift is counted from there. Earlier :attr:`measurements` are not in it. Another ``fit`` of the same module
-    object with the same monitor goes on too, with drift from the first fit's start; with another module it begins
-    again. Either way measurements are appended to those there are.
+    on: your data, as the model saw it. ``trainer.fit(..., ckpt_path=...)`` measures what the uninterrupted run would
+    have. If the file is missing (it is looked for beside the checkpoint, then where it was written), or the model has
+    other layers, a warning says so and drift is counted from there. No file is written to a place a checkpoint names.
+    Earlier :attr:`measurements` are not in it. Another ``fit`` of the same module object with the same monitor goes on
+    too, with drift from the first fit's start; with another module it begins again. Either way measurements are
+    appended to those there are.
 
     Args:
         every_n_steps: measure every n-th optimizer step; or steps in words, ``"1, 2, 4, ..., every 100"``: more of the
@@ -221,9 +224,9 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             when = every(self.settings.every_n_steps)
             show(rendered(role_rows(self._engine.anatomy, folded=self.verbose < 2, when=when)))
             if self.mode != "observe" and (recipe := self._supervisor.recipe):
-                self._tell(f"spectral monitor: {recipe}")
+                self._tell(trainer, f"spectral monitor: {recipe}")
             if decision := self._supervisor.decision:
-                self._tell(f"spectral monitor: {decision}")
+                self._tell(trainer, f"spectral monitor: {decision}")
         if not trainer.loggers and trainer.is_global_zero:
             self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
 
@@ -271,13 +274,13 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         in the one that was due, the next one is.
         """
         if pl_module.automatic_optimization:
-            keys = self._at(trainer.global_step + 1)
+            keys = self._at(trainer, trainer.global_step + 1)
             return frozenset() if keys and trainer.fit_loop._should_accumulate() else keys
-        self._overdue |= self._at(_batches(trainer))
+        self._overdue |= self._at(trainer, _batches(trainer))
         return self._overdue
 
-    def _at(self, step: int) -> frozenset[str]:
-        return frozenset() if self._supervisor is None else self._supervisor.due(step, self._tell)
+    def _at(self, trainer: pl.Trainer, step: int) -> frozenset[str]:
+        return frozenset() if self._supervisor is None else self._supervisor.due(step, partial(self._tell, trainer))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock: validation is no part of a step."""
@@ -343,12 +346,15 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         self._reports.write(measurement)
         with self._said("ModelCheckpoint and EarlyStopping cannot see this measurement"):
             trainer.callback_metrics.update({key: torch.tensor(x) for key, x in overall(measurement).items()})
-        self._supervisor.correct(measurement, self._tell)
+        self._supervisor.correct(measurement, partial(self._tell, trainer))
         self.multipliers = self._supervisor.multipliers
         stops = self._reactions(self._supervisor.began, self._warn, trainer.is_global_zero)
         if stops is not None and not trainer.should_stop:
             trainer.should_stop = True
-            tell(f"spectral monitor: training stops after step {measurement.step}: {stops.layer}: {stops.sentence}")
+            tell(
+                trainer,
+                f"spectral monitor: training stops after step {measurement.step}: {stops.layer}: {stops.sentence}",
+            )
         self._spent += measurement.summary["overhead_ms"] / 1e3 + perf_counter() - begin
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
@@ -366,19 +372,20 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         if self.latest and self._engine.measured > self._continuation.measured_before:
             show(rendered(measurement_rows(self.latest, folded=self.verbose < 2)))
             share = self._spent / max(perf_counter() - self._began, 1e-9)
-            self._tell(f"spectral monitor: measuring took {100 * share:.2g} % of training time")
+            self._tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time")
             if self._reports.folder is not None:
                 self._tell(
-                    f"spectral monitor: for all of it\n  spectral-monitor report {shortest(self._reports.folder)}"
+                    trainer,
+                    f"spectral monitor: for all of it\n  spectral-monitor report {shortest(self._reports.folder)}",
                 )
         else:
             steps, each = trainer.global_step, self.settings.every_n_steps
             show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={each!r}")
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, trainer: pl.Trainer, text: str) -> None:
         """Say something in a line among Lightning's own, unless nothing is to be said."""
         if self.verbose:
-            tell(text)
+            tell(trainer, text)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave no hook behind if a batch was skipped after this callback had seen it start, which ends the epoch."""

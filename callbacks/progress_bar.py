@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import lightning.pytorch as pl
+from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.reporting.content.headline import ROOM
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 KEY = "spectral"
 

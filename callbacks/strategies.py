@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from typing import TYPE_CHECKING
+
 from torch import nn
 
+from spectral_monitor.callbacks.lightning_packages import is_instance
 from spectral_monitor.sharding import ProcessGroup
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy
 
 PRECISIONS = "32-true, 64-true, bf16-mixed, bf16-true, 16-mixed, 16-true"
 STRATEGIES = "ddp in its variants, fsdp, ModelParallelStrategy (FSDP2, tensor parallel, both), or a single device"
+SUPPORTED = ("strategies.DDPStrategy", "strategies.FSDPStrategy", "strategies.ModelParallelStrategy")
 
 
 def check_supported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -19,7 +25,7 @@ def check_supported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         ValueError: naming what is not supported and what is.
     """
     strategy = trainer.strategy
-    if trainer.world_size > 1 and not isinstance(strategy, (DDPStrategy, FSDPStrategy, ModelParallelStrategy)):
+    if trainer.world_size > 1 and not is_instance(strategy, *SUPPORTED):
         raise ValueError(f"SpectralMonitor does not measure {_name(strategy)}; supported: {STRATEGIES}")
     if not module.automatic_optimization and getattr(module, "_compiler_ctx", None):
         raise ValueError(
@@ -40,7 +46,7 @@ def _name(strategy: Strategy) -> str:
 def strategy_context(trainer: pl.Trainer) -> tuple[ProcessGroup | None, nn.Module | None]:
     """Return the processes that train together, ``None`` if there is one, and FSDP1's wrapper of the model, if any."""
     strategy = trainer.strategy
-    wrapper = strategy.model if isinstance(strategy, FSDPStrategy) else None
+    wrapper = strategy.model if is_instance(strategy, "strategies.FSDPStrategy") else None
     if trainer.world_size == 1:
         return None, wrapper
     batch = strategy.distributed_sampler_kwargs  # type: ignore[attr-defined]

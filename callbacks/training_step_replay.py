@@ -6,17 +6,19 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
+from spectral_monitor.callbacks.lightning_packages import package_of
 from spectral_monitor.capture.replay.batch_slicing import slice_batch
 from spectral_monitor.capture.replay.replay import clone_tree, copied, iterators_in, loss_in, modes
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
 from spectral_monitor.state.snapshot import Snapshot, preserved
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class TrainingStepReplay:
@@ -129,7 +131,7 @@ def _muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Inside, ``self.log`` and the loggers take everything and keep nothing."""
     loggers = trainer.loggers
     names = ("log", "log_dict", "print")
-    trainer.loggers = [DummyLogger() for _ in loggers]
+    trainer.loggers = [package_of(trainer).loggers.logger.DummyLogger() for _ in loggers]
     for name in names:
         object.__setattr__(module, name, lambda *args, **kwargs: None)
     try:

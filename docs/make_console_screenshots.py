@@ -69,7 +69,7 @@ def main() -> None:
         ours = text[text.index("spectral monitor:") :]
         print(ours)
         lines = ours.count("\n")
-        screenshot(as_page(ours, folder / "console.html"), IMAGES / "console_80.png", 700, 19 * lines, ready="pre")
+        screenshot(as_page(ours, folder / "console.html"), IMAGES / "console_80.png", 800, 19 * lines + 60, ready="pre")
         site = folder / "site"
         subprocess.run([sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", site], check=True)
         screenshot(site / "index.html", IMAGES / "site.png", 1280, 900, ready="main")

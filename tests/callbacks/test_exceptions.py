@@ -6,6 +6,7 @@ import math
 import warnings
 from functools import partial
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
@@ -146,7 +147,7 @@ PLACES = [
 def run_into(module, logger, error, every):
     monitor, trainers = SpectralMonitor(every_n_steps=every), []
 
-    class Keep(callback.pl.Callback):
+    class Keep(pl.Callback):
         def on_fit_start(self, trainer, module):
             trainers.append(trainer)
 
@@ -239,7 +240,7 @@ def test_an_interrupt_in_the_replay_puts_everything_back():
     module = FailsInReplay(KeyboardInterrupt, False)
     names, logger, states = attributes(module), recording(), []
 
-    class Look(callback.pl.Callback):
+    class Look(pl.Callback):
         def on_train_batch_end(self, trainer, module, *rest):
             states.append((of_module(module), torch.get_rng_state()))
 

@@ -9,13 +9,13 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from importlib.resources import files
 from typing import Any
 
 from spectral_monitor.reporting.html.figures import Figure
 
-STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
+STYLE = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+SCRIPT = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
 
 
 def page(
