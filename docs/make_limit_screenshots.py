@@ -1,4 +1,4 @@
-"""Draw docs/img/limit_page.png and limit_tensorboard.png: a perceptron beside its limit of infinite width.
+"""Draw docs/img/limit_page.png: a perceptron beside its limit of infinite width.
 
     python docs/make_limit_screenshots.py
 
@@ -7,15 +7,12 @@ It takes a minute, and needs playwright and Chromium.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from make_report_screenshot import screenshot
-from make_screenshots import capture, tensorboard
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -71,27 +68,13 @@ def train(folder: Path) -> None:
     write_limit(line, folder)
 
 
-def charts(page: Any, address: str) -> None:
-    """The changes of features of both layers, of both runs."""
-    page.goto(f"{address}/#timeseries&tagFilter=feature_change%2Fnet|alignment%2Fnet")
-    page.wait_for_timeout(6000)
-    capture(page, "limit_tensorboard", 760)
-
-
 def main() -> None:
-    from playwright.sync_api import sync_playwright
-
     warnings.simplefilter("ignore", SpectralConditionWarning)
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "runs" / RUN
         train(folder)
         write_report(read_run(folder / "spectral_monitor.jsonl"), Path(place) / "page.html", limit=read_limit(folder))
         screenshot(Path(place) / "page.html", IMAGES / "limit_page.png", 1280, 1500)
-        with tensorboard(Path(place) / "runs", STEPS + 1, [RUN]) as address, sync_playwright() as tool:
-            browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-            charts(browser.new_page(viewport={"width": 1240, "height": 900}), address)
-            browser.close()
 
 
 if __name__ == "__main__":
