@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from spectral_monitor.parametrization.rules import Parametrization
 
 ENTRIES = 2**24
 """Weights of a twin, at most: 64 MB in float32. Fewer neurons then stand for the distribution."""
+
+RELATIVE_TO_OUTPUTS = frozenset({"feature_change", "feature_change_local", "kernel_change", "sensitivity"})
+"""Quantities that the outputs before the step divide."""
 
 ACTIVATIONS = (
     nn.CELU,
@@ -59,16 +62,24 @@ class NeuronTwin:
     def measurement(self, measured: Measurement) -> Measurement:
         """Return what a probe measured on the module as it is at infinite width.
 
-        Norms that go with the width become NaN, with that reason; all else is as it is. Verdicts and bands are left
-        out. Layers' names may have a prefix, as of a module around this one.
+        Norms that go with the width become NaN, with that reason. So does what is relative to outputs that are 0 at the
+        start, which the twin's are to rounding only. All else is as it is. Verdicts and bands are left out. Names of layers
+        may have a prefix, as of a module around this one.
         """
         *_, readout = (name for name, _ in self.module.named_children())
         values = {key: column.clone() for key, column in measured.values.items()}
+        undefined = {"feature_drift", *(RELATIVE_TO_OUTPUTS if measured.step == 1 else ())} & values.keys()
+        reasons: dict[str, str] = {}
         for place, info in enumerate(measured.layers):
+            if info.name.split(".")[-1] == readout:
+                for key in undefined:
+                    values[key][place] = math.nan
+                    reasons[f"{key}/{info.name}"] = "outputs are 0 at the start"
             if info.name.split(".")[-2:] != [readout, "bias"]:  # k numbers, which do not depend on the width
                 for key in GOES_WITH_WIDTH & values.keys():
                     values[key][place] = math.nan
-        return of_limit(measured, values)
+        found = of_limit(measured, values)
+        return replace(found, reasons={**found.reasons, **reasons})
 
 
 def has_activation(module: nn.Module) -> bool:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from spectral_monitor import SpectralProbe
 from spectral_monitor.limits import WeightedNeurons, neuron_twin
 from spectral_monitor.limits.scales import GOES_WITH_WIDTH
+from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.scaling import MUP, NTP, reference_run
 
 from .test_twin import LR, D, K, measured, train
@@ -84,12 +86,30 @@ def test_every_quantity_is_that_of_a_wide_module(bias):
                 assert math.isnan(ours)
                 assert found.why(key, layer) in ("it goes with the width", at_twin.why(key, layer))
             elif key == "feature_drift" and layer == "second":
-                pass  # outputs are 0 at the start: what they drift by is without limit
+                assert math.isnan(ours)
+                assert found.why(key, layer) == "outputs are 0 at the start"
             elif math.isfinite(theirs) and key != "lr_multiplier":
                 assert ours == pytest.approx(theirs, rel=0.07), (key, layer)
                 compared.add(key)
     assert len(compared) >= 25
     assert not found.verdicts
+
+
+def test_what_is_relative_to_outputs_that_are_zero_is_not_a_number():
+    limit = neuron_twin(perceptron(8, None, False, D, K), MUP, LR)
+    optimizer = torch.optim.SGD(limit.param_groups)
+    probe = SpectralProbe(limit.module, optimizer, quantities=list(QUANTITIES), mode="observe")
+    x = torch.randn(16, D, generator=torch.Generator().manual_seed(2))
+    with probe.step():
+        (limit.module(x) - x[:, :K]).square().mean().backward()
+        optimizer.step()
+    found = limit.measurement(probe.measurements[0])
+    assert probe.measurements[0].value("feature_change", "second") > 1e3, "the twin's are zero to rounding"
+    for key in ("feature_change", "feature_change_local", "sensitivity", "kernel_change"):
+        assert math.isnan(found.value(key, "second")), key
+        assert math.isfinite(found.value(key, "first")), key
+    for key in ("feature_rms", "update_natural", "bfa_cos"):
+        assert math.isfinite(found.value(key, "second")), key
 
 
 class Net(nn.Module):
