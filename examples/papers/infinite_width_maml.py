@@ -1,7 +1,8 @@
 """First-order MAML on Omniglot, 5-way 1-shot, at finite and infinite width and with kernels (Section 9.2, Algorithm 4).
 
 Linear networks of one hidden layer learn in the feature learning limit; kernels cannot. Learning rates and standard
-deviations of each width are those of the authors' scripts. Stopped runs go on where they were.
+deviations of each width are those of the authors' scripts. Those of kernels are chosen on tasks of the training
+characters. Stopped runs go on where they were.
 
     python examples/papers/infinite_width_maml.py [--quick] [--data FOLDER] [--out figures] [--steps N] [--lr X]
 
@@ -20,13 +21,13 @@ import matplotlib.pyplot as plt
 import torch
 from common import arguments, save
 from jobs import progress, rows_of
+from maml_kernels import ADAPT_LR, CHOICE_TASKS, CLIP, GRIDS, META_LR, TASKS, TEST_STEPS, kernel_row
 from matplotlib.figure import Figure
 from omniglot import WAYS, Characters, characters
 from torch import Tensor
 
-from spectral_monitor.limits import KernelMachine, LinearNetwork, finite_width, infinite_width, softmax_derivative
+from spectral_monitor.limits import LinearNetwork, finite_width, infinite_width
 
-ADAPT_LR, TASKS, CLIP, TEST_STEPS = 0.4, 32, 0.5, 20
 INFINITE = 0
 """Stands for the limit among widths."""
 
@@ -41,15 +42,9 @@ SETTINGS = {
     8192: (1.0, 2**-5, 0.1, 1.0),
     INFINITE: (1.0, 2**-5, 0.1, 1.0),
 }
-KERNELS: dict[str, dict[str, float]] = {
-    "linear": {},
-    "nngp": {"su": 1.0, "sv": 1.0, "sb": 0.25},
-    "ntk": {"su": 1.0, "sv": 1.0, "sb": 0.25},
-}
-KERNEL_LR = 0.4
-FULL = {"widths": (INFINITE, 2, 8, 32, 128, 512, 2048, 8192), "kernel_steps": 100, "tests": 2000, "seeds": 2}
+FULL = {"widths": (INFINITE, 2, 8, 32, 128, 512, 2048, 8192), "kernel_steps": 100, "tests": 2000, "seeds": 3}
 QUICK = {"widths": (2, INFINITE), "kernel_steps": 5, "tests": 500, "seeds": 1}
-QUICK_STEPS, QUICK_LR = 1000, 0.4
+QUICK_STEPS, QUICK_LR, QUICK_CHOICE = 1000, 0.4, 100
 """The limit learns faster at 0.4, and ends a little lower."""
 
 Row = dict[str, Any]
@@ -132,44 +127,31 @@ def network_row(
     return {"before": before, "accuracy": accuracy(net, test, alpha, tests)}
 
 
-def kernel_row(train: Characters, test: Characters, kernel: str, seed: int, steps: int, tests: int) -> Row:
-    """Accuracy before and after meta-training in the space of functions."""
-    machine = KernelMachine(kernel, WAYS, **KERNELS[kernel])  # type: ignore[arg-type]
-    before = kernel_accuracy(machine, test, tests)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in progress(range(steps), kernel):
-        x, other, y = train.tasks(TASKS, generator, rotated=True)
-        tasks = [(a, y, b, y) for a, b in zip(x, other, strict=True)]
-        machine.meta_step(tasks, softmax_derivative, adapt_lr=ADAPT_LR, lr=KERNEL_LR, clip=CLIP)
-    return {"before": before, "accuracy": kernel_accuracy(machine, test, tests)}
+def summary(rows: Sequence[Row], key: str = "accuracy") -> dict[str, tuple[float, float]]:
+    """Name -> mean over seeds, and half of the 95 % interval over the images of all their tasks.
 
-
-def kernel_accuracy(machine: KernelMachine, test: Characters, count: int, seed: int = 1) -> float:
-    """Of test tasks after 20 steps of adaptation, in percent; between tasks nothing but the start is shared."""
-    generator, right = torch.Generator().manual_seed(seed), 0.0
-    for _ in range(count // 50):
-        x, other, y = test.tasks(50, generator, rotated=False)
-        both = torch.cat([x, other], 1)
-        begin = machine(both.flatten(0, 1)).view(50, 2 * WAYS, WAYS)
-        for task, f in zip(both, begin, strict=True):
-            K = machine.between(task, task[:WAYS])  # (10, 5)
-            for _ in range(TEST_STEPS):
-                f = f - ADAPT_LR * K @ softmax_derivative(f[:WAYS], y)
-            right += (f[WAYS:].argmax(1) == y).double().mean().item()
-    return 100 * right / (50 * (count // 50))
+    Seeds of a name are tested on the same tasks, so that more of them do not make the interval narrower.
+    """
+    found = {}
+    for name in dict.fromkeys(row["name"] for row in rows):
+        some = [row for row in rows if row["name"] == name]
+        mean = sum(row[key] for row in some) / len(some)
+        found[name] = mean, 1.96 * math.sqrt(mean * (100 - mean) / (WAYS * some[0]["tests"]))
+    return found
 
 
 def figure(rows: Sequence[Row]) -> Figure:
     drawn, axis = plt.subplots(figsize=(5.6, 3.8), layout="constrained")
-    finite = [row for row in rows if row["name"].isdigit()]
-    axis.plot([int(r["name"]) for r in finite], [r["accuracy"] for r in finite], "o", color="#4c72b0", label="width n")
+    found = summary(rows)
+    widths = [int(name) for name in found if name.isdigit()]
+    means, halves = zip(*(found[str(n)] for n in widths), strict=True)
+    axis.errorbar(widths, means, halves, fmt="o", ms=4, capsize=3, color="#4c72b0", label="width n")
     colours = {"infinite": "0.3", "linear": "#937860", "nngp": "#dd8452", "ntk": "#c44e52"}
+    titles = {"infinite": "infinite width", "linear": "linear kernel", "nngp": "ReLU GP", "ntk": "ReLU NTK"}
     for name, colour in colours.items():
-        some = [r["accuracy"] for r in rows if r["name"] == name]
-        if some:
-            mean = sum(some) / len(some)
-            axis.axhline(mean, ls="--", lw=1.5, color=colour, label=f"{name}: {mean:.1f}")
-    widths = sorted({int(r["name"]) for r in finite})
+        mean, half = found[name]
+        axis.axhline(mean, ls="--", lw=1.5, color=colour, label=f"{titles[name]}: {mean:.1f}")
+        axis.axhspan(mean - half, mean + half, color=colour, alpha=0.15, lw=0)
     axis.set(xscale="log", xlabel="width n", ylabel="accuracy, %")
     axis.set_xticks(widths, [str(n) for n in widths])
     axis.minorticks_off()
@@ -186,6 +168,7 @@ def sweep(
     seeds: int,
     steps: int,
     lr: float,
+    choice_tasks: int,
 ) -> list[Row]:
     """A row for each kernel and network; a learning rate of 0 stands for that of the width."""
     train, test = characters(data)
@@ -193,8 +176,14 @@ def sweep(
     path, what = out / "infinite_width_maml.jsonl", {"data": train.what, "tests": tests}
     kernels = rows_of(
         path,
-        [{"name": kernel, "seed": 0, "steps": kernel_steps, **what} for kernel in KERNELS],
-        lambda name, seed, steps, data, tests: kernel_row(train, test, name, seed, steps, tests),
+        [
+            {"name": kernel, "seed": seed, "steps": kernel_steps, "lr": META_LR, "choice_tasks": choice_tasks, **what}
+            for kernel in GRIDS
+            for seed in range(seeds)
+        ],
+        lambda name, seed, steps, lr, choice_tasks, data, tests: kernel_row(
+            train, test, name, seed, steps, tests, choice_tasks
+        ),
         "kernels",
     )
     keys = [
@@ -206,7 +195,7 @@ def sweep(
             **what,
         }
         for width in widths
-        for seed in range(1 if width == INFINITE else seeds)
+        for seed in range(seeds)
     ]
     networks = rows_of(
         path,
@@ -216,16 +205,17 @@ def sweep(
         ),
         "networks",
     )
-    return [{"lr": KERNEL_LR, **row} for row in kernels] + networks
+    return kernels + [{"choice_tasks": "", **row, "settings": ""} for row in networks]
 
 
 def report(rows: Sequence[Row]) -> None:
-    for row in rows:
-        # Standard error over tasks: a task's accuracy is a mean of five.
-        error = math.sqrt(row["accuracy"] * (100 - row["accuracy"]) / (WAYS * row["tests"]))
+    before = summary(rows, "before")
+    for name, (mean, half) in summary(rows).items():
+        some = [row for row in rows if row["name"] == name]
+        seeds = ", ".join(f"{row['accuracy']:.1f}" for row in some)
         print(
-            f"{row['name']:>8}: {row['before']:.1f} % before, {row['accuracy']:.1f} +- {1.96 * error:.1f} % after "
-            f"{row['steps']} steps"
+            f"{name:>8}: {before[name][0]:.1f} % before, {mean:.1f} +- {half:.1f} % after {some[0]['steps']} steps "
+            f"({seeds}) {some[0]['settings']}"
         )
 
 
@@ -235,7 +225,14 @@ def main() -> None:
     size |= {name: given for name in ("seeds", "kernel_steps") if (given := getattr(args, name))}
     size["widths"] = [width for width in size["widths"] if width <= args.widest]
     steps = args.steps or (QUICK_STEPS if args.quick else 10_000)
-    rows = sweep(args.out, args.data, **size, steps=steps, lr=args.lr or (QUICK_LR if args.quick else 0.0))
+    rows = sweep(
+        args.out,
+        args.data,
+        **size,
+        steps=steps,
+        lr=args.lr or (QUICK_LR if args.quick else 0.0),
+        choice_tasks=QUICK_CHOICE if args.quick else CHOICE_TASKS,
+    )
     report(rows)
     save(args.out, "infinite_width_maml", figure(rows), rows)
 

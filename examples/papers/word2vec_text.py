@@ -119,6 +119,7 @@ def text_rows(args: Namespace, infinite: int) -> list[dict[str, Any]]:
         for epoch in range(epochs):
             for sample in progress(text.samples(epochs * seed + epoch), f"width {width or 'infinite'}, epoch {epoch}"):
                 step(U, V, *sample, generator)
+        U = torch.nn.functional.normalize(U)  # the authors compare directions
         reciprocal = (1 / ranks(U, asked, among).double()).mean().item()
         return {"accuracy": accuracy(U, asked), "reciprocal_rank": reciprocal}
 

@@ -170,11 +170,14 @@ class KernelMachine:
 
         Source: Algorithm 4, whose length of the gradient lacks a root and whose adaptation lacks its learning rate.
         """
-        points, chis = [], []
-        for x, y, test, target in tasks:
-            chis.append(derivative(self.adapted(x, y, derivative, lr=adapt_lr)(test), target))
-            points.append(test)
-        test, chi = torch.cat(points), torch.cat(chis)
+        # The outputs that all tasks begin with, of their training inputs and their test inputs, in one go.
+        x, test = (torch.cat([task[part] for task in tasks]) for part in (0, 2))
+        begin = self(x).split([len(task[0]) for task in tasks]), self(test).split([len(task[2]) for task in tasks])
+        chis = []
+        for (own, y, other, target), f, f_test in zip(tasks, *begin, strict=True):
+            adapted = f_test - adapt_lr * self.between(other, own) @ derivative(f, y)
+            chis.append(derivative(adapted, target))
+        chi = torch.cat(chis)
         # The gradient is sum_i chi_i (features of i), whose inner products are the kernel.
         length = (chi * (self.between(test, test) @ chi)).sum().clamp(min=0).sqrt().item()
         self.push(test, -lr * min(1.0, clip / length if length > 0 else 1.0) * chi)

@@ -127,11 +127,16 @@ def _rule(dimensions: int, nodes: int) -> tuple[Tensor, Tensor]:
 
 
 def _drawn(d: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return points (N, d + k) of a scrambled Sobol sequence in pairs (u, v) and (u, -v), and equal weights."""
+    """Return points (N, d + k) for N(0, 1), and equal weights."""
+    points = drawn_points(d, k, DRAWN, seed)
+    return points, torch.full((len(points),), 1 / len(points), dtype=torch.float64)
+
+
+def drawn_points(d: int, k: int, count: int, seed: int) -> Tensor:
+    """Return points (count, d + k) for N(0, 1), of a scrambled Sobol sequence in pairs (u, v) and (u, -v)."""
     sobol = torch.quasirandom.SobolEngine(d + k, scramble=True, seed=seed)
-    uniform = sobol.draw(DRAWN // 2, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+    uniform = sobol.draw(count // 2, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
     half = math.sqrt(2) * torch.erfinv(2 * uniform - 1)
     sign = torch.ones(d + k, dtype=torch.float64)
     sign[d:] = -1
-    points = torch.cat([half, half * sign])
-    return points, torch.full((len(points),), 1 / len(points), dtype=torch.float64)
+    return torch.cat([half, half * sign])

@@ -14,25 +14,23 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from spectral_monitor.limits.neuron_twin import NeuronTwin, has_activation, neuron_twin
+from spectral_monitor.limits.scales import GOES_WITH_WIDTH, limit_scales, of_limit
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.parametrization.rules import Parametrization, Power, Rule
+from spectral_monitor.parametrization.rules import Parametrization
 
 Layer = Literal["hidden", "readout"]
 
-SUPPORTED = "nn.Sequential of an nn.Linear or nn.Embedding and an nn.Linear"
-
-GOES_WITH_WIDTH = frozenset({"weight_norm", "weight_fro", "update_norm", "update_fro", "lr"})
-"""Quantities that have no limit: they grow or vanish with the width."""
+SUPPORTED = (
+    "nn.Sequential of an nn.Linear or nn.Embedding and an nn.Linear; for an activation such as nn.Tanh between two "
+    "nn.Linear, limits.neuron_twin, which reference_run and sweep(limit='exact') take"
+)
 
 OUTPUT_SIZE = frozenset({"feature_rms", "sensitivity"})
 """Quantities in units of a layer's outputs, as a root mean square."""
 
 NATURAL = frozenset({"weight_natural", "update_natural"})
 """Quantities in units of outputs over inputs, both as a root mean square."""
-
-
-class NoLimitError(ValueError):
-    """A parametrization has no limit in which features learn."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class Twin:
         """
         hidden, readout = (name for name, _ in self.module.named_children())
         values = {key: column.clone() for key, column in measured.values.items()}
-        reasons = dict(measured.reasons)
         for place, info in enumerate(measured.layers):
             parts = info.name.split(".")
             layer: Layer = "hidden" if hidden in parts else "readout"
@@ -65,10 +62,7 @@ class Twin:
                 continue  # k numbers, which do not depend on the width
             for key, column in values.items():
                 column[place] = at_infinite_width(key, float(column[place]), layer=layer, size=self.size)
-        reasons |= {f"{key}/*": "it goes with the width" for key in GOES_WITH_WIDTH & values.keys()}
-        kept = ("loss_change", "loss_change_predicted", "contribution_spread")
-        summary = {key: value for key, value in measured.summary.items() if key in kept}
-        return Measurement(measured.step, measured.layers, values, summary, reasons=reasons)
+        return of_limit(measured, values)
 
 
 def twin(module: nn.Module, parametrization: Parametrization, lr: float) -> Twin:
@@ -101,18 +95,12 @@ def twin(module: nn.Module, parametrization: Parametrization, lr: float) -> Twin
         >>> [round(group["lr"], 4) for group in limit.param_groups]
         [0.025, 0.1, 0.2]
     """
-    if not 0 < lr < math.inf:
-        raise ValueError(f"lr must be a finite number > 0, got {lr!r}")
     first, readout = _pair(module)
     embeds = isinstance(first, nn.Embedding)
     d = first.num_embeddings if isinstance(first, nn.Embedding) else first.in_features
     k = readout.out_features
     fan_in = 1 if embeds else d
-    # Numbers of the limit: entries of U stay, those of V go as 1/n, rates as n and 1/n.
-    su = _limit(parametrization, "std", parametrization.input, "in", fan_in, power=0)
-    sv = _limit(parametrization, "std", parametrization.readout, "out", k, power=-1)
-    lr_u = lr * _limit(parametrization, "sgd", parametrization.input, "in", fan_in, power=1)
-    lr_v = lr * _limit(parametrization, "sgd", parametrization.readout, "out", k, power=-1)
+    scales = limit_scales(parametrization, lr, fan_in, k)
     dtype, device = readout.weight.dtype, readout.weight.device
     new: nn.Linear | nn.Embedding
     if isinstance(first, nn.Embedding):
@@ -124,43 +112,46 @@ def twin(module: nn.Module, parametrization: Parametrization, lr: float) -> Twin
     with torch.no_grad():
         for parameter in (*new.parameters(), *out.parameters()):
             parameter.zero_()
-        (new.weight.T if embeds else new.weight)[:d].fill_diagonal_(su)  # [su 1; 0], (d + k, d)
-        out.weight[:, d:].fill_diagonal_(sv)  # [0, sv 1], (k, d + k)
-    groups: list[dict[str, Any]] = [{"params": [new.weight], "lr": lr_u}]
+        (new.weight.T if embeds else new.weight)[:d].fill_diagonal_(scales.su)  # [su 1; 0], (d + k, d)
+        out.weight[:, d:].fill_diagonal_(scales.sv)  # [0, sv 1], (k, d + k)
+    groups: list[dict[str, Any]] = [{"params": [new.weight], "lr": scales.lr_u}]
     if bias is not None:
-        lr_b = lr * _limit(parametrization, "sgd", parametrization.input, "in", 1, power=1)
-        groups.append({"params": [bias], "lr": lr_b})
-    groups.append({"params": [out.weight], "lr": lr_v})
-    if readout.bias is not None:  # k numbers, which do not depend on the width
-        groups.append({"params": [out.bias], "lr": lr * parametrization.readout.sgd.at(1, k, 2)})
+        groups.append({"params": [bias], "lr": scales.lr_b})
+    groups.append({"params": [out.weight], "lr": scales.lr_v})
+    if readout.bias is not None:
+        groups.append({"params": [out.bias], "lr": scales.lr_out})
     names = [name for name, _ in module.named_children()]
     return Twin(nn.Sequential(OrderedDict(zip(names, (new, out), strict=True))), groups, d + k)
 
 
-def twin_inside(module: nn.Module, parametrization: Parametrization, lr: float) -> tuple[nn.Module, Twin]:
-    """Return a module whose linear pair is replaced by its twin, in place, and the twin.
+def twin_inside(module: nn.Module, parametrization: Parametrization, lr: float) -> tuple[nn.Module, Twin | NeuronTwin]:
+    """Return a module whose layers are replaced by their twin, in place, and the twin.
 
     Args:
-        module: an ``nn.Sequential`` as for :func:`twin`, or a module with one inside that has all its parameters, such
-            as one that also computes the loss.
+        module: an ``nn.Sequential`` as for :func:`twin`, one with an activation of single entries between two
+            ``nn.Linear``, or a module with one inside that has all its parameters, such as one that also computes the
+            loss.
         parametrization, lr: as for :func:`twin`.
 
     Raises:
-        ValueError: a module without such a pair; the rest as for :func:`twin`.
+        ValueError: a module without such layers; the rest as for :func:`twin`.
     """
     if type(module) is nn.Sequential:
-        made = twin(module, parametrization, lr)
+        made = _any_twin(module, parametrization, lr)
         return made.module, made
     every = {id(parameter) for parameter in module.parameters()}
     for parent in module.modules():
         for name, child in parent.named_children():
             if type(child) is nn.Sequential and {id(parameter) for parameter in child.parameters()} == every:
-                made = twin(child, parametrization, lr)
+                made = _any_twin(child, parametrization, lr)
                 setattr(parent, name, made.module)
                 return module, made
-    raise ValueError(
-        f"{type(module).__name__} has no exact limit here: supported is {SUPPORTED}, or a module around it"
-    )
+    raise ValueError(f"{type(module).__name__} has no exact limit here: supported is a module around an {SUPPORTED}")
+
+
+def _any_twin(module: nn.Sequential, parametrization: Parametrization, lr: float) -> Twin | NeuronTwin:
+    """Return the twin of a linear pair, or that of a perceptron with an activation."""
+    return (neuron_twin if has_activation(module) else twin)(module, parametrization, lr)
 
 
 def at_infinite_width(key: str, value: float, *, layer: Layer, size: int) -> float:
@@ -207,29 +198,3 @@ def _pair(module: nn.Module) -> tuple[nn.Linear | nn.Embedding, nn.Linear]:
     assert isinstance(first, (nn.Linear, nn.Embedding))
     assert isinstance(readout, nn.Linear)
     return first, readout
-
-
-def _limit(
-    parametrization: Parametrization,
-    what: Literal["std", "sgd"],
-    rule: Rule,
-    side: Literal["in", "out"],
-    fan: int,
-    *,
-    power: int,
-) -> float:
-    """Return the limit of a rule's value over ``n^power`` for widths n, or refuse a rule of another power."""
-
-    def value(n: int) -> float:
-        fans = (fan, n) if side == "in" else (n, fan)
-        powers: tuple[Power, ...] = rule.std if what == "std" else (rule.sgd,)
-        return min(each.at(*fans, 2) for each in powers) / float(n) ** power
-
-    large, larger = value(2**40), value(2**42)
-    if not math.isclose(large, larger, rel_tol=1e-6):
-        place = "input" if side == "in" else "readout"
-        raise NoLimitError(
-            f"{parametrization.name} has no feature-learning limit: {what} of the {place} must go as n^{power} in the "
-            "width n, as in MUP"
-        )
-    return larger

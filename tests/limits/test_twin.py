@@ -11,7 +11,7 @@ from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.limits import at_infinite_width, infinite_width, twin
-from spectral_monitor.limits.twin import GOES_WITH_WIDTH
+from spectral_monitor.limits.scales import GOES_WITH_WIDTH
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.scaling import MUP, NTP, SP
 

@@ -26,10 +26,10 @@ class Pair(nn.Module):
         return (self.net(x) - y).square().sum(1).mean() / 2
 
 
-class Tanh(Pair):
+class Normalized(Pair):
     def __init__(self, width):
         super().__init__(width)
-        self.net.insert(1, nn.Tanh())
+        self.net.insert(1, nn.LayerNorm(width))
 
 
 def data():
@@ -119,7 +119,7 @@ def test_parametrizations_without_a_limit_have_none():
     [
         ({"limit": "inf"}, "limit must be 'exact' or 'extrapolated', got 'inf'"),
         ({"limit": "exact", "optimizer": "adam"}, "Adam has no exact limit here"),
-        ({"limit": "exact", "make": Tanh}, "Sequential of 3 modules has no exact limit here"),
+        ({"limit": "exact", "make": Normalized}, "Sequential of 3 modules has no exact limit here"),
     ],
 )
 def test_bad_input_is_named(settings, message):

@@ -16,6 +16,7 @@ from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 
 if TYPE_CHECKING:
     from spectral_monitor.limits import Twin
+    from spectral_monitor.limits.neuron_twin import NeuronTwin
     from spectral_monitor.scaling.sweeps.result import SweepResult
 
 How = Literal["exact", "extrapolated"]
@@ -93,7 +94,8 @@ def exact_points(recipe: SweepConfig, width: int, seeds: Sequence[int]) -> dict[
     Raises:
         SweepError: the module has no exact limit.
     """
-    from spectral_monitor.limits.twin import NoLimitError, twin_inside
+    from spectral_monitor.limits.scales import NoLimitError
+    from spectral_monitor.limits.twin import twin_inside
 
     parametrization, lr, held = recipe.parametrization, recipe.lr, dict[str, Any]()
     assert parametrization is not None
@@ -118,7 +120,7 @@ def exact_points(recipe: SweepConfig, width: int, seeds: Sequence[int]) -> dict[
     return {seed: _converted(at_infinity.train(RunKey(width, None, seed)), held["twin"]) for seed in seeds}
 
 
-def _converted(point: Point, twin: Twin) -> Point:
+def _converted(point: Point, twin: Twin | NeuronTwin) -> Point:
     return replace(point, measurements=tuple(twin.measurement(m) for m in point.measurements))
 
 

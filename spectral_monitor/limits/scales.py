@@ -1,0 +1,100 @@
+"""Standard deviations and learning rates at infinite width, and the quantities that have no limit there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.parametrization.rules import Parametrization, Power, Rule
+
+GOES_WITH_WIDTH = frozenset({"weight_norm", "weight_fro", "update_norm", "update_fro", "lr"})
+"""Quantities that have no limit: they grow or vanish with the width."""
+
+
+class NoLimitError(ValueError):
+    """A parametrization has no limit in which features learn."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Numbers of one hidden layer of infinite width.
+
+    At width n entries of the first matrix begin with standard deviation ``su`` and those of the readout with
+    ``sv / n``.
+
+    Attributes:
+        su, sv: standard deviations, see above.
+        lr_u, lr_b: learning rates of the first matrix and its bias, over n.
+        lr_v: learning rate of the readout, times n.
+        lr_out: learning rate of the readout's bias.
+    """
+
+    su: float
+    sv: float
+    lr_u: float
+    lr_b: float
+    lr_v: float
+    lr_out: float
+
+
+def limit_scales(parametrization: Parametrization, lr: float, fan_in: int, k: int) -> Scales:
+    """Return the standard deviations and learning rates of one hidden layer at infinite width.
+
+    Args:
+        parametrization: with maximal updates, such as ``MUP``.
+        lr: the learning rate that the parametrization's factors multiply.
+        fan_in: of the first matrix.
+        k: number of outputs.
+
+    Raises:
+        ValueError: a parametrization without this limit, or a learning rate that is none.
+    """
+    if not 0 < lr < math.inf:
+        raise ValueError(f"lr must be a finite number > 0, got {lr!r}")
+    # Entries of U stay, those of V go as 1/n, rates as n and 1/n.
+    return Scales(
+        su=_limit(parametrization, "std", parametrization.input, "in", fan_in, power=0),
+        sv=_limit(parametrization, "std", parametrization.readout, "out", k, power=-1),
+        lr_u=lr * _limit(parametrization, "sgd", parametrization.input, "in", fan_in, power=1),
+        lr_b=lr * _limit(parametrization, "sgd", parametrization.input, "in", 1, power=1),
+        lr_v=lr * _limit(parametrization, "sgd", parametrization.readout, "out", k, power=-1),
+        lr_out=lr * parametrization.readout.sgd.at(1, k, 2),  # k numbers, which do not depend on the width
+    )
+
+
+def of_limit(measured: Measurement, values: dict[str, Tensor]) -> Measurement:
+    """Return a measurement with values at infinite width; verdicts and bands are left out."""
+    reasons = {**measured.reasons, **{f"{key}/*": "it goes with the width" for key in GOES_WITH_WIDTH & values.keys()}}
+    kept = ("loss_change", "loss_change_predicted", "contribution_spread")
+    summary = {key: value for key, value in measured.summary.items() if key in kept}
+    return Measurement(measured.step, measured.layers, values, summary, reasons=reasons)
+
+
+def _limit(
+    parametrization: Parametrization,
+    what: Literal["std", "sgd"],
+    rule: Rule,
+    side: Literal["in", "out"],
+    fan: int,
+    *,
+    power: int,
+) -> float:
+    """Return the limit of a rule's value over ``n^power`` for widths n, or refuse a rule of another power."""
+
+    def value(n: int) -> float:
+        fans = (fan, n) if side == "in" else (n, fan)
+        powers: tuple[Power, ...] = rule.std if what == "std" else (rule.sgd,)
+        return min(each.at(*fans, 2) for each in powers) / float(n) ** power
+
+    large, larger = value(2**40), value(2**42)
+    if not math.isclose(large, larger, rel_tol=1e-6):
+        place = "input" if side == "in" else "readout"
+        raise NoLimitError(
+            f"{parametrization.name} has no feature-learning limit: {what} of the {place} must go as n^{power} in the "
+            "width n, as in MUP"
+        )
+    return larger
