@@ -374,10 +374,8 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             share = self._spent / max(perf_counter() - self._began, 1e-9)
             self._tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time")
             if self._reports.folder is not None:
-                self._tell(
-                    trainer,
-                    f"spectral monitor: for all of it\n  spectral-monitor report {shortest(self._reports.folder)}",
-                )
+                command = f"spectral-monitor report {shortest(self._reports.folder)}"
+                self._tell(trainer, f"spectral monitor: the whole run as a page\n  {command}")
         else:
             steps, each = trainer.global_step, self.settings.every_n_steps
             show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={each!r}")

@@ -132,10 +132,10 @@ def test_what_a_root_says_when_it_begins():
     said = f"step 60: {first}: {gpt.SENTENCE}. 19 other layers are disturbed by it."
     assert announcement(ONE.roots[0], ONE) == said
     assert announcement(TWO.roots[1], TWO) == f"step 60: {second}: {gpt.SENTENCE}"
-    assert announcement(SAME.roots[0], SAME).startswith(f"step 60: {first}, {second}: {gpt.SENTENCE}. 19 ")
+    assert announcement(SAME.roots[0], SAME).startswith(f"step 60: each of {first}, {second}: {gpt.SENTENCE}. 19 ")
     many = [f"model.transformer.h.{k}.mlp.c_fc" for k in range(12)]
     told_of = measured(roots=[root(*many)])
-    assert announcement(told_of.roots[0], told_of) == f"step 60: h.*.mlp.c_fc x12: {gpt.SENTENCE}"
+    assert announcement(told_of.roots[0], told_of) == f"step 60: each of h.*.mlp.c_fc x12: {gpt.SENTENCE}"
     single = measured(roots=[replace(root(consequences=FOLLOWERS[:1]), sentence="Lower it.")])
     assert announcement(single.roots[0], single) == f"step 60: {first}: Lower it. 1 other layer is disturbed by it."
     assert announcement(of_network(), measured()) == "step 60: diverged at step 40: the loss is NaN"

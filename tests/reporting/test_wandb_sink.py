@@ -249,7 +249,7 @@ def test_titles_are_short_enough_and_texts_not_endless(tmp_path):
     for alert, what in ((begin, "off"), (end, "healthy again")):
         assert len(alert.title) < 64
         assert alert.title.endswith(f"deep.0 and 39 more {what}")
-    assert begin.text.startswith("step 1: deep.* x40: lower it")
+    assert begin.text.startswith("step 1: each of deep.* x40: lower it")
     assert "and 30 more healthy again" in end.text
 
 

@@ -91,7 +91,8 @@ def _said(verdict: Verdict, measurement: Measurement, named: bool = False) -> st
     bare = unprefixed(tuple(info.name for info in measurement.layers))
     where = names_in(measurement, names) if len(names) > NAMED else ", ".join(bare.get(name, name) for name in names)
     follow = [layer for layer, root in disturbed(measurement).items() if root == verdict.layer]
-    text = f"{where}: {verdict.sentence}" if where else verdict.sentence
+    each = "each of " if len(names) > 1 else ""  # sentences speak of one layer
+    text = f"{each}{where}: {verdict.sentence}" if where else verdict.sentence
     if not follow:
         return text
     more = "1 other layer is" if len(follow) == 1 else f"{len(follow)} other layers are"
