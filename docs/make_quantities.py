@@ -19,7 +19,8 @@ HEAD = """# What is measured
 `W` is a weight (fan_out m x fan_in n) before the measured step, `dW` what the optimizer really added to it, `W0` the
 weight at the start of training, `h'` a layer's inputs, `h` its outputs, `dh` the change of the outputs by the step on
 the same batch with the same randomness, `b` the gradient of the loss with respect to the outputs, `g` the gradient of
-the loss with respect to the weight as the optimizer used it (clipped, averaged over micro-batches). `‖.‖*` is the
+the loss with respect to the weight, averaged over micro-batches: before Lightning clips it, in a loop of your own as the
+optimizer is given it. `‖.‖*` is the
 spectral norm, the largest factor by which a matrix stretches a vector; `‖.‖F` the Frobenius norm; `E` the mean over
 rows (samples, tokens or pixels).
 
@@ -61,7 +62,7 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 
 | name | what it says |
 |---|---|
-| `loss_change_predicted` | minus the sum of all contributions, every parameter with a gradient counted once: what the step should do to the loss to first order. Under gradient clipping it is the clipped gradient's, smaller by the clipping factor. |
+| `loss_change_predicted` | minus the sum of all contributions, every parameter with a gradient counted once: what the step should do to the loss to first order. Where Lightning clips the norm of gradients it is that of the gradients before that; where it clips them entry by entry it is NaN. In a loop of your own it is that of the gradients that the optimizer is given. |
 | `loss_change` | what the step did to the loss, on the same batch with the same randomness. Known where the replayed forward returns the loss (as nanoGPT's and Hugging Face's models do) or the training step itself is replayed, on the whole batch: with `replay_samples=None`, or where a few samples will not do. |
 | `feature_error` | how far `feature_change` may be from that of the whole batch where a few samples were run again, relative to it: the largest standard error of all layers; 0 where all rows were compared. |
 | `contribution_spread` | largest over smallest contribution of the operators; 1 is perfect balance, NaN if one goes uphill. |

@@ -37,7 +37,8 @@ class Measured:
         """
         keys, facts, network = self.asked.keys, self.facts, raw.get(NETWORK, {})
         (change,) = network.pop(LOSS_CHANGE, [math.nan])
-        facts.rewritten = any(any(value) for name, value in network.items() if name.startswith("g.changed"))
+        changed = [value for name, value in network.items() if name.startswith("g.changed")]
+        facts.rewritten, facts.clipped = any(some[0] for some in changed), any(some[1] for some in changed)
         rows, errors, missing = [], [], {}
         for i, layer in enumerate(self.layers):
             row, why = layer_row(i, layer, keys, raw, facts)
@@ -56,7 +57,7 @@ class Measured:
             pairs = [(error["feature_change"], row["feature_change"]) for error, row in zip(errors, rows, strict=True)]
             known = (error / change for error, change in pairs if change > 0 and not math.isnan(error))
             summary["feature_error"] = max(known, default=math.nan)
-        if facts.rewritten or facts.closures > 1:
+        if facts.rewritten or facts.clipped or facts.closures > 1:
             summary["loss_change_predicted"] = math.nan
         if "dh" in self.asked.needs:
             summary["loss_change"] = change
