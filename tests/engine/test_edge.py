@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 
 import lightning.pytorch as pl
 import pytest
@@ -257,6 +258,6 @@ def test_in_a_sweep_the_loss_falls_most_near_edge_one_and_rises_beyond_two():
     found = [swept(lr)[:2] for lr in RATES]
     best = max(found)
     assert 0.3 < best[1] < 2
-    assert all(later > earlier for (_, earlier), (_, later) in zip(found, found[1:], strict=False) if later < 1)
+    assert all(later > earlier for (_, earlier), (_, later) in pairwise(found) if later < 1)
     assert any(edge > 2 for _, edge in found)
     assert all(decrease < 0.2 * best[0] for decrease, edge in found if edge > 2)

@@ -170,6 +170,7 @@ class NaiveTrainer:
         loss_of: from what the model returns and the batch's targets to the loss.
         returns_loss: whether the model itself returns that loss, so that a monitor can know it.
         clip: largest norm of all gradients together.
+        sees_clipping: whether contributions are of the gradients before that, as under Lightning.
     """
 
     model: nn.Module
@@ -178,6 +179,7 @@ class NaiveTrainer:
     loss_of: Callable[[Any, Any], torch.Tensor]
     returns_loss: bool = False
     clip: float | None = None
+    sees_clipping: bool = False
 
     def __post_init__(self) -> None:
         self.start = copy.deepcopy(self.model)
@@ -190,9 +192,11 @@ class NaiveTrainer:
         for (x, y), seed in zip(batches, seeds, strict=True):
             torch.manual_seed(seed)
             (self.loss_of(self.model(x, y), y) / len(batches)).backward()
+        whole = {name: None if p.grad is None else to_numpy(p.grad) for name, p in self.model.named_parameters()}
         if self.clip is not None:
             nn.utils.clip_grad_norm_(owned_by(self.optimizer), self.clip)
-        gradient = {name: None if p.grad is None else to_numpy(p.grad) for name, p in self.model.named_parameters()}
+        clipped = {name: None if p.grad is None else to_numpy(p.grad) for name, p in self.model.named_parameters()}
+        gradient = whole if self.sees_clipping else clipped
         lr = {}
         for group in self.optimizer.param_groups:
             for name, p in self.model.named_parameters():

@@ -179,7 +179,7 @@ def make_batches(model, dtype, count):
     return [(x.to(dtype) if x.is_floating_point() else x, y) for x, y in batches]
 
 
-def naive_records(kind, optimizer_kind, dtype, accumulated, clip):
+def naive_records(kind, optimizer_kind, dtype, accumulated, clip, sees_clipping=False):
     """Step -> record of the naive trainer, and the model it has trained."""
     model = make_model(kind, dtype)
     batches = make_batches(model, dtype, STEPS * accumulated)
@@ -191,6 +191,7 @@ def naive_records(kind, optimizer_kind, dtype, accumulated, clip):
         model.loss,
         returns_loss=kind != "mlp",
         clip=clip,
+        sees_clipping=sees_clipping,
     )
     records = {}
     for step in range(1, STEPS + 1):
@@ -287,7 +288,7 @@ class Lit(pl.LightningModule):
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_lightning_callback_agrees_with_the_naive_implementation(kind, optimizer_kind, dtype, tmp_path):
     clip = 0.1
-    records, trained = naive_records(kind, optimizer_kind, dtype, 2, clip)
+    records, trained = naive_records(kind, optimizer_kind, dtype, 2, clip, sees_clipping=True)
 
     lit = Lit(make_model(kind, dtype), optimizer_kind)
     tight = {"tol": 1e-6} if dtype == torch.float64 else {}

@@ -25,10 +25,10 @@ def edge(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Return ``edge`` and ``critical_lr``, and for each that is NaN the reason.
 
-    To second order the loss changes by ``p + c / 2`` where ``p = <g, dW>`` is the predicted change and ``c = dW^T H dW``
-    the curvature along the step, so ``edge = -c / p``. A step ``s`` times as long changes it by ``s p + s^2 c / 2``,
-    which is lowest at ``s = 1 / edge`` and 0 at ``2 / edge``. The critical learning rate of Kalra and others
-    (arXiv 2601.16979) is that of the last one.
+    To second order the loss changes by ``p + c / 2`` where ``p = <g, dW>`` is the predicted change and
+    ``c = dW^T H dW`` the curvature along the step, so ``edge = -c / p``. A step ``s`` times as long changes it by
+    ``s p + s^2 c / 2``, which is lowest at ``s = 1 / edge`` and 0 at ``2 / edge``. The critical learning rate of
+    Kalra and others (arXiv 2601.16979) is that of the last one.
 
     Args:
         summary: values of the whole network that there are already.
