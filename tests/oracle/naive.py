@@ -156,6 +156,7 @@ class Record:
     h_first: dict[str, Array] | None = None
     h_now: dict[str, Array] = field(default_factory=dict)
     loss: tuple[float, float] | None = None
+    accumulated: int = 1
 
     def updated(self, layer: NaiveLayer) -> bool:
         """Whether an optimizer has a gradient to update it with."""
@@ -206,6 +207,7 @@ class NaiveTrainer:
         after = copy.deepcopy(self.model)
 
         record = Record(self.layers, weights(self.start), weights(before), weights(after), gradient, lr)
+        record.accumulated = len(batches)
         batch, seed = batches[-1], seeds[-1]  # the micro-batch that steps
         loss_before, record.h_in, record.h, record.b = self.features(before, batch, seed)
         loss_after, _, record.h_after, _ = self.features(after, batch, seed)
@@ -498,9 +500,23 @@ def worst_ratio(record: Record) -> float:
     return max(max(size / median, median / size) for size in sizes)
 
 
+def edge(record: Record) -> float:
+    """Length of the step along its line: 1 is the best, 2 the one from which on the loss rises."""
+    slope = predicted(record)
+    if record.loss is None or record.accumulated > 1 or not slope < 0:
+        return math.nan
+    return 2 * (1 - (record.loss[1] - record.loss[0]) / slope)
+
+
+def critical_lr(record: Record) -> float:
+    return 2 * max(record.lr.values()) / edge(record) if edge(record) > 0 else math.nan
+
+
 SUMMARY: dict[str, Callable[[Record], float]] = {
     "loss_change_predicted": predicted,
     "loss_change": lambda r: math.nan if r.loss is None else r.loss[1] - r.loss[0],
+    "edge": edge,
+    "critical_lr": critical_lr,
     "contribution_spread": spread,
     "final_layer_alignment": final_alignment,
     "worst_layer_ratio": worst_ratio,

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
+from spectral_monitor.measurement import SUMMARY
 from spectral_monitor.quantities import QUANTITIES, TIERS
 
 torch.set_num_threads(1)  # small matrices on a shared machine
@@ -207,6 +208,8 @@ def tolerance(key, dtype):
         return {"abs": 1e-5} if key in ANGLES else {"rel": 1e-5, "abs": 1e-12}
     if key in ANGLES:
         return {"abs": 1e-3}
+    if key in ("edge", "critical_lr"):  # known to two digits
+        return {"rel": 2e-2}
     spectral = {"worst_layer_ratio", "final_layer_alignment"}
     spectral |= {k for k in QUANTITIES if k.endswith(("_norm", "_natural", "_ratio", "_stable_rank", "alignment"))}
     return {"rel": 1e-2 if key in spectral - {"drift_fro_ratio"} else 1e-3, "abs": 1e-9}
@@ -228,6 +231,8 @@ def assert_agrees(measurement, record, dtype, prefix=""):
                 wrong.append(f"{key}/{name}: {got}, reason {why!r}")
     for key, formula in naive.SUMMARY.items():
         got, expected = measurement.summary[key], formula(record)
+        if dtype == torch.float32 and "rounding" in measurement.why(key, SUMMARY):
+            continue
         if got != pytest.approx(expected, **tolerance(key, dtype), nan_ok=True):
             wrong.append(f"summary {key}: {got}, naively {expected}")
     assert not wrong, "\n".join([f"step {measurement.step}", *wrong])
