@@ -19,7 +19,8 @@ HEAD = """# What is measured
 `W` is a weight (fan_out m x fan_in n) before the measured step, `dW` what the optimizer really added to it, `W0` the
 weight at the start of training, `h'` a layer's inputs, `h` its outputs, `dh` the change of the outputs by the step on
 the same batch with the same randomness, `b` the gradient of the loss with respect to the outputs, `g` the gradient of
-the loss with respect to the weight as the optimizer used it (clipped, averaged over micro-batches). `‖.‖*` is the
+the loss with respect to the weight, averaged over micro-batches: before Lightning clips it, in a loop of your own as the
+optimizer is given it. `‖.‖*` is the
 spectral norm, the largest factor by which a matrix stretches a vector; `‖.‖F` the Frobenius norm; `E` the mean over
 rows (samples, tokens or pixels).
 
@@ -61,8 +62,10 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 
 | name | what it says |
 |---|---|
-| `loss_change_predicted` | minus the sum of all contributions, every parameter with a gradient counted once: what the step should do to the loss to first order. Under gradient clipping it is the clipped gradient's, smaller by the clipping factor. |
+| `loss_change_predicted` | minus the sum of all contributions, every parameter with a gradient counted once: what the step should do to the loss to first order. Where Lightning clips the norm of gradients it is that of the gradients before that; where it clips them entry by entry it is NaN. In a loop of your own it is that of the gradients that the optimizer is given. |
 | `loss_change` | what the step did to the loss, on the same batch with the same randomness. Known where the replayed forward returns the loss (as nanoGPT's and Hugging Face's models do) or the training step itself is replayed, on the whole batch: with `replay_samples=None`, or where a few samples will not do. |
+| `edge` | `2 (1 - loss_change / loss_change_predicted)`: to second order the curvature along the step over its slope, `dW^T H dW / <-g, dW>`. Below 1 the step is shorter than the best one along its line, at 1 it is that, at 2 the loss no longer falls. It costs nothing beyond these two numbers and needs both. Below 0.05 the rate could be larger as far as this batch goes. *Misleads* with momentum or small batches at the end of training: the step is then mostly noise of earlier batches, and the edge of single batches scatters. NaN where rounding leaves fewer than two digits, where gradients are accumulated, and uphill; `monitor.latest.why("edge", "summary")` says which. Source: the critical sharpness of arXiv 2601.16979, which is `edge / lr`. |
+| `critical_lr` | `2 lr / edge`, the learning rate (the largest, if there are several) at which a step along the same line would no longer lower the loss. |
 | `feature_error` | how far `feature_change` may be from that of the whole batch where a few samples were run again, relative to it: the largest standard error of all layers; 0 where all rows were compared. |
 | `contribution_spread` | largest over smallest contribution of the operators; 1 is perfect balance, NaN if one goes uphill. |
 | `final_layer_alignment` | `alignment` of the readout, the smallest of several. |

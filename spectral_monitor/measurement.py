@@ -17,6 +17,9 @@ LOST = "a gradient arrives, but nothing of it is left in the update"
 """The reason that goes with a contribution of exactly 0 where no layer is dead."""
 
 
+SUMMARY = "summary"
+"""In the place of a layer's name where a reason is of a value of the whole network."""
+
 HEALTHY, OFF, NOT_JUDGED = "healthy", "off", "not judged"
 
 
@@ -76,7 +79,7 @@ class Measurement:
             NaN where a layer is held against nothing; only of what was judged.
         reasons: why values are NaN, and why a contribution is exactly 0 although a gradient arrives:
             ``"quantity/layer"``, with ``"*"`` for all quantities or all layers -> sentence.
-            Ask with :meth:`why`.
+            Ask with :meth:`why`; of values of the whole network with :data:`SUMMARY` for the layer.
     """
 
     step: int

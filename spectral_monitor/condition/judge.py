@@ -140,11 +140,12 @@ class Judge:
             began=self._began,
         )
         everything = tuple(self._all(measurement, network))
-        self.findings = tuple(f for f in everything if f.quantity in measurement.values)
+        measured = _measured(measurement)
+        self.findings = tuple(f for f in everything if f.quantity in measured)
         found = {(f.layer, f.check): f for f in everything if not self._startup.waits(f)}
         self._forget(found, measurement)
         for key, finding in found.items():
-            if finding.quantity in measurement.values:
+            if finding.quantity in measured:
                 self._count(key, finding, measurement.step)
         self._compare_widths(measurement, settings)
         result = self._verdicts(found, network)
@@ -181,7 +182,7 @@ class Judge:
             return
         for key in [key for key in self._records if key not in found]:
             record = self._records[key]
-            if record.quantity in measurement.values:
+            if record.quantity in _measured(measurement):
                 record.missing += "NaN or inf" not in measurement.why("update_natural", key[0])
             if record.missing >= self.condition.persistence:
                 del self._records[key]
@@ -312,3 +313,8 @@ class Judge:
         self._told = {(layer, code) for layer, code in state["told"]}
         self._startup.load_state_dict(state["startup"])
         self._whole.load_state_dict(state["whole"])
+
+
+def _measured(measurement: Measurement) -> frozenset[str]:
+    """Return the quantities of layers that were measured, and the values of the whole network that are known."""
+    return frozenset({*measurement.values, *(key for key, x in measurement.summary.items() if not math.isnan(x))})

@@ -19,7 +19,7 @@ BEGINNING = frozenset(
     {"readout_init", "weights_too_large", "weights_too_small", "embedding_scale", "input_scale", "rounding"}
 )
 """Causes that were there before the first step."""
-DYNAMIC = frozenset({"rates_too_large", "nothing_trains"})
+DYNAMIC = frozenset({"rates_too_large", "global_lr_too_large", "nothing_trains"})
 """Causes that the whole network shows while it trains."""
 DEAD = frozenset({"dead", "unmoved"})
 """Causes of layers without a gradient."""

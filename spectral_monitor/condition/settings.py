@@ -28,6 +28,7 @@ CHECKS = (
     "diverged",
     "nothing_trains",
     "rates_too_large",
+    "global_lr_too_large",
     "rates_too_small",
     "features",
     "eps",

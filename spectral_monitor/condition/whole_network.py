@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -39,6 +40,10 @@ EFFICIENT, EARLY = 0.05, 8
 LASTING = 0.995
 """Momentum from here on averages the last 200 steps and more."""
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
+EDGE, EDGES = 2.0, 5
+"""Steps of this edge no longer lower the loss of their own batch; so many of them have a median. Networks that train,
+with momentum and small batches too, stay below 1.3, and at 2 where full batches make the rate settle there.
+"""
 USUAL_EPS = 3e-8
 """What is not larger is not to blame."""
 FAST = ("adamax", "adafactor", "adagrad", "lion", "rprop", "rmsprop", "sign")
@@ -58,6 +63,7 @@ class Whole:
         self._natural = 0.0  # natural update of the median layer, there too
         self._rate = math.nan  # highest learning rate at the measurement before
         self._looked = 0
+        self._edges: list[float] = []  # the latest ones that are known
         self._first: dict[str, float] = {}  # RMS of features at the first measurement
         self.pace = math.nan
         self.large_outputs = ""
@@ -74,6 +80,7 @@ class Whole:
                 return
         yield from _parametrization(network)
         yield from self._speed(network)
+        yield from self._overshooting(measurement)
         yield from self._growth(network)
         yield from self._slowness(network)
         yield from self._features(network)
@@ -101,6 +108,16 @@ class Whole:
             return
         usual = SPEED_LIMIT * math.sqrt(network.step)
         yield Finding("rates_too_large", NETWORK, "drift_ratio", drift, usual, (0.0, 1.0), 2.0, "a healthy pace")
+
+    def _overshooting(self, measurement: Measurement) -> Iterator[Finding]:
+        """Yield how long steps have been along their own lines, once there are enough that are known."""
+        edge = measurement.summary.get("edge", math.nan)
+        if not math.isnan(edge):
+            self._edges = [*self._edges, edge][-EDGES:]
+        median = statistics.median(self._edges) if len(self._edges) == EDGES else math.nan
+        if median > 0:
+            against = "the step after which the loss is lowest"
+            yield Finding("global_lr_too_large", NETWORK, "edge", median, 1.0, (0.0, EDGE), 1.5, against)
 
     def _slowness(self, network: Network) -> Iterator[Finding]:
         """Yield how large steps have been so far, if the network was not trained before and has taken its time."""
@@ -157,6 +174,7 @@ class Whole:
             "rate": self._rate,
             "looked": self._looked,
             "first": dict(self._first),
+            "edges": list(self._edges),
             "large_outputs": self.large_outputs,
         }
 
@@ -165,6 +183,7 @@ class Whole:
         self._fastest, self._looked = float(state["fastest"]), int(state["looked"])
         self._natural, self._rate = float(state["natural"]), float(state["rate"])
         self.large_outputs = str(state["large_outputs"])
+        self._edges = list(state.get("edges", ()))
         self._first, self.pace = dict(state["first"]), float(state["pace"])
 
 

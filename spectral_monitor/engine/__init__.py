@@ -2,5 +2,6 @@
 
 from spectral_monitor.engine.engine import Engine
 from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.state import START
 
-__all__ = ["Engine", "Settings"]
+__all__ = ["START", "Engine", "Settings"]

@@ -33,7 +33,7 @@ from spectral_monitor.engine.preconditions import check_supported, full_precisio
 from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import FEATURES, Settings
-from spectral_monitor.engine.state import EngineState
+from spectral_monitor.engine.state import START, EngineState
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.engine.weights.stage import MatrixStage
@@ -103,6 +103,7 @@ class Engine(EngineState):
         self._picker = RowSampler(settings.max_rows)
         self.armed = False
         self.idle = False
+        self._reported: Settings | None = settings  # None: nothing of the step that is watched
         self.multipliers: Mapping[int, float] = {}
         self._in_force: Mapping[int, float] = {}  # in the step that is watched
         self._warn = WarnOnce(silent=processes is not None and processes.rank > 0)
@@ -143,10 +144,14 @@ class Engine(EngineState):
         """Register the hooks that watch the coming step.
 
         Args:
-            keys: quantities that are measured of it, some or all of the settings'.
+            keys: quantities that are measured of it, some or all of the settings'; with :data:`START` the batch becomes
+                the one ``feature_drift`` is measured on, and where there is nothing else that is all.
             before_forward: called before the forward, if that runs inside the optimizer's step.
         """
-        self.asked, self._in_force = self.settings.only(keys), self.multipliers
+        wanted = set(keys) - {START}
+        self._reported = self.settings.only(wanted) if wanted else None
+        self.asked = self.settings.only(wanted | {"feature_drift"} if START in keys else wanted)
+        self._in_force = self.multipliers
         self.disarm()
         self.armed = True
         self.idle = False
@@ -205,7 +210,13 @@ class Engine(EngineState):
                     measurement = self._measure(step, given)
             if measurement is not None:
                 measurement.summary["overhead_ms"] = self._spent * 1e3
-            if self.budget is not None and self.armed and not (only_if_stepped and self.idle):
+            self.start_tried |= not (only_if_stepped and self.idle)
+            if (
+                self.budget is not None
+                and self._reported is not None
+                and self.armed
+                and not (only_if_stepped and self.idle)
+            ):
                 self.budget.measured(step, self._spent, self._apart)
                 if measurement is not None and self.budget.interval is not None:
                     measurement.summary["interval"] = float(self.budget.interval)
@@ -293,9 +304,11 @@ class Engine(EngineState):
                 self._replays.probe = None
             with self._harmless("running the forward again with a graph"):
                 full.graphs(again, given, outputs, stage.rates)
+        if self._reported is None:
+            return None
         self.measured += 1
-        self.drifts += "feature_drift" in self.asked.keys
-        measured = Measured(step, self.layers, self.anatomy.infos, self.asked, facts)
+        self.drifts += "feature_drift" in self._reported.keys
+        measured = Measured(step, self.layers, self.anatomy.infos, self._reported, facts)
         measurement = self._put_together(measured, out.fetch())
         if part == YES:
             self._replays.slices.widen(measurement.summary.get("feature_error", 0.0))
@@ -324,6 +337,12 @@ class Engine(EngineState):
     def _enter(self, optimizer: Optimizer) -> None:
         with self._harmless("remembering the batch"):
             self._before_forward()
+
+    def unclipped(self, optimizer: Optimizer, by_value: bool) -> None:
+        """Look at gradients that are final but for their clipping; ``by_value``: entry by entry, not by a factor."""
+        if self.armed:
+            with self._harmless("looking at gradients before they are clipped"):
+                self._stage.unclipped(optimizer, by_value)
 
     def _before(self, optimizer: Optimizer) -> None:
         with self._harmless("copying the weights"), full_precision():

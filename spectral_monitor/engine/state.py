@@ -36,6 +36,9 @@ from spectral_monitor.linalg import Coroutine, run, run_local
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.sharding import ProcessGroup
 
+START = "start"
+"""Stands among a step's quantities for the batch that ``feature_drift`` is measured on."""
+
 T = TypeVar("T")
 
 
@@ -47,6 +50,7 @@ class EngineState:
         drifts: those of them that ``feature_drift`` was asked of.
         skipped_updates: of them, those with NaN, inf or no update.
         start_step: optimizer steps taken when the weights were remembered that drift is counted from.
+        start_tried: whether a step was watched whose batch was to become the probe batch.
     """
 
     model: nn.Module
@@ -66,6 +70,7 @@ class EngineState:
         self.drifts = 0
         self.skipped_updates = 0
         self.start_step = 0
+        self.start_tried = False
         self._start: dict[int, list[Tensor]] = {}
         self._start_norms: Raw = {}
         self._reasons: dict[tuple[str, ...], dict[str, str]] = {}
@@ -138,6 +143,11 @@ class EngineState:
             "start": pack_start(self._start, self.members),
             "probe": pack_probe(self._replays.probe, self.layers),
         }
+
+    @property
+    def start_due(self) -> bool:
+        """True if the next step is to be watched, measured or not, as the start of ``feature_drift``."""
+        return "feature_drift" in self.settings.keys and not (self.start_tried or self.probe_taken)
 
     @property
     def probe_taken(self) -> bool:

@@ -15,7 +15,7 @@ from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Change, Corrector, LRCorrection, looks_drawn, rescale, starting_norm
-from spectral_monitor.engine import Engine
+from spectral_monitor.engine import START, Engine
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.quantities import resolve
@@ -102,7 +102,8 @@ class Supervisor:
                 (tell or self._warn)(budget.news)
         if keys and self._corrector is not None:
             self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
-        return keys
+        # Later steps would take for the start what training has changed already.
+        return keys | {START} if self._engine.start_due else keys
 
     def _scheduled(self, step: int) -> frozenset[str]:
         """As scheduled; and of the first measured step what tells who began at zero, for later ones may have it too

@@ -67,7 +67,7 @@ ENTRIES = (
         unit="ratio",
         range=">= 0",
         source="Spectral Condition, Eq. 23, Fig. 2A",
-        meaning="relative change since the first measured step, on its batch",
+        meaning="relative change since the start of the run, on its first batch",
         healthy="grows to order 1 where features are learned; stays near 0 in a lazy network",
         misleads="with data augmentation: it is measured on one batch",
         error=lambda s: s.get("feature_drift.error"),

@@ -33,14 +33,14 @@ ZERO = "undefined: it divides by a norm that is zero"
 """Why a ratio to a matrix that is, or began at, zero has no value."""
 
 
-def measured(step, *, only=None, layers=LAYERS, reasons=None, **changed):
+def measured(step, *, only=None, layers=LAYERS, reasons=None, summary=None, **changed):
     """A measurement; ``changed``: quantity -> layer -> value; ``only``: the quantities there are."""
     values = {}
     for key, usual in (dict.fromkeys(changed, math.nan) | HEALTHY).items():
         if only is None or key in only:
             own = changed.get(key, {})
             values[key] = torch.tensor([float(own.get(name, usual)) for name in layers])
-    return Measurement(step, tuple(layers.values()), values, {}, reasons=reasons or {})
+    return Measurement(step, tuple(layers.values()), values, summary or {}, reasons=reasons or {})
 
 
 def nothing(*layers):

@@ -23,6 +23,7 @@ FAULTS = {  # what is found by a check: changes of the measurement, and of all s
     "diverged": ({"weight_natural": {"tok": float("inf")}}, {}),
     "nothing_trains": ({key: dict.fromkeys(LAYERS, 0.0) for key in ("update_natural", "lr")}, {}),
     "rates_too_large": ({"drift_ratio": dict.fromkeys(LAYERS, 9.0)}, {}),
+    "global_lr_too_large": ({"summary": {"edge": 4.0}}, {}),
     "rates_too_small": ({key: dict.fromkeys(LAYERS, 1e-5) for key in ("update_natural", "update_ratio")}, {}),
     "features": ({"feature_rms": dict.fromkeys(LAYERS, 1.0) | {"a": 400.0}}, {}),
     "eps": ({"update_fro": dict.fromkeys(LAYERS, 1e-4)}, {"eps": 0.1}),
@@ -35,7 +36,7 @@ def checks_of(named, ignore=()):
     changed, fields = FAULTS[named]
     judge = Judge(SpectralCondition(ignore=ignore))
     step = 16 if named == "rates_too_small" else 1
-    for _ in range(5):
+    for _ in range(8):
         judge.judge(measured(step, **changed), set_by("Adam", **fields))
         step += 1
     return {NAMED_BY.get(check, check) for _, check, record in judge.state_dict()["records"] if record["flagged"]}

@@ -268,3 +268,38 @@ def test_inputs_that_are_too_large_stay_the_root_and_are_not_said_to_have_grown(
     large = {"feature_rms": dict.fromkeys(LAYERS, 1.0) | {"a": 400.0}}
     found = told(*[large] * 12, start=1)
     assert [set(some) for some in found] == [{"input_scale"}] * 12
+
+
+def edges(*values):
+    return [{"summary": {"edge": value, "critical_lr": math.nan}} for value in values]
+
+
+def test_steps_whose_median_edge_is_above_two_are_too_long():
+    found = told(*edges(*[3.5] * 8))
+    assert ["global_lr_too_large" in some for some in found] == [False] * 4 + [True] * 4, "of five at least"
+    verdict = found[-1]["global_lr_too_large"]
+    assert (verdict.quantity, verdict.value, verdict.band) == ("edge", 3.5, (0.0, 2.0))
+    assert "divide every learning rate by about 3.5 (0.01 -> 0.0029)" in verdict.sentence
+    assert (verdict.remedy.action, verdict.remedy.value) == ("scale_lr", pytest.approx(1 / 3.5))
+
+
+def test_single_long_steps_and_an_edge_of_two_are_no_fault():
+    assert not any(told(*edges(*[0.2, 9.0, 0.3, 9.0, 0.1] * 6)))
+    assert not any(told(*edges(*[1.95, 2.02] * 20))), "where full batches make the rate settle"
+    assert not any(told(*edges(*[-3.0] * 20)))
+
+
+def test_the_verdict_stands_while_the_edge_is_not_known_and_is_lifted_when_it_is_small():
+    found = told(*edges(*[3.5] * 6, *[math.nan] * 5, *[0.5] * 8))
+    states = ["global_lr_too_large" in some for some in found]
+    assert states[5:11] == [True] * 6
+    assert not states[-1]
+
+
+def test_the_edges_are_part_of_the_state():
+    one, other = Judge(SpectralCondition()), Judge(SpectralCondition())
+    for step, change in enumerate(edges(*[3.5] * 4), 1):
+        one.judge(measured(step, **change))
+    other.load_state_dict(one.state_dict())
+    verdicts = other.judge(measured(5, **edges(3.5)[0]))
+    assert [verdict.cause for verdict in verdicts] == ["global_lr_too_large"]

@@ -29,6 +29,8 @@ def tolerance(key: str, expected: float, row: Mapping[str, float]) -> float:
     relative = 1e-3 if key in CHANGES else 1e-4
     if key == "sensitivity":
         return abs(expected) * (relative + 1e-4 / max(abs(row.get("bfa_cos", 1.0)), 1e-12))
+    if key in ("edge", "critical_lr"):  # known to two digits
+        return abs(expected) * 2e-2
     if key == "contribution_spread":
         return abs(expected) * 1e-3
     if key == "bfa":  # an angle near 0 is the root of what is rounded in its cosine

@@ -80,7 +80,10 @@ def test_only_what_is_asked_for_is_paid_for(monkeypatch, quantities, estimates, 
 def test_an_unmeasured_step_registers_nothing():
     model = Counted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, every_n_steps=2)
+    probe = SpectralProbe(model, optimizer, every_n_steps=3)
+    with probe.step():  # the start of feature_drift
+        model(torch.randn(4, WIDTH)).backward()
+        optimizer.step()
     with probe.step():
         model(torch.randn(4, WIDTH)).backward()
         assert hooks(model) == 0

@@ -156,6 +156,7 @@ class Record:
     h_first: dict[str, Array] | None = None
     h_now: dict[str, Array] = field(default_factory=dict)
     loss: tuple[float, float] | None = None
+    accumulated: int = 1
 
     def updated(self, layer: NaiveLayer) -> bool:
         """Whether an optimizer has a gradient to update it with."""
@@ -170,6 +171,7 @@ class NaiveTrainer:
         loss_of: from what the model returns and the batch's targets to the loss.
         returns_loss: whether the model itself returns that loss, so that a monitor can know it.
         clip: largest norm of all gradients together.
+        sees_clipping: whether contributions are of the gradients before that, as under Lightning.
     """
 
     model: nn.Module
@@ -178,6 +180,7 @@ class NaiveTrainer:
     loss_of: Callable[[Any, Any], torch.Tensor]
     returns_loss: bool = False
     clip: float | None = None
+    sees_clipping: bool = False
 
     def __post_init__(self) -> None:
         self.start = copy.deepcopy(self.model)
@@ -190,9 +193,11 @@ class NaiveTrainer:
         for (x, y), seed in zip(batches, seeds, strict=True):
             torch.manual_seed(seed)
             (self.loss_of(self.model(x, y), y) / len(batches)).backward()
+        whole = {name: None if p.grad is None else to_numpy(p.grad) for name, p in self.model.named_parameters()}
         if self.clip is not None:
             nn.utils.clip_grad_norm_(owned_by(self.optimizer), self.clip)
-        gradient = {name: None if p.grad is None else to_numpy(p.grad) for name, p in self.model.named_parameters()}
+        clipped = {name: None if p.grad is None else to_numpy(p.grad) for name, p in self.model.named_parameters()}
+        gradient = whole if self.sees_clipping else clipped
         lr = {}
         for group in self.optimizer.param_groups:
             for name, p in self.model.named_parameters():
@@ -202,6 +207,7 @@ class NaiveTrainer:
         after = copy.deepcopy(self.model)
 
         record = Record(self.layers, weights(self.start), weights(before), weights(after), gradient, lr)
+        record.accumulated = len(batches)
         batch, seed = batches[-1], seeds[-1]  # the micro-batch that steps
         loss_before, record.h_in, record.h, record.b = self.features(before, batch, seed)
         loss_after, _, record.h_after, _ = self.features(after, batch, seed)
@@ -494,9 +500,23 @@ def worst_ratio(record: Record) -> float:
     return max(max(size / median, median / size) for size in sizes)
 
 
+def edge(record: Record) -> float:
+    """Length of the step along its line: 1 is the best, 2 the one from which on the loss rises."""
+    slope = predicted(record)
+    if record.loss is None or record.accumulated > 1 or not slope < 0:
+        return math.nan
+    return 2 * (1 - (record.loss[1] - record.loss[0]) / slope)
+
+
+def critical_lr(record: Record) -> float:
+    return 2 * max(record.lr.values()) / edge(record) if edge(record) > 0 else math.nan
+
+
 SUMMARY: dict[str, Callable[[Record], float]] = {
     "loss_change_predicted": predicted,
     "loss_change": lambda r: math.nan if r.loss is None else r.loss[1] - r.loss[0],
+    "edge": edge,
+    "critical_lr": critical_lr,
     "contribution_spread": spread,
     "final_layer_alignment": final_alignment,
     "worst_layer_ratio": worst_ratio,

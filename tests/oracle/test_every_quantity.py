@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
+from spectral_monitor.measurement import SUMMARY
 from spectral_monitor.quantities import QUANTITIES, TIERS
 
 torch.set_num_threads(1)  # small matrices on a shared machine
@@ -179,7 +180,7 @@ def make_batches(model, dtype, count):
     return [(x.to(dtype) if x.is_floating_point() else x, y) for x, y in batches]
 
 
-def naive_records(kind, optimizer_kind, dtype, accumulated, clip):
+def naive_records(kind, optimizer_kind, dtype, accumulated, clip, sees_clipping=False):
     """Step -> record of the naive trainer, and the model it has trained."""
     model = make_model(kind, dtype)
     batches = make_batches(model, dtype, STEPS * accumulated)
@@ -191,6 +192,7 @@ def naive_records(kind, optimizer_kind, dtype, accumulated, clip):
         model.loss,
         returns_loss=kind != "mlp",
         clip=clip,
+        sees_clipping=sees_clipping,
     )
     records = {}
     for step in range(1, STEPS + 1):
@@ -206,6 +208,8 @@ def tolerance(key, dtype):
         return {"abs": 1e-5} if key in ANGLES else {"rel": 1e-5, "abs": 1e-12}
     if key in ANGLES:
         return {"abs": 1e-3}
+    if key in ("edge", "critical_lr"):  # known to two digits
+        return {"rel": 2e-2}
     spectral = {"worst_layer_ratio", "final_layer_alignment"}
     spectral |= {k for k in QUANTITIES if k.endswith(("_norm", "_natural", "_ratio", "_stable_rank", "alignment"))}
     return {"rel": 1e-2 if key in spectral - {"drift_fro_ratio"} else 1e-3, "abs": 1e-9}
@@ -227,6 +231,8 @@ def assert_agrees(measurement, record, dtype, prefix=""):
                 wrong.append(f"{key}/{name}: {got}, reason {why!r}")
     for key, formula in naive.SUMMARY.items():
         got, expected = measurement.summary[key], formula(record)
+        if dtype == torch.float32 and "rounding" in measurement.why(key, SUMMARY):
+            continue
         if got != pytest.approx(expected, **tolerance(key, dtype), nan_ok=True):
             wrong.append(f"summary {key}: {got}, naively {expected}")
     assert not wrong, "\n".join([f"step {measurement.step}", *wrong])
@@ -287,7 +293,7 @@ class Lit(pl.LightningModule):
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_lightning_callback_agrees_with_the_naive_implementation(kind, optimizer_kind, dtype, tmp_path):
     clip = 0.1
-    records, trained = naive_records(kind, optimizer_kind, dtype, 2, clip)
+    records, trained = naive_records(kind, optimizer_kind, dtype, 2, clip, sees_clipping=True)
 
     lit = Lit(make_model(kind, dtype), optimizer_kind)
     tight = {"tol": 1e-6} if dtype == torch.float64 else {}

@@ -49,7 +49,7 @@ def test_the_file_holds_the_start_and_the_probe_batch(tmp_path):
         index, rows, cols, stretch, matrices = held["start"][name][0]
         assert (index, rows[0], cols[0], stretch) == (0, 0, 0, [])
         assert torch.equal(matrices.reshape(start[shape].shape), start[shape])
-    batch = zoo.Batches("rows")[1]  # of the second step, the first measured one
+    batch = zoo.Batches("rows")[0]  # of the first step, which is not measured
     assert torch.equal(held["probe"]["again"]["args"][2][0][1], batch[0])
     with torch.no_grad():
         assert held["probe"]["outputs"]["net.0"][0][1].shape == (8, 16)
@@ -71,13 +71,13 @@ def test_one_file_for_many_checkpoints(tmp_path):
 
 
 def test_a_checkpoint_before_the_first_measured_step(tmp_path):
-    """The probe batch is not known yet: the file it refers to has no more than the start."""
+    """It has the start, and the batch of the first step."""
     module = zoo.Classifier()
     start = module.net[0].weight.detach().clone()
     saved(tmp_path, monitor(every_n_steps=4), module, every=3)
     early, late = (state_in(tmp_path / f"step={step}.ckpt") for step in (3, 6))
-    assert early["file"]["names"][0] != late["file"]["names"][0]
-    assert torch.load(tmp_path / early["file"]["names"][0], weights_only=True)["probe"] is None
+    assert early["file"]["names"][0] == late["file"]["names"][0]
+    assert torch.load(tmp_path / early["file"]["names"][0], weights_only=True)["probe"] is not None
     watch, module = monitor(every_n_steps=4), Keeps()
     resumed(tmp_path / "step=3.ckpt", watch, module, max_epochs=1)  # a warning would be an error here
     assert watch.latest.step == 4
@@ -117,14 +117,14 @@ def test_drift_and_counters_go_on(tmp_path):
 
 
 class Runs(pl.Callback):
-    """The first layer's outputs on the first measured batch, before or after a step."""
+    """The first layer's outputs on the first batch, before or after a step."""
 
     def __init__(self, before=-1, after=-1):
         self.before, self.after, self.h = before, after, None
 
     def run(self, module):
         with torch.no_grad():
-            self.h = module.net[0](zoo.Batches("rows")[1][0])
+            self.h = module.net[0](zoo.Batches("rows")[0][0])
 
     def on_train_batch_start(self, trainer, module, *rest):
         if trainer.global_step == self.before:
@@ -137,7 +137,7 @@ class Runs(pl.Callback):
 
 def test_feature_drift_is_that_of_the_first_batch(tmp_path):
     """Against forwards of our own."""
-    first, then, watch = Runs(before=1), Runs(after=10), monitor()
+    first, then, watch = Runs(before=0), Runs(after=10), monitor()
     _, path = saved(tmp_path, callbacks=[first])
     fit(watch, ckpt_path=path, max_epochs=2, callbacks=[then])
     expected = ((then.h - first.h).norm(dim=1) / first.h.norm(dim=1)).mean().item()

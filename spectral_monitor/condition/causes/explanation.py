@@ -11,6 +11,7 @@ CAUSES = {
     "lr_too_large": "its learning rate is larger than that of the others",
     "lr_too_small": "its learning rate is smaller than that of the others",
     "rates_too_large": "the steps of the whole network are too large",
+    "global_lr_too_large": "steps are so long that the loss rises along them",
     "rates_too_small": "the whole network hardly moves",
     "momentum": "momentum so close to 1 that steps add up to too large ones",
     "width": "the learning rate of a narrower network, where it should be divided by the width",

@@ -45,6 +45,17 @@ def _too_large(finding: Finding, network: Network, pace: float, first: str) -> E
     )
 
 
+def _overshoots(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+    best = network.top_lr / finding.value
+    rates = f" ({network.top_lr:.2g} -> {best:.2g})" if best > 0 else ""
+    return Explanation(
+        "global_lr_too_large",
+        f"steps are {short(finding.value)} times as long as lowers the loss most, and from twice on it rises: divide "
+        f"every learning rate by about {short(finding.value)}{rates}",
+        Remedy("scale_lr", (), 1 / finding.value),
+    )
+
+
 def _too_small(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
     by = min(100.0, max(3.0, float(f"{SLOWEST / finding.value:.1g}"))) if finding.value > 0 else 100.0
     return Explanation(
@@ -131,6 +142,7 @@ def _ntk(finding: Finding, network: Network, pace: float, first: str) -> Explana
 _OF_NETWORK: dict[str, Callable[[Finding, Network, float, str], Explanation]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
+    "global_lr_too_large": _overshoots,
     "rates_too_small": _too_small,
     "diverged": _diverged,
     "nothing_trains": _nothing,

@@ -56,18 +56,19 @@ class ChangeStage:
         if not routines:
             return
         census, after = self._rows.census, None if done.same is None else done.same.loss
-        change = None if before is None or after is None else after.double() - before.double()
+        losses = None if before is None or after is None else (after.double(), before.double())
+        change = None if losses is None else torch.stack([losses[0] - losses[1], losses[1]])
         lost = [float(ran is not None and ran.replay is None) for ran in (done.same, done.drift)]
         off = float(done.off)
         if self._processes is None:
             found = yield from sequence(routines)
         else:
-            mine = torch.tensor([0.0, float(change is None), off, *lost])
+            mine = torch.tensor([0.0, 0.0, float(change is None), off, *lost])
             if change is not None and census.first_of_batch:
-                mine[0] = change
+                mine[:2] = change
             *found, summed = yield from gather([*routines, all_reduce_norm(mine, 1, self._processes)])
-            total, missing, off, *lost = summed.tolist()
-            change = None if missing else torch.tensor(total / census.batch_count)
+            total, level, missing, off, *lost = summed.tolist()
+            change = None if missing else torch.tensor([total, level]) / census.batch_count
         self.off = bool(off)
         if lost[0]:
             facts.no_replay = facts.no_replay or ELSEWHERE

@@ -62,7 +62,7 @@ Context = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Probe:
-    """The first measured batch: how to run it again, and what the layers' outputs were.
+    """The first batch of the run: how to run it again, and what the layers' outputs were.
 
     ``part``: whether these are its first samples only. ``packed`` is the first of these in plain types; ``None`` if
     that cannot be, for ``why_not``.

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from spectral_monitor.engine.results.edge import edge
 from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, Raw
 from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row
 from spectral_monitor.engine.results.summary import properties
 from spectral_monitor.engine.results.values import sound, summarize
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.measurement import SUMMARY, LayerInfo, Measurement
 from spectral_monitor.quantities import TIERS
 
 
@@ -36,16 +37,15 @@ class Measured:
             skipped: updates before this one that were.
         """
         keys, facts, network = self.asked.keys, self.facts, raw.get(NETWORK, {})
-        (change,) = network.pop(LOSS_CHANGE, [math.nan])
-        facts.rewritten = any(any(value) for name, value in network.items() if name.startswith("g.changed"))
+        change, loss = network.pop(LOSS_CHANGE, [math.nan, math.nan])
+        changed = [value for name, value in network.items() if name.startswith("g.changed")]
+        facts.rewritten, facts.clipped = any(some[0] for some in changed), any(some[1] for some in changed)
         rows, errors, missing = [], [], {}
         for i, layer in enumerate(self.layers):
             row, why = layer_row(i, layer, keys, raw, facts)
             rows.append(row)
             errors.append(layer_errors(i, layer, row, raw, facts, self.asked.max_rows is None))
             missing.update({f"{key}/{layer.info.name}": reason for key, reason in why.items()})
-        if missing != reasons.get(keys):
-            reasons[keys] = missing
         values = {key: torch.tensor([row[key] for row in rows], dtype=torch.float32) for key in keys}
         off = {
             key: torch.tensor([row[key] for row in errors], dtype=torch.float32)
@@ -56,10 +56,16 @@ class Measured:
             pairs = [(error["feature_change"], row["feature_change"]) for error, row in zip(errors, rows, strict=True)]
             known = (error / change for error, change in pairs if change > 0 and not math.isnan(error))
             summary["feature_error"] = max(known, default=math.nan)
-        if facts.rewritten or facts.closures > 1:
+        if facts.rewritten or facts.clipped or facts.closures > 1:
             summary["loss_change_predicted"] = math.nan
         if "dh" in self.asked.needs:
             summary["loss_change"] = change
+            if "loss_change_predicted" in summary:
+                found, why = edge(summary, loss, len(changed), facts)
+                summary.update(found)
+                missing.update({f"{key}/{SUMMARY}": reason for key, reason in why.items()})
+        if missing != reasons.get(keys):
+            reasons[keys] = missing
         skipped += not (facts.stepped - facts.unused) or not all(map(sound, raw.values()))
         summary["skipped_updates"] = float(skipped)
         if set(values) >= set(TIERS["full"]):

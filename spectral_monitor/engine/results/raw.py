@@ -11,7 +11,7 @@ NETWORK = -1
 """Stands for a layer's index where a value is of the whole network."""
 
 LOSS_CHANGE = "loss.change"
-"""Name of the loss after the step less that before it."""
+"""Name of the loss after the step less that before it, and of that before it."""
 
 MANY = 64
 """Values beyond which they are kept as a tensor: of a depthwise convolution there are thousands."""

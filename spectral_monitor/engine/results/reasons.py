@@ -50,6 +50,7 @@ class StepContext:
         closures: how often the closure ran, if more than once.
         replaced: layers whose weight has become another one since training began.
         rewritten: whether an optimizer overwrote gradients.
+        clipped: whether gradients were clipped otherwise than by a factor.
         accumulated: what the loss was divided by before the backward pass.
         loss_scale: what it was multiplied by.
         moved: whether the weights of the forward are not those before the update.
@@ -75,6 +76,7 @@ class StepContext:
     closures: int = 0
     replaced: set[int] = field(default_factory=set)
     rewritten: bool = False
+    clipped: bool = False
     accumulated: int = 1
     loss_scale: float = 1.0
     moved: bool = False
@@ -161,6 +163,8 @@ def _no_contribution(layer: Layer, facts: StepContext) -> str:
         return f"the closure ran {facts.closures} times: the gradient is not that of the weights before the step"
     if facts.rewritten:
         return "the optimizer overwrote the gradients"
+    if facts.clipped:
+        return "gradients were clipped entry by entry: what they were before is not known"
     return ""
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.weights.clipping import Clipping, Unclipped
 from spectral_monitor.engine.weights.gradients import contribution_here, gradient_here, gradient_norms, summed_over
 from spectral_monitor.engine.weights.matrix_batches import BatchMember, MatrixBatch, Start, chunks, matrix_batches
 from spectral_monitor.engine.weights.norms import Job, MatrixNorms
@@ -32,6 +33,7 @@ class _Held:
     trained: list[nn.Parameter] = field(default_factory=list)
     others: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     gradient_norms: Tensor = field(default_factory=lambda: torch.empty(0))
+    clipping: Clipping | None = None
 
 
 class MatrixStage:
@@ -77,6 +79,7 @@ class MatrixStage:
         self._jobs: list[Job] = []
         self._waiting: list[Coroutine[None]] = []
         self._steps = 0
+        self._unclipped: dict[int, Unclipped] = {}
         self.lr: dict[int, float] = {}
         self.stepped: set[int] = set()
         self.unused: set[int] = set()
@@ -107,6 +110,12 @@ class MatrixStage:
         self._held[id(optimizer)] = held
 
     @torch.no_grad()
+    def unclipped(self, optimizer: Optimizer, by_value: bool) -> None:
+        """Note how large gradients are that are about to be clipped; ``by_value``: entry by entry."""
+        if "g" in self.settings.needs:
+            self._unclipped[id(optimizer)] = Unclipped.of(optimizer, by_value)
+
+    @torch.no_grad()
     def ready(self, optimizer: Optimizer) -> None:
         """Note which gradients there are, now that they are final, and the learning rates they meet."""
         held = self._held[id(optimizer)]
@@ -121,6 +130,8 @@ class MatrixStage:
         if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
             held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             held.gradient_norms = gradient_norms(held.trained)
+            if id(optimizer) in self._unclipped:
+                held.clipping = self._unclipped[id(optimizer)].compared(held.trained, held.gradient_norms)
             for i, member in held.members.items():
                 p = member.layer.sources[0]
                 if member.layer.compute is None and i not in self.divided and summed_over(p):
@@ -135,13 +146,17 @@ class MatrixStage:
         self._measure_all(held.stacks, partial(self._changes, shares=shares))
         if shares:
             shares = dict(sorted(shares.items()))  # one order on every process, whichever gradients are here
+            if held.clipping is not None:
+                shares = {i: share * held.clipping.factor.to(share) for i, share in shares.items()}
             self._sum(self._contributions(shares, self._arrivals(held, shares)))
         if "g" in self.settings.needs:
-            changed = torch.zeros(1)
+            changed = torch.zeros(2)
             if held.trained:
                 # What the optimizer overwrote (old ones add weight decay in place) is not the loss's gradient any more.
                 now, then = gradient_norms(held.trained), held.gradient_norms
-                changed = ((now != then) & ~(now.isnan() & then.isnan())).any().float().reshape(1)
+                changed = ((now != then) & ~(now.isnan() & then.isnan())).any().float()
+                uneven = torch.zeros_like(changed) if held.clipping is None else held.clipping.uneven.to(changed)
+                changed = torch.stack([changed, uneven])
             self._sum(self._network(held, changed))
 
     def _measure_all(
@@ -278,11 +293,14 @@ class MatrixStage:
                 self._out.put(i, "g.arrives", gradients)
 
     def _network(self, held: _Held, changed: Tensor) -> Coroutine[None]:
-        """Return the contribution of parameters that are not measured, and whether gradients were overwritten."""
+        """Return the contribution of parameters that are not measured, and whether gradients were overwritten, or
+        clipped otherwise than by a factor.
+        """
         self._steps += 1
         name = self._steps
         shares = [contribution_here(p, old) / self._copies(p) for p, old in held.others if p.grad is not None]
         here = torch.stack(shares).sum().reshape(1) if shares else torch.zeros(1)
+        here = here if held.clipping is None else here * held.clipping.factor.to(here)
         total, changed = yield [here, changed]
         if shares or (held.others and self._exchange is not None):
             self._out.put(NETWORK, f"contribution.{name}", total)

@@ -24,7 +24,7 @@ from spectral_monitor.reporting.content.typical import limits, vs_typical
 Log = Literal["essential", "all"] | Sequence[str]
 PREFIX = "spectral"
 SUMMARIES = (
-    *("violations", "worst_layer_ratio", "loss_change", "loss_change_predicted"),
+    *("violations", "worst_layer_ratio", "loss_change", "loss_change_predicted", "edge"),
     *("final_layer_alignment", "overhead_ms"),
 )
 """Numbers of the whole network that are logged."""

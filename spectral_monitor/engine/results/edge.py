@@ -1,0 +1,58 @@
+"""The length of a step along its own line: where the loss falls most, and where it no longer falls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from spectral_monitor.engine.results.reasons import StepContext
+
+DIGITS = 0.01
+"""Two digits: what rounding may amount to, relative to the edge."""
+
+ACCUMULATED = "gradients are accumulated: the loss after the step is of the last micro-batch alone"
+SEVERAL = "several optimizers made a step, and the loss after it is of one of them"
+NO_LOSS = "the loss after the step is not known for the whole batch: replay_samples=None runs all of it again"
+NO_PREDICTION = "the predicted change of the loss is not known"
+UPHILL = "the step does not go downhill on this batch"
+FEW_DIGITS = "the change of the loss is too close to its rounding"
+NOT_CONVEX = "the loss does not curve upwards along the step"
+NO_RATE = "no learning rate above 0 is known"
+
+
+def edge(
+    summary: Mapping[str, float], loss: float, optimizers: int, facts: StepContext
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Return ``edge`` and ``critical_lr``, and for each that is NaN the reason.
+
+    To second order the loss changes by ``p + c / 2`` where ``p = <g, dW>`` is the predicted change and
+    ``c = dW^T H dW`` the curvature along the step, so ``edge = -c / p``. A step ``s`` times as long changes it by
+    ``s p + s^2 c / 2``, which is lowest at ``s = 1 / edge`` and 0 at ``2 / edge``. The critical learning rate of
+    Kalra and others (arXiv 2601.16979) is that of the last one.
+
+    Args:
+        summary: values of the whole network that there are already.
+        loss: before the step.
+        optimizers: how many made a step.
+        facts: of the step.
+    """
+    change, predicted = summary["loss_change"], summary["loss_change_predicted"]
+    value = 2 * (1 - change / predicted) if predicted else math.nan
+    rounding = max(facts.eps.values(), default=0.0) * abs(loss)
+    why = ""
+    if facts.accumulated > 1:
+        why = ACCUMULATED
+    elif optimizers > 1:
+        why = SEVERAL
+    elif not math.isfinite(change):
+        why = facts.no_replay or NO_LOSS
+    elif not math.isfinite(predicted):
+        why = NO_PREDICTION
+    elif predicted >= 0:
+        why = UPHILL
+    elif 2 * rounding > DIGITS * abs(value * predicted):
+        why = FEW_DIGITS
+    rate = max((lr for lr in facts.lr.values() if lr > 0), default=math.nan)
+    beyond = why or (NOT_CONVEX if value <= 0 else "") or (NO_RATE if math.isnan(rate) else "")
+    found = {"edge": math.nan if why else value, "critical_lr": math.nan if beyond else 2 * rate / value}
+    return found, {key: text for key, text in (("edge", why), ("critical_lr", beyond)) if text}

@@ -1,0 +1,61 @@
+"""Gradient clipping: what it took away, so that contributions are those of the loss's own gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from spectral_monitor.engine.weights.gradients import gradient_norms
+
+UNEVEN = 0.01
+"""Two norms whose ratio is off by more were not multiplied by one factor: roundings of half precision average out."""
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """The effect of clipping on the gradients of an optimizer's parameters, scalars on their device.
+
+    Attributes:
+        factor: by which gradients were larger before.
+        uneven: 1 where no factor says it, for gradients were clipped entry by entry, else 0.
+    """
+
+    factor: Tensor
+    uneven: Tensor
+
+
+@dataclass(frozen=True)
+class Unclipped:
+    """Norms of what is here of an optimizer's gradients before they are clipped.
+
+    A factor is the same in every process, so each finds it by what it holds.
+    """
+
+    parameters: tuple[Tensor, ...]
+    norms: Tensor
+    by_value: bool
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, by_value: bool) -> Unclipped:
+        """Return those of now; ``by_value``: whether entries are clipped one by one."""
+        parameters = tuple(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        return cls(parameters, gradient_norms(parameters), by_value)
+
+    def compared(self, parameters: Sequence[Tensor], norms: Tensor) -> Clipping | None:
+        """Return what was done since; ``None`` where there are no gradients, or other ones than before.
+
+        Args:
+            parameters: those with a gradient now.
+            norms: of these gradients.
+        """
+        if not parameters or [id(p) for p in parameters] != [id(p) for p in self.parameters]:
+            return None
+        then = self.norms
+        factor = torch.linalg.vector_norm(then) / torch.linalg.vector_norm(norms)
+        factor = torch.where(factor.isfinite(), factor, 1.0)  # NaN and inf speak for themselves
+        off = norms < then if self.by_value else (then - factor * norms).abs() > UNEVEN * then
+        return Clipping(factor, off.any().float())

@@ -1,0 +1,142 @@
+"""Contributions are those of the loss's gradient, before Lightning clips it; oracles are autograd's own gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from spectral_monitor import SpectralMonitor
+
+BATCHES = 4
+
+
+class Net(pl.LightningModule):
+    """Keeps the weights before and after each step."""
+
+    def __init__(self, adam=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+        self.adam = adam
+        self.kept = [copy.deepcopy(self.net)]
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def on_train_batch_end(self, *_):
+        self.kept.append(copy.deepcopy(self.net))
+
+    def configure_optimizers(self):
+        return (
+            torch.optim.Adam(self.net.parameters(), 0.01) if self.adam else torch.optim.SGD(self.net.parameters(), 0.1)
+        )
+
+
+class Own(Net):
+    """Clips in the place that Lightning has for it, each parameter by itself."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        for p in self.parameters():
+            nn.utils.clip_grad_norm_(p, 0.05)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    draw = {"generator": generator, "dtype": torch.float64}
+    return [(torch.randn(32, 6, **draw), 3 * torch.randn(32, 2, **draw)) for _ in range(BATCHES)]
+
+
+def fitted(tmp_path, module, accumulate=1, **trainer):
+    watch = SpectralMonitor(every_n_steps=1, quantities="light", verbose=0)
+    pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[watch],
+        logger=CSVLogger(tmp_path),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=accumulate,
+        **trainer,
+    ).fit(module, torch.utils.data.DataLoader(data(), batch_size=None))
+    return watch
+
+
+def oracle(module, step, accumulate=1):
+    """-<g, dW> of each parameter in a step, g the mean over its micro-batches."""
+    first = (step - 1) * accumulate
+    before, after = module.kept[first], module.kept[first + accumulate]
+    before.zero_grad()
+    for x, y in data()[first : first + accumulate]:
+        ((before(x) - y).square().mean() / accumulate).backward()
+    pairs = zip(before.named_parameters(), after.parameters(), strict=True)
+    return {name: -float((p.grad * (q - p)).sum()) for (name, p), q in pairs}
+
+
+NAMES = {"0.weight": "net.0", "0.bias": "net.0.bias", "2.weight": "net.2", "2.bias": "net.2.bias"}
+
+
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.05, 1e3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_contributions_are_of_the_gradient_before_its_norm_is_clipped(tmp_path, adam, clip, accumulate):
+    module = Net(adam)
+    watch = fitted(tmp_path, module, accumulate, gradient_clip_val=clip)
+    assert [m.step for m in watch.measurements] == list(range(1, BATCHES // accumulate + 1))
+    for measured in watch.measurements:
+        want = oracle(module, measured.step, accumulate)
+        for name, layer in NAMES.items():
+            assert measured.value("contribution", layer) == pytest.approx(want[name], rel=1e-5)
+        assert measured.summary["loss_change_predicted"] == pytest.approx(-sum(want.values()), rel=1e-6)
+
+
+def test_the_prediction_of_a_clipped_step_predicts(tmp_path):
+    module = Net()
+    watch = fitted(tmp_path, module, gradient_clip_val=0.001)
+    (x, y), before, after = data()[0], module.kept[0], module.kept[1]
+    change = float((after(x) - y).square().mean() - (before(x) - y).square().mean())
+    assert watch.measurements[0].summary["loss_change_predicted"] == pytest.approx(change, rel=0.01)
+
+
+def test_clipped_entry_by_entry_contributions_are_not_known(tmp_path):
+    watch = fitted(tmp_path, Net(), gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    for measured in watch.measurements:
+        assert measured.values["contribution"].isnan().all()
+        assert "entry by entry" in measured.why("contribution", "net.0")
+        assert measured.summary["loss_change_predicted"] != measured.summary["loss_change_predicted"]
+
+
+def test_entry_by_entry_without_effect_nothing_is_lost(tmp_path):
+    module = Net()
+    watch = fitted(tmp_path, module, gradient_clip_val=1e3, gradient_clip_algorithm="value")
+    want = oracle(module, 1)
+    assert watch.measurements[0].value("contribution", "net.0") == pytest.approx(want["0.weight"], rel=1e-5)
+
+
+def test_parameters_that_are_clipped_one_by_one_are_told_from_a_factor(tmp_path):
+    watch = fitted(tmp_path, Own())
+    assert watch.latest.values["contribution"].isnan().all()
+    assert "entry by entry" in watch.latest.why("contribution", "net.0")
+
+
+@pytest.mark.parametrize("include", [["net.0"], None])
+def test_parameters_that_are_not_measured_count_too(tmp_path, include):
+    module = Net()
+    watch = SpectralMonitor(every_n_steps=1, quantities="light", include=include, verbose=0)
+    pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[watch],
+        logger=CSVLogger(tmp_path),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=0.05,
+    ).fit(module, torch.utils.data.DataLoader(data(), batch_size=None))
+    want = -sum(oracle(module, 1).values())
+    assert watch.measurements[0].summary["loss_change_predicted"] == pytest.approx(want, rel=1e-6)
