@@ -9,7 +9,7 @@ import torch
 
 from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, Raw
 from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row
-from spectral_monitor.engine.results.summary import properties
+from spectral_monitor.engine.results.summary import equilibrium_steps, properties
 from spectral_monitor.engine.results.values import sound, summarize
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.layers import Layer
@@ -60,6 +60,8 @@ class Measured:
             summary["loss_change_predicted"] = math.nan
         if "dh" in self.asked.needs:
             summary["loss_change"] = change
+        if "equilibrium" in values:
+            summary["equilibrium_steps"] = equilibrium_steps(self.layers, facts)
         skipped += not (facts.stepped - facts.unused) or not all(map(sound, raw.values()))
         summary["skipped_updates"] = float(skipped)
         if set(values) >= set(TIERS["full"]):
