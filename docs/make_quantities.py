@@ -43,10 +43,11 @@ Everything about weights is measured on one copy of them, made right before the 
 ## Tier `standard`, the default: features too
 
 {standard}
-## Tier `full`: kernels, speeds and assumptions
+## Tier `full`: kernels, speeds, assumptions, weight decay
 
-All of the above, and what the papers' theorems are about; for a close look at a network, not for every run. In a single
-process only, but for `weight_cancellation`.
+All of the above, and what the papers' theorems are about; for a close look at a network, not for every run. What needs
+features is measured in a single process only. What needs weights alone is cheap and can be asked for by name:
+[weight decay](decay.md).
 
 {full}
 """
@@ -73,6 +74,7 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 | `violations` | layers that violate the spectral condition now: see [verdicts](verdicts.md). |
 | `skipped_updates` | measured steps so far in which the update was missing or something was NaN or inf. |
 | `overhead_ms` | the monitor's own time in this step. |
+| `equilibrium_steps` | with `equilibrium`: 1 / (2 lr wd), the steps in which decoupled weight decay alone takes the squared size of a weight to 1/e; the median of hidden matrices. After a few of these a weight has forgotten the size it began with. |
 | `interval` | steps since the measured one before, with `max_overhead`. |
 
 With `quantities="full"` also the properties that the Feature Speed paper asks of a network (Sections 4 and 6), for this
@@ -189,6 +191,8 @@ def cost(q: Quantity) -> str:
         parts += [f"one look at `{MATRICES[need]}`" for need in MATRICES if need in q.needs]
     else:
         parts += [f"norm of `{MATRICES[need]}`" for need in MATRICES if need in q.needs]
+    if "WdW" in q.needs:
+        parts.append("one product of `W` and `dW`")
     if "W0" in q.needs:
         parts.append("`W0` kept on the host")
     if q.key in RANKS:

@@ -56,6 +56,7 @@ def sights(
 def step_facts(seen: RankReports, stage: MatrixStage, given: StepInputs) -> StepContext:
     """Return what all processes know of the step."""
     facts = StepContext(stage.lr, seen.anywhere("stepped"), seen.everywhere("unused"), stage.divided)
+    facts.decay = stage.decay
     facts.accumulated, facts.loss_scale = given.accumulated, given.loss_scale * seen.batch_count
     facts.moved = any(some.moved for some in seen.steps)
     facts.closures = int(max(some.closures for some in seen.steps))

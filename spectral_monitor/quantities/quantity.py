@@ -29,6 +29,12 @@ class Readings(Protocol):
     def natural(self, name: str) -> float:
         """Return the natural norm of a matrix."""
 
+    def whole(self, name: str) -> float:
+        """Return the Frobenius norm of a matrix, all taps and blocks together."""
+
+    def radial_change(self) -> float:
+        """Return the update's part along the weight, all taps and blocks together."""
+
     def ratio(self, above: str, below: str, norm: Norm = "sigma") -> float:
         """Return a norm over a norm."""
 
@@ -89,10 +95,11 @@ class Quantity:
         key: name in ``Measurement.values`` and in ``spectral_<key>/<layer>``.
         notation: its formula as the documentation writes it.
         formula: how it follows from what was measured of a layer.
-        needs: what must be captured, of ``W dW W1 g W0 h b dh probe J db``, with spaces between: ``W1`` is the weight
-            after the step, ``J`` the derivative of the outputs by the weights, ``db`` the change of b.
+        needs: what must be captured, of ``W dW WdW W1 g W0 h b dh probe J db``, with spaces between: ``WdW`` is the
+            inner product of weight and update, ``W1`` the weight after the step, ``J`` the derivative of the outputs
+            by the weights, ``db`` the change of b.
         tier: ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward;
-            ``"full"`` forwards with a graph and passes through it, or checks what the papers assume.
+            ``"full"`` forwards with a graph and passes through it, checks what the papers assume, or looks closely.
         unit: what it is counted in; ``"ratio"`` where units cancel.
         range: values it can have.
         source: where in the papers it comes from.

@@ -35,6 +35,7 @@ def hooks(model):
         (["contribution"], 0, 1, False),
         (["weight_fro", "update_fro"], 0, 1, False),
         (["lr"], 0, 1, False),
+        (["update_angle", "radial", "decay_share"], 0, 1, False),
         (["update_norm"], 2, 1, False),
         (["weight_norm", "update_norm", "update_ratio", "update_stable_rank"], 4, 1, False),
         ("light", 6, 1, False),

@@ -16,10 +16,10 @@ from spectral_monitor.capture.records.assumption_checks import SHARE_ROWS
 from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.engine.features import kernels as full
 from spectral_monitor.functional.kernels import signs
-from spectral_monitor.quantities import QUANTITIES, TIERS
+from spectral_monitor.quantities import QUANTITIES, TIERS, assumptions, optimizers
 
 torch.set_num_threads(1)
-FULL = [key for key, quantity in QUANTITIES.items() if quantity.tier == "full"]
+FULL = [quantity.key for quantity in assumptions.ENTRIES]
 LAYERS = ("first", "second", "third", "head")
 
 
@@ -104,7 +104,7 @@ def test_tiers():
         *("bfk_ratio", "backward_speed"),
     ] == FULL
     assert TIERS["full"] == tuple(QUANTITIES)
-    assert set(TIERS["standard"]) == set(QUANTITIES) - set(FULL)
+    assert set(TIERS["standard"]) == set(QUANTITIES) - set(FULL) - {entry.key for entry in optimizers.ENTRIES}
     assert len(TIERS["standard"]) == 25
 
 

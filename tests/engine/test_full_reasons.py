@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.features import kernels as full
-from spectral_monitor.quantities import TIERS
+from spectral_monitor.quantities import assumptions
 
 torch.set_num_threads(1)
-FULL = sorted(set(TIERS["full"]) - set(TIERS["standard"]))
+FULL = sorted(quantity.key for quantity in assumptions.ENTRIES)
 
 
 def batch(rows=9):

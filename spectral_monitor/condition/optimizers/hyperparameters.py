@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -57,6 +57,22 @@ class Hyperparameters:
         return asdict(self)
 
 
+class WeightDecay(NamedTuple):
+    """Weight decay of a parameter group.
+
+    Attributes:
+        factor: of the group; NaN where decay is part of the gradient.
+        beta1: decay of the average of gradients, of AdamW and what works like it; NaN of other optimizers.
+    """
+
+    factor: float
+    beta1: float
+
+
+DECOUPLED = ("adamw", "lion", "muon")
+"""Parts of names of optimizers that multiply weights by ``1 - lr weight_decay``, where their groups do not say so."""
+
+
 UNKNOWN = Hyperparameters()
 """Of a layer of which no settings were given."""
 
@@ -100,6 +116,35 @@ def hyperparameters(layers: Sequence[Layer], optimizers: Sequence[Optimizer]) ->
     return {layer.info.name: _of_layer(layer, held) for layer in layers}
 
 
+def weight_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> WeightDecay:
+    """Return the weight decay of a parameter group; only reads.
+
+    Example:
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> adamw, adam = (kind([weight], weight_decay=0.1) for kind in (torch.optim.AdamW, torch.optim.Adam))
+        >>> weight_decay(adamw, adamw.param_groups[0])
+        WeightDecay(factor=0.1, beta1=0.9)
+        >>> weight_decay(adam, adam.param_groups[0]).factor
+        nan
+    """
+    names = _names(optimizer, group)
+    decoupled = group.get("decoupled_weight_decay")  # torch's Adam, NAdam and RAdam say so
+    if decoupled is None:
+        decoupled = any(part in name.lower() for name in names for part in DECOUPLED)
+    like_adam = decoupled and any("adam" in name.lower() for name in names)
+    like_adam = like_adam and not any("nadam" in name.lower() for name in names)  # its steps look ahead
+    betas = group.get("betas")
+    beta1 = _number(betas[0]) if like_adam and isinstance(betas, Sequence) else math.nan
+    return WeightDecay(_number(group.get("weight_decay"), 0.0) if decoupled else math.nan, beta1)
+
+
+def _names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
+    """Return the names of an optimizer's class and base classes, as far as they tell what it does for a group."""
+    if group.get("use_muon") is False:  # one optimizer for all, as in the reference implementation of Muon
+        return ["AdamW"]
+    return [kind.__name__ for kind in type(optimizer).__mro__]
+
+
 def _of_layer(layer: Layer, held: Mapping[int, tuple[int, int, Optimizer, Mapping[str, Any]]]) -> Hyperparameters:
     frozen = not any(source.requires_grad for source in layer.sources)
     dtype = layer.sources[0].dtype
@@ -108,9 +153,7 @@ def _of_layer(layer: Layer, held: Mapping[int, tuple[int, int, Optimizer, Mappin
     if found is None:
         return Hyperparameters(frozen=frozen, resolution=resolution)
     owner, number, optimizer, group = found
-    names = [kind.__name__ for kind in type(optimizer).__mro__]
-    if group.get("use_muon") is False:  # one optimizer for all, as in the reference implementation of Muon
-        names = ["AdamW"]
+    names = _names(optimizer, group)
     rates = [_number(group.get(key)) for key in ("max_lr", "initial_lr", "lr")]
     momentum = group.get("momentum", (group.get("betas") or (0.0,))[0])
     return Hyperparameters(

@@ -10,7 +10,7 @@ import torch
 from spectral_monitor.engine.results.edge import edge
 from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, Raw
 from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row
-from spectral_monitor.engine.results.summary import properties
+from spectral_monitor.engine.results.summary import equilibrium_steps, properties
 from spectral_monitor.engine.results.values import sound, summarize
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.layers import Layer
@@ -66,6 +66,8 @@ class Measured:
                 missing.update({f"{key}/{SUMMARY}": reason for key, reason in why.items()})
         if missing != reasons.get(keys):
             reasons[keys] = missing
+        if "equilibrium" in values:
+            summary["equilibrium_steps"] = equilibrium_steps(self.layers, facts)
         skipped += not (facts.stepped - facts.unused) or not all(map(sound, raw.values()))
         summary["skipped_updates"] = float(skipped)
         if set(values) >= set(TIERS["full"]):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay
 from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
 from spectral_monitor.layers import Layer
@@ -19,6 +20,7 @@ UNCHOSEN = "none of its max_rows rows is of the samples that are run again: rais
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
 REPLACED = "since training began its weight was replaced, pruned or parametrized"
 UNFIT = "its outputs are not its inputs times its weight"
+NO_DECAY = WeightDecay(math.nan, math.nan)
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 CHANGE_MARGIN = 2.0
@@ -55,6 +57,7 @@ class StepContext:
         loss_scale: what it was multiplied by.
         moved: whether the weights of the forward are not those before the update.
         multipliers: layer index -> what a correction multiplied the learning rate with.
+        decay: layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter.
         why_not: (quantity, layer index or NETWORK for all of them) -> why it is missing.
     """
 
@@ -81,6 +84,7 @@ class StepContext:
     loss_scale: float = 1.0
     moved: bool = False
     multipliers: Mapping[int, float] = field(default_factory=dict)
+    decay: dict[int, WeightDecay] = field(default_factory=dict)
     why_not: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
@@ -90,7 +94,13 @@ def layer_row(
     """Quantity -> value and, for every value that is NaN, quantity -> reason; also for a contribution of exactly 0 that
     is not for want of a gradient.
     """
-    settings = {"lr": facts.lr.get(i, math.nan), "lr_multiplier": facts.multipliers.get(i, 1.0)}
+    decay = facts.decay.get(i, NO_DECAY)
+    settings = {
+        "lr": facts.lr.get(i, math.nan),
+        "lr_multiplier": facts.multipliers.get(i, 1.0),
+        "weight_decay": decay.factor,
+        "beta1": decay.beta1,
+    }
     scalars = LayerScalars(layer, raw.get(i, {}), settings)
     row, reasons = {}, {}
     for key in keys:
@@ -151,6 +161,8 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
         return "the parameters it is computed from have different learning rates"
     if key == "contribution":
         return _no_contribution(layer, facts)
+    if key in ("decay_share", "equilibrium"):
+        return _no_decay(key, i, layer, facts)
     if needs & {"h", "b", "dh", "probe"}:
         return _no_features(key, i, layer, scalars, facts)
     return ""
@@ -165,6 +177,19 @@ def _no_contribution(layer: Layer, facts: StepContext) -> str:
         return "the optimizer overwrote the gradients"
     if facts.clipped:
         return "gradients were clipped entry by entry: what they were before is not known"
+    return ""
+
+
+def _no_decay(key: str, i: int, layer: Layer, facts: StepContext) -> str:
+    decay = facts.decay.get(i, NO_DECAY)
+    if layer.compute is not None:
+        return "weight decay acts on the parameters that its weight is computed from"
+    if math.isnan(decay.factor):
+        return "its weight decay, if it has any, is part of the gradient"
+    if not decay.factor:
+        return "it has no weight decay"
+    if key == "equilibrium" and math.isnan(decay.beta1):
+        return "the angle in equilibrium is known of AdamW and its kin only"
     return ""
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from spectral_monitor.engine.results.raw import Raw
-from spectral_monitor.engine.results.reasons import CHANGE_MARGIN
+from spectral_monitor.engine.results.reasons import CHANGE_MARGIN, StepContext
+from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
 
 
@@ -53,6 +54,13 @@ def properties(
                 found["property_fl"] = change / math.sqrt(size)
                 found["property_rfl"] = change / before if before else math.nan
     return found
+
+
+def equilibrium_steps(layers: Sequence[Layer], facts: StepContext) -> float:
+    """Return in how many steps decay makes hidden weights forget their size: the median of 1 / (2 lr wd)."""
+    rates = [facts.lr[i] * facts.decay[i].factor for i in facts.decay if layers[i].info.role == "operator"]
+    middle = geometric_median(rate for rate in rates if rate > 0)
+    return 1 / (2 * middle) if middle > 0 else math.nan
 
 
 def _largest(values: Tensor) -> float:

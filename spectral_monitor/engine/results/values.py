@@ -100,6 +100,18 @@ class LayerScalars:
         ]
         return math.nan if any(math.isnan(value) for value in norms) else max(norms)
 
+    def whole(self, name: str) -> float:
+        """Frobenius norm of all taps and blocks together."""
+        values = self._raw.get(f"{name}.fro")
+        if isinstance(values, Tensor):
+            return float(torch.linalg.vector_norm(values))
+        return math.nan if values is None else math.hypot(*values)
+
+    def radial_change(self) -> float:
+        """Part of the update along the weight: what was summed is its product with the weight after the step."""
+        size = self.whole("W")
+        return (self.get("W1.dW") - self.whole("dW") ** 2) / size if size else math.nan
+
     def ratio(self, above: str, below: str, norm: Norm = "sigma") -> float:
         """Norm over norm."""
         pairs = zip(self._norms(above, norm), self._norms(below, norm), strict=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay, weight_decay
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.clipping import Clipping, Unclipped
@@ -48,6 +49,7 @@ class MatrixStage:
 
     Attributes:
         lr: layer index -> learning rate at the update.
+        decay: layer index -> weight decay at the update.
         stepped: layers whose optimizer has stepped.
         unused: layers that had no gradient.
         divided: layers whose parameters are stepped by several optimizers.
@@ -81,6 +83,7 @@ class MatrixStage:
         self._steps = 0
         self._unclipped: dict[int, Unclipped] = {}
         self.lr: dict[int, float] = {}
+        self.decay: dict[int, WeightDecay] = {}
         self.stepped: set[int] = set()
         self.unused: set[int] = set()
         self.divided: set[int] = set()
@@ -123,6 +126,8 @@ class MatrixStage:
         for i, member in held.members.items():
             rates = {float(owned[id(p)]["lr"]) for p in member.layer.sources if id(p) in owned}
             self.lr[i] = rates.pop() if len(rates) == 1 else math.nan
+            if member.layer.compute is None:
+                self.decay[i] = weight_decay(optimizer, owned[id(member.layer.sources[0])])
         if "J" in self.settings.needs:
             self.rates += [(p, float(group["lr"])) for group in optimizer.param_groups for p in group["params"]]
         self.unused.update(i for i, m in held.members.items() if all(p.grad is None for p in m.layer.sources))
@@ -143,7 +148,10 @@ class MatrixStage:
         held = self._held.pop(id(optimizer))
         self.stepped.update(held.members)
         shares: dict[int, Tensor] = {}
-        self._measure_all(held.stacks, partial(self._changes, shares=shares))
+        inner: dict[int, Tensor] = {}
+        self._measure_all(held.stacks, partial(self._changes, shares=shares, inner=inner))
+        if inner:
+            self._sum(self._inner_products(inner))
         if shares:
             shares = dict(sorted(shares.items()))  # one order on every process, whichever gradients are here
             if held.clipping is not None:
@@ -172,7 +180,9 @@ class MatrixStage:
             measure([stack.here() for stack in portion.stacks], portion.in_place)
             self._solve()
 
-    def _changes(self, found: Sequence[MatrixBatch], in_place: bool, shares: dict[int, Tensor]) -> None:
+    def _changes(
+        self, found: Sequence[MatrixBatch], in_place: bool, shares: dict[int, Tensor], inner: dict[int, Tensor]
+    ) -> None:
         """Measure everything that is read off some layers, whose weights before the update these are."""
         needs = self.settings.needs
         self._weights(found, in_place)
@@ -181,6 +191,9 @@ class MatrixStage:
             self._do("dW", found, in_place)
             if "g" in needs:
                 shares.update(self._shares(found))
+            if "WdW" in needs:
+                for stack in found:
+                    inner.update(_with_weights(stack))
         if "W0" in needs:
             self._do("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
         if "W1" in needs:
@@ -273,6 +286,13 @@ class MatrixStage:
             shares.update(zip(some, -inner_sums(list(some.values()), dtype), strict=True))
         return shares
 
+    def _inner_products(self, inner: dict[int, Tensor]) -> Coroutine[None]:
+        """Put the products of weights and updates, in one order on every process."""
+        layers = sorted(inner)
+        (total,) = yield [torch.stack([inner[i].to(inner[layers[0]]) for i in layers])]
+        for i, value in zip(layers, total, strict=True):
+            self._out.put(i, "W1.dW", value)
+
     def _arrivals(self, held: _Held, layers: Iterable[int]) -> Tensor:
         """Return, for each layer, how many of its parameters have a local gradient that is not zero, whatever the
         update kept.
@@ -325,6 +345,18 @@ def start_norms(
         yield from norms.measure([Job(stack.here(), "W0")])
         stack.buffers = []
     return out
+
+
+def _with_weights(stack: MatrixBatch) -> dict[int, Tensor]:
+    """Return, for each layer, the inner product of what is here of its weight after the step and of its update.
+
+    The weight before the step may be gone, for its update may lie in its memory.
+    """
+    pairs = []
+    for i, member in stack.members.items():
+        now = member.contents(member.layer.weight()) if member.holding.rectangles else []
+        pairs.append(list(zip(now, stack.entries(i), strict=True)))
+    return dict(zip(stack.members, inner_sums(pairs, stack.like.dtype).to(stack.like.device), strict=True))
 
 
 def _fetched(norms: MatrixNorms, away: Job, slots: Mapping[torch.device, Tensor]) -> Coroutine[None]:

@@ -1,0 +1,86 @@
+"""Weight decay, rotation, and the state of optimizers like Adam: tier ``full``, or by name."""
+
+from __future__ import annotations
+
+import math
+
+from spectral_monitor.quantities.quantity import Quantity, Readings
+
+_ROTATION = frozenset({"W", "dW", "WdW"})
+
+
+def _divide(above: float, below: float) -> float:
+    return above / below if below else math.nan
+
+
+def _angle(s: Readings) -> float:
+    """Return the angle between the weight before and after the step, in radians."""
+    size, along = s.whole("W"), s.radial_change()
+    across = math.sqrt(max(s.whole("dW") ** 2 - along**2, 0.0))
+    return math.atan2(across, size + along) if size else math.nan
+
+
+def _equilibrium(s: Readings) -> float:
+    """Return the angle over that of AdamW in equilibrium (Kosson et al., Table 1), which momentum makes smaller."""
+    beta = s.get("beta1")
+    return _divide(_angle(s), math.sqrt(2 * s.get("lr") * s.get("weight_decay") * (1 - beta) / (1 + beta)))
+
+
+ENTRIES = (
+    Quantity(
+        key="update_angle",
+        notation="angle between W and W + dW",
+        formula=_angle,
+        needs=_ROTATION,
+        tier="full",
+        unit="rad",
+        range="[0, pi]",
+        source="Kosson et al. 2023",
+        meaning="how far this step turns the weight, as one long vector",
+        healthy="alike in all layers in front of a normalization",
+        misleads="layers without a normalization behind them, whose size counts too",
+        by_frobenius=True,
+    ),
+    Quantity(
+        key="radial",
+        notation="<W, dW> / (|W|F |dW|F)",
+        formula=lambda s: _divide(s.radial_change(), s.whole("dW")),
+        needs=_ROTATION,
+        tier="full",
+        unit="ratio",
+        range="[-1, 1]",
+        source="Kosson et al. 2023",
+        meaning="does the update make the weight longer (above 0) or shorter; -1 is nothing but decay",
+        healthy="minus half of |dW|F / |W|F in equilibrium, where the weight keeps its size",
+        misleads="single steps, whose sign is noise where it is near 0",
+        by_frobenius=True,
+    ),
+    Quantity(
+        key="decay_share",
+        notation="lr wd |W|F / |dW|F",
+        formula=lambda s: _divide(s.get("lr") * s.get("weight_decay") * s.whole("W"), s.whole("dW")),
+        needs=frozenset({"W", "dW"}),
+        tier="full",
+        unit="ratio",
+        range=">= 0",
+        source="Kosson et al. 2023",
+        meaning="how much of the update is weight decay",
+        healthy="well below 1: at 1 nothing but decay is left",
+        misleads="decay that is part of the gradient (Adam, SGD), where it is NaN",
+        by_frobenius=True,
+    ),
+    Quantity(
+        key="equilibrium",
+        notation="update_angle / sqrt(2 lr wd (1 - beta1) / (1 + beta1))",
+        formula=_equilibrium,
+        needs=_ROTATION,
+        tier="full",
+        unit="ratio",
+        range=">= 0",
+        source="Kosson et al. 2023, Table 1",
+        meaning="is weight decay in balance with the updates: 1 it is; then decay sets how fast the layer turns",
+        healthy="towards 1 within some summary/equilibrium_steps",
+        misleads="layers without a normalization behind them; gradients that agree for many steps, where it is larger",
+        by_frobenius=True,
+    ),
+)
