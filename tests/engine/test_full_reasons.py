@@ -12,10 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.features import kernels as full
+from spectral_monitor.engine.results.reasons import ATTENTION
 from spectral_monitor.quantities import TIERS
 
 torch.set_num_threads(1)
-FULL = sorted(set(TIERS["full"]) - set(TIERS["standard"]))
+FULL = sorted(set(TIERS["full"]) - set(TIERS["standard"]) - ATTENTION)  # of which these models have none
 
 
 def batch(rows=9):
