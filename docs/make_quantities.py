@@ -151,7 +151,7 @@ kernel: SDPA, flash or eager. The scale, the mask, the rotation and the sharing 
 arguments suggest. *None of that is taken on trust*: the same weights, times the values, must be what the module
 returned. Otherwise the numbers are NaN and say so. That is the case with relative position biases, sliding windows
 inside a kernel and gated outputs, for instance. Where attention drops weights, the difference must be of the size that
-dropout makes.
+dropout makes, and the module must state its scale (`self.scale`).
 
 Of several processes the extremes and means over all are reported. Weights that are spread over processes have no
 `qk_gain`, and heads that are spread have none of the other numbers either.

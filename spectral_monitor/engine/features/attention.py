@@ -20,10 +20,12 @@ POSITIONS = 1 << 14
 """Positions of all of these sequences, at most, unless a single one has more."""
 WAYS = 4
 """Ways of masking and rotating that are tried."""
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """How far, relative to its size, what attention returned may be from what logits say it is."""
-SHARP = 100.0
-"""Times the tolerance that logits must be for a rotation to show in what attention returns."""
+SHARP = 10.0
+"""Times the tolerance that logits must change what attention returns, where the module does not state its scale, for
+then a wrong one has to show.
+"""
 WRONG, NOT_FINITE = 1e30, 1e31
 NAMES = ("seen", "off", "logit_max", "entropy", "lowest", "sink")
 """Columns of the table of a block, which has a row for each way: ``off`` is at most 1 where it is the module's."""
@@ -115,7 +117,7 @@ def _table(block: AttentionBlock, call: AttentionCall) -> Tensor:
     sample, query, key, value, output = _parts(block, call)
     module, arguments = block.module, call.arguments
     turns = rotations(module, arguments, sample)
-    given = [(turn, True) for turn in turns] + [(None, not (turns or block.rotary))]
+    given = [(turn, block.stated) for turn in turns] + [(None, block.stated and not (turns or block.rotary))]
     ways = [(turn, mask, sure) for turn, sure in given for mask in masks(module, arguments, sample)][:WAYS]
     values, bias = _values(block, value)
     found = []
@@ -219,6 +221,12 @@ def _met(block: AttentionBlock, x: Tensor) -> Tensor:
     return x if x.shape[1] == block.query.heads else x[:, block.key_heads]
 
 
+def _whole(block: AttentionBlock, weights: Tensor, values: Tensor) -> Tensor:
+    """Return what attention returns with some weights: (sequences, rows, features)."""
+    by_head = weights.to(values.dtype) @ values  # (sequences, heads, rows, d)
+    return by_head.sum(1) if isinstance(block.module, nn.MultiheadAttention) else by_head.transpose(1, 2).flatten(2)
+
+
 def _numbers(
     block: AttentionBlock, query: Tensor, key: Tensor, values: Tensor, output: Tensor, mask: Mask, sure: bool
 ) -> Tensor:
@@ -238,17 +246,19 @@ def _numbers(
     weights = torch.where(allowed, logits, -torch.inf).softmax(-1).nan_to_num(0.0)
     numbers = attention_numbers(logits, mask.allowed, weights)
     some = mask.allowed.expand(len(logits), *mask.allowed.shape[1:3], logits.shape[-1]).any(-1).all(1)[..., None]
-    found = weights @ values  # (sequences, heads, rows, d)
-    whole = found.sum(1) if isinstance(block.module, nn.MultiheadAttention) else found.transpose(1, 2).flatten(2)
+    whole = _whole(block, weights, values)
     if whole.shape != output.shape:
         raise ValueError(f"it returned {output.shape[-1]} features, its values have {whole.shape[-1]}")
-    wrong = torch.linalg.vector_norm((whole - output) * some)
-    off = wrong / torch.linalg.vector_norm(output * some) / tolerance
+    even = _whole(block, allowed / allowed.sum(-1, keepdim=True).clamp(min=1), values)
+    wrong, size, change = (torch.linalg.vector_norm(x * some) for x in (whole - output, output, whole - even))
+    off = wrong / size / tolerance
+    sharp = change > SHARP * tolerance * size
     if share := dropout_of(block.module):
         scatter = (weights.square() @ values.square().sum(-1, keepdim=True) * some[:, None]).sum()
         noise = wrong.square() / (scatter * share / (1 - share))
-        off = torch.minimum(off, noise.log2().abs()) if sure else torch.full_like(off, WRONG)
+        off = torch.minimum(off, noise.log2().abs()) if sure else off
     if not sure:
-        off = torch.where(numbers.logit_max > SHARP * tolerance, off, torch.full_like(off, WRONG))
-    off = torch.where(wrong.isfinite(), off.nan_to_num(WRONG, WRONG), torch.full_like(off, NOT_FINITE))
+        off = torch.where(sharp, off, torch.full_like(off, WRONG))
+    known = wrong.isfinite() & numbers.logit_max.isfinite()
+    off = torch.where(known, off.nan_to_num(WRONG, WRONG), torch.full_like(off, NOT_FINITE))
     return torch.stack([torch.ones_like(off), off, *numbers]).double()

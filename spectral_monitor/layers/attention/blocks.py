@@ -73,6 +73,7 @@ class AttentionBlock:
         norms: modules that normalize queries and keys, if any do.
         output: the projection that reads what attention returns; ``None`` where that is what the module returns.
         known: whether the number of heads is known.
+        stated: whether the module says what its scale is, or is of a kind that has one.
         tiled: whether heads that share keys take turns, instead of coming one after the other.
     """
 
@@ -86,6 +87,7 @@ class AttentionBlock:
     norms: tuple[nn.Module, nn.Module] | None
     output: nn.Module | None
     known: bool
+    stated: bool
     tiled: bool = False
 
     @property
@@ -257,9 +259,9 @@ def _block(name: str, module: nn.Module, site: _Site, count: int, label: str) ->
     if norms is not None and all(isinstance(norm, nn.Identity) for norm in norms):
         norms = None
     output = next((getattr(module, o) for o in OUTPUTS if isinstance(getattr(module, o, None), nn.Module)), None)
-    scale = scale_of(module, query.size)
+    scale, stated = scale_of(module, query.size)
     tiled = type(module).__module__.startswith("x_transformers")
-    return AttentionBlock(name, module, query, key, value, scale, rotates(module), norms, output, known, tiled)
+    return AttentionBlock(name, module, query, key, value, scale, rotates(module), norms, output, known, stated, tiled)
 
 
 def _fits(site: _Site, size: int) -> bool:

@@ -46,13 +46,16 @@ def number(owner: object, names: tuple[str, ...]) -> int:
     return 0
 
 
-def scale_of(owner: nn.Module, size: int) -> float:
-    """Return what a module multiplies the products of queries and keys of ``size`` entries with."""
+def scale_of(owner: nn.Module, size: int) -> tuple[float, bool]:
+    """Return what a module multiplies the products of queries and keys of ``size`` entries with, and whether it or its
+    class says so.
+    """
     for name in ("scaling", "scale"):
         value = getattr(owner, name, None)
         if isinstance(value, float) and value > 0:
-            return value
-    return float(size**-0.5)
+            return value, True
+    known = type(owner).__module__.partition(".")[0] in ("torch", "x_transformers", "litgpt")
+    return float(size**-0.5), known
 
 
 def rotates(owner: nn.Module) -> bool:
