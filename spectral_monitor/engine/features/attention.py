@@ -83,7 +83,7 @@ class AttentionStage:
             if proved:
                 raw.setdefault(block.layer, {}).update(_joined(seen[:, proved[0]]))
             else:
-                lost = bool((seen[:, :, 1] == NOT_FINITE).any())
+                lost = bool((seen[:, :, 1] > 2 * WRONG).any())
                 why = "NaN or inf in its values" if lost else UNKNOWN if len(seen) else NOT_CALLED
                 missing[block.layer] = self._why.get(block.layer, why)
         return missing
