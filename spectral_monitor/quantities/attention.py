@@ -63,7 +63,6 @@ ENTRIES = (
         misleads="the largest of other rows may be larger",
         question=questions.ATTENTION,
         title="largest logit",
-        essential=True,
     ),
     Quantity(
         key="attention_entropy",
@@ -79,7 +78,6 @@ ENTRIES = (
         misleads="short sequences, and rows with few keys",
         question=questions.ATTENTION,
         title="entropy of attention",
-        essential=True,
     ),
     Quantity(
         key="attention_entropy_lowest",

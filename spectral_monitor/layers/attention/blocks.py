@@ -26,7 +26,8 @@ from spectral_monitor.layers.naming import check_patterns, join, matches, named_
 
 ONE_HEAD = "how many heads it has is not known, so it is measured as one: heads={'pattern': number} says"
 SPREAD = "its query and key weights are spread over processes"
-_ADAPTED = "base_layer"  # what peft calls the layer it adapts
+_WRAPPED = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+"""What peft, torch and its checkpoints call the module that they wrap."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,9 @@ def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, i
         child = getattr(module, name, None)
         if not isinstance(child, nn.Module):
             return None
-        inner = child._modules.get(_ADAPTED)
-        i = by_module.get(id(child), by_module.get(id(inner)) if inner is not None else None)
+        while id(child) not in by_module and (inner := _inside(child)) is not None:
+            child = inner
+        i = by_module.get(id(child))
         known = (
             i is not None and layers[i].layout.kind in ("linear", "transposed") and layers[i].info.role != "embedding"
         )
@@ -181,6 +183,11 @@ def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, i
         if (i := held(name)) is not None and (site := _fused(i, layers[i], module, name)) is not None:
             yield site
             return
+
+
+def _inside(module: nn.Module) -> nn.Module | None:
+    """Return the module that another one wraps; ``None`` if it wraps none."""
+    return next((module._modules[name] for name in _WRAPPED if module._modules.get(name) is not None), None)
 
 
 def _separate(layers: Sequence[Layer], parts: tuple[int, int, int | None]) -> _Site:
