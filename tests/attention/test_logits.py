@@ -308,3 +308,61 @@ def test_every_way_to_call_torchs_own(call, cross, dropout):
     assert [found.value(key, layer) for key in KEYS] == pytest.approx(naive(logits, allowed), rel=1e-5), found.why(
         KEYS[0], layer
     )
+
+
+def apply_rope(x, cos, sin):
+    """As beside Lit-GPT's attention."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+class CausalSelfAttention(nn.Module):
+    """Stands for Lit-GPT's: shared keys in one fused projection, half of each head rotated, a config for numbers.
+
+    ``name``: ``qkv`` of now, one kind after the other; ``attn`` of before, heads together with the keys they share.
+    """
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        self.config = type("Config", (), {"n_head": HEADS, "n_query_groups": 2, "head_size": SIZE})()
+        setattr(self, name, nn.Linear(WIDTH, (HEADS + 4) * SIZE, bias=False))
+        self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x, cos, sin):
+        qkv = getattr(self, self.name)(x)
+        if self.name == "qkv":
+            parts = qkv.split((HEADS * SIZE, 2 * SIZE, 2 * SIZE), -1)
+            q, k, v = (part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in parts)
+        else:
+            q, k, v = qkv.unflatten(-1, (2, HEADS // 2 + 2, SIZE)).split((HEADS // 2, 1, 1), -2)
+            q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
+        half = cos.shape[-1]
+        q, k = (torch.cat([apply_rope(part[..., :half], cos, sin), part[..., half:]], -1) for part in (q, k))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+class LitModel(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.attn, self.head = CausalSelfAttention(name), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        angle = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.3, 1.0, 0.3])
+        return self.head(self.attn(x, angle.cos(), angle.sin()))
+
+
+@pytest.mark.parametrize("name", ["qkv", "attn"])
+def test_lit_gpts_way_to_lay_out_heads_and_to_rotate_them(name):
+    torch.manual_seed(7)
+    model = LitModel(name)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(3, 15, WIDTH)
+    family = Family(model, f"attn.{name}", None, lambda: model(x).square().mean())
+    expected = naive(*recorded(family))
+    found = measured(family)
+    assert [found.value(key, family.layer) for key in KEYS] == pytest.approx(expected, rel=1e-5), found.why(
+        KEYS[0], family.layer
+    )
