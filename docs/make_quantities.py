@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spectral_monitor.capture.records.assumption_checks import SHARE_ROWS
 from spectral_monitor.capture.replay.feature_change import KERNEL_ROWS
+from spectral_monitor.engine.features.attention import ROWS, SEQUENCES
 from spectral_monitor.engine.features.kernels import PROBES
 from spectral_monitor.quantities import QUANTITIES, Quantity
 
@@ -131,6 +132,35 @@ contribute. In a residual network or transformer a layer's output is a branch, n
 `sensitivity` counts only the loss decrease that passes through this branch. To see the stream itself, add an identity
 `nn.Linear` with a frozen weight where you want to look.
 
+## Attention
+
+Quantities of attention are numbers of a block, reported at the layer that makes its queries; in other layers they are
+NaN. They are measured with `quantities="full"` or by name, for a few numbers of every block:
+
+```python
+SpectralMonitor(quantities=["update_natural", "lr", "attention_logit_max", "attention_entropy", "qk_update"])
+```
+
+*Blocks and heads* are found by names and numbers of modules: `torch.nn.MultiheadAttention`, Hugging Face, timm,
+x-transformers, Lit-GPT and what is named like these, with fused projections and with keys that several heads share.
+`heads={{"*.attn": 8}}` says how many heads a module has that does not say so. Otherwise it is measured as one, and
+`why(...)` says that.
+
+`qk_gain` and `qk_update` take weights only. The bilinear form of a head is a product of two matrices with as many rows
+as a head has entries, so its norm comes from two small matrices; nothing of size n x n is formed. With rotary embeddings
+it is the bound `‖W_q‖* ‖W_k‖*`, and with normalized queries and keys the bound by their gains; `why(...)` then says so.
+
+`attention_logit_max`, `attention_entropy` and `attention_sink` are computed again on at most {attention_rows} rows of
+queries, from at most {attention_sequences} sequences of the batch, and all of their keys. They are the same under any
+kernel: SDPA, flash or eager. The scale, the mask, the rotation and the sharing of keys are those that names and
+arguments suggest. *None of that is taken on trust*: the same weights, times the values, must be what the module
+returned. Otherwise the numbers are NaN and say so. That is the case with relative position biases, sliding windows
+inside a kernel and gated outputs, for instance. Where attention drops weights, the difference must be of the size that
+dropout makes, and the module must state its scale (`self.scale`).
+
+Of several processes the extremes and means over all are reported. Weights that are spread over processes have no
+`qk_gain`, and heads that are spread have none of the other numbers either.
+
 ## The kernel, and the other quantities of tier `full`
 
 `bfk_ratio` is about the backward-to-feature kernel `K`, the sum of `lr J J^T` over every parameter that is trained, with
@@ -193,6 +223,12 @@ def cost(q: Quantity) -> str:
         parts += [f"norm of `{MATRICES[need]}`" for need in MATRICES if need in q.needs]
     if "WdW" in q.needs:
         parts.append("one product of `W` and `dW`")
+    if "qk" in q.needs:
+        parts.append("two products with `W_q` and `W_k`, eigenvalues of matrices d x d")
+    if "dqk" in q.needs:
+        parts.append("a copy of `W_q` and `W_k`, two products with them, eigenvalues of matrices 2d x 2d")
+    if "logits" in q.needs:
+        parts.append(f"logits of {ROWS} rows in each attention block, for each way of masking that is possible")
     if "W0" in q.needs:
         parts.append("`W0` kept on the host")
     if q.key in RANKS:
@@ -236,7 +272,9 @@ def page() -> str:
     """The page as Markdown."""
     vectors = ", ".join(f"`{key}`" for key in QUANTITIES if QUANTITIES[key].of_vectors)
     tiers = {tier: rows(tier) for tier in ("light", "standard", "full")}
-    return HEAD.format(**tiers) + TAIL.format(vectors=vectors, probes=PROBES, kernel_rows=KERNEL_ROWS)
+    return HEAD.format(**tiers) + TAIL.format(
+        vectors=vectors, probes=PROBES, kernel_rows=KERNEL_ROWS, attention_rows=ROWS, attention_sequences=SEQUENCES
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 from spectral_monitor.condition.causes import Explanation, cause
@@ -13,6 +14,7 @@ from spectral_monitor.condition.network import Network, Row, columns
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.root_causes import Case, verdicts
 from spectral_monitor.condition.settings import SpectralCondition
+from spectral_monitor.condition.trends.attention import AttentionTrend
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 from spectral_monitor.condition.warmup import WarmupGate
 from spectral_monitor.condition.whole_network import Whole, why_still
@@ -21,6 +23,8 @@ from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, M
 
 VERSION = 5
 """Of the saved state."""
+OF_NO_SIZE = frozenset({"rate", "dead", "logits_exploding", "attention_collapsed"})
+"""Checks that say little of the size of an update."""
 NAMED_BY = {
     "rate": "rates",
     "reference": "updates",
@@ -92,6 +96,7 @@ class Judge:
         self._tied = dict(tied or {})
         self._startup = WarmupGate()
         self._whole = Whole()
+        self._attention = AttentionTrend()
         self._records: dict[tuple[str, str], _Record] = {}
         self._known: dict[str, dict[str, float]] = {}
         self._told: set[tuple[str, str]] = set()
@@ -155,7 +160,8 @@ class Judge:
 
     def _all(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield every finding on a layer and on the network that is asked for."""
-        for finding in (*findings(network, self.condition), *self._whole.findings(measurement, network)):
+        found = (findings(network, self.condition), self._whole.findings(measurement, network))
+        for finding in (*chain(*found), *self._attention.findings(measurement, network)):
             if NAMED_BY.get(finding.check, finding.check) not in self.condition.ignore:
                 yield finding
 
@@ -247,7 +253,7 @@ class Judge:
         for verdict in result:
             for name in verdict.layers:
                 off.setdefault(name, f"follows from {verdict.root}" if verdict.root else verdict.cause)
-        looked = {layer for layer, check in found if check not in ("rate", "dead")}  # which say little of a size
+        looked = {layer for layer, check in found if check not in OF_NO_SIZE}  # which say little of a size
         still = why_still(network)
         for info in measurement.layers:
             if info.role == "vector":
@@ -296,6 +302,7 @@ class Judge:
             "told": sorted(map(list, self._told)),
             "startup": self._startup.state_dict(),
             "whole": self._whole.state_dict(),
+            "attention": self._attention.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -313,6 +320,7 @@ class Judge:
         self._told = {(layer, code) for layer, code in state["told"]}
         self._startup.load_state_dict(state["startup"])
         self._whole.load_state_dict(state["whole"])
+        self._attention.load_state_dict(state.get("attention", {}))
 
 
 def _measured(measurement: Measurement) -> frozenset[str]:

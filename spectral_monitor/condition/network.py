@@ -27,6 +27,7 @@ EXPLODED = 1.0
 READ = frozenset(
     {"weight_natural", "weight_fro", "update_natural", "update_norm", "update_fro", "update_ratio"}
     | {"drift_ratio", "contribution", "lr", "lr_multiplier", "feature_rms"}
+    | {"attention_logit_max", "attention_entropy_lowest"}
 )
 """Quantities that verdicts and their causes are read off."""
 

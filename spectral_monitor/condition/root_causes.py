@@ -19,8 +19,8 @@ BEGINNING = frozenset(
     {"readout_init", "weights_too_large", "weights_too_small", "embedding_scale", "input_scale", "rounding"}
 )
 """Causes that were there before the first step."""
-DYNAMIC = frozenset({"rates_too_large", "global_lr_too_large", "nothing_trains"})
-"""Causes that the whole network shows while it trains."""
+DYNAMIC = frozenset({"rates_too_large", "global_lr_too_large", "nothing_trains", "logits_exploding"})
+"""Causes that the whole network, or its attention, shows while it trains."""
 DEAD = frozenset({"dead", "unmoved"})
 """Causes of layers without a gradient."""
 CUT_OFF = frozenset({"dead_input", "dead_above"})

@@ -34,6 +34,8 @@ CHECKS = (
     "eps",
     "momentum",
     "width",
+    "logits_exploding",
+    "attention_collapsed",
 )
 """What is looked at, by name; ``SpectralCondition(ignore=[...])`` turns checks off."""
 

@@ -22,6 +22,7 @@ from spectral_monitor.engine.agreement.all_or_none import agreed
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, StepObservation, census
 from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
+from spectral_monitor.engine.attention_watch import AttentionWatch
 from spectral_monitor.engine.features.changes import ChangeStage
 from spectral_monitor.engine.features.kernels import ALONE, FullStage
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
@@ -32,12 +33,13 @@ from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
 from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.raw import RawScalars
-from spectral_monitor.engine.settings import FEATURES, Settings
+from spectral_monitor.engine.settings import ATTENTION, FEATURES, Settings
 from spectral_monitor.engine.state import START, EngineState
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers import Anatomy, ParameterTracker, compiled_modules, dissect, without_compiled
+from spectral_monitor.layers.attention import AttentionBlock, attention_blocks
 from spectral_monitor.layers.naming import label
 from spectral_monitor.linalg import Coroutine, gather
 from spectral_monitor.measurement import Measurement
@@ -80,12 +82,14 @@ class Engine(EngineState):
         self.budget = budget_for(settings, processes is not None, corrected)
         reshard(self._wrapper)
         dissected = partial(self._dissect, optimizers)
-        anatomy, compiled, flat = dissected() if processes is None else processes.all_or_none(dissected)
+        found = dissected() if processes is None else processes.all_or_none(dissected)
+        anatomy, blocks, compiled, flat = found
         holdings = plan(anatomy.layers, flat, processes)
         placed_layers = (placed(*pair, processes) for pair in zip(anatomy.layers, holdings, strict=True))
         self.anatomy = replace(anatomy, layers=tuple(placed_layers))
         self.layers = self.anatomy.layers
         self.members = [BatchMember(layer, holding) for layer, holding in zip(self.layers, holdings, strict=True)]
+        self._attention = AttentionWatch(model, blocks, self.members, processes, self._harmless)
         self._readouts = Readouts(self.anatomy)
         self._whereabouts = None if flat else ParameterTracker(model, self.layers)
         self._replaced: set[int] = set()
@@ -110,18 +114,25 @@ class Engine(EngineState):
         self._own_warn = WarnOnce()  # of what happened in this process alone
         self._clear()
 
-    def _dissect(self, optimizers: Sequence[Optimizer]) -> tuple[Anatomy, str, dict[int, ShardRegion]]:
-        """Return what the model is made of, which of it is compiled, and where FSDP1 has put its parameters."""
+    def _dissect(
+        self, optimizers: Sequence[Optimizer]
+    ) -> tuple[Anatomy, tuple[AttentionBlock, ...], str, dict[int, ShardRegion]]:
+        """Return what the model is made of, its attention blocks, which of it is compiled, and where FSDP1 has put its
+        parameters.
+        """
         patterns = {key: getattr(self.settings, key) for key in ("include", "exclude", "roles", "blocks")}
         flat = flat_extents(self._wrapper)
         held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
         shapes = {key: extent.shape for key, extent in flat.items()}
         anatomy = dissect(self.model, **patterns, shapes=shapes, optimized=held)
+        blocks: tuple[AttentionBlock, ...] = ()
+        if self.settings.needs & ATTENTION or self.settings.heads:
+            blocks = attention_blocks(self.model, anatomy.layers, self.settings.heads)
         if not self.settings.needs & FEATURES:
-            return anatomy, "", flat
+            return anatomy, blocks, "", flat
         modules = compiled_modules(self.model)
         anatomy = without_compiled(anatomy, modules.values())
-        return anatomy, ", ".join(label(name, module) for name, module in modules.items()), flat
+        return anatomy, blocks, ", ".join(label(name, module) for name, module in modules.items()), flat
 
     def _clear(self) -> None:
         self._failed = False
@@ -134,6 +145,7 @@ class Engine(EngineState):
         self._stage = MatrixStage(
             self.members, self.asked, self._start, self._inputs, self._copies, self.processes, self._out
         )
+        self._attention.clear(self.asked, self._out)
 
     @property
     def watches_features(self) -> bool:
@@ -167,6 +179,7 @@ class Engine(EngineState):
                 self.features.traced = not self._readouts.complete
                 self._readouts.begin()
                 self.features.arm()
+            self._attention.arm(self.asked)
             self.optimizers.arm()
 
     def disarm(self) -> None:
@@ -231,6 +244,7 @@ class Engine(EngineState):
         seen_here, prints = [LayerObservation() for _ in self.layers], torch.zeros(len(self.layers), 2)
         with self._harmless("looking at what was seen"):
             stage.rest()
+            self._attention.rest()
             if self.watches_features:
                 outputs = self.features.outputs()
                 again, before, no_replay = self._replays.choose(given, self._moved, self._warn)
@@ -309,7 +323,9 @@ class Engine(EngineState):
         self.measured += 1
         self.drifts += "feature_drift" in self._reported.keys
         measured = Measured(step, self.layers, self.anatomy.infos, self._reported, facts)
-        measurement = self._put_together(measured, out.fetch())
+        raw = out.fetch()
+        self._attention.settle(raw, facts)
+        measurement = self._put_together(measured, raw)
         if part == YES:
             self._replays.slices.widen(measurement.summary.get("feature_error", 0.0))
         return measurement
@@ -318,10 +334,11 @@ class Engine(EngineState):
         """Matrices, and rows as the step saw them."""
         calls, features = self.features.calls, self.watches_features
         if self.processes is None:
+            yield from self._attention.routine()
             if features:
                 yield from rows.forward(calls, outputs)
             return
-        routines = [rows.sample(calls), self._stage.routine()]
+        routines = [rows.sample(calls), self._stage.routine(), self._attention.routine()]
         yield from gather([*routines, rows.forward(calls, outputs)] if features else routines)
 
     def _inputs(self, i: int) -> Tensor | None:
@@ -347,6 +364,7 @@ class Engine(EngineState):
     def _before(self, optimizer: Optimizer) -> None:
         with self._harmless("copying the weights"), full_precision():
             self._stage.before(optimizer)
+            self._attention.before(optimizer)
             if self.watches_features:
                 parameters = (p for group in optimizer.param_groups for p in group["params"])
                 self._held_at[id(optimizer)] = marks(parameters)
@@ -362,6 +380,7 @@ class Engine(EngineState):
                 self._moved |= any(now.get(p, mark) != mark for p, mark in then.items())
             if len(self.optimizers.optimizers) == 1:
                 self.features.forward_open = self.features.backward_open = False
+                self._attention.ready()
 
     def _after(self, optimizer: Optimizer) -> None:
         with self._harmless("measuring the update"), full_precision():

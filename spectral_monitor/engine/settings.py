@@ -11,6 +11,8 @@ from spectral_monitor.quantities import needs, resolve
 
 FEATURES = frozenset({"h", "b", "dh", "probe"})
 """Needs that take hooks on modules."""
+ATTENTION = frozenset({"qk", "dqk", "logits"})
+"""Needs for which attention blocks are looked for."""
 
 
 def _are_texts(values: object) -> bool:
@@ -29,6 +31,7 @@ class Settings:
         exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> role, overriding the guess.
         blocks: pattern -> matrices stacked in the parameter.
+        heads: pattern -> attention heads, of modules that do not say how many they have.
         max_rows: rows of a layer's features that are used at most, a fixed choice; ``None`` for all.
         tol: relative tolerance of spectral norms of matrices.
         drift_every: ``feature_drift``, which needs a forward of its own, at every n-th measured step that has features.
@@ -50,6 +53,7 @@ class Settings:
     exclude: Sequence[str] | None = None
     roles: Mapping[str, str] | None = None
     blocks: Mapping[str, int] | None = None
+    heads: Mapping[str, int] | None = None
     max_rows: int | None = 512
     tol: float = 0.05
     drift_every: int = 5
@@ -88,7 +92,7 @@ class Settings:
             patterns = getattr(self, name)
             if patterns is not None and not _are_texts(patterns):
                 raise TypeError(f"{name} must be a list of patterns, such as ['*.bias'], got {patterns!r}")
-        for name, example in (("roles", "{'head': 'readout'}"), ("blocks", "{'*.qkv': 3}")):
+        for name, example in (("roles", "{'head': 'readout'}"), ("blocks", "{'*.qkv': 3}"), ("heads", "{'*.attn': 8}")):
             patterns = getattr(self, name)
             if patterns is not None and not (isinstance(patterns, Mapping) and _are_texts(list(patterns))):
                 raise TypeError(f"{name} must map patterns, such as {example}, got {patterns!r}")

@@ -55,6 +55,8 @@ class SpectralProbe(MeasuredRun):
         roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
             guess in :meth:`role_table` is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
+        heads: pattern on attention modules or their query projections -> number of heads, where the module does not
+            say it.
         max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
         replay_samples: samples that are run again after the step, the first ones of the batch (of each process's);
             ``None`` for all. What is compared is then of these, ``summary/feature_error`` says how far it may be from
@@ -115,6 +117,7 @@ class SpectralProbe(MeasuredRun):
         exclude: Sequence[str] | None = None,
         roles: Mapping[str, str] | None = None,
         blocks: Mapping[str, int] | None = None,
+        heads: Mapping[str, int] | None = None,
         max_rows: int | None = 512,
         replay_samples: int | Literal["auto"] | None = "auto",
         tol: float = 0.05,
@@ -140,6 +143,7 @@ class SpectralProbe(MeasuredRun):
             exclude=exclude,
             roles=roles,
             blocks=blocks,
+            heads=heads,
             max_rows=max_rows,
             replay_samples=replay_samples,
             tol=tol,

@@ -23,6 +23,9 @@ class Readings(Protocol):
     def largest(self, name: str) -> float:
         """Return the largest of several numbers."""
 
+    def place_of_largest(self, name: str) -> float:
+        """Return the position, from 0, of the largest of several numbers."""
+
     def norm(self, name: str, norm: Norm = "sigma") -> float:
         """Return the spectral or the Frobenius norm of a matrix."""
 
@@ -95,9 +98,10 @@ class Quantity:
         key: name in ``Measurement.values`` and in ``spectral_<key>/<layer>``.
         notation: its formula as the documentation writes it.
         formula: how it follows from what was measured of a layer.
-        needs: what must be captured, of ``W dW WdW W1 g W0 h b dh probe J db``, with spaces between: ``WdW`` is the
-            inner product of weight and update, ``W1`` the weight after the step, ``J`` the derivative of the outputs
-            by the weights, ``db`` the change of b.
+        needs: what must be captured, of ``W dW WdW W1 g W0 h b dh probe J db qk dqk logits``, with spaces between:
+            ``WdW`` is the inner product of weight and update, ``W1`` the weight after the step, ``J`` the derivative of
+            the outputs by the weights, ``db`` the change of b, ``qk`` the queries and keys of an attention block,
+            ``dqk`` their change, ``logits`` rows of what the block computes.
         tier: ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward;
             ``"full"`` forwards with a graph and passes through it, checks what the papers assume, or looks closely.
         unit: what it is counted in; ``"ratio"`` where units cancel.

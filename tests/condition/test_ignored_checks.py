@@ -28,6 +28,8 @@ FAULTS = {  # what is found by a check: changes of the measurement, and of all s
     "features": ({"feature_rms": dict.fromkeys(LAYERS, 1.0) | {"a": 400.0}}, {}),
     "eps": ({"update_fro": dict.fromkeys(LAYERS, 1e-4)}, {"eps": 0.1}),
     "momentum": ({}, {"momentum": 0.999}),
+    "logits_exploding": ([{"attention_logit_max": {"b": logit}} for logit in (5.0, 20.0, 70.0, 200.0, 500.0)], {}),
+    "attention_collapsed": ([{"attention_entropy_lowest": {"b": 0.01}}] * 8, {}),
 }
 
 
@@ -36,8 +38,8 @@ def checks_of(named, ignore=()):
     changed, fields = FAULTS[named]
     judge = Judge(SpectralCondition(ignore=ignore))
     step = 16 if named == "rates_too_small" else 1
-    for _ in range(8):
-        judge.judge(measured(step, **changed), set_by("Adam", **fields))
+    for some in changed if isinstance(changed, list) else [changed] * 8:
+        judge.judge(measured(step, **some), set_by("Adam", **fields))
         step += 1
     return {NAMED_BY.get(check, check) for _, check, record in judge.state_dict()["records"] if record["flagged"]}
 

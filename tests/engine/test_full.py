@@ -102,6 +102,8 @@ def test_tiers():
     assert [
         *("weight_cancellation", "feature_cancellation", "activation_ratio", "sample_share", "kernel_change"),
         *("bfk_ratio", "backward_speed"),
+        *("qk_gain", "qk_gain_head", "qk_update"),
+        *("attention_logit_max", "attention_entropy", "attention_entropy_lowest", "attention_sink"),
     ] == FULL
     assert TIERS["full"] == tuple(QUANTITIES)
     assert set(TIERS["standard"]) == set(QUANTITIES) - set(FULL) - {entry.key for entry in optimizers.ENTRIES}

@@ -34,6 +34,8 @@ CAUSES = {
     "readout_width": "the readout's update grows with its number of inputs",
     "diverged": "weights or outputs are not finite, or on their way there",
     "nothing_trains": "no parameter moves",
+    "logits_exploding": "attention logits have grown beyond 50",
+    "attention_collapsed": "a head of attention has looked at a single key for long",
     "unknown": "none of the above",
 }
 """Every code a verdict may carry."""

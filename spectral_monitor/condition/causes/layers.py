@@ -233,6 +233,24 @@ def _rounding(finding: Finding, row: Row, network: Network) -> Explanation | Non
     )
 
 
+def _logits(finding: Finding, row: Row, network: Network) -> Explanation | None:
+    return Explanation(
+        "logits_exploding",
+        f"its largest attention logit is {short(finding.value)}, {finding.against}: heads are about to look at a "
+        "single key; divide the learning rate of its queries and keys by about 10, or normalize them (q/k norms)",
+        Remedy("scale_lr", (row.info.name,), 0.1),
+    )
+
+
+def _collapsed(finding: Finding, row: Row, network: Network) -> Explanation | None:
+    return Explanation(
+        "attention_collapsed",
+        f"one of its heads has looked at a single key for long (entropy {short(finding.value)} of 1), so its queries "
+        "and keys get next to no gradient: begin with smaller ones, or divide their learning rate by about 10",
+        Remedy("scale_lr", (row.info.name,), 0.1),
+    )
+
+
 Explainer = Callable[[Finding, Row, Network], Explanation | None]
 _BY_CHECK: dict[str, tuple[Explainer, ...]] = {
     "dead": (_lr_zero, _dead),
@@ -243,4 +261,6 @@ _BY_CHECK: dict[str, tuple[Explainer, ...]] = {
     "reference": (_theory, _rate, _heavy, _vanishing, _readout_width),
     "weights": (_heavy,),
     "embedding": (_embedding,),
+    "logits_exploding": (_rate, _logits),
+    "attention_collapsed": (_collapsed,),
 }

@@ -13,12 +13,13 @@ from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import LOST
-from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.quantities import QUANTITIES, attention
 
 ROUNDED = "its change is too close to the rounding of its outputs"
 UNCHOSEN = "none of its max_rows rows is of the samples that are run again: raise max_rows or replay_samples"
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
 REPLACED = "since training began its weight was replaced, pruned or parametrized"
+NOT_QUERIES = "it does not make the queries of an attention block, where those of a block are reported"
 UNFIT = "its outputs are not its inputs times its weight"
 NO_DECAY = WeightDecay(math.nan, math.nan)
 MOVED = "something moved the weights between the forward pass and the update, or before both"
@@ -27,6 +28,10 @@ CHANGE_MARGIN = 2.0
 """Times its rounding that a change must be. Its size is then off by half the square of rounding over change, and
 roundings are spread over a third of their bound. Angles need more: see ``Quantity.margin``.
 """
+
+
+ATTENTION = frozenset(entry.key for entry in attention.ENTRIES)
+"""Quantities of attention blocks."""
 
 
 @dataclass
@@ -58,6 +63,7 @@ class StepContext:
         moved: whether the weights of the forward are not those before the update.
         multipliers: layer index -> what a correction multiplied the learning rate with.
         decay: layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter.
+        attention: layer index -> what must be known of the values of the attention block reported there, by quantity.
         why_not: (quantity, layer index or NETWORK for all of them) -> why it is missing.
     """
 
@@ -85,6 +91,7 @@ class StepContext:
     moved: bool = False
     multipliers: Mapping[int, float] = field(default_factory=dict)
     decay: dict[int, WeightDecay] = field(default_factory=dict)
+    attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     why_not: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
@@ -92,7 +99,7 @@ def layer_row(
     i: int, layer: Layer, keys: Sequence[str], raw: Raw, facts: StepContext
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Quantity -> value and, for every value that is NaN, quantity -> reason; also for a contribution of exactly 0 that
-    is not for want of a gradient.
+    is not for want of a gradient, and for what is a bound.
     """
     decay = facts.decay.get(i, NO_DECAY)
     settings = {
@@ -108,6 +115,8 @@ def layer_row(
         value = math.nan if reason else _value(key, scalars, facts)
         if math.isnan(value):
             reasons[key] = reason or _undefined(scalars)
+        elif key in ATTENTION and (remark := facts.attention[i].get(key, "")):
+            reasons[key] = remark
         elif key == "contribution" and value == 0 and scalars.get("g.arrives") > 0:
             reasons[key] = LOST
         row[key] = value
@@ -149,12 +158,16 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
         return REPLACED
     if role == "vector" and not QUANTITIES[key].of_vectors:
         return "a bias or gain has its RMS, update, drift and contribution only"
-    if (needs & {"dW", "g"} or key in ("lr", "lr_multiplier")) and i not in facts.lr:
+    if key in ATTENTION and i not in facts.attention:
+        return NOT_QUERIES
+    if (needs & {"dW", "g", "dqk"} or key in ("lr", "lr_multiplier")) and i not in facts.lr:
         return "no optimizer updates it" if facts.lr else "no optimizer made a step"
-    if needs & {"dW", "g"} and i in facts.unused:
+    if needs & {"dW", "g", "dqk"} and i in facts.unused:
         return UNUSED
-    if needs & {"dW", "g"} and i not in facts.stepped:
+    if needs & {"dW", "g", "dqk"} and i not in facts.stepped:
         return "its optimizer did not step"
+    if key in ATTENTION:
+        return facts.why_not.get((key, i), "")
     if i in facts.divided and (needs & {"dW", "g"} or key == "lr"):
         return "several optimizers step the parameters it is computed from"
     if key == "lr" and math.isnan(facts.lr[i]):

@@ -65,6 +65,12 @@ class LayerScalars:
         values = self._raw.get(name, [])
         return float(values.amax()) if isinstance(values, Tensor) else _largest(values)
 
+    def place_of_largest(self, name: str) -> float:
+        """Return the position of the largest of several numbers, NaN if one of them is or they were not measured."""
+        values = list(map(float, self._raw.get(name, [])))
+        known = values and not any(map(math.isnan, values))
+        return float(values.index(max(values))) if known else math.nan
+
     def _by_block(self, name: str) -> Tensor:
         """Return values (taps, blocks), NaN if not measured."""
         values = self._raw.get(name)

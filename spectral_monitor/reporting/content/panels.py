@@ -89,6 +89,13 @@ PANELS: tuple[Panel, ...] = (
         ("contribution_spread", "loss_change", "loss_change_predicted", "edge"),
     ),
     Panel(
+        questions.ATTENTION,
+        "attention_logit_max",
+        "You see the largest attention logit of each block, how evenly its heads look at the keys (entropy: 1 = at all "
+        "alike, 0 = at a single one), and how large logits can become. Logits that grow beyond 50 end in loss spikes: "
+        "lower the learning rate of queries and keys, or normalize them. A head of entropy 0 has stopped learning.",
+    ),
+    Panel(
         questions.CORRECTION,
         "lr_multiplier",
         "You see the factor on each layer's learning rate, and the learning rate that came of it. 1 everywhere: "

@@ -1,0 +1,137 @@
+"""Calls of attention blocks, seen by hooks that are there only while armed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from spectral_monitor.capture.hooks.registration import Hook, in_backward, in_transform
+from spectral_monitor.capture.row_sampling import first_tensor
+from spectral_monitor.layers.attention import AttentionBlock
+from spectral_monitor.state.dtensor import local_part
+
+Harmless = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass
+class AttentionCall:
+    """One call of an attention block, while it is under way.
+
+    Attributes:
+        arguments: what the block was called with, by name.
+        tensors: ``query``, ``key``, ``value``: outputs of the projections; ``query_norm``, ``key_norm``: of what
+            normalizes them; ``output``: what attention returned, before the output projection if that is a module.
+    """
+
+    arguments: Mapping[str, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def put(self, name: str, tensor: Tensor | None) -> None:
+        """Note a tensor, without a copy."""
+        if tensor is not None:
+            self.tensors[name] = local_part(tensor)
+            self.versions[name] = 0 if tensor.is_inference() else tensor._version
+
+    @property
+    def overwritten(self) -> bool:
+        """True if something was written to since."""
+        pairs = [(tensor, self.versions[name]) for name, tensor in self.tensors.items() if not tensor.is_inference()]
+        return any(tensor._version != version for tensor, version in pairs)
+
+
+class AttentionCapture:
+    """Shows every call of an attention block in the forward that leads to the step, when it is over.
+
+    Attributes:
+        open: whether calls that are made now are those of the forward that leads to the step.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[AttentionBlock],
+        modules: Mapping[int, nn.Module],
+        show: Callable[[AttentionBlock, AttentionCall], None],
+        harmless: Harmless,
+    ) -> None:
+        """``modules``: layer index -> the module whose calls give its outputs."""
+        self._blocks = blocks
+        self._modules = modules
+        self._show = show
+        self._harmless = harmless
+        self._handles: list[RemovableHandle] = []
+        self._calls: dict[int, AttentionCall] = {}
+        self.open = False
+
+    def arm(self) -> None:
+        """Register the hooks."""
+        self.disarm()
+        self.open = True
+        for block in self._blocks:
+            enter, leave = Hook(partial(self._enter, block)), Hook(partial(self._leave, block))
+            self._handles.append(block.module.register_forward_pre_hook(enter, with_kwargs=True))
+            parts: dict[int, tuple[nn.Module, list[str]]] = {}
+            for name in ("query", "key", "value"):
+                part = getattr(block, name)
+                if part is not None and part.layer in self._modules:
+                    module = self._modules[part.layer]
+                    parts.setdefault(id(module), (module, []))[1].append(name)
+            for name, norm in zip(("query_norm", "key_norm"), block.norms or (), strict=False):
+                parts[id(norm)] = (norm, [name])
+            for module, names in parts.values():
+                self._handles.append(module.register_forward_hook(Hook(partial(self._part, block, names))))
+            if block.output is not None:
+                self._handles.append(block.output.register_forward_pre_hook(Hook(partial(self._output, block))))
+            handle = block.module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+            self._handles.append(handle)
+
+    def disarm(self) -> None:
+        """Remove the hooks and drop every tensor; safe to call at any time."""
+        self.open = False
+        while self._handles:
+            self._handles.pop().remove()
+        self._calls.clear()
+
+    def _enter(self, block: AttentionBlock, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._calls.pop(block.layer, None)
+        if self.open and not in_backward() and not in_transform():
+            with self._harmless(f"the forward pass of {block.name}"):
+                self._calls[block.layer] = AttentionCall(_named(module, args, kwargs))
+
+    def _part(self, block: AttentionBlock, names: Sequence[str], module: nn.Module, args: Any, output: Any) -> None:
+        call = self._calls.get(block.layer)
+        if call is not None and not in_backward():
+            for name in names:
+                call.put(name, first_tensor(output))
+
+    def _output(self, block: AttentionBlock, module: nn.Module, args: Any) -> None:
+        call = self._calls.get(block.layer)
+        if call is not None and not in_backward():
+            call.put("output", first_tensor(args))
+
+    def _leave(self, block: AttentionBlock, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self._calls.pop(block.layer, None)
+        if call is None or in_backward() or output is None:  # which is what a call that failed returns
+            return
+        with self._harmless(f"the forward pass of {block.name}"), torch.no_grad():
+            call.tensors.setdefault("output", torch.empty(0))
+            if not call.tensors["output"].numel():
+                call.put("output", first_tensor(output))
+            self._show(block, call)
+
+
+def _named(module: nn.Module, args: Any, kwargs: Any) -> Mapping[str, Any]:
+    """Return the arguments of a call by name; those given by name alone where the signature is not known."""
+    try:
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return dict(kwargs)
+    return {**bound, **bound.get("kwargs", {})} if isinstance(bound.get("kwargs", {}), Mapping) else bound

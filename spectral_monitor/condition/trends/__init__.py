@@ -1,0 +1,1 @@
+"""Deviations that only several measurements show together."""

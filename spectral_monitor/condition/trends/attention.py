@@ -1,0 +1,54 @@
+"""Attention over time: logits that grow out of bounds, and heads that look at a single key for long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from spectral_monitor.condition.findings import Finding
+from spectral_monitor.condition.network import Network
+from spectral_monitor.measurement import Measurement
+
+LOGIT_LIMIT = 50.0
+"""A logit from which the softmax has nothing but a single key left; runs that diverge pass it on their way."""
+GROWTH = 1.5
+"""Logits are growing if they are this many times the smallest so far: those of a trained model may be large."""
+ENTROPY_LIMIT = 0.05
+"""Entropy over its largest below which a head looks at one key."""
+LONG = 8
+"""Measurements in a row that this must last."""
+
+
+class AttentionTrend:
+    """Remembers what attention was like, block by block."""
+
+    def __init__(self) -> None:
+        self._smallest: dict[str, float] = {}  # logit so far
+        self._collapsed: dict[str, int] = {}  # measurements in a row
+
+    def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
+        """Yield what can be said of the blocks at a measurement, healthy or not."""
+        for row in network.rows:
+            name = row.info.name
+            logit, entropy = row.get("attention_logit_max"), row.get("attention_entropy_lowest")
+            if "attention_logit_max" in measurement.values and logit > 0:
+                smallest = self._smallest[name] = min(logit, self._smallest.get(name, math.inf))
+                high = LOGIT_LIMIT if logit > GROWTH * smallest else math.inf
+                against = f"grown from {smallest:.2g}"
+                yield Finding("logits_exploding", name, "attention_logit_max", logit, 1.0, (0.0, high), 2.0, against)
+            if "attention_entropy_lowest" in measurement.values and entropy >= 0:
+                low = entropy < ENTROPY_LIMIT
+                count = self._collapsed[name] = self._collapsed.get(name, 0) + 1 if low else 0
+                band = (ENTROPY_LIMIT if count >= LONG else 0.0, math.inf)
+                quantity = "attention_entropy_lowest"
+                yield Finding("attention_collapsed", name, quantity, entropy, 1.0, band, 1.0 + 1e-9, "a healthy head")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+        return {"smallest": dict(self._smallest), "collapsed": dict(self._collapsed)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; from nothing where a judge of before has seen no attention."""
+        self._smallest = dict(state.get("smallest", {}))
+        self._collapsed = dict(state.get("collapsed", {}))

@@ -1,0 +1,96 @@
+"""Everything about attention blocks in a measured step: their weights, and rows of what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from torch import nn
+from torch.optim import Optimizer
+
+from spectral_monitor.capture.hooks.attention import AttentionCall, AttentionCapture
+from spectral_monitor.engine.features.attention import AttentionStage
+from spectral_monitor.engine.preconditions import full_precision
+from spectral_monitor.engine.results.raw import Raw, RawScalars
+from spectral_monitor.engine.results.reasons import StepContext
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.weights.matrix_batches import BatchMember
+from spectral_monitor.engine.weights.query_key import QueryKeyStage, remarks, unmeasured
+from spectral_monitor.layers import compiled_modules
+from spectral_monitor.layers.attention import SPREAD, AttentionBlock
+from spectral_monitor.layers.compiled import REASON
+from spectral_monitor.linalg import Coroutine
+from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.sharding import ProcessGroup
+
+
+class AttentionWatch:
+    """Watches the attention blocks of a model during measured steps.
+
+    Attributes:
+        blocks: those of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[AttentionBlock],
+        members: Sequence[BatchMember],
+        processes: ProcessGroup | None,
+        harmless: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.blocks = blocks
+        self._members = members
+        self._processes = processes
+        shut = {id(part) for module in compiled_modules(model).values() for part in module.modules()}
+        self._why = {block.layer: unmeasured(block, members) for block in blocks}
+        logits = [key for key, entry in QUANTITIES.items() if "logits" in entry.needs]
+        for block in blocks:
+            split = any(members[part.layer].holding.outputs is not None for part in (block.query, block.key))
+            reason = SPREAD if split else REASON if id(block.module) in shut else ""
+            self._why[block.layer] |= {key: reason for key in logits if reason}
+        self._logits = logits
+        self._seen = [block for block in blocks if not set(logits) & set(self._why[block.layer])]
+        parts = {part.layer for block in blocks for part in (block.query, block.key, block.value) if part is not None}
+        modules = {i: module for i in parts if (module := members[i].layer.module) is not None}
+        self._capture = AttentionCapture(self._seen, modules, self._look, harmless)
+
+    def clear(self, asked: Settings, out: RawScalars) -> None:
+        """Drop what was seen, and begin a step of which ``asked`` is measured."""
+        self._capture.disarm()
+        self._rows = AttentionStage(self._seen if "logits" in asked.needs else (), self._processes)
+        self._weights = QueryKeyStage(self.blocks, self._members, asked, out)
+
+    def arm(self, asked: Settings) -> None:
+        """Register the hooks, if any are needed."""
+        if "logits" in asked.needs:
+            self._capture.arm()
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Look at the weights that an optimizer is about to change."""
+        self._weights.before(optimizer)
+
+    def ready(self) -> None:
+        """End the forward that leads to the step."""
+        self._capture.open = False
+
+    def rest(self) -> None:
+        """Look at the weights after the step."""
+        self._capture.disarm()
+        self._weights.rest()
+
+    def routine(self) -> Coroutine[None]:
+        """Gather what all processes saw."""
+        yield from self._rows.routine()
+
+    def settle(self, raw: Raw, facts: StepContext) -> None:
+        """Put the numbers of rows, and the reasons for those that are missing."""
+        missing = self._rows.settle(raw)
+        facts.attention = {block.layer: remarks(block) for block in self.blocks}
+        for i, why in self._why.items():
+            facts.why_not |= {(key, i): missing[i] for key in self._logits if i in missing}
+            facts.why_not |= {(key, i): reason for key, reason in why.items()}
+
+    def _look(self, block: AttentionBlock, call: AttentionCall) -> None:
+        with full_precision():
+            self._rows.look(block, call)

@@ -1,0 +1,168 @@
+"""Queries and keys of attention blocks: the norm of their bilinear form, and of its change by a step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spectral_monitor.engine.results.raw import RawScalars
+from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.weights.matrix_batches import BatchMember
+from spectral_monitor.functional.attention import bilinear_change_norm, bilinear_norm, product_bound
+from spectral_monitor.layers.attention import ONE_HEAD, SPREAD, AttentionBlock, Projection
+from spectral_monitor.state.buffers import kept
+from spectral_monitor.state.dtensor import local_part
+
+STACKED = 1 << 24
+"""Entries of queries and keys that are measured together."""
+NORMALIZED = "queries and keys are normalized: the size of their weights does not reach the logits"
+NO_GAIN = "queries and keys are normalized in a way that is not known"
+ROTARY = "rotary embeddings stand, or may stand, between queries and keys: it is the bound |W_q|* |W_k|* of each head"
+NORMS = "queries and keys are normalized: it is the bound by their gains"
+_ONE_PLUS = ("Gemma", "T5Gemma", "Qwen3Next", "RecurrentGemma")
+"""Beginnings of the names of norms whose gain is 1 + weight."""
+
+Weights = tuple[Tensor, Tensor]
+"""Queries (heads, d, n_q) and the keys (heads, d, n_k) that they meet, of one block."""
+
+
+def unmeasured(block: AttentionBlock, members: Sequence[BatchMember]) -> dict[str, str]:
+    """Return quantity -> why a block has none, as far as that is known before training."""
+    if any(members[part.layer].holding.extent.spread > 1 for part in (block.query, block.key)):
+        return dict.fromkeys(("qk_gain", "qk_gain_head", "qk_update"), SPREAD)
+    normalized = block.norms is not None or getattr(block.module, "qk_norm", False) is True
+    found = {"qk_update": NORMALIZED} if normalized else {}
+    if normalized and (block.norms is None or _bound(block) is None):
+        found |= dict.fromkeys(("qk_gain", "qk_gain_head"), NO_GAIN)
+    return found
+
+
+def remarks(block: AttentionBlock) -> dict[str, str]:
+    """Return quantity -> what must be known of its values: which bound they are, and that heads are not known."""
+    kind = NORMS if block.norms is not None else ROTARY if block.rotary else ""
+    said = "; ".join(filter(None, [kind, "" if block.known else ONE_HEAD]))
+    return {key: said for key in ("qk_gain", "qk_update") if said}
+
+
+class QueryKeyStage:
+    """The stage of a measured step that measures queries and keys; made for each step.
+
+    It takes weights that are whole in this process, and asks others for nothing.
+    """
+
+    def __init__(
+        self, blocks: Sequence[AttentionBlock], members: Sequence[BatchMember], settings: Settings, out: RawScalars
+    ) -> None:
+        wanted = blocks if settings.needs & {"qk", "dqk"} else ()
+        self._blocks = {block.layer: block for block in wanted if SPREAD not in unmeasured(block, members).values()}
+        self._members = members
+        self._changes = "dqk" in settings.needs
+        self._host = settings.low_memory
+        self._out = out
+        self._before: dict[int, Weights] = {}
+        self._done: set[int] = set()
+
+    @torch.no_grad()
+    def before(self, optimizer: Optimizer) -> None:
+        """Measure the blocks that an optimizer is about to change, and copy them if their change is measured."""
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = [block for block in self._blocks.values() if self._sources(block) & owned]
+        if self._changes:
+            copies = {block.layer: self._weights(block) for block in mine if block.layer not in self._before}
+            self._before |= {i: (kept(q, self._host), kept(k, self._host)) for i, (q, k) in copies.items()}
+        self._measure([block for block in mine if block.layer not in self._done])
+
+    @torch.no_grad()
+    def rest(self) -> None:
+        """Measure the change, now that all optimizers have stepped, and what none has."""
+        self._measure([block for i, block in self._blocks.items() if i not in self._done])
+        moved = [self._blocks[i] for i in self._before if self._blocks[i].norms is None]
+        for some in self._alike(moved):
+            old = [self._before[block.layer] for block in some]
+            device = self._weights(some[0])[0].device
+            queries, keys = (torch.stack([pair[k].to(device) for pair in old]) for k in (0, 1))
+            new_queries, new_keys = (torch.stack(x) for x in zip(*map(self._weights, some), strict=True))
+            if some[0].rotary:
+                first = product_bound((new_queries.double() - queries), new_keys)
+                found = first + product_bound(queries, new_keys.double() - keys)
+            else:
+                found = bilinear_change_norm(queries, keys, new_queries, new_keys)
+            self._put("qk.update", some, found * math.sqrt(queries.shape[-1] * keys.shape[-1]))
+        self._before.clear()
+
+    def _measure(self, blocks: Sequence[AttentionBlock]) -> None:
+        self._done.update(block.layer for block in blocks)
+        for block in blocks:
+            if block.norms is not None and (bound := _bound(block)) is not None:
+                self._out.put(block.layer, "qk.gain", bound)
+        for some in self._alike([block for block in blocks if block.norms is None]):
+            queries, keys = (torch.stack(x) for x in zip(*map(self._weights, some), strict=True))
+            found = product_bound(queries, keys) if some[0].rotary else bilinear_norm(queries, keys)
+            self._put("qk.gain", some, found * math.sqrt(queries.shape[-1] * keys.shape[-1]))
+
+    def _put(self, name: str, blocks: Sequence[AttentionBlock], found: Tensor) -> None:
+        for block, values in zip(blocks, found, strict=True):
+            self._out.put(block.layer, name, values * block.scale)
+
+    def _alike(self, blocks: Sequence[AttentionBlock]) -> Iterator[list[AttentionBlock]]:
+        """Yield blocks of one shape, as many together as there is room for."""
+        groups: dict[object, list[AttentionBlock]] = defaultdict(list)
+        for block in blocks:
+            query, key = self._members[block.query.layer], self._members[block.key.layer]
+            shape = (block.query.heads, block.key.heads, block.query.size, block.rotary)
+            groups[(*shape, *query.kind[1:4], *key.kind[1:4])].append(block)
+        for some in groups.values():
+            size = (some[0].query.heads + some[0].key.heads) * some[0].query.size
+            room = max(1, STACKED // max(size * self._members[some[0].layer].layer.layout.fan_in, 1))
+            for start in range(0, len(some), room):
+                yield some[start : start + room]
+
+    def _sources(self, block: AttentionBlock) -> set[int]:
+        parts = (block.query.layer, block.key.layer)
+        return {id(p) for i in parts for p in self._members[i].layer.sources}
+
+    def _weights(self, block: AttentionBlock) -> Weights:
+        query, key = self._heads(block.query), self._heads(block.key)
+        return query, key if len(key) == len(query) else key[block.key_heads]
+
+    def _heads(self, part: Projection) -> Tensor:
+        layer = self._members[part.layer].layer
+        weight = local_part(layer.weight()).reshape(layer.layout.shape)
+        return part.rows(weight.mT if layer.layout.kind == "transposed" else weight)
+
+
+def _bound(block: AttentionBlock) -> Tensor | None:
+    """Return the largest logit that normalized queries and keys can have; ``None`` if their gains are not known.
+
+    A head's vector is as long as the root of the number of entries that are normalized together, times its gain.
+    """
+    assert block.norms is not None
+    query, key = map(_gain, block.norms)
+    if query is None or key is None:
+        return None
+    sizes = [block.query.size if gain.numel() in (1, block.query.size) else gain.numel() for gain in (query, key)]
+    if query.shape == key.shape and not block.rotary:
+        largest = (query * key).abs().amax()
+    else:
+        largest = query.abs().amax() * key.abs().amax()
+    return largest * (block.scale * math.sqrt(math.prod(sizes)))
+
+
+def _gain(norm: nn.Module) -> Tensor | None:
+    """Return the gain of a norm of vectors; ``None`` if it is not one that is known."""
+    parameters = dict(norm.named_parameters())
+    name = type(norm).__name__
+    if "norm" not in name.lower() or set(parameters) - {"weight", "bias"} or "weight" not in parameters:
+        return None
+    gain = local_part(parameters["weight"].detach()).float().flatten()
+    return gain + 1 if name.startswith(_ONE_PLUS) else gain
+
+
+def blocks_of(found: Sequence[AttentionBlock]) -> Mapping[int, AttentionBlock]:
+    """Return layer index -> the block whose numbers are reported there."""
+    return {block.layer: block for block in found}
