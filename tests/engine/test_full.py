@@ -16,7 +16,7 @@ from spectral_monitor.capture.records.assumption_checks import SHARE_ROWS
 from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.engine.features import kernels as full
 from spectral_monitor.functional.kernels import signs
-from spectral_monitor.quantities import QUANTITIES, TIERS, assumptions, optimizers
+from spectral_monitor.quantities import QUANTITIES, TIERS, assumptions, attention, optimizers
 
 torch.set_num_threads(1)
 FULL = [quantity.key for quantity in assumptions.ENTRIES]
@@ -102,11 +102,10 @@ def test_tiers():
     assert [
         *("weight_cancellation", "feature_cancellation", "activation_ratio", "sample_share", "kernel_change"),
         *("bfk_ratio", "backward_speed"),
-        *("qk_gain", "qk_gain_head", "qk_update"),
-        *("attention_logit_max", "attention_entropy", "attention_entropy_lowest", "attention_sink"),
     ] == FULL
     assert TIERS["full"] == tuple(QUANTITIES)
-    assert set(TIERS["standard"]) == set(QUANTITIES) - set(FULL) - {entry.key for entry in optimizers.ENTRIES}
+    only_full = {entry.key for entry in (*assumptions.ENTRIES, *attention.ENTRIES, *optimizers.ENTRIES)}
+    assert set(TIERS["standard"]) == set(QUANTITIES) - only_full
     assert len(TIERS["standard"]) == 25
 
 
