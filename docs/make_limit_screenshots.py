@@ -1,4 +1,4 @@
-"""Draw docs/img/limit_page.png: a perceptron beside its limit of infinite width.
+"""Draw docs/img/limit_page.png and limit_tensorboard.png: a perceptron beside its limit of infinite width.
 
     python docs/make_limit_screenshots.py
 
@@ -7,12 +7,14 @@ It takes a minute, and needs playwright and Chromium.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import warnings
 from pathlib import Path
 
 import torch
 from make_report_screenshot import screenshot
+from make_screenshots import bottom, capture, tensorboard
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -68,6 +70,22 @@ def train(folder: Path) -> None:
     write_limit(line, folder)
 
 
+def board(folder: Path) -> None:
+    """Draw the charts of the run in TensorBoard, with those of the limit."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with tensorboard(folder.parent, STEPS + 1, [folder.name]) as address, sync_playwright() as tool:
+        browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1240, "height": 1500})
+        page.goto(f"{address}/#custom_scalars")
+        cards = page.locator("tf-custom-scalar-multi-line-chart-card")
+        cards.nth(1).wait_for()
+        page.get_by_text(f"{folder.name}/limit").first.wait_for()
+        capture(page, "limit_tensorboard", bottom(cards.nth(1)) + 10)
+        browser.close()
+
+
 def main() -> None:
     warnings.simplefilter("ignore", SpectralConditionWarning)
     with tempfile.TemporaryDirectory() as place:
@@ -75,6 +93,7 @@ def main() -> None:
         train(folder)
         write_report(read_run(folder / "spectral_monitor.jsonl"), Path(place) / "page.html", limit=read_limit(folder))
         screenshot(Path(place) / "page.html", IMAGES / "limit_page.png", 1280, 1500)
+        board(folder)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
-from spectral_monitor.condition.optimizers.rates import LEVEL, Rate, Rated, follows, rates, rule_of
+from spectral_monitor.condition.optimizers.rates import LEVEL, RULES, Rate, Rated, follows, rates, rule_of
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.measurement import LOST, LayerInfo, Measurement
 
@@ -247,16 +247,21 @@ class Network:
         return any(row.values.get("lr_multiplier", 1.0) != 1.0 for row in self.rows)
 
     def _size(self, row: Row) -> float:
-        return row.get("update_natural") if self.corrected else row.size
+        return row.get("update_natural") if self._meant_natural(row) else row.size
 
     def _meant(self, row: Row) -> float:
         """Return the learning rate that a layer is meant to have, up to a factor common to its peers."""
-        if self.corrected:
-            return 1.0
         rate = self.rates.get(row.info.name)
-        if rate is None:
+        if self.corrected or rate is None:
             return 1.0
-        return rate.lr if rate.purpose else rate.usual
+        meant = rate.lr if rate.purpose else rate.usual
+        return meant / RULES[rate.rule](row.info) if self._meant_natural(row) else meant
+
+    def _meant_natural(self, row: Row) -> bool:
+        """Return whether updates are meant to have equal natural norms: that is what SGD's rates in muP are for."""
+        rate = self.rates.get(row.info.name)
+        spectral = rate is not None and rate.rule == "fan_out/fan_in" and row.settings.family == "sgd"
+        return self.corrected or spectral
 
     def others(self, quantity: str, row: Row) -> float:
         """Return the geometric median over the peers but one."""

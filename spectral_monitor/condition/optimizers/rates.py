@@ -42,11 +42,13 @@ class Rate:
         lr: of the layer.
         usual: what it would be by the rule that the others follow.
         purpose: why it differs on purpose; empty where it does not differ, or nothing says so.
+        rule: which of :data:`RULES` most layers follow.
     """
 
     lr: float
     usual: float
     purpose: str = ""
+    rule: str = "one rate"
 
     @property
     def factor(self) -> float:
@@ -107,32 +109,32 @@ def rates(
     tables = [item for item in given if item[0].role == "embedding"]
     if len(dense) < FEW:  # as under Muon, which leaves embeddings and the readout to another optimizer
         dense, tables = given, []
-    usual, purposes = _of_matrices(dense, steps or {})
+    rule, usual, purposes = _of_matrices(dense, steps or {})
     for info, lr in dense[:1]:
         if not _same(lr, usual[info.name]) and lr > usual[info.name] and _same(lr, vectors):
             purposes.setdefault(info.name, "an input layer with the rate of biases, as in muP")
     found_usual, found_purposes = _of_embeddings(tables, dense)
     usual, purposes = usual | found_usual, purposes | found_purposes
     return {
-        info.name: Rate(lr, usual[info.name] * declared.get(info.name, 1.0), purposes.get(info.name, ""))
+        info.name: Rate(lr, usual[info.name] * declared.get(info.name, 1.0), purposes.get(info.name, ""), rule)
         for info, lr in rated
         if lr > 0
     }
 
 
-def _of_matrices(given: Sequence[Rated], steps: Mapping[str, float]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the usual learning rates of operators and readouts, and why some differ from them."""
+def _of_matrices(given: Sequence[Rated], steps: Mapping[str, float]) -> tuple[str, dict[str, float], dict[str, str]]:
+    """Return the rule of operators and readouts, their usual learning rates, and why some differ from them."""
     if not given:
-        return {}, {}
+        return "one rate", {}, {}
     rule, base = _majority(given, steps)
     usual = {info.name: base * RULES[rule](info) for info, _ in given}
-    if any(not _same(lr, usual[info.name]) for info, lr in given):
-        usual |= _layerwise(given)
+    if any(not _same(lr, usual[info.name]) for info, lr in given) and (ladder := _layerwise(given)):
+        rule, usual = "one rate", ladder
     factors = {info.name: lr / usual[info.name] for info, lr in given if not _same(lr, usual[info.name])}
     purposes: dict[str, str] = {}
     for purpose, names in _purposes(given, factors):
         purposes |= {name: purpose for name in names if name not in purposes}
-    return usual, purposes
+    return rule, usual, purposes
 
 
 def _of_embeddings(given: Sequence[Rated], dense: Sequence[Rated]) -> tuple[dict[str, float], dict[str, str]]:
