@@ -80,9 +80,9 @@ def board(folder: Path) -> None:
         page = browser.new_page(viewport={"width": 1240, "height": 1500})
         page.goto(f"{address}/#custom_scalars")
         cards = page.locator("tf-custom-scalar-multi-line-chart-card")
-        cards.nth(1).wait_for()
+        cards.nth(3).wait_for()
         page.get_by_text(f"{folder.name}/limit").first.wait_for()
-        capture(page, "limit_tensorboard", bottom(cards.nth(1)) + 10)
+        capture(page, "limit_tensorboard", bottom(cards.nth(3)) + 10)
         browser.close()
 
 

@@ -79,4 +79,4 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str])
             close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             shown = ", ".join(names[:40]) + (f", ... ({len(names)} in all)" if len(names) > 40 else "")
-            raise ValueError(f"{argument}: pattern {pattern!r} matches no layer.{hint} Layers: {shown}")
+            raise ValueError(f"{argument}: pattern {pattern!r} matches no layer.{hint} Layers: {shown or 'none'}")

@@ -62,6 +62,7 @@ ARGUMENTS = {
     "exclude": ["*.bias"],
     "roles": {"net.0": "readout", "net.6": "operator"},
     "blocks": {"net.2": 2},
+    "heads": {},
     "max_rows": None,
     "replay_samples": 3,
     "tol": 0.01,
@@ -131,7 +132,7 @@ def test_every_argument_from_a_file(tmp_path, defaults):
 def test_the_example_sets_what_there_is(defaults):
     """What is in the file, commented out or not, are arguments; the values shown are valid."""
     text = (EXAMPLES / "config.yaml").read_text()
-    shown = re.sub(r"# (roles|blocks|correction|sinks|on_verdict)", r"\1", text).replace("mode: warn", "mode: correct")
+    shown = re.sub(r"# (roles|blocks|heads|correction|sinks|on_verdict)", r"\1", text).replace("mode: warn", "mode: correct")
     (monitor,) = yaml.safe_load(shown)["trainer"]["callbacks"]
     assert monitor["class_path"] == "spectral_monitor.SpectralMonitor"
     assert set(monitor["init_args"]) == set(defaults) - {"include"}

@@ -240,3 +240,16 @@ def test_an_input_layer_with_the_rate_of_biases_has_it_on_purpose():
     assert rates(rated, vectors=0.001)["a"].factor == pytest.approx(8), "only its own bias has it"
     odd = [(info, 0.008 if info.name == "b" else 0.001) for info in infos]
     assert rates(odd, vectors=0.008)["b"].factor == pytest.approx(8), "it is not the first"
+
+
+@pytest.mark.parametrize("ratio", [4.0, 64.0])
+def test_input_and_output_with_the_rate_of_biases_are_those_of_mup(ratio):
+    names = ["first", "b", "c", "readout"]
+    infos = [LayerInfo(n, "readout" if n == "readout" else "operator", 8, 8, (8, 8)) for n in names]
+    lr = {"first": 0.001, "b": 0.001 / ratio, "c": 0.001 / ratio, "readout": 0.001}
+    found = rates([(info, lr[info.name]) for info in infos], vectors=0.001)
+    assert all(rate.factor == 1 for rate in found.values())
+    assert found["readout"].usual == pytest.approx(0.001 / ratio)
+    lr["b"] *= 100
+    found = rates([(info, lr[info.name]) for info in infos], vectors=0.001)
+    assert max(found, key=lambda name: found[name].factor) == "b", "a fault between them is still one"

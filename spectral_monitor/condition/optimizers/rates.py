@@ -109,10 +109,11 @@ def rates(
     tables = [item for item in given if item[0].role == "embedding"]
     if len(dense) < FEW:  # as under Muon, which leaves embeddings and the readout to another optimizer
         dense, tables = given, []
-    rule, usual, purposes = _of_matrices(dense, steps or {})
-    for info, lr in dense[:1]:
-        if not _same(lr, usual[info.name]) and lr > usual[info.name] and _same(lr, vectors):
-            purposes.setdefault(info.name, "an input layer with the rate of biases, as in muP")
+    ends = _ends(dense, vectors)
+    rule, usual, purposes = _of_matrices(dense, steps or {}, ends)
+    for info, lr in dense:
+        if info.name in ends and not _same(lr, usual[info.name]):
+            purposes.setdefault(info.name, "an input or output layer with the rate of biases, as in muP")
     found_usual, found_purposes = _of_embeddings(tables, dense)
     usual, purposes = usual | found_usual, purposes | found_purposes
     return {
@@ -122,13 +123,28 @@ def rates(
     }
 
 
-def _of_matrices(given: Sequence[Rated], steps: Mapping[str, float]) -> tuple[str, dict[str, float], dict[str, str]]:
+def _ends(given: Sequence[Rated], vectors: float) -> frozenset[str]:
+    """Return the input layer and the readout where only they have the rate of biases, and a larger one than others.
+
+    That is muP for optimizers that are told one width: the rates of hidden matrices shrink with it, or the others grow.
+    """
+    outer = {info.name for place, (info, _) in enumerate(given) if place == 0 or info.role == "readout"}
+    ends = {info.name for info, lr in given if _same(lr, vectors)}
+    hidden = [lr for info, lr in given if info.name not in ends]
+    told = ends <= outer and len(hidden) > 1 and geometric_median(hidden) < vectors
+    return frozenset(ends) if told else frozenset()
+
+
+def _of_matrices(
+    given: Sequence[Rated], steps: Mapping[str, float], ends: frozenset[str]
+) -> tuple[str, dict[str, float], dict[str, str]]:
     """Return the rule of operators and readouts, their usual learning rates, and why some differ from them."""
     if not given:
         return "one rate", {}, {}
-    rule, base = _majority(given, steps)
+    rule, base = _majority([item for item in given if item[0].name not in ends], steps)
     usual = {info.name: base * RULES[rule](info) for info, _ in given}
-    if any(not _same(lr, usual[info.name]) for info, lr in given) and (ladder := _layerwise(given)):
+    odd = any(not _same(lr, usual[info.name]) for info, lr in given if info.name not in ends)
+    if odd and (ladder := _layerwise(given)):
         rule, usual = "one rate", ladder
     factors = {info.name: lr / usual[info.name] for info, lr in given if not _same(lr, usual[info.name])}
     purposes: dict[str, str] = {}

@@ -133,6 +133,8 @@ def attention_blocks(
             count = next((n for pattern, n in heads.items() if matches([pattern], name, label)), 0)
             block = _block(name, module, site, count, label)
             found.append(replace(block, rotary=block.rotary or rotary))
+    if heads and not found:
+        raise ValueError(f"heads: {next(iter(heads))!r}: no module with projections of queries and keys was found")
     check_patterns("heads", heads, dict.fromkeys(filter(None, names)))
     return tuple(found)
 

@@ -23,6 +23,7 @@ class Panel:
         roles: of the layers that are shown.
         by_summary: whether a number of the whole network answers it, rather than a quantity.
         reading: what is in order, and what it means if it is not; for people who have not read the papers.
+        of_some_networks: whether most networks have nothing to ask it of, so that nobody misses it.
     """
 
     question: str
@@ -32,6 +33,7 @@ class Panel:
     roles: frozenset[str] = MATRICES
     by_summary: bool = False
     only: tuple[str, ...] = ()
+    of_some_networks: bool = False
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -94,6 +96,7 @@ PANELS: tuple[Panel, ...] = (
         "You see the largest attention logit of each block, how evenly its heads look at the keys (entropy: 1 = at all "
         "alike, 0 = at a single one), and how large logits can become. Logits that grow beyond 50 end in loss spikes: "
         "lower the learning rate of queries and keys, or normalize them. A head of entropy 0 has stopped learning.",
+        of_some_networks=True,
     ),
     Panel(
         questions.CORRECTION,

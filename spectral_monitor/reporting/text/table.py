@@ -132,8 +132,6 @@ def summary_line(measurement: Measurement) -> str:
             if known
             else f"predicted loss change {predicted}"
         )
-    if "edge" in s:
-        parts.append(f"edge {number(s['edge'])}")
     if s.get("skipped_updates"):
         parts.append(f"{s['skipped_updates']:.0f} measured steps with NaN, inf or no update")
     if "overhead_ms" in s:
