@@ -132,7 +132,8 @@ def test_every_argument_from_a_file(tmp_path, defaults):
 def test_the_example_sets_what_there_is(defaults):
     """What is in the file, commented out or not, are arguments; the values shown are valid."""
     text = (EXAMPLES / "config.yaml").read_text()
-    shown = re.sub(r"# (roles|blocks|heads|correction|sinks|on_verdict)", r"\1", text).replace("mode: warn", "mode: correct")
+    shown = re.sub(r"# (roles|blocks|heads|correction|sinks|on_verdict)", r"\1", text)
+    shown = shown.replace("mode: warn", "mode: correct")
     (monitor,) = yaml.safe_load(shown)["trainer"]["callbacks"]
     assert monitor["class_path"] == "spectral_monitor.SpectralMonitor"
     assert set(monitor["init_args"]) == set(defaults) - {"include"}
