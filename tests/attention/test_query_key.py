@@ -143,7 +143,7 @@ def test_heads_that_do_not_fit_are_refused(heads, message):
 def test_heads_of_a_network_without_attention_are_refused():
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="heads: .*: no module with projections of queries and keys was found"):
+    with pytest.raises(ValueError, match=r"heads: .*: no module with projections of queries and keys was found"):
         SpectralProbe(model, optimizer, heads={"*.attn": 2})
 
 
