@@ -17,6 +17,7 @@ import infinite_width_max_lr
 import infinite_width_pca
 import infinite_width_word2vec
 import jobs
+import maml_kernels
 import omniglot
 import word2vec_text
 from analogies import accuracy, questions, ranks
@@ -252,3 +253,41 @@ def test_the_limit_learns_to_learn_and_kernels_do_not(tmp_path):
 def test_missing_archives_are_named(tmp_path):
     with pytest.raises(SystemExit, match=r"no omniglot_background_small1.zip and .*small2.zip in"):
         omniglot.characters(tmp_path)
+
+
+def characters(count=8):
+    """Classes of images that differ by noise, so that some tasks are answered right and some are not."""
+    generator = torch.Generator().manual_seed(0)
+    middle = torch.rand(count, 1, 9, generator=generator)
+    return omniglot.Characters(middle + torch.rand(count, 4, 9, generator=generator), "noise")
+
+
+def test_adaptation_with_the_linear_kernel_is_descent_on_a_linear_model():
+    data, machine = characters(), maml_kernels.machine_of("linear", {})
+    found = maml_kernels.accuracy(machine, data, 100, rotated=False)
+    generator, right = torch.Generator().manual_seed(1), []
+    for _ in range(100 // maml_kernels.PER_BATCH):
+        xs, tests, y = data.tasks(maml_kernels.PER_BATCH, generator, rotated=False)
+        for x, test in zip(xs, tests, strict=True):
+            weight = torch.zeros(5, 9)
+            for _ in range(20):
+                weight.requires_grad_()
+                loss = torch.nn.functional.cross_entropy(x @ weight.T, y)
+                weight = (weight - 0.4 * torch.autograd.grad(loss, weight)[0]).detach()
+            right.append((test @ weight.T).argmax(1).eq(y).double().mean().item())
+    assert found == pytest.approx(100 * np.mean(right), abs=0.5)
+    assert 30 < found < 95
+
+
+def test_standard_deviations_are_those_of_highest_accuracy(monkeypatch):
+    data, grid = characters(), {"su": (0.01, 1.0), "sb": (0.0, 30.0)}
+    monkeypatch.setitem(maml_kernels.GRIDS, "nngp", grid)
+    chosen = maml_kernels.chosen("nngp", data, 100)
+    every = [{"su": su, "sb": sb} for su in grid["su"] for sb in grid["sb"]]
+    scores = [maml_kernels.accuracy(maml_kernels.machine_of("nngp", s), data, 100, rotated=True) for s in every]
+    assert len(set(scores)) > 1
+    assert scores[every.index(chosen)] == max(scores)
+    row = maml_kernels.kernel_row(data, data, "nngp", 0, 2, 50, 50)
+    assert row["settings"].startswith("su ")
+    assert 20 < row["before"] <= 100
+    assert row["accuracy"] == pytest.approx(row["before"], abs=25)
