@@ -42,7 +42,9 @@ LASTING = 0.995
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
 EDGE, EDGES = 2.0, 5
 """Steps of this edge no longer lower the loss of their own batch; so many of them have a median. Networks that train,
-with momentum and small batches too, stay below 1.3, and at 2 where full batches make the rate settle there.
+with momentum and small batches too, stay below 1.3, and at 2 where full batches make the rate settle there. Where
+gradients are not those of the loss (straight-through estimators, targets that are held fixed) it may be 3 in training
+that goes well; hence the loss is looked at too.
 """
 USUAL_EPS = 3e-8
 """What is not larger is not to blame."""
@@ -63,7 +65,7 @@ class Whole:
         self._natural = 0.0  # natural update of the median layer, there too
         self._rate = math.nan  # highest learning rate at the measurement before
         self._looked = 0
-        self._edges: list[float] = []  # the latest ones that are known
+        self._edges: list[tuple[float, float]] = []  # the latest ones that are known, and the losses there
         self._first: dict[str, float] = {}  # RMS of features at the first measurement
         self.pace = math.nan
         self.large_outputs = ""
@@ -110,12 +112,17 @@ class Whole:
         yield Finding("rates_too_large", NETWORK, "drift_ratio", drift, usual, (0.0, 1.0), 2.0, "a healthy pace")
 
     def _overshooting(self, measurement: Measurement) -> Iterator[Finding]:
-        """Yield how long steps have been along their own lines, once there are enough that are known."""
-        edge = measurement.summary.get("edge", math.nan)
+        """Yield how long steps have been along their own lines, once there are enough; 1 where the loss falls."""
+        edge, loss = (measurement.summary.get(key, math.nan) for key in ("edge", "loss"))
         if not math.isnan(edge):
-            self._edges = [*self._edges, edge][-EDGES:]
-        median = statistics.median(self._edges) if len(self._edges) == EDGES else math.nan
+            self._edges = [*self._edges, (edge, loss)][-EDGES:]
+        if len(self._edges) < EDGES:
+            return
+        losses = [loss for _, loss in self._edges]
+        falls = max(losses[-2:]) < min(losses[:2])
+        median = statistics.median(edge for edge, _ in self._edges)
         if median > 0:
+            median = min(median, 1.0) if falls else median
             against = "the step after which the loss is lowest"
             yield Finding("global_lr_too_large", NETWORK, "edge", median, 1.0, (0.0, EDGE), 1.5, against)
 
@@ -174,7 +181,7 @@ class Whole:
             "rate": self._rate,
             "looked": self._looked,
             "first": dict(self._first),
-            "edges": list(self._edges),
+            "edges": [list(pair) for pair in self._edges],
             "large_outputs": self.large_outputs,
         }
 
@@ -183,7 +190,7 @@ class Whole:
         self._fastest, self._looked = float(state["fastest"]), int(state["looked"])
         self._natural, self._rate = float(state["natural"]), float(state["rate"])
         self.large_outputs = str(state["large_outputs"])
-        self._edges = list(state.get("edges", ()))
+        self._edges = [(float(edge), float(loss)) for edge, loss in state.get("edges", ())]
         self._first, self.pace = dict(state["first"]), float(state["pace"])
 
 

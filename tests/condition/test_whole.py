@@ -283,6 +283,14 @@ def test_steps_whose_median_edge_is_above_two_are_too_long():
     assert (verdict.remedy.action, verdict.remedy.value) == ("scale_lr", pytest.approx(1 / 3.5))
 
 
+def test_steps_that_are_too_long_for_their_gradient_but_lower_the_loss_are_no_fault():
+    """As where gradients are those of a straight-through estimator."""
+    falling = [{"summary": {"edge": 3.5, "loss": 1.0 / step}} for step in range(1, 13)]
+    assert not any(told(*falling))
+    stuck = [{"summary": {"edge": 3.5, "loss": (1.0, 1.3, 0.9)[step % 3]}} for step in range(12)]
+    assert told(*stuck)[-1]
+
+
 def test_single_long_steps_and_an_edge_of_two_are_no_fault():
     assert not any(told(*edges(*[0.2, 9.0, 0.3, 9.0, 0.1] * 6)))
     assert not any(told(*edges(*[1.95, 2.02] * 20))), "where full batches make the rate settle"

@@ -514,6 +514,7 @@ def critical_lr(record: Record) -> float:
 
 SUMMARY: dict[str, Callable[[Record], float]] = {
     "loss_change_predicted": predicted,
+    "loss": lambda r: math.nan if r.loss is None else r.loss[0],
     "loss_change": lambda r: math.nan if r.loss is None else r.loss[1] - r.loss[0],
     "edge": edge,
     "critical_lr": critical_lr,

@@ -59,7 +59,7 @@ class Measured:
         if facts.rewritten or facts.clipped or facts.closures > 1:
             summary["loss_change_predicted"] = math.nan
         if "dh" in self.asked.needs:
-            summary["loss_change"] = change
+            summary["loss"], summary["loss_change"] = loss, change
             if "loss_change_predicted" in summary:
                 found, why = edge(summary, loss, len(changed), facts)
                 summary.update(found)
