@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,6 +25,7 @@ from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
 from spectral_monitor.reporting.text.role_table import role_table
 from spectral_monitor.reporting.text.roles import Roles
+from spectral_monitor.sharding import check_alike, fsdp1_wrapper, training_processes
 from spectral_monitor.suggestions import helpful
 
 
@@ -37,11 +37,16 @@ class SpectralProbe(MeasuredRun):
     ``mode="correct"``: parameters, optimizer state, gradients, buffers and random states stay bit for bit what they
     would have been.
 
+    On several processes (DDP, FSDP1, FSDP2, tensor parallelism) make the probe in all of them, once the model is
+    wrapped and sharded, and open its steps in all of them. Numbers are those of one process with the whole batch, and
+    the same in all; the first process alone warns and gives them to sinks.
+
     To resume, save :meth:`state_dict` with the model's and the optimizer's, and load it after them.
 
     Args:
         model: the module that is trained; call it once per step (call its parts instead, and what needs the
-            features after the step is NaN). Fabric's wrapper will do.
+            features after the step is NaN). Wrappers of Fabric, ``DistributedDataParallel`` and
+            ``FullyShardedDataParallel`` will do.
         optimizer: its optimizer, or several; Fabric's and Accelerate's wrappers will do.
         every_n_steps: measure every n-th step; or steps in words, ``"1, 2, 4, ..., every 100"``; or a mapping
             from tiers and keys to either, such as ``{"light": 10, "standard": 100}`` or ``{"update_norm": 1,
@@ -79,15 +84,18 @@ class SpectralProbe(MeasuredRun):
             they are. The first two of a run, which take longest, are not waited for. ``None``: nothing is timed.
         on_verdict: is called with every root :class:`~spectral_monitor.Verdict` that begins: to send a message, say.
             What it raises becomes a warning.
-        stop_on: cause, or causes, such as ``["diverged", "exploding"]``, at which :attr:`should_stop` becomes true;
-            ``"any"`` for all.
+        stop_on: cause, or causes, such as ``["diverged", "exploding"]``, at which :attr:`should_stop` becomes true, in
+            all processes at once; ``"any"`` for all.
+        data_parallel_rank: the number of the batch this process gets, where some processes share one, as under tensor
+            parallelism; by default each process gets its own.
 
     Attributes:
         should_stop: whether a verdict of ``stop_on`` has begun; leave the loop then.
 
     Raises:
         ValueError: an argument out of range, an unknown key, a pattern that matches nothing, a role or number of
-            blocks that does not fit, LBFGS with feature quantities, several processes.
+            blocks that does not fit, LBFGS with feature quantities; on several processes, models or weights that
+            differ, placements that are not known, tensor parallelism without ``data_parallel_rank``.
 
     Example:
         >>> import torch
@@ -131,10 +139,10 @@ class SpectralProbe(MeasuredRun):
         max_overhead: float | None = None,
         on_verdict: OnVerdict | None = None,
         stop_on: str | Sequence[str] = (),
+        data_parallel_rank: int | None = None,
     ) -> None:
         self._reactions, self.should_stop = Reactions(on_verdict, stop_on), False
-        self._warn = WarnOnce()
-        self._sinks = Sinks(checked_sinks(sinks))
+        given_sinks = checked_sinks(sinks)
         correction = checked(mode, condition, correction)
         settings = Settings(
             every_n_steps=every_n_steps,
@@ -156,14 +164,18 @@ class SpectralProbe(MeasuredRun):
         optimizers = [unwrap_optimizer(item) for item in given]
         if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            processes = torch.distributed.get_world_size()
-            if processes > 1:
-                raise ValueError(f"SpectralProbe measures one process so far, not {processes}")
+        processes = training_processes(model, data_parallel_rank)
+        self._first = processes is None or processes.rank == 0
+        self._warn = WarnOnce(silent=not self._first)
+        self._sinks = Sinks(given_sinks if self._first else (), self._warn)
         self.settings = settings
         self.steps = 0
         self._measurements: deque[Measurement] = deque(maxlen=settings.history)
-        self._engine = Engine(unwrap_model(model), optimizers, settings)
+        inside = unwrap_model(model)
+        wrapper = fsdp1_wrapper(model, inside)
+        self._engine = Engine(inside, optimizers, settings, processes, wrapper, corrected=mode == "correct")
+        if processes is not None:
+            check_alike(self._engine.copied(), processes)
         self._supervisor = Supervisor(mode, condition, correction, self._engine)
         self._engine.start()
         self._begun = False
@@ -216,7 +228,7 @@ class SpectralProbe(MeasuredRun):
             if self._supervisor.rescale():
                 self._engine.start()
         self.steps += 1
-        keys = self._supervisor.due(self.steps)
+        keys = self._supervisor.due(self.steps, self._warn)
         self._supervisor.arm()
         if keys:
             self._engine.arm(keys)
@@ -230,11 +242,11 @@ class SpectralProbe(MeasuredRun):
         if keys:
             measurement = self._engine.finish(self.steps, accumulated=accumulated)
             if measurement is not None:
-                measurement = self._supervisor.judge(measurement, announce)
+                measurement = self._supervisor.judge(measurement, announce if self._first else _say_nothing)
                 self._measurements.append(measurement)
                 self._sinks.write(measurement)
                 self._supervisor.correct(measurement)
-                if self._reactions(self._supervisor.began, self._warn) is not None:
+                if self._reactions(self._supervisor.began, self._warn, self._first) is not None:
                     self.should_stop = True
 
     def close(self) -> None:
@@ -245,27 +257,39 @@ class SpectralProbe(MeasuredRun):
         """Return the state to go on measuring in another process: plain types and CPU tensors, shared, not copied.
 
         That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
-        measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it.
+        measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it. Of several
+        processes each has its own part and has to save it.
         """
         state = {**self._engine.state(), "oversight": self._supervisor.state_dict()}
         return {"steps": self.steps, "state": state, "tensors": self._engine.tensors()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave, when the model has its weights back.
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what :meth:`state_dict` gave, when the model has its weights back; to be called in all processes.
 
         What starts again all the same, such as ``feature_drift`` where the batch held more than tensors, containers
         and numbers, is said in a warning.
 
+        Args:
+            state: what this process saved; or, where there were more or fewer processes, what all saved, by rank.
+
         Raises:
             ValueError: it is of other layers, which are named, or of another version; nothing has been changed then.
         """
-        anew = self._engine.restore(state["state"], state["tensors"], int(state["steps"]))
-        self.steps = int(state["steps"])
+        several = [state] if isinstance(state, Mapping) else list(state)
+        if not several:
+            raise ValueError("load_state_dict was given the states of no process")
+        mine, tensors = self._engine.part_of(several)
+        anew = self._engine.restore(mine["state"], tensors, int(mine["steps"]))
+        self.steps = int(mine["steps"])
         self._begun = self.steps > 0
-        if "oversight" in state["state"]:
-            self._supervisor.load_state_dict(state["state"]["oversight"])
-        if anew:
+        if "oversight" in mine["state"]:
+            self._supervisor.load_state_dict(mine["state"]["oversight"])
+        if anew and self._first:
             warnings.warn(f"resumed at step {self.steps}: {'; '.join(anew)}", SpectralMonitorWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"
+
+
+def _say_nothing(text: str) -> None:
+    """Leave it to the first process."""
