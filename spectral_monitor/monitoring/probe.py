@@ -81,7 +81,8 @@ class SpectralProbe(MeasuredRun):
             memory, and measure one layer at a time: slower, with at most two layers' worth of memory on the device.
         max_overhead: share of training time that measuring may take, such as ``0.01``: steps that are due are passed
             over until the time since the last measured one makes up for what that took, and a line says how far apart
-            they are. The first two of a run, which take longest, are not waited for. ``None``: nothing is timed.
+            they are. The first two of a run, which take longest, are not waited for. ``None``: nothing is timed;
+            ``"auto"``: as in :class:`~spectral_monitor.SpectralMonitor`.
         on_verdict: is called with every root :class:`~spectral_monitor.Verdict` that begins: to send a message, say.
             What it raises becomes a warning.
         stop_on: cause, or causes, such as ``["diverged", "exploding"]``, at which :attr:`should_stop` becomes true, in
@@ -91,6 +92,8 @@ class SpectralProbe(MeasuredRun):
 
     Attributes:
         should_stop: whether a verdict of ``stop_on`` has begun; leave the loop then.
+        rank: of this process.
+        processes: how many train together.
 
     Raises:
         ValueError: an argument out of range, an unknown key, a pattern that matches nothing, a role or number of
@@ -136,7 +139,7 @@ class SpectralProbe(MeasuredRun):
         mode: Mode = "warn",
         sinks: Sequence[Sink] = (),
         low_memory: bool = False,
-        max_overhead: float | None = None,
+        max_overhead: float | Literal["auto"] | None = None,
         on_verdict: OnVerdict | None = None,
         stop_on: str | Sequence[str] = (),
         data_parallel_rank: int | None = None,
@@ -165,9 +168,9 @@ class SpectralProbe(MeasuredRun):
         if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
         processes = training_processes(model, data_parallel_rank)
-        self._first = processes is None or processes.rank == 0
-        self._warn = WarnOnce(silent=not self._first)
-        self._sinks = Sinks(given_sinks if self._first else (), self._warn)
+        self.rank, self.processes = (0, 1) if processes is None else (processes.rank, processes.size)
+        self._warn = WarnOnce(silent=not self.is_first)
+        self._sinks = Sinks(given_sinks if self.is_first else (), self._warn)
         self.settings = settings
         self.steps = 0
         self._measurements: deque[Measurement] = deque(maxlen=settings.history)
@@ -178,12 +181,18 @@ class SpectralProbe(MeasuredRun):
             check_alike(self._engine.copied(), processes)
         self._supervisor = Supervisor(mode, condition, correction, self._engine)
         self._engine.start()
-        self._begun = False
+        self._begun = self._open = False
+        self._keys: frozenset[str] = frozenset()
 
     @property
     def anatomy(self) -> Anatomy:
         """The parts of the model."""
         return self._engine.anatomy
+
+    @property
+    def is_first(self) -> bool:
+        """True in the process that speaks for all."""
+        return self.rank == 0
 
     @property
     def measurements(self) -> deque[Measurement]:
@@ -223,31 +232,53 @@ class SpectralProbe(MeasuredRun):
             accumulated: what the loss was divided by, when gradients are accumulated over that many micro-batches;
                 features are those of the last one.
         """
+        self.begin_step()
+        try:
+            yield
+        except BaseException:
+            self.abandon_step()
+            raise
+        self.end_step(accumulated=accumulated)
+
+    def begin_step(self) -> None:
+        """Begin a step where that is no block of code, as in callbacks of a trainer; :meth:`end_step` ends it."""
+        if self._open:
+            self.abandon_step()
         if not self._begun:
             self._begun = True
             if self._supervisor.rescale():
                 self._engine.start()
-        self.steps += 1
-        keys = self._supervisor.due(self.steps, self._warn)
+        self.steps, self._open = self.steps + 1, True
+        self._keys = self._supervisor.due(self.steps, self._warn)
         self._supervisor.arm()
-        if keys:
-            self._engine.arm(keys)
-        try:
-            yield
-        except BaseException:
-            self._engine.disarm()
-            raise
-        finally:
-            self._supervisor.disarm()
-        if keys:
-            measurement = self._engine.finish(self.steps, accumulated=accumulated)
-            if measurement is not None:
-                measurement = self._supervisor.judge(measurement, announce if self._first else _say_nothing)
-                self._measurements.append(measurement)
-                self._sinks.write(measurement)
-                self._supervisor.correct(measurement)
-                if self._reactions(self._supervisor.began, self._warn, self._first) is not None:
-                    self.should_stop = True
+        if self._keys:
+            self._engine.arm(self._keys)
+
+    def abandon_step(self) -> None:
+        """Give up a step that was begun, such as one that raised; safe to call at any time."""
+        self._keys, self._open = frozenset(), False
+        self._engine.disarm()
+        self._supervisor.disarm()
+
+    def end_step(self, *, accumulated: int = 1) -> None:
+        """Measure the step that was begun, if it is one that is measured.
+
+        Args:
+            accumulated: as for :meth:`step`.
+        """
+        keys, self._keys, self._open = self._keys, frozenset(), False
+        self._supervisor.disarm()
+        if not keys:
+            return
+        measurement = self._engine.finish(self.steps, accumulated=accumulated)
+        if measurement is None:
+            return
+        measurement = self._supervisor.judge(measurement, announce if self.is_first else _say_nothing)
+        self._measurements.append(measurement)
+        self._sinks.write(measurement)
+        self._supervisor.correct(measurement)
+        if self._reactions(self._supervisor.began, self._warn, self.is_first) is not None:
+            self.should_stop = True
 
     def close(self) -> None:
         """Tell the sinks that training is over; without sinks there is no need to."""
@@ -284,8 +315,17 @@ class SpectralProbe(MeasuredRun):
         self._begun = self.steps > 0
         if "oversight" in mine["state"]:
             self._supervisor.load_state_dict(mine["state"]["oversight"])
-        if anew and self._first:
+        if anew and self.is_first:
             warnings.warn(f"resumed at step {self.steps}: {'; '.join(anew)}", SpectralMonitorWarning, stacklevel=2)
+
+    def resume_at(self, step: int) -> None:
+        """Go on at a step for which there is no state, in all processes: drift is counted from there.
+
+        Args:
+            step: optimizer steps taken so far.
+        """
+        self._engine.start(step)
+        self.steps, self._begun = step, True
 
     def __repr__(self) -> str:
         return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"
