@@ -71,6 +71,7 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 | `critical_lr` | `2 lr / edge`, the learning rate (the largest, if there are several) at which a step along the same line would no longer lower the loss. |
 | `feature_error` | how far `feature_change` may be from that of the whole batch where a few samples were run again, relative to it: the largest standard error of all layers; 0 where all rows were compared. |
 | `contribution_spread` | largest over smallest contribution of the operators; 1 is perfect balance, NaN if one goes uphill. |
+| `linearity` | `linearity` of the readout, the largest of several: [is this run lazy?](lazy.md) |
 | `final_layer_alignment` | `alignment` of the readout, the smallest of several. |
 | `worst_layer_ratio` | the operator whose `update_natural` is furthest from the operators' median: by what factor, up or down. |
 | `violations` | layers that violate the spectral condition now: see [verdicts](verdicts.md). |
@@ -246,6 +247,10 @@ def cost(q: Quantity) -> str:
         parts.append(f"{2 * PROBES} passes backward from each layer to the first")
     if "db" in q.needs:
         parts.append("one more backward")
+    if "J0" in q.needs:
+        parts.append(
+            "all parameters of the start kept on the host, one more forward at their values, with derivatives, and one more forward at present ones"
+        )
     if "probe" in q.needs:
         parts.append("one more forward at every 5th measured step, the first batch kept on the host")
     return ", ".join(parts) or "none"

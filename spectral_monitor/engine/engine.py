@@ -34,7 +34,7 @@ from spectral_monitor.engine.preconditions import check_supported, full_precisio
 from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import ATTENTION, FEATURES, Settings
-from spectral_monitor.engine.state import START, EngineState
+from spectral_monitor.engine.state import COMPARED, START, EngineState
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.engine.weights.stage import MatrixStage
@@ -303,7 +303,9 @@ class Engine(EngineState):
                 again, no_replay = None, "the forward cannot be run again: the processes called the model differently"
             facts.no_replay = no_replay
             with self._harmless("running the forward again"):
-                self._replays.run(self.drifts, again, part, replay, facts, given.context, self._warn)
+                self._replays.run(
+                    self._drift_due(self.asked.keys), again, part, replay, facts, given.context, self._warn
+                )
             if self._failed and self.processes is None:
                 return None
             done, self._replays.done = self._replays.done, ReplayOutcome()
@@ -318,10 +320,12 @@ class Engine(EngineState):
                 self._replays.probe = None
             with self._harmless("running the forward again with a graph"):
                 full.graphs(again, given, outputs, stage.rates)
+                full.linearized(self._replays.probe, self._parameters, given.context)
         if self._reported is None:
             return None
         self.measured += 1
         self.drifts += "feature_drift" in self._reported.keys
+        self.comparisons += bool(COMPARED & set(self._reported.keys))
         measured = Measured(step, self.layers, self.anatomy.infos, self._reported, facts)
         raw = out.fetch()
         self._attention.settle(raw, facts)

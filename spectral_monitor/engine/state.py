@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.engine.agreement.output_layers import Readouts
+from spectral_monitor.engine.features.linearization import start_parameters
 from spectral_monitor.engine.features.replays import Replays
 from spectral_monitor.engine.overhead_budget import Budget
 from spectral_monitor.engine.preconditions import full_precision
@@ -34,10 +35,14 @@ from spectral_monitor.engine.weights.stage import start_norms
 from spectral_monitor.layers import Anatomy, Layer
 from spectral_monitor.linalg import Coroutine, run, run_local
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.sharding import ProcessGroup
 
 START = "start"
 """Stands among a step's quantities for the batch that ``feature_drift`` is measured on."""
+
+COMPARED = frozenset(key for key, q in QUANTITIES.items() if "probe" in q.needs) - {"feature_drift"}
+"""Quantities that compare features with those of the start, and are due by a count of their own."""
 
 T = TypeVar("T")
 
@@ -48,6 +53,7 @@ class EngineState:
     Attributes:
         measured: steps measured so far.
         drifts: those of them that ``feature_drift`` was asked of.
+        comparisons: those of them that other comparisons with the start's features were asked of.
         skipped_updates: of them, those with NaN, inf or no update.
         start_step: optimizer steps taken when the weights were remembered that drift is counted from.
         start_tried: whether a step was watched whose batch was to become the probe batch.
@@ -68,10 +74,12 @@ class EngineState:
     def __init__(self) -> None:
         self.measured = 0
         self.drifts = 0
+        self.comparisons = 0
         self.skipped_updates = 0
         self.start_step = 0
         self.start_tried = False
         self._start: dict[int, list[Tensor]] = {}
+        self._parameters: dict[str, Tensor] = {}  # at the start, where the linearization is asked for
         self._start_norms: Raw = {}
         self._reasons: dict[tuple[str, ...], dict[str, str]] = {}
 
@@ -82,6 +90,9 @@ class EngineState:
     def start(self, step: int = 0) -> None:
         """Remember the weights, after ``step`` steps, as those drift is counted from, in host memory."""
         self.start_step = step
+        if self._linearized:
+            with self._harmless("remembering the start"):
+                self._parameters = start_parameters(self.model)
         if "W0" in self.settings.needs:
             with self._harmless("remembering the start"), full_precision(), torch.no_grad():
                 start: dict[int, list[Tensor]] = {}
@@ -94,6 +105,16 @@ class EngineState:
                 if reason:
                     raise error or RuntimeError(f"another process could not: {reason}")
                 self._begin(start)
+
+    def _drift_due(self, keys: Sequence[str]) -> bool:
+        """Return whether the probe batch is run again: at every n-th step that is asked for one of the two kinds."""
+        counts = [self.drifts] if "feature_drift" in keys else []
+        counts += [self.comparisons] if COMPARED & set(keys) and self.processes is None else []
+        return any(count % self.settings.drift_every == 0 for count in counts)
+
+    @property
+    def _linearized(self) -> bool:
+        return "J0" in self.settings.needs and self.processes is None
 
     def _begin(self, start: dict[int, list[Tensor]]) -> None:
         self._start = start
@@ -124,6 +145,7 @@ class EngineState:
             "layers": layer_list(self.layers),
             "measured": self.measured,
             "drifts": self.drifts,
+            "comparisons": self.comparisons,
             "skipped_updates": self.skipped_updates,
             "start_step": self.start_step,
             "lasting": self.features.lasting,
@@ -141,13 +163,14 @@ class EngineState:
         return {
             "version": VERSION,
             "start": pack_start(self._start, self.members),
+            "parameters": self._parameters,
             "probe": pack_probe(self._replays.probe, self.layers),
         }
 
     @property
     def start_due(self) -> bool:
         """True if the next step is to be watched, measured or not, as the start of ``feature_drift``."""
-        return "feature_drift" in self.settings.keys and not (self.start_tried or self.probe_taken)
+        return "probe" in self.settings.needs and not (self.start_tried or self.probe_taken)
 
     @property
     def probe_taken(self) -> bool:
@@ -202,6 +225,7 @@ class EngineState:
                 self._replays.probe = None
                 anew.append(f"feature_drift is counted from here (the probe batch could not be kept: {no_probe})")
         self.measured, self.drifts, self.skipped_updates = measured, drifts, skipped
+        self.comparisons = int(state.get("comparisons", 0))
         if self.budget is not None and state["budget"] is not None:
             self.budget.load_state_dict(state["budget"], self.settings.keys)
         if state["layers"] == layer_list(self.layers):  # layers have the numbers they had
@@ -209,12 +233,17 @@ class EngineState:
         self.features.lasting = lasting
         if "roles" in state:
             self.correct_roles(self._readouts.load_state_dict(state["roles"]))
+        kept = {} if tensors is None else dict(tensors.get("parameters", {}))
         if start is None:
             self.start(step)
         else:
             self.start_step = start_step
             with self._harmless("remembering the start"), full_precision(), torch.no_grad():
                 self._begin(start)
+        if self._linearized and self.probe_taken:
+            self._parameters = kept  # those of now do not belong to the batch
+        elif self._linearized:
+            self._parameters = start_parameters(self.model)
         return anew
 
     def said_anywhere(self, reason: str) -> str:

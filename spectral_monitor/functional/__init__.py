@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         sample_share,
         weight_cancellation,
     )
+    from spectral_monitor.functional.laziness import kernel_alignment, linearity
     from spectral_monitor.functional.norms import (
         drift_fro_ratio,
         drift_ratio,
@@ -53,7 +54,9 @@ __all__ = [
     "feature_cancellation",
     "feature_rms",
     "frobenius_norm",
+    "kernel_alignment",
     "kernel_change",
+    "linearity",
     "natural_norm",
     "relative_change",
     "sample_share",
@@ -79,7 +82,9 @@ _WHERE = {
     "feature_cancellation": "kernels",
     "feature_rms": "features",
     "frobenius_norm": "norms",
+    "kernel_alignment": "laziness",
     "kernel_change": "kernels",
+    "linearity": "laziness",
     "natural_norm": "norms",
     "relative_change": "features",
     "sample_share": "kernels",

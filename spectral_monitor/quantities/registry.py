@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from spectral_monitor.quantities import assumptions, attention, features, optimizers, weights
+from spectral_monitor.quantities import assumptions, attention, features, laziness, optimizers, weights
 from spectral_monitor.quantities.quantity import Quantity, Tier
 
 QUANTITIES: dict[str, Quantity] = {}
@@ -44,7 +44,8 @@ def unregister(key: str) -> None:
         TIERS[tier] = tuple(other for other in keys if other != key)
 
 
-register(*weights.ENTRIES, *features.ENTRIES, *attention.ENTRIES, *assumptions.ENTRIES, *optimizers.ENTRIES)
+for _module in (weights, features, attention, assumptions, laziness, optimizers):
+    register(*_module.ENTRIES)
 
 
 _GRADIENTS = (

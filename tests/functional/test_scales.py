@@ -31,6 +31,8 @@ MEASURES = {
 TOGETHER = {
     "relative_change": F.relative_change,
     "kernel_change": F.kernel_change,
+    "kernel_alignment": F.kernel_alignment,
+    "linearity": lambda a, b: F.linearity(a, b, a.flip(0)),
     "backward_speed": F.backward_speed,
     "feature_cancellation": F.feature_cancellation,
 }

@@ -16,6 +16,8 @@ from spectral_monitor.state.dtensor import local_part
 
 KERNEL_ROWS = 256
 """Rows of a call whose inner products are compared."""
+KERNELS = frozenset({"kernel_change", "kernel_drift", "kernel_alignment"})
+"""Quantities for which they are."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Replay:
 
     Attributes:
         outputs: those compared with.
+        keys: quantities; some ask for more of each change.
         inputs: the same of the inputs of some layers, if that was asked for.
         samples: how many samples their rows are of; ``None`` for all, of which these rows are a random choice.
     """
@@ -114,10 +117,9 @@ class Replay:
         inputs: Outputs | None = None,
         samples: int | None = None,
     ) -> None:
-        """``keys``: quantities; some ask for more of each change."""
         self.outputs = outputs
         self.samples = samples
-        self._keys = keys
+        self.keys = keys
         self._picker = RowSampler(KERNEL_ROWS)
         self._changes: dict[int, list[Change | None]] = {}
         self.inputs = None if inputs is None else Replay(inputs)
@@ -186,9 +188,9 @@ class Replay:
             (len(h),),
             seen.count,
         )
-        if "feature_cancellation" in self._keys:
+        if "feature_cancellation" in self.keys:
             change.after = torch.linalg.vector_norm(new, dim=1)
-        if "kernel_change" in self._keys:
+        if KERNELS & set(self.keys):
             kept = self._picker.choose(len(h), KERNEL_ROWS, after.device)
             old = h.to(after.device)
             # The layers that follow may work in place on what this one returned.

@@ -109,8 +109,8 @@ class ChangeStage:
             devices[some.sums.device].append(i)
         for every in devices.values():
             self._put(every, [found[i] for i in every], name, size)
-        if size and replay is not None:
-            self._full.compared(replay)
+        if replay is not None:
+            self._full.compared(replay) if size else self._full.drifted(replay)
         return set(found)
 
     def _put(self, layers: list[int], found: list[Found], name: str, size: bool) -> None:

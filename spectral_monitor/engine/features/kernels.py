@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,14 @@ from spectral_monitor.capture.replay.feature_change import Outputs, Replay
 from spectral_monitor.capture.replay.graph_replay import Graph, sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.row_sampling import rows_of
-from spectral_monitor.engine.features.replays import Context, Replayable, StepInputs, trained_on
+from spectral_monitor.engine.features.linearization import Linearization
+from spectral_monitor.engine.features.replays import Context, Probe, Replayable, StepInputs, trained_on
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.functional.features import mean_ratio
 from spectral_monitor.functional.kernels import bfk_moments, kernel_change, length, signs
+from spectral_monitor.functional.laziness import kernel_alignment
 from spectral_monitor.functional.norms import ratio
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.messages import WarnOnce
@@ -114,6 +116,30 @@ class FullStage:
                 self._out.put(i, "x.norm", length(change.before))
                 self._out.put(i, "dx.norm", length(change.lengths))
                 self._out.note(i, "dx.size", float(change.size))
+
+    def drifted(self, replay: Replay) -> None:
+        """Put what the forward of the probe batch showed."""
+        for i in replay.layers() if self._keys & {"kernel_drift", "kernel_alignment"} else ():
+            change = replay.change(i)
+            if change is not None and change.pairs is not None:
+                self._out.put(i, "kernel_drift", kernel_change(*change.pairs))
+                self._out.put(i, "kernel_alignment", kernel_alignment(*change.pairs))
+
+    def linearized(self, probe: Probe | None, start: Mapping[str, Tensor], context: Context) -> None:
+        """Compare the probe batch's outputs with their linearization at the start of the run, if they are due.
+
+        ``start``: parameters then, by name.
+        """
+        if "linearity" not in self._keys or self._facts.no_drift or probe is None:
+            return
+        found = Linearization(self._model, self._features, start, self._host, self._out)
+        try:
+            why = found.measure(probe, context, self._facts.eps)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._facts.why_not["linearity", NETWORK] = f"the probe batch has no derivative in forward mode ({said})"
+            return
+        self._facts.why_not.update({("linearity", i): reason for i, reason in why.items()})
 
     def graphs(
         self, again: Replayable | None, given: StepInputs, outputs: Outputs, rates: Sequence[tuple[nn.Parameter, float]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -172,7 +172,7 @@ class Replays:
 
     def run(
         self,
-        measured: int,
+        due: bool,
         again: Replayable | None,
         part: int,
         replay: Replay,
@@ -183,11 +183,10 @@ class Replays:
         """Run what is due, into :attr:`done`; ``again`` is ``None`` if the forward cannot be run, and facts say why.
 
         ``replay`` has the outputs that those of the same batch are compared with, of its first samples if those will do
-        (``part``).
+        (``part``). ``due``: whether the probe batch is.
 
         What ``done`` has does not depend on what goes wrong here: other processes do the same.
         """
-        due = "probe" in self.needs and measured % self._drift_every == 0
         first = due and self.probe is None
         wanted = again is not None and ("dh" in self.needs or first)
         failed = ReplayResult(None, None)
@@ -201,7 +200,7 @@ class Replays:
         if first:
             facts.no_drift = facts.no_replay
         elif due and probe is not None:
-            self.done = replace(self.done, drift=self._probe_batch(probe, facts, context, warn))
+            self.done = replace(self.done, drift=self._probe_batch(probe, replay.keys, facts, context, warn))
         self.done = replace(self.done, off=self.slices.off)
 
     def _same_batch(
@@ -257,8 +256,10 @@ class Replays:
                 wrong = wrong or f"the forward of {portion.samples} samples fails ({type(error).__name__}: {error})"
         return IndependenceCheck(parts[0], parts[1], portion, wrong)
 
-    def _probe_batch(self, probe: Probe, facts: StepContext, context: Context, warn: WarnOnce) -> ReplayResult:
-        replay = Replay(probe.outputs, samples=batch_size(probe.again.given) if probe.part else None)
+    def _probe_batch(
+        self, probe: Probe, keys: Collection[str], facts: StepContext, context: Context, warn: WarnOnce
+    ) -> ReplayResult:
+        replay = Replay(probe.outputs, keys, samples=batch_size(probe.again.given) if probe.part else None)
         try:
             loss = self._run(probe.again, context, replay)
             if probe.part:

@@ -29,7 +29,8 @@ CHANGE_MARGIN = 2.0
 roundings are spread over a third of their bound. Angles need more: see ``Quantity.margin``.
 """
 
-
+DRIFTS = ("feature_drift", "kernel_drift")
+"""Changes since the start, relative to what was there."""
 ATTENTION = frozenset(entry.key for entry in attention.ENTRIES)
 """Quantities of attention blocks."""
 
@@ -229,8 +230,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     small = facts.eps[i] >= torch.finfo(torch.float32).eps and scalars.underflows()
     tiny = "its outputs are so small that the squares of their change leave float32's range" if small else ""
     missed = UNCHOSEN if i in facts.unchosen else ""
-    if key == "feature_drift":
-        rounded = 0 < scalars.get(key) < CHANGE_MARGIN * facts.eps[i]
+    if "probe" in needs:
+        rounded = key in DRIFTS and 0 < scalars.get(key) < CHANGE_MARGIN * facts.eps[i]
         return facts.no_drift or missed or tiny or (ROUNDED if rounded else "")
     if key == "feature_change_local" and layer.layout.taps > 1:
         return "the taps of a convolution overlap: what one adds, another may take away"

@@ -15,7 +15,7 @@ from spectral_monitor.quantities.quantity import Norm
 
 RATIOS = frozenset(
     {"alignment", "update_alignment", "feature_change", "feature_drift", "feature_cancellation", "kernel_change"}
-    | {"activation_ratio", "sample_share"}
+    | {"activation_ratio", "sample_share", "linearity", "kernel_drift", "kernel_alignment"}
 )
 """Raw scalars that divide by a norm: NaN where that is zero, and then nothing is wrong."""
 
@@ -220,6 +220,9 @@ def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -
     if "alignment" in values:
         heads = [float(values["alignment"][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
         summary["final_layer_alignment"] = min((head for head in heads if not math.isnan(head)), default=math.nan)
+    if "linearity" in values:
+        ends = [float(values["linearity"][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
+        summary["linearity"] = max((end for end in ends if not math.isnan(end)), default=math.nan)
     if "update_natural" in values:
         off = balance_ratios(values["update_natural"][operators])
         off = torch.maximum(off, 1 / off)

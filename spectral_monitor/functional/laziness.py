@@ -1,0 +1,82 @@
+"""Does a network learn features, or move along the directions it began with?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.functional.features import as_rows
+from spectral_monitor.functional.norms import ratio
+from spectral_monitor.functional.vector_norms import common_dtype, largest, whole_length
+
+
+@torch.no_grad()
+def linearity(h_start: Tensor, h_now: Tensor, h_tangent: Tensor) -> Tensor:
+    r"""Return how far outputs are from where the network's linearization at the start has them.
+
+    That is :math:`\|h_t - h_0 - J_0 (w_t - w_0)\| / \|h_t - h_0\|`.
+
+    Args:
+        h_start: outputs at the start, any shape; all entries count as one vector.
+        h_now: outputs for the same inputs now.
+        h_tangent: ``J_0 (w_t - w_0)``, the derivative of the outputs at the start along what the weights have moved.
+
+    Returns:
+        A scalar >= 0: 0 in the kernel regime, of order 1 where features are learned; NaN if nothing has changed.
+
+    Raises:
+        ValueError: shapes differ.
+
+    Source: "Feature Learning in Infinite-Width Neural Networks", Def. 3.7, Eq. 9.
+
+    Example:
+        >>> import torch
+        >>> linearity(torch.zeros(1), torch.tensor([1.1 ** 2 - 1]), torch.tensor([0.2])).round(decimals=4)
+        tensor(0.0476)
+    """
+    if not h_start.shape == h_now.shape == h_tangent.shape:
+        raise ValueError(
+            f"h_start {tuple(h_start.shape)}, h_now {tuple(h_now.shape)} and h_tangent {tuple(h_tangent.shape)} "
+            "must have one shape"
+        )
+    dtype = common_dtype(h_start, h_now)
+    change = h_now.to(dtype) - h_start.to(dtype)
+    return ratio(whole_length(change - h_tangent.to(dtype)), whole_length(change)).to(dtype)
+
+
+@torch.no_grad()
+def kernel_alignment(h_start: Tensor, h_now: Tensor) -> Tensor:
+    r"""Return the cosine of two centered feature kernels, ``<C F_0 C, C F_t C> / (|C F_0 C|_F |C F_t C|_F)``.
+
+    ``F = H H^T / m`` holds the inner products of all pairs of rows, ``C = 1 - 1 1^T / rows`` takes means away.
+
+    Args:
+        h_start: (rows, m) features at the start.
+        h_now: (rows, m') features of the same inputs now.
+
+    Returns:
+        A scalar in [0, 1]: 1 where the kernel has at most grown; NaN where all rows are alike.
+
+    Raises:
+        ValueError: not (rows, features), or numbers of rows differ.
+
+    Source: Cortes, Mohri and Rostamizadeh (arXiv 1203.0550); as "linear CKA" Kornblith et al. (arXiv 1905.00414).
+
+    Example:
+        >>> import torch
+        >>> kernel_alignment(torch.eye(3), 2 * torch.eye(3))
+        tensor(1.)
+    """
+    start, now = as_rows(h_start, "h_start"), as_rows(h_now, "h_now")
+    if len(start) != len(now):
+        raise ValueError(f"h_start has {len(start)} rows, h_now {len(now)}")
+    dtype = common_dtype(start, now)
+    with torch.autocast(start.device.type, enabled=False):
+        kernels = []
+        for rows in (start, now):
+            centered = rows.to(dtype) / largest(rows)
+            centered = centered - centered.mean(0)
+            kernels.append(centered @ centered.T)
+        first, second = kernels
+        product = (first * second).sum(dtype=torch.float64)
+        return ratio(product, whole_length(first).double() * whole_length(second).double()).to(dtype)
