@@ -1,6 +1,7 @@
-"""The measurements under the Hugging Face Trainer: a TrainerCallback drives the probe.
+"""The measurements under the Hugging Face Trainer.
 
     python examples/hf_trainer.py
+    torchrun --nproc-per-node 2 examples/hf_trainer.py
 
 A small GPT-2, made from its configuration, learns the characters of this project's LICENSE. Nothing is downloaded.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +25,9 @@ from transformers import (
     set_seed,
 )
 
-from spectral_monitor import SpectralProbe
+from spectral_monitor.integrations.hf import SpectralCallback
 
 CONTEXT = 64
-
-
-class SpectralCallback(TrainerCallback):
-    """Opens the probe's step before the first micro-batch, closes it right after the optimizer's step."""
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
-        self.probe: SpectralProbe | None = None
-        self._open = ExitStack()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
-        self.probe = SpectralProbe(model, optimizer, **self.options)  # Accelerate's wrapper will do
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._open.enter_context(self.probe.step(accumulated=args.gradient_accumulation_steps))
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._open.close()
-
-    def abandon(self, error: BaseException) -> None:
-        """The Trainer does not tell callbacks of exceptions: tell the probe that its step was not finished."""
-        self._open.__exit__(type(error), error, error.__traceback__)
 
 
 class Characters(Dataset[dict[str, Tensor]]):
@@ -101,13 +79,7 @@ def train(steps: int, width: int, *callbacks: TrainerCallback, **arguments: Any)
             }
         )
         trainer = Trainer(GPT2LMHeadModel(config), settings, train_dataset=data, callbacks=list(callbacks))
-        try:
-            trainer.train()
-        except BaseException as error:
-            for callback in callbacks:
-                if isinstance(callback, SpectralCallback):
-                    callback.abandon(error)
-            raise
+        trainer.train()
     return trainer
 
 
@@ -117,9 +89,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--every", type=int, default=10, help="measure every n-th optimizer step")
     args = parser.parse_args()
-    spectral = SpectralCallback(every_n_steps=args.every)
-    train(args.steps, args.width, spectral)
-    print(f"\n{spectral.probe.role_table()}\n\n{spectral.probe.table()}")
+    train(args.steps, args.width, SpectralCallback(every_n_steps=args.every))
 
 
 if __name__ == "__main__":

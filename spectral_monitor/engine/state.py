@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -194,7 +194,7 @@ class EngineState:
         Raises:
             ValueError: if the state is of another model or format; nothing has been changed then.
         """
-        reason = refusal(state, self.layers)
+        reason = self.said_anywhere(refusal(state, self.layers))
         if reason:
             raise ValueError(reason)
         measured, skipped = int(state["measured"]), int(state["skipped_updates"])
@@ -257,6 +257,23 @@ class EngineState:
             return "W0" not in self.settings.needs or bool(unpack_start(tensors["start"], self.members))
         except ValueError:
             return False
+
+    def copied(self) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+        """Yield the names and parameters of the layers that every process holds whole."""
+        for member in self.members:
+            if member.holding.extent.spread == 1:
+                yield member.layer.info.name, member.layer.sources
+
+    def part_of(self, several: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """Return, of what several processes saved, what this one goes on from, and its tensors.
+
+        That is its own, if that will do; else the first one, with the tensors of all put together.
+        """
+        rank, count = (0, 1) if self.processes is None else (self.processes.rank, self.processes.size)
+        mine = several[rank if len(several) == count else 0]
+        if len(several) == 1 or (len(several) == count and self.covered_by(mine["tensors"])):
+            return mine, mine["tensors"]
+        return mine, self.merged([one["tensors"] for one in several])
 
     def merged(self, several: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the :meth:`tensors` of several processes as those of one; a probe batch stays with its process."""

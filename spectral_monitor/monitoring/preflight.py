@@ -21,6 +21,7 @@ from spectral_monitor.messages import SpectralMonitorWarning
 from spectral_monitor.monitoring.probe import SpectralProbe
 from spectral_monitor.monitoring.trial_copy import HOW, TrialCopy
 from spectral_monitor.quantities import TIERS
+from spectral_monitor.sharding import refuse_several
 from spectral_monitor.state.rng import RandomState
 
 if TYPE_CHECKING:
@@ -210,7 +211,8 @@ def _probed(
 
 
 def _refuse(model: Any, batch: Any, loss: Any) -> None:
-    """Raise for arguments that cannot be what they should be."""
+    """Raise for arguments that cannot be what they should be, and on several processes."""
+    refuse_several("check")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if getattr(model, "automatic_optimization", True) is False and loss is None:

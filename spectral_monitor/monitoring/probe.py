@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,6 +25,7 @@ from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
 from spectral_monitor.reporting.text.role_table import role_table
 from spectral_monitor.reporting.text.roles import Roles
+from spectral_monitor.sharding import check_alike, fsdp1_wrapper, training_processes
 from spectral_monitor.suggestions import helpful
 
 
@@ -37,11 +37,16 @@ class SpectralProbe(MeasuredRun):
     ``mode="correct"``: parameters, optimizer state, gradients, buffers and random states stay bit for bit what they
     would have been.
 
+    On several processes (DDP, FSDP1, FSDP2, tensor parallelism) make the probe in all of them, once the model is
+    wrapped and sharded, and open its steps in all of them. Numbers are those of one process with the whole batch, and
+    the same in all; the first process alone warns and gives them to sinks.
+
     To resume, save :meth:`state_dict` with the model's and the optimizer's, and load it after them.
 
     Args:
         model: the module that is trained; call it once per step (call its parts instead, and what needs the
-            features after the step is NaN). Fabric's wrapper will do.
+            features after the step is NaN). Wrappers of Fabric, ``DistributedDataParallel`` and
+            ``FullyShardedDataParallel`` will do.
         optimizer: its optimizer, or several; Fabric's and Accelerate's wrappers will do.
         every_n_steps: measure every n-th step; or steps in words, ``"1, 2, 4, ..., every 100"``; or a mapping
             from tiers and keys to either, such as ``{"light": 10, "standard": 100}`` or ``{"update_norm": 1,
@@ -76,18 +81,24 @@ class SpectralProbe(MeasuredRun):
             memory, and measure one layer at a time: slower, with at most two layers' worth of memory on the device.
         max_overhead: share of training time that measuring may take, such as ``0.01``: steps that are due are passed
             over until the time since the last measured one makes up for what that took, and a line says how far apart
-            they are. The first two of a run, which take longest, are not waited for. ``None``: nothing is timed.
+            they are. The first two of a run, which take longest, are not waited for. ``None``: nothing is timed;
+            ``"auto"``: as in :class:`~spectral_monitor.SpectralMonitor`.
         on_verdict: is called with every root :class:`~spectral_monitor.Verdict` that begins: to send a message, say.
             What it raises becomes a warning.
-        stop_on: cause, or causes, such as ``["diverged", "exploding"]``, at which :attr:`should_stop` becomes true;
-            ``"any"`` for all.
+        stop_on: cause, or causes, such as ``["diverged", "exploding"]``, at which :attr:`should_stop` becomes true, in
+            all processes at once; ``"any"`` for all.
+        data_parallel_rank: the number of the batch this process gets, where some processes share one, as under tensor
+            parallelism; by default each process gets its own.
 
     Attributes:
         should_stop: whether a verdict of ``stop_on`` has begun; leave the loop then.
+        rank: of this process.
+        processes: how many train together.
 
     Raises:
         ValueError: an argument out of range, an unknown key, a pattern that matches nothing, a role or number of
-            blocks that does not fit, LBFGS with feature quantities, several processes.
+            blocks that does not fit, LBFGS with feature quantities; on several processes, models or weights that
+            differ, placements that are not known, tensor parallelism without ``data_parallel_rank``.
 
     Example:
         >>> import torch
@@ -128,13 +139,13 @@ class SpectralProbe(MeasuredRun):
         mode: Mode = "warn",
         sinks: Sequence[Sink] = (),
         low_memory: bool = False,
-        max_overhead: float | None = None,
+        max_overhead: float | Literal["auto"] | None = None,
         on_verdict: OnVerdict | None = None,
         stop_on: str | Sequence[str] = (),
+        data_parallel_rank: int | None = None,
     ) -> None:
         self._reactions, self.should_stop = Reactions(on_verdict, stop_on), False
-        self._warn = WarnOnce()
-        self._sinks = Sinks(checked_sinks(sinks))
+        given_sinks = checked_sinks(sinks)
         correction = checked(mode, condition, correction)
         settings = Settings(
             every_n_steps=every_n_steps,
@@ -156,22 +167,32 @@ class SpectralProbe(MeasuredRun):
         optimizers = [unwrap_optimizer(item) for item in given]
         if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            processes = torch.distributed.get_world_size()
-            if processes > 1:
-                raise ValueError(f"SpectralProbe measures one process so far, not {processes}")
+        processes = training_processes(model, data_parallel_rank)
+        self.rank, self.processes = (0, 1) if processes is None else (processes.rank, processes.size)
+        self._warn = WarnOnce(silent=not self.is_first)
+        self._sinks = Sinks(given_sinks if self.is_first else (), self._warn)
         self.settings = settings
         self.steps = 0
         self._measurements: deque[Measurement] = deque(maxlen=settings.history)
-        self._engine = Engine(unwrap_model(model), optimizers, settings)
+        inside = unwrap_model(model)
+        wrapper = fsdp1_wrapper(model, inside)
+        self._engine = Engine(inside, optimizers, settings, processes, wrapper, corrected=mode == "correct")
+        if processes is not None:
+            check_alike(self._engine.copied(), processes)
         self._supervisor = Supervisor(mode, condition, correction, self._engine)
         self._engine.start()
-        self._begun = False
+        self._begun = self._open = False
+        self._keys: frozenset[str] = frozenset()
 
     @property
     def anatomy(self) -> Anatomy:
         """The parts of the model."""
         return self._engine.anatomy
+
+    @property
+    def is_first(self) -> bool:
+        """True in the process that speaks for all."""
+        return self.rank == 0
 
     @property
     def measurements(self) -> deque[Measurement]:
@@ -211,31 +232,53 @@ class SpectralProbe(MeasuredRun):
             accumulated: what the loss was divided by, when gradients are accumulated over that many micro-batches;
                 features are those of the last one.
         """
+        self.begin_step()
+        try:
+            yield
+        except BaseException:
+            self.abandon_step()
+            raise
+        self.end_step(accumulated=accumulated)
+
+    def begin_step(self) -> None:
+        """Begin a step where that is no block of code, as in callbacks of a trainer; :meth:`end_step` ends it."""
+        if self._open:
+            self.abandon_step()
         if not self._begun:
             self._begun = True
             if self._supervisor.rescale():
                 self._engine.start()
-        self.steps += 1
-        keys = self._supervisor.due(self.steps)
+        self.steps, self._open = self.steps + 1, True
+        self._keys = self._supervisor.due(self.steps, self._warn)
         self._supervisor.arm()
-        if keys:
-            self._engine.arm(keys)
-        try:
-            yield
-        except BaseException:
-            self._engine.disarm()
-            raise
-        finally:
-            self._supervisor.disarm()
-        if keys:
-            measurement = self._engine.finish(self.steps, accumulated=accumulated)
-            if measurement is not None:
-                measurement = self._supervisor.judge(measurement, announce)
-                self._measurements.append(measurement)
-                self._sinks.write(measurement)
-                self._supervisor.correct(measurement)
-                if self._reactions(self._supervisor.began, self._warn) is not None:
-                    self.should_stop = True
+        if self._keys:
+            self._engine.arm(self._keys)
+
+    def abandon_step(self) -> None:
+        """Give up a step that was begun, such as one that raised; safe to call at any time."""
+        self._keys, self._open = frozenset(), False
+        self._engine.disarm()
+        self._supervisor.disarm()
+
+    def end_step(self, *, accumulated: int = 1) -> None:
+        """Measure the step that was begun, if it is one that is measured.
+
+        Args:
+            accumulated: as for :meth:`step`.
+        """
+        keys, self._keys, self._open = self._keys, frozenset(), False
+        self._supervisor.disarm()
+        if not keys:
+            return
+        measurement = self._engine.finish(self.steps, accumulated=accumulated)
+        if measurement is None:
+            return
+        measurement = self._supervisor.judge(measurement, announce if self.is_first else _say_nothing)
+        self._measurements.append(measurement)
+        self._sinks.write(measurement)
+        self._supervisor.correct(measurement)
+        if self._reactions(self._supervisor.began, self._warn, self.is_first) is not None:
+            self.should_stop = True
 
     def close(self) -> None:
         """Tell the sinks that training is over; without sinks there is no need to."""
@@ -245,27 +288,48 @@ class SpectralProbe(MeasuredRun):
         """Return the state to go on measuring in another process: plain types and CPU tensors, shared, not copied.
 
         That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
-        measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it.
+        measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it. Of several
+        processes each has its own part and has to save it.
         """
         state = {**self._engine.state(), "oversight": self._supervisor.state_dict()}
         return {"steps": self.steps, "state": state, "tensors": self._engine.tensors()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave, when the model has its weights back.
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what :meth:`state_dict` gave, when the model has its weights back; to be called in all processes.
 
         What starts again all the same, such as ``feature_drift`` where the batch held more than tensors, containers
         and numbers, is said in a warning.
 
+        Args:
+            state: what this process saved; or, where there were more or fewer processes, what all saved, by rank.
+
         Raises:
             ValueError: it is of other layers, which are named, or of another version; nothing has been changed then.
         """
-        anew = self._engine.restore(state["state"], state["tensors"], int(state["steps"]))
-        self.steps = int(state["steps"])
+        several = [state] if isinstance(state, Mapping) else list(state)
+        if not several:
+            raise ValueError("load_state_dict was given the states of no process")
+        mine, tensors = self._engine.part_of(several)
+        anew = self._engine.restore(mine["state"], tensors, int(mine["steps"]))
+        self.steps = int(mine["steps"])
         self._begun = self.steps > 0
-        if "oversight" in state["state"]:
-            self._supervisor.load_state_dict(state["state"]["oversight"])
-        if anew:
+        if "oversight" in mine["state"]:
+            self._supervisor.load_state_dict(mine["state"]["oversight"])
+        if anew and self.is_first:
             warnings.warn(f"resumed at step {self.steps}: {'; '.join(anew)}", SpectralMonitorWarning, stacklevel=2)
+
+    def resume_at(self, step: int) -> None:
+        """Go on at a step for which there is no state, in all processes: drift is counted from there.
+
+        Args:
+            step: optimizer steps taken so far.
+        """
+        self._engine.start(step)
+        self.steps, self._begun = step, True
 
     def __repr__(self) -> str:
         return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"
+
+
+def _say_nothing(text: str) -> None:
+    """Leave it to the first process."""

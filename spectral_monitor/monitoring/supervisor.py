@@ -45,7 +45,7 @@ class Supervisor:
     ) -> None:
         self._silent = mode == "observe"
         self._engine = engine
-        self._warn = WarnOnce()
+        self._warn = WarnOnce(silent=engine.processes is not None and engine.processes.rank > 0)
         optimizers = engine.optimizers.optimizers
         tied = {layer.info.name: layer.tied_to for layer in engine.layers if layer.tied_to}
         self._profile_lacks = "" if condition.profile is None else condition.profile.lacks

@@ -5,6 +5,12 @@ from spectral_monitor.sharding.plan import Holding, copies, flat_extents, placed
 from spectral_monitor.sharding.process_group import ProcessGroup
 from spectral_monitor.sharding.rectangles import Rectangle
 from spectral_monitor.sharding.shard_region import Range, ShardRegion
+from spectral_monitor.sharding.training_processes import (
+    check_alike,
+    fsdp1_wrapper,
+    refuse_several,
+    training_processes,
+)
 
 __all__ = [
     "Holding",
@@ -13,9 +19,13 @@ __all__ = [
     "Rectangle",
     "ShardRegion",
     "call_through",
+    "check_alike",
     "copies",
     "flat_extents",
+    "fsdp1_wrapper",
     "placed",
     "plan",
+    "refuse_several",
     "reshard",
+    "training_processes",
 ]

@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     def full(*args):
         raise OSError("no space left")
 
-    monkeypatch.setattr("spectral_monitor.callbacks.side_files.write", full)
+    monkeypatch.setattr("spectral_monitor.state.side_files.write", full)
     with pytest.warns(SpectralMonitorWarning, match=r"drift will be counted anew \(OSError: no space left\)") as caught:
         _, path = saved(tmp_path, every=2)
     assert len(said(caught)) == 1

@@ -117,3 +117,11 @@ def test_bad_input(change, kind, said):
         given["batch"] = batch[0]
     with pytest.raises(kind, match=said):
         check(**given)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    model, batch, optimizer = parts()
+    with pytest.raises(ValueError, match="check is for one process, not 2"):
+        check(model, batch, optimizer, nn.functional.cross_entropy)

@@ -23,6 +23,7 @@ from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.quantities import resolve
 from spectral_monitor.scaling.batches import SweepError, batches, check_data, loss_of, moved, seeded
 from spectral_monitor.scaling.sweeps.arguments import data_name, integer, integers, name_of, number
+from spectral_monitor.sharding import refuse_several
 
 MakeModule = Callable[..., nn.Module]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -191,6 +192,7 @@ class SweepConfig:
         optimizer, schedulers = self._optimizer(module)
         step_of = _TrainingStep(module)
         with _refused_in_words():
+            refuse_several("a point of a sweep")
             probe = SpectralProbe(
                 step_of,
                 optimizer,

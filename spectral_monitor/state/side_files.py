@@ -43,11 +43,21 @@ def checked(description: Any) -> tuple[list[str], Path]:
     if not isinstance(prints, list) or not prints:
         raise ValueError(f"the checkpoint names no file of the monitor: {description!r:.80}")
     for one in prints:
-        if not isinstance(one, str) or not _FINGERPRINT.fullmatch(one):
-            raise ValueError(f"the checkpoint's fingerprint {one!r:.80} is no hexadecimal SHA-256")
+        checked_fingerprint(one)
     if not isinstance(folder, str) or not _is_local(folder):
         raise ValueError(f"the checkpoint's folder {folder!r:.80} is no absolute path on this machine")
     return prints, Path(folder)
+
+
+def checked_fingerprint(one: Any) -> str:
+    """Return a fingerprint that a checkpoint names.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(one, str) or not _FINGERPRINT.fullmatch(one):
+        raise ValueError(f"the checkpoint's fingerprint {one!r:.80} is no hexadecimal SHA-256")
+    return one
 
 
 def _is_local(folder: str) -> bool:

@@ -1,0 +1,1 @@
+"""The monitor in other packages' training loops; each module needs the package it is named after."""

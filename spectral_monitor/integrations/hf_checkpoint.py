@@ -1,0 +1,113 @@
+"""Files beside the Trainer's checkpoints, from which a probe goes on.
+
+In the folder of each checkpoint every process has a small file. The tensors, which are large and change at most once,
+are written once to a folder beside the checkpoints, which the Trainer does not push to the Hub.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spectral_monitor.messages import SpectralMonitorWarning, WarnOnce
+from spectral_monitor.monitoring.probe import SpectralProbe
+from spectral_monitor.state import side_files
+from spectral_monitor.state.serialize import fingerprint
+
+LARGE = "_spectral_monitor"
+"""The folder of tensors; the Trainer pushes nothing whose name begins with an underscore."""
+SMALL = "spectral_monitor_{}.pt"
+"""The file of a process in a checkpoint, by rank."""
+
+KEYS = {"steps", "state", "fingerprint", "processes"}
+"""Of that file."""
+
+State = dict[str, Any]
+
+
+class ResumeFiles:
+    """Writes and reads the files of one run.
+
+    Args:
+        folder: where the checkpoints are.
+        probe: whose state is saved.
+        warn: is told of files that cannot be written.
+    """
+
+    def __init__(self, folder: Path, probe: SpectralProbe, warn: WarnOnce) -> None:
+        self._folder, self._probe, self._warn = folder, probe, warn
+        self._engine = probe._engine
+        self._written: tuple[bool, str] | None = None  # whether the probe batch was in it, and what it is called
+
+    def save(self, checkpoint: str) -> None:
+        """Write the files of this process for a checkpoint; what goes wrong costs a warning."""
+        try:
+            state = self._probe.state_dict()
+            tensors, mark = state.pop("tensors"), self._engine.probe_taken
+            if self._written is None or self._written[0] != mark:
+                print_of = fingerprint(tensors)
+                side_files.write(tensors, self._folder / LARGE / side_files.side_file_name(print_of))
+                self._written = (mark, print_of)
+            state |= {"fingerprint": self._written[1], "processes": self._probe.processes}
+            side_files.write(state, self._folder / checkpoint / SMALL.format(self._probe.rank))
+        except Exception as error:
+            self._warn(f"the checkpoint does not hold the monitor ({type(error).__name__}: {error})", error)
+
+    def load(self, checkpoint: Path, step: int) -> None:
+        """Let the probe go on from a checkpoint, or from its step if that has no state; to be called in all processes.
+
+        Args:
+            checkpoint: its folder.
+            step: optimizer steps taken.
+        """
+        processes = self._engine.processes
+        try:
+            states = (
+                self._read(checkpoint) if processes is None else processes.all_or_none(lambda: self._read(checkpoint))
+            )
+            self._probe.load_state_dict(states)
+        except ValueError as error:
+            self._probe.resume_at(step)
+            if self._probe.is_first:
+                warnings.warn(
+                    f"resumed at step {step}: drift is counted from here ({error})",
+                    SpectralMonitorWarning,
+                    stacklevel=2,
+                )
+
+    def _read(self, checkpoint: Path) -> list[State]:
+        """Return the states to go on from: that of this process, or of all where there were more or fewer.
+
+        Raises:
+            ValueError: there are none, or they are no such files.
+        """
+        own = checkpoint / SMALL.format(self._probe.rank)
+        first = self._small(own if own.is_file() else checkpoint / SMALL.format(0))
+        count: int = first["processes"]
+        if count == self._probe.processes:
+            return [self._with_tensors(first, checkpoint)]
+        files = [checkpoint / SMALL.format(rank) for rank in range(count)]
+        return [self._with_tensors(self._small(file), checkpoint) for file in files]
+
+    def _small(self, file: Path) -> State:
+        if not file.is_file():
+            raise ValueError(
+                f"{file} is missing; if the checkpoint is elsewhere, give its folder to SpectralCallback as resume_from"
+            )
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(f"{file} cannot be read ({type(error).__name__})") from error
+        if not isinstance(state, dict) or not isinstance(state.get("processes"), int) or not state.keys() >= KEYS:
+            raise ValueError(f"{file} is no file of the monitor")
+        return state
+
+    def _with_tensors(self, state: Mapping[str, Any], checkpoint: Path) -> State:
+        """Return a state with its tensors, or in their place why there are none."""
+        folders = list(dict.fromkeys([checkpoint.absolute().parent / LARGE, self._folder.absolute() / LARGE]))
+        tensors, missing = side_files.read(side_files.checked_fingerprint(state["fingerprint"]), folders)
+        return {**state, "tensors": tensors or {"start": {}, "probe": None, "no_probe": missing}}
