@@ -39,7 +39,9 @@ class LossFlow:
         self.gradients: list[Tensor] = []
         self._arrived: dict[int, Tensor] = {}
         self._sent: dict[int, Tensor] = {}
-        others = {(o.grad_fn, o.output_nr): o for o in _tensors(output) if o.grad_fn not in (None, loss.grad_fn)}
+        own = loss.grad_fn, loss.output_nr
+        others = {(o.grad_fn, o.output_nr): o for o in _tensors(output) if o.grad_fn is not None}
+        others = {edge: other for edge, other in others.items() if edge != own}
         number = {edge: i for i, edge in enumerate(others)}
         self.handles: list[RemovableHandle] = [loss.register_hook(self._begin)]
         self.handles += [other.register_hook(partial(self._arrive, number[edge])) for edge, other in others.items()]
