@@ -1,4 +1,4 @@
-"""Whether a backward pass began at a loss that a call returned, and nowhere else."""
+"""The flow of gradients from a loss that a call returned: did the backward pass begin there, and nowhere else."""
 
 from __future__ import annotations
 
