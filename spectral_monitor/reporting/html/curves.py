@@ -107,6 +107,7 @@ def curves(
     layout["margin"]["t"] += 15 * (most - 1)
     lines = -(-len(known) // BESIDE)  # of charts, equally long
     beside = -(-len(known) // lines)
+    width = (1 - GAP * (beside - 1)) / beside
     between = layout["margin"]["t"] + layout["margin"]["b"]
     pixels = lines * PLOT + (lines - 1) * between
     layout["height"] = pixels + between
@@ -116,11 +117,12 @@ def curves(
         dashed = limit_traces(limit, key, chart.names)
         chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
         line, column = divmod(place, beside)
-        left, right = column / beside, (column + 1) / beside - (GAP if column + 1 < beside else 0.0)
+        left = column * (width + GAP)
         top = 1 - line * (PLOT + between) / pixels
-        axis = {"domain": [left, right], "anchor": f"y{suffix}", "title": {"text": "step", "standoff": 4}}
+        across = {"domain": [left, min(1.0, left + width)], "anchor": f"y{suffix}"}
+        across |= {"title": {"text": "step", "standoff": 4}}
         upright = {"domain": [max(0.0, top - PLOT / pixels), top], "anchor": f"x{suffix}", **chart.axis()}
-        layout |= {f"xaxis{suffix}": axis, f"yaxis{suffix}": upright}
+        layout |= {f"xaxis{suffix}": across, f"yaxis{suffix}": upright}
         title = titled(key, *map(escaped, meanings[key]), *["&nbsp;"] * (most - len(meanings[key])))
         layout["annotations"].append(title_of(title, suffix, f"y{suffix}"))
         traces = [
