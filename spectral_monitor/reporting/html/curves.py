@@ -119,7 +119,7 @@ def curves(
         line, column = divmod(place, beside)
         left = column * (width + GAP)
         top = 1 - line * (PLOT + between) / pixels
-        across = {"domain": [left, min(1.0, left + width)], "anchor": f"y{suffix}"}
+        across: Figure = {"domain": [left, min(1.0, left + width)], "anchor": f"y{suffix}"}
         across |= {"title": {"text": "step", "standoff": 4}}
         upright = {"domain": [max(0.0, top - PLOT / pixels), top], "anchor": f"x{suffix}", **chart.axis()}
         layout |= {f"xaxis{suffix}": across, f"yaxis{suffix}": upright}
