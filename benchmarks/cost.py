@@ -66,6 +66,7 @@ def write_page(folder: Path) -> None:
 
 def run(args: argparse.Namespace, device: Device) -> None:
     """Measure and write."""
+    args.out.mkdir(parents=True, exist_ok=True)
     found = read(args.out / "cost.json")
     here = found.setdefault(device.name, {})
     machine = describe(device)
