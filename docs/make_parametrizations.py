@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spectral_monitor.parametrization.abc_exponents import mean_field, mup, ntp, standard
+from spectral_monitor.parametrization.abc_exponents import mean_field, mup, ntp, standard, uniform
 from spectral_monitor.scaling import FSC, MF_MUP, MFP, MUP, NTK, NTP, SP, SPECTRAL, Parametrization, abc, fsc_resnet
 
 TARGET = Path(__file__).with_name("parametrizations.md")
@@ -85,12 +85,16 @@ learning rate `n^-c`. `classify()` says what becomes of it as the width n grows,
 >>> from_abc(abc(a=(0, 0, 0), b=(0, 0.5, 0.5), c=1)).init_(model)
 ```
 
-| parametrization of two hidden layers | a | b | c | r | becomes |
-|---|---|---|---|---|---|
+| parametrization of two hidden layers | a | b | c | r | becomes | limit | outputs begin with size |
+|---|---|---|---|---|---|---|---|
 {rows}
 
-With r > 0 features change by n^-r in a step: not at all in the limit. These are the rows of the paper's Table 1; an
-equivalent way to write the same training (`.shifted(theta)`) gives the same answer.
+With r > 0 features change by n^-r in a step: not at all in the limit. What is trained then is a kernel machine. Its
+kernel is that of the readout and of the hidden matrices that change features most (NTK), of these alone (body NTK) or
+of the readout alone (NNGP). `uniform(hidden, r)` lies between muP, r = 0, and the neural tangent parametrization,
+r = 1/2. In a trivial one outputs stand still, but features may move all the same: `learns_from` is the first layer
+where they do. The table has the rows of the paper's Table 1. An equivalent way to write the same training
+(`.shifted(theta)`) gives the same answer.
 
 ## Updates that are the right size because they are made so
 
@@ -148,7 +152,8 @@ def rules(name: str, p: Parametrization, about: str) -> str:
 def row(name: str, exponents) -> str:
     found = exponents.classify()
     a, b = (", ".join(map(str, e)) for e in (exponents.a, exponents.b))
-    return f"| {name} | {a} | {b} | {exponents.c} | {found.r} | {found.regime} |"
+    end = f"{found.limit or '-'} | n^{found.output_at_start}" if found.output_at_start else f"{found.limit or '-'} | 1"
+    return f"| {name} | {a} | {b} | {exponents.c} | {found.r} | {found.regime} | {end} |"
 
 
 def text() -> str:
@@ -157,6 +162,7 @@ def text() -> str:
         "standard, lr 1/n": standard(2),
         "neural tangent": ntp(2),
         "mean field (one hidden layer)": mean_field(),
+        "uniform, r = 1/4": uniform(2, 0.25),
         "muP": mup(2),
     }
     parts = [HEAD, "\n".join(rules(name, p, about) for name, (p, about) in ABOUT.items()), "\n", OUTPUTS, "\n"]

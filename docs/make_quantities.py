@@ -180,7 +180,8 @@ twice.
 
 `activation_ratio` follows the graph from a layer's inputs back to the measured layer they come from; it is NaN unless
 there are only elementwise operations on the way (activations, dropout, scaling, reshaping), so in a residual network for
-most layers, and for the first one always. `sample_share` takes each row for a sample; in a transformer a row is a token.
+most layers, and for the first one always. The mean is over rows; over samples where a convolution's map becomes one row;
+all entries count as one row where dimensions are permuted on the way. `sample_share` takes each row for a sample; in a transformer a row is a token.
 It is measured for Linear layers. `kernel_change` compares outputs `h`, before the activation, in {kernel_rows} rows of
 each call.
 

@@ -247,28 +247,29 @@ def feature_cancellation(h: Tensor, dh: Tensor) -> Tensor:
 
 @torch.no_grad()
 def activation_ratio(h: Tensor, h_in: Tensor) -> Tensor:
-    r"""RMS of a layer's inputs over that of the outputs they were made of by an activation.
+    r"""Mean over rows of the length of a layer's inputs over that of the outputs they were made of by an activation.
 
     Args:
-        h: outputs of a layer, any shape; all entries count as one vector.
-        h_in: inputs of the next one, the same number of entries.
+        h: (rows, m) outputs of a layer.
+        h_in: inputs of the next one, the same shape.
 
     Returns:
-        A scalar >= 0, for ReLU about 0.7; NaN if the outputs are zero.
+        A scalar >= 0, for ReLU about 0.7. Rows of zeros in ``h`` are left out; NaN if that leaves none.
 
     Raises:
-        ValueError: not as many entries, or not real floating point.
+        ValueError: not (rows, features), or shapes differ.
 
     Source: "A Spectral Condition for Feature Learning", Assumption 2 and Fig. 5.
 
     Example:
         >>> import torch
-        >>> h = torch.tensor([[3.0, -4.0]])
+        >>> h = torch.tensor([[3.0, -4.0], [0.0, 100.0]])
         >>> activation_ratio(h, h.relu())
-        tensor(0.6000)
+        tensor(0.8000)
     """
-    require_alike(h=h.flatten(), h_in=h_in.flatten())
-    return ratio(whole_length(h_in), whole_length(h)).to(common_dtype(h, h_in))
+    require_alike(h=h, h_in=h_in)
+    outputs, inputs = as_rows(h, "h"), as_rows(h_in, "h_in")
+    return mean_ratio(lengths(inputs), lengths(outputs)).to(common_dtype(h, h_in))
 
 
 @torch.no_grad()

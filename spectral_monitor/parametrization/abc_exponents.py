@@ -12,6 +12,7 @@ from typing import Literal
 
 Exponent = Fraction | int | float
 Regime = Literal["feature learning", "kernel", "trivial", "unstable"]
+Limit = Literal["feature learning", "NTK", "body NTK", "NNGP", ""]
 HALF = Fraction(1, 2)
 _FINEST = 10_000
 """Denominators up to here are told apart; a float is taken for the nearest of such fractions."""
@@ -104,7 +105,20 @@ class ABC:
             violated=violated,
             maximally_updated=(*(rate == 0 for rate in rates), updated),
             readout_maximally_initialized=initialized,
+            limit=_limit(regime, initialized, updated),
+            learns_from=next((place for place, rate in enumerate(rates, 1) if rate == 0 and not violated), None),
+            output_at_start=HALF - a[-1] - b[-1],
+            uniformly_updated=len(set(rates)) == 1,
         )
+
+
+def _limit(regime: Regime, initialized: bool, updated: bool) -> Limit:
+    """Return the limit's name, by what of a change reaches the output: that of features, that of the readout."""
+    if regime != "kernel":
+        return "feature learning" if regime == "feature learning" else ""
+    if initialized and updated:
+        return "NTK"
+    return "body NTK" if initialized else "NNGP"
 
 
 @dataclass(frozen=True)
@@ -112,14 +126,23 @@ class Classification:
     """The behaviour of training as the width n grows.
 
     Attributes:
-        regime: ``"feature learning"``; ``"kernel"``: outputs are trained, features stand still; ``"trivial"``: nothing
-            is; ``"unstable"``: something grows without bound.
+        regime: ``"feature learning"``; ``"kernel"``: outputs are trained, features stand still; ``"trivial"``: outputs
+            stand still, though features may move all the same (:attr:`learns_from`; paper, footnote 22);
+            ``"unstable"``: something grows without bound.
         r: features change by n^-r in a step.
         r_layers: n^-r_l is what the update of hidden matrix l alone changes of its outputs, in order.
         violated: conditions of stability that do not hold.
         maximally_updated: whether an update of each matrix changes its outputs by order 1, the readout's last.
         readout_maximally_initialized: whether what features change reaches the output at order 1 through the weights
             that the readout began with.
+        limit: the infinitely wide network's name (paper, Fig. 5 and Corollary H.35). ``"NTK"``: kernel descent with the
+            kernel of all matrices whose r_l is r, readout included; ``"body NTK"``: without the readout; ``"NNGP"``:
+            of the readout alone; ``"feature learning"``: no kernel. Empty where it is trivial or unstable.
+        learns_from: the first hidden layer, counted from 1, whose features change by order 1; those behind it do, too
+            (Theorem H.13, 3). ``None`` if none does, or if it is unstable.
+        output_at_start: power of n in the size of the output before training, where features have size 1. Below 0 the
+            limit begins at zero, as all do that learn features (Corollary 3.10); at 0 it begins as a Gaussian process.
+        uniformly_updated: whether all hidden matrices change what they return by n^-r (Proposition G.2).
     """
 
     regime: Regime
@@ -128,6 +151,10 @@ class Classification:
     violated: tuple[str, ...]
     maximally_updated: tuple[bool, ...]
     readout_maximally_initialized: bool
+    limit: Limit
+    learns_from: int | None
+    output_at_start: Fraction
+    uniformly_updated: bool
 
     @property
     def stable(self) -> bool:
@@ -140,11 +167,14 @@ class Classification:
         return self.regime == "trivial"
 
     def __str__(self) -> str:
-        lines = [f"{self.regime}, r = {self.r}"]
+        name = f"{self.regime}, {self.limit} limit" if self.regime == "kernel" else self.regime
+        lines = [f"{name}, r = {self.r}"]
         lines += [f"  not so: {text}" for text in self.violated]
         still = [str(place) for place, yes in enumerate(self.maximally_updated, start=1) if not yes]
         if still and not self.violated:
             lines.append(f"  updates vanish in matrices {', '.join(still)}")
+        if self.trivial and self.learns_from is not None:
+            lines.append(f"  features move from layer {self.learns_from} on, and outputs do not")
         return "\n".join(lines)
 
 
@@ -179,6 +209,25 @@ def mean_field() -> ABC:
 def mup(hidden: int) -> ABC:
     """Maximal update parametrization (paper, Table 1)."""
     return abc((-HALF, *(0,) * (hidden - 1), HALF), (HALF,) * (hidden + 1), 0)
+
+
+def uniform(hidden: int, r: Exponent) -> ABC:
+    """Uniform parametrization UP_r (paper, Theorem G.4): muP at ``r = 0``, the neural tangent one at ``r = 1/2``.
+
+    All hidden matrices change what they return by n^-r, and the readout is initialized and updated maximally. Up to
+    ``shifted`` it is the only stable parametrization like that.
+
+    Raises:
+        ValueError: r outside [0, 1/2], where it is not stable.
+
+    Example:
+        >>> uniform(3, 0) == mup(3), uniform(3, 0.5) == ntp(3)
+        (True, True)
+    """
+    r = _exact(r)
+    if not 0 <= r <= HALF:
+        raise ValueError(f"r must lie in [0, 1/2], where uniform parametrizations are stable; got {r}")
+    return abc((r - HALF, *(r,) * (hidden - 1), HALF), (HALF - r,) * (hidden + 1), 0)
 
 
 def _exact(x: Exponent) -> Fraction:

@@ -33,7 +33,7 @@ ENTRIES = (
     ),
     Quantity(
         key="activation_ratio",
-        notation="rms(h') / rms(h of the layer before)",
+        notation="E[ |h'| / |h of the layer before| ]",
         formula=lambda s: s.get("activation_ratio"),
         needs=frozenset({"h"}),
         tier="full",

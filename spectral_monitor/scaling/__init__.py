@@ -1,7 +1,16 @@
 """Scaling of training with width and depth: parametrizations, their predictions, and sweeps that measure it."""
 
 from spectral_monitor.fitting.power_law import Fit, fit_slope
-from spectral_monitor.parametrization.abc_exponents import ABC, Classification, abc, mean_field, mup, ntp, standard
+from spectral_monitor.parametrization.abc_exponents import (
+    ABC,
+    Classification,
+    abc,
+    mean_field,
+    mup,
+    ntp,
+    standard,
+    uniform,
+)
 from spectral_monitor.parametrization.catalogue import (
     FSC,
     MF_MUP,
@@ -59,4 +68,5 @@ __all__ = [
     "reference_run",
     "standard",
     "sweep",
+    "uniform",
 ]

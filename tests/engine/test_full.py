@@ -223,10 +223,47 @@ def test_activation_ratio_by_what_layers_are_given(taken):
     outs, _ = outputs_of(before, x, y)
     inputs, _ = outputs_of(before, x, y, inputs=True)
     for source, layer in (("first", "second"), ("second", "third")):
-        expected = (inputs[layer].norm() / outs[source].norm()).item()
+        expected = (inputs[layer].norm(dim=1) / outs[source].norm(dim=1)).mean().item()
         assert measurement.value("activation_ratio", layer) == pytest.approx(expected, rel=1e-6)
     for layer in ("first", "head"):  # x * sigmoid(x) has two ways back
         assert measurement.why("activation_ratio", layer) == full.NO_SOURCE
+
+
+class Between(nn.Module):
+    """A convolution or a matrix, what lies between, and a matrix."""
+
+    def __init__(self, first, between, last):
+        super().__init__()
+        self.first, self.last, self.between = first.double(), last.double(), between
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x).relu())).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("first", "between", "last", "shape", "parts"),
+    [
+        (nn.Linear(5, 8), lambda x: x, nn.Linear(8, 3), (4, 6, 5), lambda h: h.reshape(24, 8)),  # tokens
+        (nn.Conv2d(2, 3, 1), lambda x: x, nn.Conv2d(3, 3, 1), (4, 2, 3, 3), lambda h: h.movedim(1, -1).reshape(36, 3)),
+        (nn.Conv2d(2, 3, 1), lambda x: x.flatten(1), nn.Linear(27, 3), (4, 2, 3, 3), lambda h: h.flatten(1)),  # images
+        (nn.Linear(5, 6), lambda x: x.transpose(0, 1), nn.Linear(6, 3), (4, 4, 5), lambda h: h.reshape(1, -1)),  # all
+    ],
+    ids=["tokens", "positions", "images", "permuted"],
+)
+def test_activation_ratio_pairs_rows_of_very_different_sizes(first, between, last, shape, parts):
+    """A mean of ratios: large rows that are nearly dead do not hide what becomes of small ones."""
+    torch.manual_seed(1)
+    sizes = torch.logspace(-2, 2, shape[0], dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64) * sizes.view(-1, *[1] * (len(shape) - 1))
+    model = Between(first, between, last)
+    h = parts(model.first(x).detach())
+    expected = (h.relu().norm(dim=1) / h.norm(dim=1)).mean().item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, quantities=["activation_ratio"])
+    with probe.step():
+        model(x).backward()
+        optimizer.step()
+    assert probe.latest.value("activation_ratio", "last") == pytest.approx(expected, rel=1e-6)
 
 
 def test_sample_share_by_samples_of_their_own(taken):

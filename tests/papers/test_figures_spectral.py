@@ -249,7 +249,8 @@ def test_a_row_is_what_the_paper_defines(monkeypatch):
         b = (f - y) @ W[2] * (h2 > 0)
         own = b.norm(dim=1) * h1.relu().square().sum(1)
         share = own / (h1.relu() @ (h1.relu().T @ b)).norm(dim=1)
-        return h1.relu().norm() / h1.norm(), h2.relu().norm() / h2.norm(), share.mean()
+        kept = [(h.relu().norm(dim=1) / h.norm(dim=1)).mean() for h in (h1, h2)]
+        return *kept, share.mean()
 
     start, before, end = kept["start"], kept["before"], kept["end"]
     outputs = [forward(W) for W in (start, before, end)]

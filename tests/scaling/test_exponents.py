@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from spectral_monitor.scaling import ABC, abc, mean_field, mup, ntp, standard
+from spectral_monitor.scaling import ABC, abc, mean_field, mup, ntp, standard, uniform
 
 HALF = Fraction(1, 2)
 
@@ -116,7 +116,9 @@ def test_standard_parametrization_needs_small_learning_rates():
 
 
 def one_step(p, n, seed, nonlinearity, trained=None):
-    """RMS change of the last features and change of the output by one step of SGD on one input, all in float64."""
+    """RMS change of the last features, change of the output by one step of SGD on one input, and the output before it,
+    as RMS over draws of the readout; all in float64.
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes = [(n, 1), *[(n, n)] * (p.hidden - 1), (1, n)]
     weights = [
@@ -139,7 +141,8 @@ def one_step(p, n, seed, nonlinearity, trained=None):
             if trained is None or place in trained:
                 weight -= 0.1 * n ** float(e) * weight.grad
         after, moved = forward()
-    return (after - features).square().mean().sqrt().item(), abs((moved - output).item())
+    began = features.norm().item() * n ** float(p.init_exponents[-1])
+    return (after - features).square().mean().sqrt().item(), abs((moved - output).item()), began
 
 
 def slope(p, index, **options):
@@ -159,6 +162,75 @@ def slope(p, index, **options):
 def test_features_of_real_networks_move_as_told(p):
     """By n^-r, up to what 12 draws of four widths leave open."""
     assert slope(p, 0, nonlinearity=torch.tanh) == pytest.approx(-float(p.classify().r), abs=0.1)
+
+
+BODY_NTK, NNGP = abc((0, 0.5, 1), (0, 0, -0.5), 0), abc((0.25, 0.75, 0.5), (-0.25, -0.25, 0), 0)
+
+
+@pytest.mark.parametrize(
+    ("p", "limit", "body", "readout"),
+    [
+        (ntp(2), "NTK", 0, 0),
+        (uniform(2, 0.25), "NTK", 0, 0),
+        (BODY_NTK, "body NTK", 0, -1),
+        (NNGP, "NNGP", -0.5, 0),
+        (mup(2), "feature learning", 0, 0),
+    ],
+    ids=str,
+)
+def test_what_reaches_the_output_names_the_limit(p, limit, body, readout):
+    """Of one step: what hidden matrices do to the output, what the readout does, as powers of the width."""
+    assert p.classify().limit == limit
+    assert slope(p, 1, nonlinearity=torch.tanh, trained={0, 1}) == pytest.approx(body, abs=0.1)
+    assert slope(p, 1, nonlinearity=torch.tanh, trained={2}) == pytest.approx(readout, abs=0.1)
+
+
+@pytest.mark.parametrize("p", [ntp(2), mup(2), uniform(2, 0.25), abc((0, 0, 0.5), (0, 0.5, 0.5), 0.5)], ids=str)
+def test_outputs_at_the_start(p):
+    """The limit of ntp begins as a Gaussian process, those that learn features begin at zero (Corollary 3.10)."""
+    found = p.classify()
+    assert slope(p, 2, nonlinearity=torch.tanh) == pytest.approx(float(found.output_at_start), abs=0.1)
+    assert found.r > 0 or found.output_at_start < 0
+
+
+def test_corollary_3_10_on_the_grid():
+    learning = [found for p in TWO_HIDDEN if (found := p.classify()).regime == "feature learning"]
+    assert len(learning) > 10
+    assert all(found.output_at_start < 0 for found in learning)
+
+
+@pytest.mark.parametrize("r", [0, Fraction(1, 4), Fraction(1, 3), HALF])
+def test_uniform_parametrizations(r):
+    """Theorem G.4: of that r, all hidden matrices alike, the readout maximal in both ways, from muP to ntp."""
+    found = uniform(3, r).classify()
+    assert (found.r, found.r_layers, found.uniformly_updated) == (r, (r,) * 3, True)
+    assert found.maximally_updated[-1]
+    assert found.readout_maximally_initialized
+    assert (uniform(3, 0), uniform(3, HALF)) == (mup(3), ntp(3))
+
+
+def test_uniform_ends_at_one_half():
+    with pytest.raises(ValueError, match=r"r must lie in \[0, 1/2\].*got 3/4"):
+        uniform(2, 0.75)
+
+
+def test_layers_that_learn():
+    """Theorem H.13: from the first whose own update moves its features by order 1."""
+    late = abc((0, 0, 0.5), (0, 0.5, 0.5), 0)  # the first hidden matrix has too small a learning rate
+    assert late.classify().r_layers == (1, 0)
+    assert late.classify().learns_from == 2
+    assert not late.classify().uniformly_updated
+    assert mup(3).classify().learns_from == 1
+    assert ntp(3).classify().learns_from is None
+    assert slope(late, 0, nonlinearity=torch.tanh) == pytest.approx(0, abs=0.1)
+
+
+def test_features_may_move_where_outputs_stand_still():
+    """Footnote 22: r = 0, and trivial."""
+    p = abc((-0.5, 100.5), (0.5, 0.5), -100)
+    found = p.classify()
+    assert (found.regime, found.r, found.learns_from, found.limit) == ("trivial", 0, 1, "")
+    assert str(found).endswith("features move from layer 1 on, and outputs do not")
 
 
 def identity(x):

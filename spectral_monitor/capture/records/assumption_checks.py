@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler, rows_of
-from spectral_monitor.functional.kernels import length, sample_share
+from spectral_monitor.functional.kernels import sample_share
 from spectral_monitor.layers import Layer
+from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.state.dtensor import local_part
 
 SHARE_ROWS = 64
@@ -22,6 +23,39 @@ _ACTIVATIONS = "Relu LeakyRelu PreluKernel RreluWithNoise Gelu Silu Mish Tanh Si
 _ENTRY_BY_ENTRY = "Hardswish Hardsigmoid Hardshrink Softshrink LogSigmoid Pow Abs Exp Sin Cos Mul Div NativeDropout"
 _ARRANGEMENTS = "View UnsafeView ReshapeAlias Transpose Permute T Clone Alias Detach Squeeze Unsqueeze ToCopy"
 ELEMENTWISE = frozenset(f"{name}Backward" for name in f"{_ACTIVATIONS} {_ENTRY_BY_ENTRY} {_ARRANGEMENTS}".split())
+PERMUTING = frozenset({"TransposeBackward", "PermuteBackward", "TBackward"})
+"""Those after which rows are other ones."""
+
+
+class RowLengths(NamedTuple):
+    """Lengths of the rows of a tensor: of its samples' positions, in order.
+
+    Attributes:
+        lengths: (rows,).
+        samples: size of the first dimension, whose rows follow each other.
+        channels_first: whether features came before positions.
+    """
+
+    lengths: Tensor
+    samples: int
+    channels_first: bool
+
+    @classmethod
+    def of(cls, x: Tensor, layer: Layer) -> RowLengths:
+        """Return those of what a layer is given or returns."""
+        rows = rows_of(x, layer.channels_first, len(layer.info.shape) - 2)
+        rows = rows.to(compute_dtype(rows.dtype))
+        return cls(torch.linalg.vector_norm(rows, dim=1), x.shape[0] if x.ndim else 1, layer.channels_first)
+
+    def paired(self, other: RowLengths, permuted: bool) -> tuple[Tensor, Tensor]:
+        """Return lengths of both for the smallest parts that are known to belong together: rows, samples or all."""
+        a, b = self.lengths, other.lengths
+        if not permuted and len(a) == len(b) and self.channels_first == other.channels_first:
+            return a, b
+        same = not permuted and self.samples == other.samples
+        parts = self.samples if same and not (len(a) % self.samples or len(b) % self.samples) else 1
+        whole = tuple(torch.linalg.vector_norm(x.view(parts, -1), dim=1) for x in (a, b))
+        return whole[0], whole[1]
 
 
 @dataclass
@@ -29,14 +63,15 @@ class Checked:
     """Of one call of a layer.
 
     Attributes:
-        output: root of the sum of squares of the output.
-        source: the same of the layer's output that the input was made of, entry by entry; ``None`` if it was not.
+        output: lengths of the output's rows.
+        source: lengths of parts of the layer's output that the input was made of, entry by entry; ``None`` if it was
+            not.
         input: the same of the input.
         rows: the input's rows, all of them, until the gradient of the output arrives.
         share: see :func:`~spectral_monitor.functional.sample_share`.
     """
 
-    output: Tensor | None = None
+    output: RowLengths | None = None
     source: Tensor | None = None
     input: Tensor | None = None
     rows: GuardedTensor | None = None
@@ -61,10 +96,11 @@ class Checks:
         """Record a layer's call with its inputs."""
         checked = Checked()
         if self._ratios:
-            checked.output = length(local_part(output))
-            source = None if given is None else self._source(given)
-            if source is not None and given is not None:
-                checked.source, checked.input = source.output, length(local_part(given))
+            checked.output = RowLengths.of(local_part(output), layer)
+            source, permuted = (None, False) if given is None else self._source(given)
+            if source is not None and source.output is not None and given is not None:
+                lengths = RowLengths.of(local_part(given), layer)
+                checked.input, checked.source = lengths.paired(source.output, permuted)
             if output.grad_fn is not None:
                 self._made[output.grad_fn] = checked
         if self._shares and given is not None and _is_one_matrix(layer) and given.is_floating_point():
@@ -83,15 +119,20 @@ class Checks:
             with torch.autocast(b.device.type, enabled=False):
                 checked.share = sample_share(rows, b, self._picker.choose(len(b), SHARE_ROWS, b.device))
 
-    def _source(self, x: Tensor) -> Checked | None:
-        """Return the call whose output became ``x`` by elementwise operations, if no other way leads back from it."""
+    def _source(self, x: Tensor) -> tuple[Checked | None, bool]:
+        """Return the call whose output became ``x`` by elementwise operations, if no other way leads back from it, and
+        whether its dimensions were permuted.
+        """
         node: Any = x.grad_fn
+        permuted = False
         while node is not None and node not in self._made:
-            if node.name().rstrip("0123456789") not in ELEMENTWISE:
-                return None
+            name = node.name().rstrip("0123456789")
+            if name not in ELEMENTWISE:
+                return None, False
+            permuted |= name in PERMUTING
             back = [following for following, _ in node.next_functions if following is not None]
             node = back[0] if len(back) == 1 else None
-        return None if node is None else self._made[node]
+        return None if node is None else self._made[node], permuted
 
 
 def _is_one_matrix(layer: Layer) -> bool:

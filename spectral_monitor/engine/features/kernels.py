@@ -22,7 +22,6 @@ from spectral_monitor.engine.settings import Settings
 from spectral_monitor.functional.features import mean_ratio
 from spectral_monitor.functional.kernels import bfk_moments, kernel_change, length, signs
 from spectral_monitor.functional.laziness import kernel_alignment
-from spectral_monitor.functional.norms import ratio
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.quantities import QUANTITIES
@@ -92,8 +91,7 @@ class FullStage:
             found = [call.checked for call in recorded if call.checked is not None]
             pairs = [(c.input, c.source) for c in found if c.input is not None and c.source is not None]
             if pairs and len(pairs) == len(recorded):
-                inputs, sources = (length(torch.stack(lengths)) for lengths in zip(*pairs, strict=True))
-                self._out.put(i, "activation_ratio", ratio(inputs, sources))
+                self._out.put(i, "activation_ratio", mean_ratio(*map(torch.cat, zip(*pairs, strict=True))))
             else:
                 self._facts.why_not["activation_ratio", i] = NO_SOURCE
             if len(recorded) == len(found) == recorded[0].b_count == 1 and found[0].share is not None:
