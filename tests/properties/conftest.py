@@ -1,0 +1,30 @@
+"""How many examples a property is tried on: the same few in every run; many with ``--hypothesis-profile=many``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in (".", "linalg", "oracle", "properties"))
+
+for name, examples in (("few", 40), ("many", 1500)):
+    # No deadline: timings on a shared machine say nothing. No database: an example that fails belongs in a test.
+    settings.register_profile(
+        name,
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+def pytest_configure(config):
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("few")
+
+
+settings.load_profile("few")
