@@ -108,11 +108,12 @@ def _norm(left: Tensor, right: Tensor) -> Tensor:
     """Return the root of the largest eigenvalue of a product of Gram matrices."""
     trace = _trace(left)
     finite = (trace + _trace(right)).isfinite()
+    nothing = trace == 0  # the ridge would make something of it
     left = torch.where(finite[..., None, None], left, torch.zeros_like(left))
     right = torch.where(finite[..., None, None], right, torch.zeros_like(right))
     ridge = _RIDGE * left.diagonal(dim1=-2, dim2=-1) + _TINY
     root, _ = torch.linalg.cholesky_ex(left + torch.diag_embed(ridge))
-    found = torch.linalg.eigvalsh(root.mT @ right @ root)[..., -1].clamp(min=0).sqrt()
+    found = torch.linalg.eigvalsh(root.mT @ right @ root)[..., -1].clamp(min=0).sqrt().masked_fill(nothing, 0.0)
     return torch.where(finite, found, torch.full_like(found, torch.nan))
 
 

@@ -79,4 +79,5 @@ def kernel_alignment(h_start: Tensor, h_now: Tensor) -> Tensor:
             kernels.append(centered @ centered.T)
         first, second = kernels
         product = (first * second).sum(dtype=torch.float64)
-        return ratio(product, whole_length(first).double() * whole_length(second).double()).to(dtype)
+        cosine = ratio(product, whole_length(first).double() * whole_length(second).double())
+        return cosine.clamp(0, 1).to(dtype)  # but for rounding it is

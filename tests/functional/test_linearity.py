@@ -63,3 +63,12 @@ def test_shapes_are_checked():
         F.kernel_alignment(gaussian(4, 3), gaussian(5, 3))
     with pytest.raises(ValueError, match="h_now"):
         F.kernel_alignment(gaussian(4, 3), gaussian(4))
+
+
+def test_rounding_does_not_take_alignment_out_of_its_range():
+    for seed in range(200):
+        a, b = (gaussian(2, 1, seed=2 * seed + k, dtype=torch.float32) for k in range(2))
+        c = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]])  # orthogonal contrasts
+        d = torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]) * gaussian(1, 1, seed=seed, dtype=torch.float32)
+        for first, second in ((a, b), (c, d), (c @ gaussian(3, 3, seed=seed).float(), d)):
+            assert 0 <= F.kernel_alignment(first, second).item() <= 1

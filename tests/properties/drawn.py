@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-DECADES = {torch.float64: (-290, 290), torch.float32: (-44, 36), torch.bfloat16: (-40, 36), torch.float16: (-7, 3)}
-"""Powers of ten at which the largest singular value of a drawn matrix lies: as far as the dtype holds it, and to where
-only the last digits of entries are left."""
+DECADES = {torch.float64: (-290, 290), torch.float32: (-30, 36), torch.bfloat16: (-30, 36), torch.float16: (-4, 3)}
+"""Powers of ten at which the largest singular value of a drawn matrix lies."""
+LOWEST = {torch.float64: -290, torch.float32: -44, torch.bfloat16: -40, torch.float16: -7}
+"""The same down to where only the last digits of entries are left."""
 LONGEST = 100
 """Longest side: more than the 72 up to which norms come from a Gram matrix."""
 
@@ -48,7 +49,7 @@ def spectra(draw: st.DrawFn, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.float64)
     if draw(st.booleans()):  # rank-deficient
         values[rank:] = 0
-    return values
+    return values.double()
 
 
 def orthogonal(size: int, seed: int) -> Tensor:
@@ -109,14 +110,15 @@ def drawn(A: Tensor, dtype: torch.dtype, unit: float) -> Drawn:
 
 
 @st.composite
-def units(draw: st.DrawFn, dtype: torch.dtype) -> float:
+def units(draw: st.DrawFn, dtype: torch.dtype, subnormal: bool = False) -> float:
     """Powers of two over all decades that the dtype holds."""
     low, high = DECADES[dtype]
+    low = LOWEST[dtype] if subnormal else low
     return 2.0 ** draw(st.integers(math.ceil(low * math.log2(10)), math.floor(high * math.log2(10))))
 
 
 @st.composite
-def stacks(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = dtypes) -> Drawn:
+def stacks(draw: st.DrawFn, subnormal: bool = False) -> Drawn:
     """Stacks of one to three matrices of one shape, each of its own spectrum."""
     m, n = draw(shapes())
     dtype = draw(dtypes)
@@ -127,4 +129,13 @@ def stacks(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = dtypes) -> 
         left = orthogonal(m, seed) if turned in ("both", "left") else None
         right = orthogonal(n, seed + 1) if turned in ("both", "right") else None
         matrices.append(placed(values, m, n, left, right))
-    return drawn(torch.stack(matrices), dtype, draw(units(dtype)))
+    return drawn(torch.stack(matrices), dtype, draw(units(dtype, subnormal)))
+
+
+@st.composite
+def broad(draw: st.DrawFn) -> Drawn:
+    """A matrix with values so close to the largest that few Lanczos steps end between them."""
+    n, dtype = draw(st.integers(74, LONGEST)), draw(dtypes)
+    values = 1 - draw(st.floats(0.1, 1)) * torch.arange(n, dtype=torch.float64) / n
+    A = placed(values, n, n, orthogonal(n, seed := draw(seeds)), orthogonal(n, seed + 1))
+    return drawn(A[None], dtype, draw(units(dtype)))
