@@ -75,6 +75,7 @@ def kernel_alignment(h_start: Tensor, h_now: Tensor) -> Tensor:
         kernels = []
         for rows in (start, now):
             centered = rows.to(dtype) / largest(rows)
+            centered = centered - centered[:1]  # of rows that are alike nothing is left, not even rounding
             centered = centered - centered.mean(0)
             kernels.append(centered @ centered.T)
         first, second = kernels

@@ -53,7 +53,10 @@ def test_alignment_sees_no_rotation_no_scale_and_no_mean():
 def test_what_divides_by_nothing_is_no_number():
     h = gaussian(4, 3)
     assert F.linearity(h, h, h).isnan()
-    assert F.kernel_alignment(h, torch.ones(4, 3).double()).isnan()
+    for rows in range(1, 40):
+        alike, other = gaussian(1, 3, seed=rows).float().expand(rows, 3), gaussian(rows, 3).float()
+        assert F.kernel_alignment(alike, other).isnan()
+        assert F.kernel_alignment(other, alike).isnan()
 
 
 def test_shapes_are_checked():
