@@ -173,6 +173,7 @@ class Engine(EngineState):
             self._replaced = replaced(self._whereabouts, self.layers, self._warn)
             if self.watches_features:
                 self.features.look_for(self.asked.keys if self._alone else ())
+                self.features.watch_losses = "dh" in self.asked.needs or "backward_speed" in self.asked.keys
                 foresight = nothing if ALONE & set(self.asked.keys) else self._replays.slices.foresee
                 ranked = "backward_stable_rank" in self.asked.keys
                 self.features.foresee(foresight, ranked, apart=self.processes is not None)

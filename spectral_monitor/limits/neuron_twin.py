@@ -23,6 +23,8 @@ from spectral_monitor.parametrization.rules import Parametrization
 ENTRIES = 2**24
 """Weights of a twin, at most: 64 MB in float32. Fewer neurons then stand for the distribution."""
 
+RELATIVE_TO_START = frozenset({"feature_drift", "kernel_drift", "kernel_alignment"})
+"""Quantities that the outputs at the start divide."""
 RELATIVE_TO_OUTPUTS = frozenset({"feature_change", "feature_change_local", "kernel_change", "sensitivity"})
 """Quantities that the outputs before the step divide."""
 
@@ -68,7 +70,7 @@ class NeuronTwin:
         """
         *_, readout = (name for name, _ in self.module.named_children())
         values = {key: column.clone() for key, column in measured.values.items()}
-        undefined = {"feature_drift", *(RELATIVE_TO_OUTPUTS if measured.step == 1 else ())} & values.keys()
+        undefined = (RELATIVE_TO_START | (RELATIVE_TO_OUTPUTS if measured.step == 1 else set())) & values.keys()
         reasons: dict[str, str] = {}
         for place, info in enumerate(measured.layers):
             if info.name.split(".")[-1] == readout:

@@ -49,7 +49,7 @@ class Sizes:
         self.append, self.take = seen.append, lambda: [seen.pop(0) for _ in range(len(seen))]
 
 
-def trained(make, steps=3, sizes=(), **settings):
+def trained(make, steps=3, sizes=(), loss_of=lambda out: out.square().mean(), **settings):
     """A probe that has measured some steps, what it warned of, and the samples of the forwards of each step."""
     torch.manual_seed(3)
     model = make()
@@ -63,7 +63,7 @@ def trained(make, steps=3, sizes=(), **settings):
         for model.number, batch in enumerate(batches, start=1):
             with probe.step():
                 optimizer.zero_grad()
-                model(*batch).square().mean().backward()
+                loss_of(model(*batch)).backward()
                 optimizer.step()
             forwards.append(model.sizes.take())
     return probe, [str(one.message) for one in said], forwards
@@ -517,8 +517,8 @@ def test_the_tier_full_compares_the_first_samples_and_passes_through_the_graph_o
         def forward(self, x):
             return super().forward(x).square().mean()
 
-    whole, _, _ = trained(Scored, quantities="full")
-    few, said, _ = trained(Scored, quantities="full", replay_samples=FEW)
+    whole, _, _ = trained(Scored, loss_of=lambda loss: loss, quantities="full")
+    few, said, _ = trained(Scored, loss_of=lambda loss: loss, quantities="full", replay_samples=FEW)
     assert not said
     for i, (one, other) in enumerate(zip(whole.measurements, few.measurements, strict=True)):
         of_all = {"bfk_ratio", "backward_speed", "activation_ratio", "sample_share", "weight_cancellation"}

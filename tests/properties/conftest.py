@@ -26,3 +26,6 @@ for name, examples in (("few", 40), ("many", 1500)):
 def pytest_configure(config):
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("few")
+
+
+settings.load_profile("few")

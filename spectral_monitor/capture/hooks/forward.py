@@ -130,7 +130,6 @@ class FeatureCapture:
 
     def look_for(self, keys: Collection[str]) -> None:
         """Observe from now on what some quantities of tier "full" need of calls and losses besides."""
-        self.watch_losses = "backward_speed" in keys
         self.checks = Checks(keys) if {"activation_ratio", "sample_share"} & set(keys) else None
 
     def arm(self) -> None:
@@ -209,8 +208,7 @@ class FeatureCapture:
             if root.reached:
                 with self._harmless("the end of the forward pass"):
                     root.keep_loss(output)
-                    handle = root.watch_loss(output) if self.watch_losses else None
-                    self._handles += [] if handle is None else [handle]
+                    self._handles += root.watch_loss(output) if self.watch_losses else []
                     self.weights = marks(self._watched)
                 self.roots.append(root)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.capture.replay.batch_slicing import slice_batch, tree_map
+from spectral_monitor.capture.replay.loss_flow import LossFlow
 from spectral_monitor.state.dtensor import is_distributed
 from spectral_monitor.state.rng import AutocastState, RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
@@ -42,7 +43,7 @@ class RootCall:
         uncopied: why its arguments could not be copied, if they could not; then it cannot be made again.
         reached: calls of measured layers inside it.
         loss: the loss the call returned, if it returned one.
-        loss_gradients: gradients that arrived there, if they were waited for: 1 and factors, one if all is well.
+        flow: gradients that arrived there and at whatever else it returned, if they were waited for.
         randomness: before the call.
         given: its positional and keyword arguments, copied.
         modes: whether each module inside was training.
@@ -53,7 +54,7 @@ class RootCall:
         self.module = module
         self.reached = 0
         self.loss: Tensor | None = None
-        self.loss_gradients: list[Tensor] = []
+        self.flow: LossFlow | None = None
         self.given, self.uncopied = copied((args, kwargs), ((), {}))
         self.modes = modes(module)
         self.drew = False
@@ -67,13 +68,13 @@ class RootCall:
         loss = loss_in(output)
         self.loss = None if loss is None else loss.detach().clone()
 
-    def watch_loss(self, output: Any) -> RemovableHandle | None:
+    def watch_loss(self, output: Any) -> list[RemovableHandle]:
         """Wait for the gradient of the loss in the call's output, if there is one."""
         loss = loss_in(output)
-        if loss is None or not loss.requires_grad:
-            return None
-        handle: RemovableHandle = loss.register_hook(lambda gradient: self.loss_gradients.append(gradient.clone()))
-        return handle
+        if loss is None or loss.grad_fn is None:
+            return []
+        self.flow = LossFlow(loss, output)
+        return self.flow.handles
 
     def rewind(self) -> None:
         """Give the module the state it had before the call."""

@@ -255,10 +255,10 @@ class FullStage:
 
 def _with_loss(again: Replayable | None, given: StepInputs) -> tuple[Replayable | None, Tensor | float]:
     """Return the forward up to the loss, and the gradient with which the backward pass began there."""
-    if isinstance(again, RootCall) and len(again.loss_gradients) == 1:
-        loss = trained_on(again, given)
-        if loss is not None and not bool(loss.isnan()):
-            return again, again.loss_gradients[0]
+    if isinstance(again, RootCall) and again.flow is not None and len(again.flow.gradients) == 1:
+        loss = None if given.loss is None else trained_on(again, given)
+        if bool(again.flow.alone() if loss is None else ~loss.isnan()):
+            return again, again.flow.gradients[0]
     step = given.training_step
     if again is None or step is None or step.iterators or step.uncopied or given.loss is None:
         return None, 0.0

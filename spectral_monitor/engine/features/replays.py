@@ -310,8 +310,11 @@ def _check_part(part: Replayable, replay: Replay) -> None:
 
 
 def trained_on(root: RootCall, given: StepInputs) -> Tensor | None:
-    """Return the loss the call returned; NaN if training is known to use another one."""
-    if root.loss is None or given.loss is None:
-        return root.loss
-    same = (root.loss / given.accumulated).to(given.loss) == given.loss
-    return torch.where(same.all(), root.loss, math.nan)
+    """Return the loss the call returned; NaN if training uses another one, or one of which that is a part."""
+    if root.loss is None:
+        return None
+    if given.loss is None:
+        whole = root.flow is not None and root.flow.whole(given.accumulated)
+    else:
+        whole = ((root.loss / given.accumulated).to(given.loss) == given.loss).all()
+    return torch.where(torch.as_tensor(whole, device=root.loss.device), root.loss, math.nan)

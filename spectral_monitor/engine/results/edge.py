@@ -13,6 +13,7 @@ DIGITS = 0.01
 ACCUMULATED = "gradients are accumulated: the loss after the step is of the last micro-batch alone"
 SEVERAL = "several optimizers made a step, and the loss after it is of one of them"
 NO_LOSS = "the loss after the step is not known for the whole batch: replay_samples=None runs all of it again"
+OTHER_LOSS = "the loss is not finite, or what the model returns is not what was trained on, or only a part of it"
 NO_PREDICTION = "the predicted change of the loss is not known"
 UPHILL = "the step does not go downhill on this batch"
 FEW_DIGITS = "the change of the loss is too close to its rounding"
@@ -21,7 +22,7 @@ NO_RATE = "no learning rate above 0 is known"
 
 
 def edge(
-    summary: Mapping[str, float], loss: float, optimizers: int, facts: StepContext
+    summary: Mapping[str, float], loss: float, no_loss: str, optimizers: int, facts: StepContext
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Return ``edge`` and ``critical_lr``, and for each that is NaN the reason.
 
@@ -33,6 +34,7 @@ def edge(
     Args:
         summary: values of the whole network that there are already.
         loss: before the step.
+        no_loss: why it is not known how it changed, if it is not.
         optimizers: how many made a step.
         facts: of the step.
     """
@@ -45,7 +47,7 @@ def edge(
     elif optimizers > 1:
         why = SEVERAL
     elif not math.isfinite(change):
-        why = facts.no_replay or NO_LOSS
+        why = no_loss
     elif not math.isfinite(predicted):
         why = NO_PREDICTION
     elif predicted >= 0:

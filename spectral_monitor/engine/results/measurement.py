@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spectral_monitor.engine.results.edge import edge
+from spectral_monitor.engine.results.edge import NO_LOSS, OTHER_LOSS, edge
 from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, Raw
 from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row
 from spectral_monitor.engine.results.summary import equilibrium_steps, properties
@@ -37,6 +37,7 @@ class Measured:
             skipped: updates before this one that were.
         """
         keys, facts, network = self.asked.keys, self.facts, raw.get(NETWORK, {})
+        no_loss = facts.no_replay or (OTHER_LOSS if LOSS_CHANGE in network else NO_LOSS)
         change, loss = network.pop(LOSS_CHANGE, [math.nan, math.nan])
         changed = [value for name, value in network.items() if name.startswith("g.changed")]
         facts.rewritten, facts.clipped = any(some[0] for some in changed), any(some[1] for some in changed)
@@ -60,8 +61,10 @@ class Measured:
             summary["loss_change_predicted"] = math.nan
         if "dh" in self.asked.needs:
             summary["loss"], summary["loss_change"] = loss, change
+            unknown = [key for key in ("loss", "loss_change") if math.isnan(summary[key])]
+            missing.update({f"{key}/{SUMMARY}": no_loss for key in unknown})
             if "loss_change_predicted" in summary:
-                found, why = edge(summary, loss, len(changed), facts)
+                found, why = edge(summary, loss, no_loss, len(changed), facts)
                 summary.update(found)
                 missing.update({f"{key}/{SUMMARY}": reason for key, reason in why.items()})
         if missing != reasons.get(keys):

@@ -86,8 +86,9 @@ class JSONLinesSink:
         lines = []
         if known != measurement.layers or not self.path.exists():  # somebody may have taken it away
             lines, self._reasons, self._quantities = [_header(measurement.layers, self._run)], {}, set()
-        self._quantities |= measurement.values.keys()
-        before = concerning(self._reasons, self._quantities - measurement.values.keys())
+        there = measurement.values.keys() | measurement.summary.keys()
+        self._quantities |= there
+        before = concerning(self._reasons, self._quantities - there)
         lines.append(_line(measurement, _changes(before, measurement.reasons)))
         with self.path.open("a+b") as file:
             if is_torn(file):

@@ -118,8 +118,9 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[Record]:
                     raise ValueError("measurements before any layers")
                 else:
                     reasons = {key: text for key, text in {**reasons, **row["reasons"]}.items() if text is not None}
-                    quantities |= row["values"].keys()
-                    others = quantities - row["values"].keys()
+                    there = row["values"].keys() | row["summary"].keys()
+                    quantities |= there
+                    others = quantities - there
                     record = _record(row, layers, concerning(reasons, others))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 broken = broken or ValueError(

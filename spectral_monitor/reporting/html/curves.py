@@ -33,8 +33,10 @@ DECADES = 9.0
 LINEAR = frozenset({"alignment", "update_alignment", "bfa_cos"})
 """Quantities with a range of their own; all others are drawn on a log scale if they are nowhere negative."""
 OUTSIDE = "off now"
-LINE = 44
+LINE = 40
 """Characters of a line below a chart's title."""
+BESIDE, PLOT = 3, 258
+"""Charts in a row, at most; pixels of a chart's height."""
 GAP = 0.09
 """Between two charts, for what is written beside the second one; of the width."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -94,7 +96,6 @@ def curves(
     if not known:
         return None, {}
     layout: Figure = {
-        "height": 360,
         "margin": {"l": 60, "r": 10, "t": 56, "b": 46},
         "annotations": [],
         "hovermode": "closest",
@@ -104,15 +105,24 @@ def curves(
     meanings = {key: wrap(QUANTITIES[key].meaning, LINE) for key in known}
     most = max(map(len, meanings.values()))
     layout["margin"]["t"] += 15 * (most - 1)
-    layout["height"] += 15 * (most - 1)
+    lines = -(-len(known) // BESIDE)  # of charts, equally long
+    beside = -(-len(known) // lines)
+    width = (1 - GAP * (beside - 1)) / beside
+    between = layout["margin"]["t"] + layout["margin"]["b"]
+    pixels = lines * PLOT + (lines - 1) * between
+    layout["height"] = pixels + between
     for place, (key, found) in enumerate(known.items()):
         suffix = "" if place == 0 else str(place + 1)
         chart = _Chart(key, found, rows, every, now)
         dashed = limit_traces(limit, key, chart.names)
         chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
-        left, right = place / len(known), (place + 1) / len(known) - (GAP if place + 1 < len(known) else 0.0)
-        axis = {"domain": [left, right], "anchor": f"y{suffix}", "title": {"text": "step", "standoff": 4}}
-        layout |= {f"xaxis{suffix}": axis, f"yaxis{suffix}": {"anchor": f"x{suffix}", **chart.axis()}}
+        line, column = divmod(place, beside)
+        left = column * (width + GAP)
+        top = 1 - line * (PLOT + between) / pixels
+        across: Figure = {"domain": [left, min(1.0, left + width)], "anchor": f"y{suffix}"}
+        across |= {"title": {"text": "step", "standoff": 4}}
+        upright = {"domain": [max(0.0, top - PLOT / pixels), top], "anchor": f"x{suffix}", **chart.axis()}
+        layout |= {f"xaxis{suffix}": across, f"yaxis{suffix}": upright}
         title = titled(key, *map(escaped, meanings[key]), *["&nbsp;"] * (most - len(meanings[key])))
         layout["annotations"].append(title_of(title, suffix, f"y{suffix}"))
         traces = [
