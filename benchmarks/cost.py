@@ -25,7 +25,7 @@ from typing import Any
 
 import lightning.pytorch  # noqa: F401  sets the level of its loggers
 import torch
-from cost_cases import LEFT_OUT, all_counts, headline, interval, ranks, series, writing
+from cost_cases import LEFT_OUT, all_counts, headline, interval, ranks, series, vision, writing
 from cost_check import compare_counts, compare_ratios, table
 from cost_machine import describe
 from cost_page import page
@@ -43,6 +43,7 @@ def parts(device: Device, quick: bool, text: str | None) -> dict[str, Callable[[
         "headline": lambda: headline(device, quick, text),
         "interval": lambda: interval(device, quick, text),
         "series": lambda: series(device, quick, text),
+        "vision": lambda: vision(device, quick, text),
         "counts": lambda: all_counts(text),
         "writing": lambda: writing(quick),
         "ranks": lambda: ranks(quick, text),
@@ -66,6 +67,7 @@ def write_page(folder: Path) -> None:
 
 def run(args: argparse.Namespace, device: Device) -> None:
     """Measure and write."""
+    args.out.mkdir(parents=True, exist_ok=True)
     found = read(args.out / "cost.json")
     here = found.setdefault(device.name, {})
     machine = describe(device)

@@ -11,9 +11,10 @@ import logging_cost
 import scaling
 import torch
 from cost_machine import available, copy_bandwidth
-from cost_models import GPU, HEADLINE, QUICK, SERIES, Size
+from cost_models import GPU, HEADLINE, QUICK, SERIES
 from cost_peers import PEERS
-from cost_rounds import Device, Part, Timing, measure, measure_interval
+from cost_rounds import Device, Part, Timing, Training, measure, measure_interval
+from cost_vision import MODELS, Images
 from counts import Counts, count
 from lightning.pytorch.callbacks import Callback
 from tqdm.auto import tqdm
@@ -114,7 +115,21 @@ def series(device: Device, quick: bool, text: str | None) -> dict[str, list[dict
     return found
 
 
-def counted(size: Size, name: str, text: str | None) -> Counts:
+def vision(device: Device, quick: bool, text: str | None) -> list[dict[str, Any]]:
+    """Image classifiers, each with ratios and counts."""
+    found = []
+    for name in MODELS:
+        case = Images(name)
+        contestants: dict[str, Callback] = {kind: monitor(kind) for kind in (LIGHT, STANDARD)}
+        parts = dict.fromkeys(contestants, (0, 2 if quick else 5))
+        plain, timings = measure(case, contestants, parts, device, text, case.describe())
+        counts = {kind: plain_counts(counted(case, kind, text)) for kind in (LIGHT, STANDARD)}
+        about = {"label": case.describe(), "parameters": case.parameters, "plain": plain}
+        found.append({**about, "rows": rows(timings), "counts": counts})
+    return found
+
+
+def counted(size: Training, name: str, text: str | None) -> Counts:
     """Counts of a measured step."""
     module, data = size.start(text)
     batch = next(iter(data))

@@ -65,6 +65,11 @@ What one measured step of the same model does more than a plain one; the same on
 is one reading of all of a matrix. Looking for the largest singular value takes two for each step of block Lanczos; that
 takes as many steps as it needs. `make bench-check` counts again, and fails if one of these has grown.
 """
+VISION = """## Images
+
+Convolutions, depthwise ones among them, and patches; random images, AdamW. The last but one column is of tier
+`"standard"`; `max_overhead` holds it below 1 % wherever a step takes more.
+"""
 WRITING = """## Writing it down
 
 `benchmarks/logging_cost.py`: a network of {matrices} matrices, all quantities, per measured step, until everything is
@@ -206,6 +211,18 @@ def _growth(found: Mapping[str, Any]) -> str:
     return text + "\nOperators and bytes are those a measured step has more than a plain one, of both tiers.\n"
 
 
+def _vision(found: Mapping[str, Any]) -> str:
+    head = ["", "parameters", "plain step, s", LIGHT, STANDARD, "training, every 100 steps", "operators"]
+    body = []
+    for point in found["vision"]:
+        row = point["rows"][STANDARD]
+        operators = ", ".join(f"{point['counts'][kind]['operators']:,}" for kind in (LIGHT, STANDARD))
+        cells = [point["label"], f"{point['parameters'] / 1e6:.1f} M", f"{point['plain']:.2f}"]
+        cells += [ratio(point["rows"][LIGHT]), ratio(row), amortized(row, 100), operators]
+        body.append(cells)
+    return VISION + "\n" + table(head, body)
+
+
 def _counts(found: Mapping[str, Any]) -> str:
     body = []
     for name, counts in found["counts"].items():
@@ -268,7 +285,7 @@ def _gpu(found: Mapping[str, Any]) -> str:
 def page(all_found: Mapping[str, Any]) -> str:
     """The page as Markdown."""
     found = all_found["cpu"]
-    parts = [_headline, _machine, _turn, _peers, _growth, _counts, _writing, _ranks]
+    parts = [_headline, _machine, _turn, _peers, _growth, _vision, _counts, _writing, _ranks]
     texts = [part(found).strip("\n") for part in parts]
     texts.append((_gpu(all_found["cuda"]) if "cuda" in all_found else NO_GPU).strip("\n"))
     return "\n\n".join(texts) + "\n"

@@ -15,12 +15,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
-from cost_models import Size
 from lightning.pytorch.callbacks import Callback
 from tqdm.auto import tqdm
 
@@ -32,6 +31,13 @@ BATCH_HOOKS = (
     "on_before_optimizer_step",
 )
 """Of a training batch, besides its start and its end."""
+
+
+class Training(Protocol):
+    """What is trained."""
+
+    def start(self, text: str | None) -> tuple[pl.LightningModule, Any]:
+        """A new model and its data, the same at every call."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,12 @@ def plan_of(parts: Mapping[str, Part]) -> list[tuple[str, bool]]:
 
 
 def fit(
-    size: Size, contestants: Mapping[str, Callback], plan: Sequence[str], device: Device, text: str | None, title: str
+    size: Training,
+    contestants: Mapping[str, Callback],
+    plan: Sequence[str],
+    device: Device,
+    text: str | None,
+    title: str,
 ) -> Turns:
     """Train as many steps as planned."""
     model, data = size.start(text)
@@ -189,7 +200,7 @@ def fit(
 
 
 def measure(
-    size: Size,
+    size: Training,
     contestants: Mapping[str, Callback],
     parts: Mapping[str, Part],
     device: Device,
@@ -211,7 +222,7 @@ def measure(
 
 
 def measure_interval(
-    size: Size, monitor: Callback, every: int, pairs: int, device: Device, text: str | None, title: str
+    size: Training, monitor: Callback, every: int, pairs: int, device: Device, text: str | None, title: str
 ) -> list[float]:
     """Time of ``every`` steps with a monitor, one of them measured, to that of as many plain ones before them."""
     name = "monitor"

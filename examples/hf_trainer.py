@@ -46,10 +46,7 @@ class Characters(Dataset[dict[str, Tensor]]):
 
 
 def train(steps: int, width: int, *callbacks: TrainerCallback, **arguments: Any) -> Trainer:
-    """Train on LICENSE, two micro-batches per step.
-
-    The model divides its loss by the tokens of both, as the Trainer tells it: ``loss_change`` is the last one's share.
-    """
+    """Train on LICENSE, two micro-batches per step."""
     data = Characters(Path(__file__).parents[1].joinpath("LICENSE").read_text())
     set_seed(0)
     config = GPT2Config(

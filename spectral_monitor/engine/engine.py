@@ -198,6 +198,8 @@ class Engine(EngineState):
         loss: Tensor | None = None,
         accumulated: int = 1,
         loss_scale: float = 1.0,
+        loss_parts: int = 1,
+        clipped_before: bool = False,
         context: Context = nullcontext,
         only_if_stepped: bool = False,
     ) -> Measurement | None:
@@ -209,6 +211,9 @@ class Engine(EngineState):
             loss: what the backward pass started from, to tell whether the loss a model returns is that one.
             accumulated: what the model's loss was divided by to become that.
             loss_scale: what it was multiplied by before the backward pass, to keep half precision from underflow.
+            loss_parts: of how many losses, of processes and micro-batches, that of the step is the sum; 1 if it is
+                their mean.
+            clipped_before: whether the gradients were clipped, by a factor that is not known.
             context: precision the replayed forward runs under, besides the autocast that was recorded.
             only_if_stepped: measure nothing if no optimizer has stepped; :attr:`idle` then says so.
 
@@ -217,7 +222,9 @@ class Engine(EngineState):
         """
         measurement = None
         loss = None if loss is None else loss.detach()
-        given = StepInputs(training_step, loss, accumulated, loss_scale, context, only_if_stepped)
+        given = StepInputs(
+            training_step, loss, accumulated, loss_scale, loss_parts, clipped_before, context, only_if_stepped
+        )
         try:
             with self._harmless("measuring"), full_precision():
                 if self.armed and (self.processes is not None or not self._failed):

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.nn.utils import get_total_norm
+
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.engine.settings import FEATURES
 from spectral_monitor.integrations.hf_checkpoint import ResumeFiles
@@ -19,6 +22,8 @@ from spectral_monitor.reporting.sinks import checked_sinks
 from spectral_monitor.reporting.text.console import rendered
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
+from spectral_monitor.sharding.training_processes import fsdp1_wrapper
+from spectral_monitor.state.dtensor import is_distributed
 from spectral_monitor.suggestions import unknown
 
 try:
@@ -32,6 +37,8 @@ except ImportError as error:
 SUPPORTED = "one process, DDP (torchrun) or FSDP"
 OWN = ("model", "optimizer", "every_n_steps", "sinks", "max_overhead")
 """Arguments of the probe that the callback gives itself."""
+ROUNDING = 1e-3
+"""Relative, of the norm of gradients after clipping."""
 
 
 class SpectralCallback(MeasuredRun, TrainerCallback):
@@ -144,7 +151,9 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
     ) -> None:
         """Measure the step, right after the optimizer's."""
         if self.probe is not None:
-            self.probe.end_step(accumulated=self._micro_batches)
+            parts = self._loss_parts(args)
+            clipped = self._clipped(args, kwargs["model"])
+            self.probe.end_step(accumulated=self._micro_batches, loss_parts=parts, clipped=clipped)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -182,6 +191,31 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         if self.probe is not None:
             self.probe.abandon_step()
 
+    def _loss_parts(self, args: TrainingArguments) -> int:
+        """Return of how many losses that of the step is the sum: models that are told its tokens divide by all."""
+        assert self.probe is not None
+        engine = self.probe._engine
+        if all(call.given[1].get("num_items_in_batch") is None for call in engine.features.roots):
+            return 1
+        if engine.processes is None or not args.average_tokens_across_devices:
+            return self._micro_batches
+        return self._micro_batches * len(set(engine.processes.batches))
+
+    def _clipped(self, args: TrainingArguments, model: nn.Module) -> bool:
+        """Return whether the gradients may have been clipped.
+
+        The Trainer tells callbacks neither that nor the factor. Gradients that were have the norm ``max_grad_norm``.
+        """
+        assert self.probe is not None
+        engine = self.probe._engine
+        if not (engine.armed and engine.watches_features and args.max_grad_norm > 0):
+            return False
+        if fsdp1_wrapper(model, engine.model) is not None:
+            return True  # each process has pieces, some of them empty, and no common way to add them up
+        norm: Any = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        whole = norm.full_tensor() if is_distributed(norm) else norm
+        return bool(whole > (1 - ROUNDING) * args.max_grad_norm)
+
     def _show(self, text: str) -> None:
         """Print a text, on the first process."""
         if self.verbose and self.probe is not None and self.probe.is_first:
@@ -194,7 +228,7 @@ def _refuse(args: TrainingArguments) -> None:
     Raises:
         ValueError: naming what is not supported and what is.
     """
-    if args.deepspeed:
+    if args.deepspeed or getattr(args, "deepspeed_plugin", None) is not None:  # the latter from `accelerate launch`
         raise ValueError(f"SpectralCallback does not measure DeepSpeed; supported: {SUPPORTED}")
     mode = args.parallel_mode
     if mode is ParallelMode.NOT_DISTRIBUTED:

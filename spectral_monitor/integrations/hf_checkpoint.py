@@ -70,11 +70,12 @@ class ResumeFiles:
                 self._read(checkpoint) if processes is None else processes.all_or_none(lambda: self._read(checkpoint))
             )
             self._probe.load_state_dict(states)
-        except ValueError as error:
+        except Exception as error:
+            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             self._probe.resume_at(step)
             if self._probe.is_first:
                 warnings.warn(
-                    f"resumed at step {step}: drift is counted from here ({error})",
+                    f"resumed at step {step}: drift is counted from here ({what})",
                     SpectralMonitorWarning,
                     stacklevel=2,
                 )
@@ -89,9 +90,8 @@ class ResumeFiles:
         first = self._small(own if own.is_file() else checkpoint / SMALL.format(0))
         count: int = first["processes"]
         if count == self._probe.processes:
-            return [self._with_tensors(first, checkpoint)]
-        files = [checkpoint / SMALL.format(rank) for rank in range(count)]
-        return [self._with_tensors(self._small(file), checkpoint) for file in files]
+            return [self._with_tensors(self._small(own), checkpoint)]
+        return [self._with_tensors(self._small(checkpoint / SMALL.format(rank)), checkpoint) for rank in range(count)]
 
     def _small(self, file: Path) -> State:
         if not file.is_file():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ def frobenius(A: Tensor) -> Tensor:
     return norms
 
 
-def tame(stacks: Sequence[ShardedStack]) -> Coroutine[tuple[list[ShardedStack], Tensor, Tensor, int]]:
+def tame(stacks: Sequence[ShardedStack]) -> Coroutine[tuple[list[ShardedStack], Tensor, Tensor, list[int]]]:
     """Make stacks safe to square; return them, Frobenius norms (K,), scales (K,) to multiply results with, and passes.
 
     A scale is 1 but for matrices of extreme entries; a matrix with NaN or inf becomes 0, of norm 1 and scale NaN
@@ -39,32 +41,39 @@ def tame(stacks: Sequence[ShardedStack]) -> Coroutine[tuple[list[ShardedStack], 
     fro = torch.cat((yield from gather([A.combined(frobenius, 2) for A in stacks])))
     limits = torch.finfo(fro.dtype)
     safe = (fro > limits.tiny**0.3) & (fro < limits.max**0.4)  # 4e-12 to 3e15 in float32
-    if not any(A.shape[1] and A.shape[2] for A in stacks) or bool(safe.all()):
-        return list(stacks), fro, torch.ones_like(fro), 1
-    largest = torch.cat((yield from gather([A.combined(_largest, math.inf) for A in stacks])))
-    safe |= largest == 0
-    if bool(safe.all()):
-        return list(stacks), fro, torch.ones_like(fro), 2
-    finite = torch.isfinite(largest)
-    scale = torch.where(safe, 1.0, largest)
-    splits = [x.split([A.shape[0] for A in stacks]) for x in (safe, finite, scale)]
-    tamed = [
-        A if bool(fine.all()) else A.map(_Tamer(known, divisor))
-        for A, fine, known, divisor in zip(stacks, *splits, strict=True)
-    ]
-    again = torch.cat((yield from gather([A.combined(frobenius, 2) for A in tamed])))
-    return tamed, torch.where(finite, again, 1.0), scale, 5
+    counts = [A.shape[0] for A in stacks]
+    tamed, fros, passes = list(stacks), list(fro.split(counts)), [1] * len(stacks)
+    scales = [torch.ones_like(some) for some in fros]
+    # Only stacks that hold an extreme matrix are read again; the host waits once for each question, not once a stack.
+    suspects = [k for k in _without(safe, counts) if stacks[k].shape[1] and stacks[k].shape[2]]
+    largest = yield from gather([stacks[k].combined(_largest, math.inf) for k in suspects])
+    for k, size in zip(suspects, largest, strict=True):
+        scales[k] = torch.where(safe.split(counts)[k] | (size == 0), 1.0, size)
+        passes[k] = 2
+    extreme = _without(torch.cat(scales) == 1, counts) if suspects else []
+    finite = {k: torch.isfinite(scales[k]) for k in extreme}
+    for k in extreme:
+        tamed[k] = stacks[k].map(partial(_tamed, finite[k], scales[k]))
+        passes[k] = 5
+    again = yield from gather([tamed[k].combined(frobenius, 2) for k in extreme])
+    for k, norm in zip(extreme, again, strict=True):
+        fros[k] = torch.where(finite[k], norm, 1.0)
+    return tamed, torch.cat(fros), torch.cat(scales), passes
 
 
-class _Tamer(NamedTuple):
-    """Divides matrices by their scale, and replaces those that are not finite by 0."""
+def _without(fine: Tensor, counts: Sequence[int]) -> list[int]:
+    """Return the stacks, of so many matrices each, in which not every matrix is fine."""
+    if bool(fine.all()):  # nearly always
+        return []
+    ends = list(itertools.accumulate(counts))
+    return sorted({bisect.bisect_right(ends, place) for place in (~fine).nonzero().flatten().tolist()})
 
-    known: Tensor
-    divisor: Tensor
 
-    def __call__(self, B: Tensor, members: Tensor | None) -> Tensor:
-        known, divisor = self if members is None else (self.known[members], self.divisor[members])
-        return torch.where(known[:, None, None], B, 0.0) / torch.where(known, divisor, 1.0)[:, None, None]
+def _tamed(known: Tensor, divisor: Tensor, A: Tensor, members: Tensor | None) -> Tensor:
+    """Return matrices divided by their divisors, and 0 for those that are not known to be finite."""
+    if members is not None:
+        known, divisor = known[members], divisor[members]
+    return torch.where(known[:, None, None], A, 0.0) / torch.where(known, divisor, 1.0)[:, None, None]
 
 
 def _largest(A: Tensor) -> Tensor:

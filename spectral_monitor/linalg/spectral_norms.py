@@ -191,7 +191,7 @@ def _solve(stacks: Sequence[ShardedStack], tol: float, exact: bool, bounds: bool
         norms.update(zip(some, result.split([counts[k] for k in some]), strict=True))
     ordered = [norms[k] for k in range(len(tamed))]
     columns = _certain(tamed, ordered, fro, scale) if bounds else _plain(ordered, fro, scale)
-    passes = [read + some.passes[0] for some in ordered]
+    passes = [first + some.passes[0] for first, some in zip(read, ordered, strict=True)]
     return [SpectralEstimate(*some) for some in zip(*(x.split(counts) for x in columns), passes, strict=True)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from pathlib import Path
 
@@ -111,3 +112,42 @@ def test_by_default_it_grows_with_neither():
     assert large.operators == small.operators
     kept = 3 * (tokens(16).nbytes - tokens(4).nbytes)
     assert abs(large.read - small.read) <= kept
+
+
+@functools.cache
+def counted_beside_depthwise(channels: int) -> Counts:
+    """Return counts of a linear layer with rows enough, after a depthwise convolution of 49 matrices a channel."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(channels, channels, 7, padding=3, groups=channels),
+        torch.nn.Flatten(2),
+        torch.nn.Linear(64, 32),
+        torch.nn.Tanh(),
+        torch.nn.Linear(32, 8),
+    )
+    x = torch.randn(16, channels, 8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return count(model, optimizer, lambda model: model(x).square().mean(), quantities="standard")
+
+
+def test_a_depthwise_convolution_is_not_filled_up_to_the_rows_of_its_neighbours():
+    """Its thousands of matrices get few rows each: together 2^18, some seventy times read."""
+    counts = counted_beside_depthwise(256)
+    read = sum(of for place, (_, of) in counts.places.items() if place.startswith("functional/features.py"))
+    assert 2**18 < read < 80 * 8 * 2**18
+
+
+def test_the_host_waits_as_often_for_stacks_of_extreme_matrices_as_for_one():
+    """Updates of 1e-20, which are scaled before they are squared, in layers of many shapes."""
+    waits = []
+    for depth in (2, 8):
+        torch.manual_seed(0)
+        widths = [8 + 2 * k for k in range(depth + 1)]
+        model = torch.nn.Sequential(*(torch.nn.Linear(n, m) for n, m in itertools.pairwise(widths)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-20)
+        x = torch.randn(16, 8)
+        with torch.no_grad():
+            for p in model.parameters():
+                p *= 1e-8  # or the updates would round to nothing
+        waits.append(count(model, optimizer, lambda model, x=x: model(x).sum() * 1e4, quantities="light").crossings)
+    assert waits[0] == waits[1]

@@ -57,7 +57,7 @@ class ChangeStage:
             return
         census, after = self._rows.census, None if done.same is None else done.same.loss
         losses = None if before is None or after is None else (after.double(), before.double())
-        change = None if losses is None else torch.stack([losses[0] - losses[1], losses[1]])
+        change = None if losses is None else torch.stack([losses[0] - losses[1], losses[1]]) * facts.loss_parts
         lost = [float(ran is not None and ran.replay is None) for ran in (done.same, done.drift)]
         off = float(done.off)
         if self._processes is None:

@@ -83,6 +83,8 @@ class StepInputs:
     loss: Tensor | None
     accumulated: int
     loss_scale: float
+    loss_parts: int
+    clipped_before: bool
     context: Context
     only_if_stepped: bool = False
 
@@ -314,7 +316,7 @@ def trained_on(root: RootCall, given: StepInputs) -> Tensor | None:
     if root.loss is None:
         return None
     if given.loss is None:
-        whole = root.flow is not None and root.flow.whole(given.accumulated)
+        whole = root.flow is not None and root.flow.whole(given.accumulated, given.loss_parts)
     else:
         whole = ((root.loss / given.accumulated).to(given.loss) == given.loss).all()
     return torch.where(torch.as_tensor(whole, device=root.loss.device), root.loss, math.nan)

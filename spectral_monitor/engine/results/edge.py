@@ -11,6 +11,7 @@ DIGITS = 0.01
 """Two digits: what rounding may amount to, relative to the edge."""
 
 ACCUMULATED = "gradients are accumulated: the loss after the step is of the last micro-batch alone"
+CLIPPED = "gradients were clipped, or may have been, by a factor that is not known"
 SEVERAL = "several optimizers made a step, and the loss after it is of one of them"
 NO_LOSS = "the loss after the step is not known for the whole batch: replay_samples=None runs all of it again"
 OTHER_LOSS = "the loss is not finite, or what the model returns is not what was trained on, or only a part of it"
@@ -44,6 +45,8 @@ def edge(
     why = ""
     if facts.accumulated > 1:
         why = ACCUMULATED
+    elif facts.clipped_before:
+        why = CLIPPED
     elif optimizers > 1:
         why = SEVERAL
     elif not math.isfinite(change):

@@ -61,6 +61,8 @@ class StepContext:
         clipped: whether gradients were clipped otherwise than by a factor.
         accumulated: what the loss was divided by before the backward pass.
         loss_scale: what it was multiplied by.
+        clipped_before: whether gradients were clipped by a factor that is not known.
+        loss_parts: of how many losses like the model's that of the step is the sum; 1 if it is their mean.
         moved: whether the weights of the forward are not those before the update.
         multipliers: layer index -> what a correction multiplied the learning rate with.
         decay: layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter.
@@ -89,6 +91,8 @@ class StepContext:
     clipped: bool = False
     accumulated: int = 1
     loss_scale: float = 1.0
+    loss_parts: int = 1
+    clipped_before: bool = False
     moved: bool = False
     multipliers: Mapping[int, float] = field(default_factory=dict)
     decay: dict[int, WeightDecay] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,8 @@ PRODUCT_BUDGET = 1 << 25
 """Multiply-adds spent on the rows ``W h'`` of one layer; 64 rows are always used, and all with max_rows=None."""
 RATIO_BUDGET = 1 << 18
 """Rows times matrices of one shape whose alignments are taken: of a depthwise convolution's thousands few rows do."""
+FILLED = 1 << 16
+"""Entries that may be zeros so that several shapes are computed with at once."""
 MOST_ROWS = 256
 """Rows that are enough: what they have in common is seen in 256 to a few percent, and several processes send them."""
 
@@ -45,6 +46,9 @@ class Job(NamedTuple):
     stack: MatrixBatch
     name: str
 
+
+Mapped = tuple[Job, Tensor, Tensor | None]
+"""Matrices, lengths (K, R) of what they make of the inputs, and their norms (K,), if known."""
 
 NEEDS = {"W": "W", "dW": "dW", "W1": "W1", "drift": "W0", "W0": "W0"}
 """What a quantity needs that is read off these matrices."""
@@ -82,11 +86,9 @@ class MatrixNorms:
                 self._out.put(i, f"{job.name}.fro", norms[job][span])
                 if job in sigmas:
                     self._out.put(i, f"{job.name}.sigma", sigmas[job][span])
-        alike: dict[torch.device, list[tuple[Job, Tensor, Tensor | None]]] = defaultdict(list)
-        for job, found in zip(mapped, products, strict=True):
-            if found is not None:
-                alike[found.device].append((job, found, sigmas.get(job)))
-        for some in alike.values():
+        for some in _alike(
+            [(job, x, sigmas.get(job)) for job, x in zip(mapped, products, strict=True) if x is not None]
+        ):
             self._put_maps(some)
         for job in mapped:
             if job.name == "dW":
@@ -142,7 +144,7 @@ class MatrixNorms:
             self._inputs_of[key] = _rows_of(stack, self._inputs, most)
         return self._inputs_of[key]
 
-    def _put_maps(self, found: Sequence[tuple[Job, Tensor, Tensor | None]]) -> None:
+    def _put_maps(self, found: Sequence[Mapped]) -> None:
         """Put alignments, and lengths of what matrices make of the inputs.
 
         Args:
@@ -182,6 +184,20 @@ class MatrixNorms:
                     if off is not None:
                         self._out.put(i, f"{job.name}.h.error", off[span])
             first += len(some)
+
+
+def _alike(found: Sequence[Mapped]) -> list[list[Mapped]]:
+    """Return what can stand side by side: filled up with zeros, none becomes both large and twice as large."""
+    groups: list[list[Mapped]] = []
+    longest = 0
+    for some in sorted(found, key=lambda some: (str(some[1].device), -some[1].shape[1])):
+        matrices, rows = some[1].shape
+        here = groups and groups[-1][0][1].device == some[1].device
+        if not here or matrices * longest > max(FILLED, 2 * matrices * rows):
+            groups.append([])
+            longest = rows
+        groups[-1].append(some)
+    return groups
 
 
 def _side_by_side(columns: Sequence[Tensor], longest: int) -> Tensor:
