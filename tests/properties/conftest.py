@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in (".", "linalg", "oracle", "properties"))
 
@@ -18,6 +18,7 @@ for name, examples in (("few", 40), ("many", 1500)):
         deadline=None,
         database=None,
         print_blob=True,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 
