@@ -474,7 +474,7 @@ def commands(page):
 
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "sweeps.md").read_text()
-    first, factory = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    first, factory, *_ = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "factory.py").write_text(factory)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

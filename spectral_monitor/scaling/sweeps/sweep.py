@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from spectral_monitor.fitting.power_law import FEWEST
 from spectral_monitor.parametrization.rules import Parametrization
@@ -22,9 +16,11 @@ from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps import storage as points_file
 from spectral_monitor.scaling.sweeps.arguments import integer, integers
 from spectral_monitor.scaling.sweeps.limit import How, checked_limit, exact_points
-from spectral_monitor.scaling.sweeps.point import MakeModule, MakeOptimizer, Point, RunKey, SweepConfig
+from spectral_monitor.scaling.sweeps.point import MakeModule, MakeOptimizer, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.result import SweepResult, evaluated
+from spectral_monitor.scaling.sweeps.workers import Executor, check_executor, trained
 
+NOT_KEPT = "give path=, and the same call trains only what is missing"
 QUANTITIES = ("weight_natural", "update_natural", "feature_change")
 """What is measured if nothing is said: the spectral condition, of weights and updates, and what follows from it."""
 
@@ -45,6 +41,7 @@ def sweep(
     roles: Mapping[str, str] | None = None,
     blocks: Mapping[str, int] | None = None,
     processes: int = 1,
+    executor: Executor | None = None,
     path: str | os.PathLike[str] | None = None,
     part: tuple[int, int] | None = None,
     progress: bool = True,
@@ -68,8 +65,8 @@ def sweep(
     number in their names alone the first, the middle one and the last are followed.
 
     *Randomness.* Weights, data order and dropout follow from the seed; the order of the data does not depend on the
-    width. Global random states are as before afterwards. With several processes, which share out the threads of this
-    one, and in every order, numbers are the same to the bit if the threads of a process are as many.
+    width. Global random states are as before afterwards. Wherever and in whatever order points run, numbers are the
+    same to the bit on machines of one type with as many threads. ``processes`` share out the threads of this one.
 
     Args:
         make_module: ``make_module(width)``, or ``make_module(width, depth)`` if depths are given, makes a module. Its
@@ -93,6 +90,10 @@ def sweep(
         processes: networks that are trained at the same time. With more than one, ``make_module``, ``data`` and
             ``optimizer`` must be picklable: functions at the top of a module, and the script guarded by
             ``if __name__ == "__main__"``.
+        executor: runs the points instead: any ``concurrent.futures`` executor that does not fork, such as that of
+            dask's ``client.get_executor()``, or another object whose ``submit(function)`` returns one with ``done()``
+            and ``result()``, such as submitit's executors. It is yours: nothing is shut down. Each point is trained
+            with as many threads as this process has, or as its worker has CPUs if those are fewer.
         path: a file of JSON lines to which every point goes when it is done. Points that are there already are not
             trained again; one of other settings is refused.
         part: ``(i, n)``, i from 1 to n: train the i-th of n shares only, into a file of its own beside ``path``. A
@@ -108,7 +109,8 @@ def sweep(
     Raises:
         ValueError: something that does not fit, such as fewer than three widths, a factory that ignores the width, or
             a file of another sweep; the offender is named.
-        RuntimeError: your code raised an error, which is the cause, or a process died; the point is named.
+        RuntimeError: your code raised an error, which is the cause; or points did not come back from their workers,
+            and all others are done. The points are named.
 
     Example:
         >>> class Net(torch.nn.Module):
@@ -129,7 +131,7 @@ def sweep(
     recipe = SweepConfig(make_module, data, steps, quantities, measured, parametrization, optimizer, lr, roles, blocks)
     keys, axis = _keys(widths, depths, seeds)
     limit = checked_limit(limit, axis, recipe, depths)
-    processes = _checked_processes(processes, recipe)
+    check_executor(executor, processes, recipe)
     target = None if path is None else Path(path)
     if part is not None and target is None:
         raise SweepError("part= needs path=, where the parts meet")
@@ -138,12 +140,17 @@ def sweep(
     points = {} if target is None else points_file.read(target, recipe.settings)
     missing = [key for key in share if key not in points]
     if missing:
-        _check_sizes(recipe, keys, axis)
-    with _progress(len(share), len(share) - len(missing), progress) as advance:
-        for point in _trained(recipe, missing, processes):
+        _check_sizes(recipe, keys, axis, elsewhere=executor is not None)
+    file = None if target is None else points_file.part_path(target, part)
+    kept = f"the others are in {str(file)!r}, and the same call trains what is missing" if file else NOT_KEPT
+    with (
+        _progress(len(share), len(share) - len(missing), progress) as advance,
+        closing(trained(recipe, missing, processes, executor, kept)) as fresh,
+    ):
+        for point in fresh:
             points[point.key] = point
-            if target is not None:
-                points_file.append(points_file.part_path(target, part), point, recipe.settings)
+            if file is not None:
+                points_file.append(file, point, recipe.settings)
             advance(point.key)
     ordered = sorted(keys, key=lambda key: (key.depth or 0, key.width, key.seed))
     result = evaluated(recipe, ordered, points.values(), axis, recipe.at[-1])
@@ -185,25 +192,11 @@ def _checked(part: tuple[int, int]) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _checked_processes(processes: int, recipe: SweepConfig) -> int:
-    count = integer(processes)
-    if count is None or count < 1:
-        raise SweepError(f"processes must be an integer >= 1, got {processes!r}")
-    if count == 1:
-        return count
-    for name in ("make_module", "data", "optimizer"):
-        try:
-            pickle.dumps(getattr(recipe, name))
-        except Exception as error:
-            raise SweepError(
-                f"{name} cannot be sent to another process ({error}): with processes > 1 give functions from the top "
-                "of a module, not lambdas or functions inside others"
-            ) from error
-    return count
-
-
-def _check_sizes(recipe: SweepConfig, keys: Sequence[RunKey], axis: str) -> None:
+def _check_sizes(recipe: SweepConfig, keys: Sequence[RunKey], axis: str, elsewhere: bool) -> None:
     """Build the two smallest networks, before any is trained.
+
+    Args:
+        elsewhere: points do not run here, where a device may lack; an error of the factory is left to them.
 
     Raises:
         SweepError: they are the same.
@@ -216,32 +209,14 @@ def _check_sizes(recipe: SweepConfig, keys: Sequence[RunKey], axis: str) -> None
     except SweepError:
         raise
     except Exception as error:
+        if elsewhere:
+            return
         raise RuntimeError(f"make_module, {small} or {large}: {type(error).__name__}: {error}") from error
     if same:
         sizes = [getattr(key, axis) for key in (small, large)]
         raise SweepError(
             f"make_module ignores the {axis}: at {axis} {sizes[0]} and {sizes[1]} all parameters have the same shapes"
         )
-
-
-def _trained(recipe: SweepConfig, keys: Sequence[RunKey], processes: int) -> Iterator[Point]:
-    """Points as they are done."""
-    if processes == 1 or len(keys) < 2:
-        yield from map(recipe.train, keys)
-        return
-    workers = min(processes, len(keys))
-    threads = max(1, torch.get_num_threads() // workers)
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (threads,))
-    try:  # the large ones, which take longest, first
-        for future in as_completed([pool.submit(recipe.train, key) for key in reversed(keys)]):
-            yield future.result()
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            "a process of the sweep died: out of memory, or it could not import your script, which needs "
-            'if __name__ == "__main__": around what it runs; a notebook\'s functions must go to a module'
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager

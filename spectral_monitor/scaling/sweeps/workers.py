@@ -1,0 +1,239 @@
+"""Points of a sweep trained here, one after the other, or wherever an executor runs them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from spectral_monitor.scaling.batches import SweepError
+from spectral_monitor.scaling.sweeps.arguments import integer
+from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
+
+PAUSES = 0.02, 1.0
+"""Seconds between two looks at what runs, from the first to the longest; each is twice the one before."""
+MAX_LOST_IN_MESSAGE = 5
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Points in the threads of one process would draw from each other's random numbers, which are the process's."""
+
+
+@runtime_checkable
+class Job(Protocol):
+    """A call that was submitted: a ``concurrent.futures.Future``, or a job of submitit."""
+
+    def done(self) -> bool:
+        """Return whether there is a result, or never will be one."""
+
+    def result(self) -> Any:
+        """Return what the call returned, or raise why there is nothing."""
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """The part of ``concurrent.futures.Executor`` that a sweep needs."""
+
+    def submit(self, fn: Callable[[], Any], /) -> Job:
+        """Have a function called, here or elsewhere, soon or later."""
+
+
+@dataclass(frozen=True)
+class PointJob:
+    """The training of one point as a function without arguments, to be sent anywhere.
+
+    Attributes:
+        recipe, key: what is trained.
+        threads: of torch. Sums over other numbers of threads are rounded differently.
+    """
+
+    recipe: SweepConfig
+    key: RunKey
+    threads: int
+
+    def __call__(self) -> Point | PointFailure:
+        """Return the point; what is wrong with the user's code as a value, for executors change exceptions."""
+        with _ONE_AT_A_TIME, _threads(self.threads):
+            try:
+                return self.recipe.train(self.key)
+            except Exception as error:
+                return PointFailure(str(error), isinstance(error, SweepError), traceback.format_exc())
+
+
+@dataclass(frozen=True)
+class PointFailure:
+    """An error that :meth:`SweepConfig.train` raised elsewhere.
+
+    Attributes:
+        message: of the error.
+        refused: it was a :class:`SweepError`.
+        trace: where it was raised.
+    """
+
+    message: str
+    refused: bool
+    trace: str
+
+    def error(self) -> Exception:
+        """Return the error, with the place where it was raised as its cause."""
+        error = SweepError(self.message) if self.refused else RuntimeError(self.message)
+        error.__cause__ = _TraceError(f"\n{self.trace}")
+        return error
+
+
+class _TraceError(Exception):
+    """Shows a traceback of another process."""
+
+
+@contextmanager
+def _threads(wanted: int) -> Iterator[None]:
+    """Inside, torch has the threads that are wanted, but none that would wait for another's CPU."""
+    before = torch.get_num_threads()
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(min(wanted, cpus or wanted))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_executor(executor: Any, processes: Any, recipe: SweepConfig) -> None:
+    """Refuse what cannot run points, before anything is trained.
+
+    Raises:
+        SweepError: saying what an executor needs, or which function cannot be sent to it.
+    """
+    count = integer(processes)
+    if count is None or count < 1:
+        raise SweepError(f"processes must be an integer >= 1, got {processes!r}")
+    if executor is not None and count > 1:
+        raise SweepError("processes= and executor= are two ways to say where points run: give one of them")
+    if executor is None and count == 1:
+        return
+    if executor is not None and (isinstance(executor, type) or not isinstance(executor, Executor)):
+        kind = f"the class {executor.__name__}" if isinstance(executor, type) else f"a {type(executor).__name__}"
+        raise SweepError(
+            f"executor is {kind}: give an object with submit(function), such as a "
+            "concurrent.futures.ProcessPoolExecutor, dask's client.get_executor() or submitit's AutoExecutor"
+        )
+    if isinstance(executor, ProcessPoolExecutor):
+        context = getattr(executor, "_mp_context", None)
+        if context is not None and context.get_start_method() == "fork":
+            raise SweepError(
+                "executor forks its processes, in which the threads of torch hang: give "
+                'ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))'
+            )
+    picklers: list[Any] = [pickle]
+    if not isinstance(executor, ProcessPoolExecutor | None) and "cloudpickle" in sys.modules:
+        picklers.append(sys.modules["cloudpickle"])  # that of dask, submitit and loky, which takes lambdas too
+    for name in ("make_module", "data", "optimizer"):
+        _check_sent(name, getattr(recipe, name), picklers)
+
+
+def _check_sent(name: str, function: Any, picklers: Sequence[Any]) -> None:
+    error: Exception | None = None
+    for pickler in picklers:
+        try:
+            pickler.dumps(function)
+            return
+        except Exception as found:
+            error = error or found
+    raise SweepError(
+        f"{name} cannot be sent to another process ({error}): give functions from the top of a module, not lambdas or "
+        "functions inside others, and without open files or locks"
+    ) from error
+
+
+def trained(
+    recipe: SweepConfig, keys: Sequence[RunKey], processes: int, executor: Executor | None, kept: str
+) -> Generator[Point, None, None]:
+    """Train points, and yield each when it is done.
+
+    Args:
+        processes: of this machine, if there is no executor.
+        kept: a sentence that says what happens to points that are done, for the error if others are lost.
+
+    Raises:
+        ValueError, RuntimeError: of the first point whose code raised; what was not begun is cancelled.
+        RuntimeError: points did not come back; all others were yielded before.
+    """
+    if executor is not None:
+        yield from _submitted(recipe, keys, executor, torch.get_num_threads(), kept)
+        return
+    workers = min(integer(processes) or 1, len(keys))
+    if workers < 2:
+        yield from map(recipe.train, keys)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"))
+    try:
+        yield from _submitted(recipe, keys, pool, max(1, torch.get_num_threads() // workers), kept)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _submitted(
+    recipe: SweepConfig, keys: Sequence[RunKey], executor: Executor, threads: int, kept: str
+) -> Generator[Point, None, None]:
+    jobs: dict[RunKey, Job] = {}
+    lost: dict[RunKey, Exception] = {}
+    first, longest = PAUSES
+    pause = first
+    try:
+        for key in reversed(keys):  # the large ones, which take longest, first
+            try:
+                jobs[key] = executor.submit(PointJob(recipe, key, threads))
+            except Exception as error:  # it broke meanwhile
+                lost[key] = error
+                continue
+            if not isinstance(jobs[key], Job):
+                kind = type(jobs.pop(key)).__name__
+                raise SweepError(f"executor.submit returned a {kind}: it must be an object with done() and result()")
+        while jobs:
+            done = [key for key, job in jobs.items() if job.done()]
+            failure: PointFailure | None = None
+            for key in done:
+                job = jobs.pop(key)
+                try:
+                    outcome = job.result()
+                except Exception as error:  # not the point's, which returns its own
+                    lost[key] = error
+                    continue
+                if isinstance(outcome, PointFailure):
+                    failure = failure or outcome
+                else:
+                    yield outcome
+            if failure is not None:
+                raise failure.error()
+            pause = first if done else min(2 * pause, longest)
+            if jobs and not done:
+                time.sleep(pause)
+    finally:
+        for job in jobs.values():
+            getattr(job, "cancel", lambda: None)()
+    if lost:
+        raise RuntimeError(_lost_sentence(lost, len(keys), kept)) from next(iter(lost.values()))
+
+
+def _lost_sentence(lost: dict[RunKey, Exception], count: int, kept: str) -> str:
+    named = [str(key) for key in sorted(lost, key=lambda key: (key.width, key.depth or 0, key.seed))]
+    if len(named) > MAX_LOST_IN_MESSAGE:
+        named = [*named[:MAX_LOST_IN_MESSAGE], "..."]
+    error = next(iter(lost.values()))
+    why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    if isinstance(error, BrokenProcessPool):
+        why = (
+            "a process died: out of memory, or it could not import your script, which needs "
+            'if __name__ == "__main__": around what it runs; a notebook\'s functions must go to a module'
+        )
+    return f"{len(lost)} of {count} points did not come back from their workers ({'; '.join(named)}): {why}; {kept}"
