@@ -31,7 +31,7 @@ def ratio_sum(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
 def row_ratios(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``numerator / denominator``, 0 where the denominator is, and where it is not."""
     counted = denominator != 0
-    left_out = ~counted & numerator.isfinite()
+    left_out = (denominator == 0) & numerator.isfinite()
     return torch.where(left_out, 0.0, numerator / torch.where(counted, denominator, 1.0)), counted
 
 

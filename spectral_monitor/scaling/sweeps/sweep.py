@@ -113,6 +113,7 @@ def sweep(
             and all others are done. The points are named.
 
     Example:
+        >>> import torch
         >>> class Net(torch.nn.Module):
         ...     def __init__(self, width):
         ...         super().__init__()
