@@ -264,3 +264,17 @@ def test_sample_share_of_what_is_alike_and_of_what_is_orthogonal():
     assert F.sample_share(torch.eye(8), b).item() == pytest.approx(1)
     with pytest.raises(ValueError, match="as many rows"):
         F.sample_share(torch.ones(8, 5), b[1:])
+
+
+def test_what_adds_up_is_never_more_than_all_of_it():
+    """The norms are rounded: of one time in seven the sum's is larger than the sum of both."""
+    above = 0
+    for seed in range(40):
+        W = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed))
+        both, first, second = (float(torch.linalg.matrix_norm(A, 2)) for A in (1.3 * W, W, 0.3 * W))
+        found = float(F.weight_cancellation(W, 0.3 * W))
+        assert found <= 1
+        assert found == pytest.approx(both / (first + second), rel=1e-6)
+        parts = [F.spectral_norm(A) for A in (W / 2, 0.3 * W / 2, W / 2 + 0.3 * W / 2)]
+        above += bool(parts[2] > parts[0] + parts[1])
+    assert above

@@ -127,6 +127,13 @@ def test_autocast_changes_nothing(dtype):
             assert torch.equal(measure(a, b), plain), name
 
 
+def test_numbers_of_float32_are_those_of_float64():
+    a, b = (gaussian(40, 30, dtype=torch.float64, seed=seed) for seed in range(2))
+    two = {**TOGETHER, **{name: measure for name, (measure, _, _) in MEASURES.items()}}
+    for name, measure in two.items():
+        assert measure(a.float(), b.float()).item() == pytest.approx(measure(a, b).item(), rel=1e-5), name
+
+
 def test_a_row_that_becomes_nan_is_not_left_out():
     before, after = gaussian(4, 5), gaussian(4, 5, seed=1)
     before[1] = 0
