@@ -278,3 +278,8 @@ def test_what_adds_up_is_never_more_than_all_of_it():
         parts = [F.spectral_norm(A) for A in (W / 2, 0.3 * W / 2, W / 2 + 0.3 * W / 2)]
         above += bool(parts[2] > parts[0] + parts[1])
     assert above
+
+
+def test_kernels_of_other_rows_are_refused():
+    with pytest.raises(ValueError, match="one shape"):
+        F.kernel_change(torch.ones(3, 2), torch.ones(4, 2))
