@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
 
-.PHONY: demo demo-width test test-fast test-all test-pytorch-lightning test-versions lint types docs tests bench bench-check gpu clean
+.PHONY: demo demo-width test test-fast test-all test-pytorch-lightning test-versions lint types docs tests mutation bench bench-check gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -60,6 +60,11 @@ test-pytorch-lightning: $(READY)
 # The oldest and the newest versions; the table is in docs/support.md.
 test-versions:
 	$(PYTHON) tests/versions.py
+
+# Changes the source at random places and asks whether a test notices: half an hour a package.
+mutation: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mutation]"
+	for package in linalg functional condition correction; do $(BIN)/python tests/mutation/run.py $$package; done
 
 bench: $(READY)
 	$(BIN)/python benchmarks/estimator.py --quick
