@@ -79,7 +79,6 @@ Means include pictures at every 20th measurement; the page, which W&B gets once,
 NAMES = """Most of what TensorBoard and W&B write is the names of the numbers, again at every step: 40 and 56 bytes a
 number, which neither file format can do without. With `log="all"`, all 3,000 numbers, it is a hundred kilobytes and
 more, and W&B's own process, which is told of every key once, takes some 15 s of another core's time.
-Milliseconds of TensorBoard and W&B are still those of all numbers, and so are too many.
 """
 RANKS = """## Several processes
 

@@ -109,7 +109,7 @@ class Tally:
             if not hasattr(space, "noted"):
                 space.noted = torch.zeros(len(space.members), dtype=torch.int64)
                 self.spaces.append((self.purpose, 2 if space.across else int(space.split), space.noted))
-            space.noted[space.members[space.undecided]] += 1
+            space.noted[[space.members[place] for place in space.undecided]] += 1
             return step(space, rider)
 
         rows, matrices = activations.RowStage, norms.MatrixNorms

@@ -1,0 +1,21 @@
+"""The benchmark of several processes, on one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import pytest
+from scaling import Case, measure
+
+
+@pytest.mark.filterwarnings("ignore:no logger")
+def test_what_is_counted_on_one_process():
+    found = measure(Case(1, "ddp", "light", 1, width=96, heads=4, context=8, batch=2, rounds=1))
+    assert len(found["ratios"]) == 1
+    steps = found["steps"]["matrices"]
+    assert len(steps) == 3 * sum(min(m, n) > 72 for m, n, _ in found["shapes"]), "W, dW and W - W0 of what is not small"
+    assert max(steps) >= 4
+    assert found["collectives"] == found["bytes"] == 0
