@@ -90,7 +90,7 @@ def _different(asked: Tensor) -> Tensor:
 
 
 ANSWERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "linalg/scaling.py:tame": _true,  # all matrices are safe to square
+    "linalg/scaling.py:_without": _true,  # all matrices are safe to square
     "linalg/lanczos.py:projected": _nothing,  # looked at in place of which is what Looks says
     "linalg/spectral_norms.py:_lanczos": _decided,
     "engine/agreement/row_hash.py:row_hashes": _different,  # no two rows are alike

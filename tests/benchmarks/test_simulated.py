@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,6 +21,8 @@ from ledger import Ledger, Sent
 from llama import TINY
 from onestep import Way, real
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+import spectral_monitor
 
 TOKENS = (2, 32)
 WAYS = {"fsdp2": Way(2), "fsdp2 on 4": Way(4), "hsdp": Way(2, 2), "fsdp2 and tp": Way(2, tensor=2)}
@@ -80,6 +84,14 @@ def test_what_asks_for_values_without_an_answer_is_named(monkeypatch):
         assert bool((made > 0).all())
         assert made.tolist() == [1, 1, 1]
     assert ledger.counted.waits == Counter({"engine/new.py:function": 2})
+
+
+@pytest.mark.parametrize("where", [where for where in fakes.ANSWERS if "<" not in where])
+def test_places_that_ask_for_values_are_where_they_are_said_to_be(where):
+    file, function = where.split(":")
+    source = (Path(spectral_monitor.__file__).parent / file).read_text()
+    [body] = [ast.unparse(n) for n in ast.walk(ast.parse(source)) if getattr(n, "name", "") == function]
+    assert re.search(r"\b(bool|tolist|item|equal|cpu)\(|'cpu'", body), body
 
 
 def test_the_ledger_sees_operators_memory_and_whose_they_are():
