@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,7 +16,6 @@ from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.query_key import QueryKeyStage, remarks, unmeasured
-from spectral_monitor.layers import compiled_modules
 from spectral_monitor.layers.attention import SPREAD, AttentionBlock
 from spectral_monitor.layers.compiled import REASON
 from spectral_monitor.linalg import Coroutine
@@ -33,16 +32,17 @@ class AttentionWatch:
 
     def __init__(
         self,
-        model: nn.Module,
+        hidden: Sequence[nn.Module],
         blocks: Sequence[AttentionBlock],
         members: Sequence[BatchMember],
         processes: ProcessGroup | None,
         harmless: Callable[[str], AbstractContextManager[None]],
     ) -> None:
+        """``hidden``: compiled modules, whose calls are not seen."""
         self.blocks = blocks
         self._members = members
         self._processes = processes
-        shut = {id(part) for module in compiled_modules(model).values() for part in module.modules()}
+        shut = {id(part) for module in hidden for part in module.modules()}
         self._why = {block.layer: unmeasured(block, members) for block in blocks}
         logits = [key for key, entry in QUANTITIES.items() if "logits" in entry.needs]
         for block in blocks:
@@ -65,6 +65,15 @@ class AttentionWatch:
         """Register the hooks, if any are needed."""
         if "logits" in asked.needs:
             self._capture.arm()
+
+    @contextmanager
+    def watching(self, asked: Settings) -> Iterator[None]:
+        """Inside, hooks are registered: for a pass beside the step."""
+        self.arm(asked)
+        try:
+            yield
+        finally:
+            self._capture.disarm()
 
     def before(self, optimizer: Optimizer) -> None:
         """Look at the weights that an optimizer is about to change."""

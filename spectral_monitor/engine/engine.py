@@ -38,13 +38,14 @@ from spectral_monitor.engine.state import COMPARED, START, EngineState
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.engine.weights.stage import MatrixStage
-from spectral_monitor.layers import Anatomy, ParameterTracker, compiled_modules, dissect, without_compiled
+from spectral_monitor.layers import Anatomy, ParameterTracker, compiled_modules, dissect, entrances, without_compiled
 from spectral_monitor.layers.attention import AttentionBlock, attention_blocks
 from spectral_monitor.layers.naming import label
 from spectral_monitor.linalg import Coroutine, gather
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import ProcessGroup, ShardRegion, copies, flat_extents, placed, plan, reshard
+from spectral_monitor.state.dtensor import is_distributed
 
 
 class Engine(EngineState):
@@ -83,13 +84,14 @@ class Engine(EngineState):
         reshard(self._wrapper)
         dissected = partial(self._dissect, optimizers)
         found = dissected() if processes is None else processes.all_or_none(dissected)
-        anatomy, blocks, compiled, flat = found
+        anatomy, blocks, compiled, entries, flat = found
         holdings = plan(anatomy.layers, flat, processes)
         placed_layers = (placed(*pair, processes) for pair in zip(anatomy.layers, holdings, strict=True))
         self.anatomy = replace(anatomy, layers=tuple(placed_layers))
         self.layers = self.anatomy.layers
         self.members = [BatchMember(layer, holding) for layer, holding in zip(self.layers, holdings, strict=True)]
-        self._attention = AttentionWatch(model, blocks, self.members, processes, self._harmless)
+        hidden = [] if entries is not None else list(compiled_modules(model).values())
+        self._attention = AttentionWatch(hidden, blocks, self.members, processes, self._harmless)
         self._readouts = Readouts(self.anatomy)
         self._whereabouts = None if flat else ParameterTracker(model, self.layers)
         self._replaced: set[int] = set()
@@ -101,7 +103,7 @@ class Engine(EngineState):
         room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
         # Where the weights of a forward lie is no one's but FSDP's affair.
         watched = [p for p in model.parameters() if id(p) not in flat]
-        self.features = FeatureCapture(model, self.layers, wanted, room, watched, self._harmless)
+        self.features = FeatureCapture(model, self.layers, wanted, room, watched, self._harmless, entries)
         self._alone = processes is None and self._wrapper is model
         self._replays = Replays(model, self._wrapper, self.features, settings, compiled)
         self._picker = RowSampler(settings.max_rows)
@@ -116,9 +118,9 @@ class Engine(EngineState):
 
     def _dissect(
         self, optimizers: Sequence[Optimizer]
-    ) -> tuple[Anatomy, tuple[AttentionBlock, ...], str, dict[int, ShardRegion]]:
-        """Return what the model is made of, its attention blocks, which of it is compiled, and where FSDP1 has put its
-        parameters.
+    ) -> tuple[Anatomy, tuple[AttentionBlock, ...], str, list[nn.Module] | None, dict[int, ShardRegion]]:
+        """Return what the model is made of, its attention blocks, which of it is compiled and where calls are seen all
+        the same, if they are, and where FSDP1 has put its parameters.
         """
         patterns = {key: getattr(self.settings, key) for key in ("include", "exclude", "roles", "blocks")}
         flat = flat_extents(self._wrapper)
@@ -129,10 +131,14 @@ class Engine(EngineState):
         if self.settings.needs & ATTENTION or self.settings.heads:
             blocks = attention_blocks(self.model, anatomy.layers, self.settings.heads)
         if not self.settings.needs & FEATURES:
-            return anatomy, blocks, "", flat
+            return anatomy, blocks, "", None, flat
         modules = compiled_modules(self.model)
-        anatomy = without_compiled(anatomy, modules.values())
-        return anatomy, blocks, ", ".join(label(name, module) for name, module in modules.items()), flat
+        names = ", ".join(label(name, module) for name, module in modules.items())
+        entries = entrances(self.model, modules.values())
+        sharded = bool(flat) or any(is_distributed(p) for p in self.model.parameters())
+        if modules and entries and not sharded:
+            return anatomy, blocks, names, entries, flat
+        return without_compiled(anatomy, modules.values()), blocks, names, None, flat
 
     def _clear(self) -> None:
         self._failed = False
@@ -169,6 +175,7 @@ class Engine(EngineState):
         self.idle = False
         self._before_forward = before_forward
         self._replays.needs = self.asked.needs
+        self._replays.looked, self._replays.unseen = False, ""
         with self._harmless("setting up"):
             self._replaced = replaced(self._whereabouts, self.layers, self._warn)
             if self.watches_features:
@@ -180,7 +187,8 @@ class Engine(EngineState):
                 self.features.traced = not self._readouts.complete
                 self._readouts.begin()
                 self.features.arm()
-            self._attention.arm(self.asked)
+            if not self.features.aside:
+                self._attention.arm(self.asked)
             self.optimizers.arm()
 
     def disarm(self) -> None:
@@ -295,6 +303,7 @@ class Engine(EngineState):
         self.correct_roles(self._readouts.settle(seen))
         facts = step_facts(seen, stage, given)
         facts.multipliers, facts.replaced = self._in_force, self._replaced
+        facts.unseen, facts.shared = self._replays.unseen, self.features.shared
         stage.unused = facts.unused
         rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out)
         agreed(self._before_replay(rows, outputs), self.processes)
@@ -384,6 +393,9 @@ class Engine(EngineState):
     def _ready(self, optimizer: Optimizer) -> None:
         with self._harmless("looking at the gradients"):
             self._stage.ready(optimizer)
+            if self.features.aside and self.watches_features and not self._replays.looked:
+                self._replays.look_aside(self._own_warn, lambda: self._attention.watching(self.asked))
+                self._stage.norms.samples = self.features.looked_at
             if self.features.traced:
                 self._readouts.stepped(optimizer, self.features.backward_pass)
             self.features.drop_unfinished()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.functional.norms import as_stack, ratio, spectral_norm
+from spectral_monitor.functional.standard_errors import standard_error
 from spectral_monitor.functional.vector_norms import common_dtype, largest, lengths, whole_length
 from spectral_monitor.linalg import compute_dtype
 
@@ -126,14 +127,26 @@ def mean_alignment(products: Tensor, lengths: Tensor, norm: Tensor) -> Tensor:
     return ratio(*scaled_stretch_sum(products, lengths, norm))
 
 
-def mean_alignment_error(products: Tensor, lengths: Tensor, norm: Tensor) -> Tensor:
-    """Return the standard error of :func:`mean_alignment` if the rows are a random choice of many; NaN of one row."""
+def mean_alignment_error(products: Tensor, lengths: Tensor, norm: Tensor, groups: Tensor | None = None) -> Tensor:
+    """Return the standard error of :func:`mean_alignment` if the rows are a random choice of many; NaN of one row.
+
+    ``groups``: as for :func:`standard_error_of_mean`.
+    """
     ratios, counted = row_ratios(products, lengths)
-    return standard_error_of_mean(ratios, counted) / torch.where(norm == 0, torch.nan, norm)
+    return standard_error_of_mean(ratios, counted, groups) / torch.where(norm == 0, torch.nan, norm)
 
 
-def standard_error_of_mean(values: Tensor, counted: Tensor) -> Tensor:
-    """Return the standard error of the mean of those of the values (..., rows) that count; NaN of less than two."""
+def standard_error_of_mean(values: Tensor, counted: Tensor, groups: Tensor | None = None) -> Tensor:
+    """Return the standard error of the mean of those of the values (..., rows) that count; NaN of less than two.
+
+    ``groups`` (..., rows): the sample each row is of, or group of samples, where the rows are all those of a few
+    samples, and so not independent.
+    """
+    if groups is not None:
+        table = torch.stack([counted.to(values), torch.where(counted, values, 0.0)], -1)  # (..., rows, 2)
+        sums = table.new_zeros(*table.shape[:-2], int(groups.max()) + 1, 2)
+        sums.scatter_add_(-2, groups.unsqueeze(-1).expand_as(table), table)
+        return standard_error(sums, lambda some: some[..., 1:] / some[..., :1])[..., 0]
     n = counted.sum(-1)
     mean = torch.where(counted, values, 0.0).sum(-1) / n
     squares = torch.where(counted, values - mean.unsqueeze(-1), 0.0).square().sum(-1)

@@ -1,6 +1,6 @@
 """Inspection of models: their matrices with name, role, blocks and fans, and what is not measured and why."""
 
-from spectral_monitor.layers.compiled import compiled_modules, without_compiled
+from spectral_monitor.layers.compiled import compiled_modules, entrances, without_compiled
 from spectral_monitor.layers.inspect_model import Anatomy, Layer, Unmeasured, dissect
 from spectral_monitor.layers.layout import Layout
 from spectral_monitor.layers.parameter_tracker import ParameterTracker
@@ -13,5 +13,6 @@ __all__ = [
     "Unmeasured",
     "compiled_modules",
     "dissect",
+    "entrances",
     "without_compiled",
 ]

@@ -24,6 +24,18 @@ def compiled_modules(root: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def entrances(root: nn.Module, compiled: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules whose calls are seen from outside: all that are not in the middle of a compiled region.
+
+    Nothing is seen of a LightningModule that was compiled: its ``training_step`` is one region, with all it calls.
+    """
+    hidden: set[int] = set()
+    for module in compiled:
+        whole = bool(getattr(module, "_compiler_ctx", None))
+        hidden.update(id(part) for part in module.modules() if whole or part is not module)
+    return [module for module in root.modules() if id(module) not in hidden]
+
+
 def without_compiled(anatomy: Anatomy, compiled: Iterable[nn.Module]) -> Anatomy:
     """Return the anatomy with no features of layers inside compiled modules, and a note that says so."""
     inside = {id(part) for module in compiled for part in module.modules()}

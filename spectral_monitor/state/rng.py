@@ -95,6 +95,15 @@ class AutocastState:
             )
         )
 
+    @property
+    def halves(self) -> bool:
+        """True if some of it computes in half precision."""
+        return any(enabled and dtype.itemsize < 4 for _, enabled, dtype in self.states)
+
+    def without(self) -> AutocastState:
+        """Return the same forward's, in full precision."""
+        return AutocastState(tuple((device, False, dtype) for device, _, dtype in self.states))
+
     def pack(self) -> Packed:
         """In plain types."""
         return [[device, enabled, str(dtype).removeprefix("torch.")] for device, enabled, dtype in self.states]

@@ -10,16 +10,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from spectral_monitor.capture.hooks.registration import Hook, ancestors, in_backward, in_transform
+from spectral_monitor.capture.hooks.registration import Hook, WrappedCall, ancestors, in_backward, in_transform
 from spectral_monitor.capture.hooks.tensor_version import Marks, marks
 from spectral_monitor.capture.records.assumption_checks import Checks
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.records.linearity_check import is_linear
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
+from spectral_monitor.capture.replay.eager_pass import OutputGradients
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs, first_outputs
-from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.capture.replay.replay import RootCall, loss_in
 from spectral_monitor.capture.row_sampling import (
     GuardedTensor,
     RowSampler,
@@ -36,6 +36,13 @@ from spectral_monitor.state.dtensor import local_part
 Harmless = Callable[[str], AbstractContextManager[None]]
 Foresight = Callable[[RootCall], BatchSlice | None]
 """Of a call that begins: the samples that will be run again, if it is known that those will do."""
+
+
+class Removable(Protocol):
+    """What a registration leaves behind."""
+
+    def remove(self) -> None:
+        """Take it back."""
 
 
 class Watcher(Protocol):
@@ -64,6 +71,10 @@ class FeatureCapture:
         watch_losses: whether gradients of the losses that outermost calls return are waited for.
         traced: whether it is recorded where outputs are in the graph.
         backward_pass: id of the last backward pass in which a gradient arrived.
+        aside: whether calls of layers cannot be seen, or not precisely: then only the outermost calls are watched, and
+            :meth:`look_aside` records those of layers.
+        looked_at: the samples it did so of; 0 for all.
+        shared: layers with an output that all samples have in common, and of whose gradient it saw a part.
     """
 
     def __init__(
@@ -74,19 +85,27 @@ class FeatureCapture:
         max_rows: int | None,
         watched: Sequence[Tensor],
         harmless: Harmless,
+        entrances: Sequence[nn.Module] | None = None,
     ) -> None:
+        """``entrances``: modules whose calls are seen, of a model in which others are compiled; ``None`` for all."""
+        self.aside = entrances is not None
         self.layers = {i: layers[i] for i in wanted if layers[i].module is not None}
         self._watched = watched
         self._hooked = {i: layer.module for i, layer in self.layers.items() if layer.module is not None}
-        self._roots = ancestors(model, {id(module) for module in self._hooked.values()})
+        targets = {id(module) for module in self._hooked.values()}
+        seen = None if entrances is None else {id(module) for module in entrances}
+        self._roots = [root for root in ancestors(model, targets) if seen is None or id(root) in seen]
         self._picker = RowSampler(max_rows)
         self._max_rows = max_rows
         self._harmless = harmless
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Removable] = []
         self.checks: Checks | None = None
         self.watch_losses = False
         self.traced = False
         self._replayed: tuple[Watcher, ...] = ()
+        self._looking = False
+        self.looked_at = 0
+        self.shared: set[int] = set()
         self._foresight: Foresight = nothing
         self._ranked = self._apart = False
         self._lasting: set[int] = set()
@@ -135,12 +154,18 @@ class FeatureCapture:
     def arm(self) -> None:
         """Register the hooks."""
         self._reset()
-        for i, module in self._hooked.items():
-            self._handles.append(module.register_forward_hook(Hook(partial(self._record, i)), with_kwargs=True))
+        self._handles += [] if self.aside else self._layer_hooks()
         for module in self._roots:
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                self._handles.append(WrappedCall(module, self._enter, self._leave))
+                continue
             # First in line, to see the arguments before the user's own pre-hooks change them.
             self._handles.append(module.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True))
+
+    def _layer_hooks(self) -> list[Removable]:
+        hooks = {i: Hook(partial(self._record, i)) for i in self._hooked}
+        return [self._hooked[i].register_forward_hook(hook, with_kwargs=True) for i, hook in hooks.items()]
 
     def begin(self) -> None:
         """Forget calls made so far: the training step begins now."""
@@ -153,7 +178,7 @@ class FeatureCapture:
         self._reset()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._replayed or not self.forward_open or in_backward() or in_transform():
+        if self._replayed or self._looking or not self.forward_open or in_backward() or in_transform():
             return
         if self._way_in and module is self._model:
             self._way_in, self._way_out = False, True
@@ -166,7 +191,7 @@ class FeatureCapture:
                 self._drop_finished()
                 self._backward_seen = False
             self._portion = None
-            self._root = RootCall(module, args, kwargs)
+            self._root = RootCall(module, args, kwargs, eager=self.aside)
             self._portion = self._foresight(self._root)
 
     def _drop_finished(self) -> None:
@@ -179,6 +204,7 @@ class FeatureCapture:
         everything = [call for calls in self.calls.values() for call in calls]
         reached = {id(call.root) for call in everything if call.b is not None}
         self._waiting = waiting = {id(call.root) for call in everything if call.watched} - reached
+        waiting |= {id(root) for root in self.roots if root.returned is not None and not root.returned.arrived}
         left = {
             i: [call for call in calls if i in self.settled or id(call.root) in waiting]
             for i, calls in self.calls.items()
@@ -197,7 +223,7 @@ class FeatureCapture:
                 self.calls[i] = rest
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._replayed or not self.forward_open or in_backward() or in_transform():
+        if self._replayed or self._looking or not self.forward_open or in_backward() or in_transform():
             return
         if self._way_out and self._depth == 0 and module is self._model:
             self._way_out = False
@@ -205,10 +231,13 @@ class FeatureCapture:
         self._depth -= 1
         if self._depth == 0 and self._root is not None:
             root, self._root = self._root, None
-            if root.reached:
+            if root.reached or self.aside:
                 with self._harmless("the end of the forward pass"):
                     root.keep_loss(output)
                     self._handles += root.watch_loss(output) if self.watch_losses else []
+                    if self.aside:
+                        root.returned = OutputGradients(output, self._arriving)
+                        self._handles += root.returned.handles
                     self.weights = marks(self._watched)
                 self.roots.append(root)
 
@@ -244,16 +273,20 @@ class FeatureCapture:
             index = self._chosen(i, count, out.device)
             h_out = rows_of(out, layer.channels_first, spatial, index)
             eps, norm = torch.finfo(out.dtype).eps, length(h_out) * math.sqrt(count / max(len(h_out), 1))
-            first, chosen = self._first((i, len(self.calls.get(i, ()))), out, count), len(h_out)
-            first_index = None
-            if first is not None:
+            n = len(self.calls.get(i, ()))
+            first, chosen = None if self._looking else self._first((i, n), out, count), len(h_out)
+            first_index, outputs = None, count
+            if self._looking and self._portion is not None:  # nothing but the first rows is here
+                first, first_index, outputs = count, index, self._portion.whole((i, n), count)
+                norm = norm * math.sqrt(outputs / max(count, 1))
+            elif first is not None:
                 room = -(-first * chosen // count) if i in self._shares else self._max_rows or first
                 first_index = self._picker.choose(first, room, out.device)
                 h_out = rows_of(_first_rows(out, first, count), layer.channels_first, spatial, first_index)
             copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
             kept = GuardedTensor(h_out.clone() if copy else h_out)
             original = h_out if copy and first is None and i not in self._overwritten else None
-            call = Call(None, kept, chosen, eps, index, self._root, h_out.shape[1], count, norm, original)
+            call = Call(None, kept, chosen, eps, index, self._root, h_out.shape[1], outputs, norm, original)
             call.first, call.first_index = first, first_index
             if self.traced:
                 call.node, call.place = whole.grad_fn, self._count
@@ -278,7 +311,10 @@ class FeatureCapture:
                 self._root.reached += 1
             if self.checks is not None:
                 call.checked = self.checks.forward(layer, given, whole)
-            self._watch(i, call, whole)
+            if self._looking and self._portion is not None and (i, n) in self._portion.common:
+                self.shared.add(i)  # its gradient is a sum over samples, of which only some are here
+            else:
+                self._watch(i, call, whole)
 
     def _chosen(self, i: int, count: int, device: torch.device) -> Tensor | None:
         """Return which rows of one more call are kept; ``None`` for all of them.
@@ -317,17 +353,24 @@ class FeatureCapture:
         if out.requires_grad:
             call.watched = True
             self._handles.append(out.register_hook(partial(self._gradient, i, call)))
+            call.output = out if self._looking else None
 
-    def _gradient(self, i: int, call: Call, gradient: Tensor) -> None:
+    def _arriving(self) -> bool:
+        """Note that a gradient arrives; return whether it is one of the step's."""
         if not self.backward_open:
-            return
+            return False
         self._backward_seen = True
         self.backward_pass = torch._C._current_graph_task_id()
+        return True
+
+    def _gradient(self, i: int, call: Call, gradient: Tensor) -> None:
+        if not self._arriving():
+            return
         layer = self.layers[i]
         with self._harmless(f"the backward pass of {layer.info.name}"):
             call.b_count += 1
             b, spatial = local_part(gradient), len(layer.info.shape) - 2
-            if call.first is None:
+            if call.first is None or self._looking:
                 call.b = GuardedTensor(rows_of(b, layer.channels_first, spatial, call.index))
             else:
                 few = _first_rows(b, call.first, call.outputs)
@@ -406,10 +449,53 @@ class FeatureCapture:
     def replaying(self, *watchers: Watcher) -> Iterator[None]:
         """While inside, calls of layers are shown to some watchers, and nothing else is recorded."""
         self._replayed = watchers
+        handles = self._layer_hooks() if self.aside else []
         try:
             yield
         finally:
             self._replayed = ()
+            for handle in handles:
+                handle.remove()
+
+    def look_aside(self, around: Callable[[], AbstractContextManager[object]]) -> None:
+        """Record the calls of layers in the outermost call that led to the step, which is run again eagerly.
+
+        Of as few samples as are known to be enough; gradients begin where those of the step arrived. To be called
+        before the step, where modules are put back afterwards.
+
+        Args:
+            around: entered for the forward, by others who register hooks.
+
+        Raises:
+            ValueError: gradients of the step do not fit what the call returns now.
+        """
+        there = [root for root in self.roots if root.returned is not None and root.returned.arrived]
+        if len(there) != 1:
+            raise ValueError("no gradient arrived" if not there else f"it is called in {len(there)} separate parts")
+        [root] = self.roots = there
+        root.rewind()
+        self.calls, self.order, self._root, self.shared = {}, [], root, set()
+        self._portion, opened = self._foresight(root), (self.forward_open, self.backward_open)
+        self.looked_at = 0 if self._portion is None else self._portion.samples
+        self._looking = self.forward_open = self.backward_open = True
+        handles, backward_pass = self._layer_hooks(), self.backward_pass
+        try:
+            run = root if self._portion is None else root.part(slice(self._portion.samples))
+            with around():
+                output = run.output()
+            root.first_loss = None if self._portion is not None else loss_in(output)
+            assert root.returned is not None
+            outputs = [call.output for calls in self.calls.values() for call in calls if call.output is not None]
+            root.returned.send(output, self._portion, outputs)
+        finally:
+            self._looking = False
+            self.forward_open, self.backward_open = opened
+            self._root, self.backward_pass = None, backward_pass
+            for handle in handles:
+                handle.remove()
+            for calls in self.calls.values():
+                for call in calls:
+                    call.output = None
 
 
 def _first_rows(x: Tensor, first: int, count: int) -> Tensor:

@@ -29,6 +29,34 @@ class Hook:
         return getattr, (nullcontext(), "__exit__")  # takes any arguments, returns None
 
 
+class WrappedCall:
+    """Shows calls of a module that was compiled in place, where hooks would be part of what is compiled.
+
+    Such a module is called by what torch keeps beside it, which copies and pickles of the module leave out. That is
+    exchanged until :meth:`remove`.
+    """
+
+    def __init__(self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
+        self._space = vars(module)
+        self._compiled = compiled = self._space["_compiled_call_impl"]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = None
+            enter(module, args, kwargs)
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                leave(module, args, kwargs, output)
+            return output
+
+        self._call = self._space["_compiled_call_impl"] = call
+
+    def remove(self) -> None:
+        """Put back what was there, unless somebody else has put something there."""
+        if self._space.get("_compiled_call_impl") is self._call:
+            self._space["_compiled_call_impl"] = self._compiled
+
+
 def ancestors(model: nn.Module, targets: set[int]) -> list[nn.Module]:
     """Return every module that contains a target, and the targets."""
     return [module for module in model.modules() if any(id(part) in targets for part in module.modules())]

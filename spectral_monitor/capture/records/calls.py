@@ -39,6 +39,7 @@ class Call:
         checked: what is only read off it where assumptions are checked.
         node: where the output is in the graph, if that is asked for.
         place: how many calls of other layers and of this one came before.
+        output: the output itself, while a pass beside the step is under way.
     """
 
     h_in: GuardedTensor | None
@@ -63,6 +64,7 @@ class Call:
     checked: Checked | None = None
     node: Any = None
     place: int = 0
+    output: Tensor | None = None
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the output, if it arrived exactly once and nobody has overwritten it."""

@@ -168,3 +168,7 @@ class BatchSlice:
             return count
         rows, rest = divmod(count * self.samples, self.batch)
         return None if rest else rows
+
+    def whole(self, call: tuple[int, int], rows: int) -> int:
+        """Return how many rows a call has of which these samples have so many."""
+        return rows if call in self.common else rows * self.batch // self.samples

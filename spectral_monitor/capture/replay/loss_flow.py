@@ -40,7 +40,7 @@ class LossFlow:
         self._arrived: dict[int, Tensor] = {}
         self._sent: dict[int, Tensor] = {}
         own = loss.grad_fn, loss.output_nr
-        others = {(o.grad_fn, o.output_nr): o for o in _tensors(output) if o.grad_fn is not None}
+        others = {(o.grad_fn, o.output_nr): o for o in tensors_in(output) if o.grad_fn is not None}
         others = {edge: other for edge, other in others.items() if edge != own}
         number = {edge: i for i, edge in enumerate(others)}
         self.handles: list[RemovableHandle] = [loss.register_hook(self._begin)]
@@ -95,17 +95,17 @@ def _some(gradient: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // SAMPLE)].clone()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in what a forward returns."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif hasattr(value, "__dict__"):
         for item in vars(value).values():
             if isinstance(item, (Tensor, list, tuple)):
-                yield from _tensors(item)
+                yield from tensors_in(item)
 
 
 def _graph(loss: Tensor) -> set[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.capture.replay.batch_slicing import slice_batch, tree_map
+from spectral_monitor.capture.replay.eager_pass import OutputGradients, eagerly
 from spectral_monitor.capture.replay.loss_flow import LossFlow
 from spectral_monitor.state.dtensor import is_distributed
 from spectral_monitor.state.rng import AutocastState, RandomState
@@ -48,10 +50,16 @@ class RootCall:
         given: its positional and keyword arguments, copied.
         modes: whether each module inside was training.
         drew: whether it has drawn random numbers when it was last made again.
+        returned: gradients of what it returned, if it is made again eagerly, in full precision.
+        first_loss: the loss it returned when it was first made again so.
     """
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, eager: bool = False) -> None:
+        """``eager``: whether it is made again eagerly and in full precision, whatever was compiled."""
         self.module = module
+        self._eager = eager
+        self.returned: OutputGradients | None = None
+        self.first_loss: Tensor | None = None
         self.reached = 0
         self.loss: Tensor | None = None
         self.flow: LossFlow | None = None
@@ -62,6 +70,8 @@ class RootCall:
         self.iterators = [*iterators_in((args, kwargs)), *self._state.iterators]
         self.randomness = RandomState.now()
         self._autocast = AutocastState.now(module)
+        if eager:
+            self._autocast = self._autocast.without()
 
     def keep_loss(self, output: Any) -> None:
         """Remember the loss in the call's output."""
@@ -82,11 +92,15 @@ class RootCall:
 
     def __call__(self) -> Tensor | None:
         """Make the call again; the loss it returns, if any, with its graph if there is one."""
+        return loss_in(self.output())
+
+    def output(self) -> Any:
+        """Make the call again; return what it returns."""
         args, kwargs = clone_tree(self.given)
-        with self.randomness.replayed(), self._autocast.replayed():
-            loss = loss_in(self.module(*args, **kwargs))
+        with self.randomness.replayed(), self._autocast.replayed(), eagerly() if self._eager else nullcontext():
+            output = self.module(*args, **kwargs)
             self.drew = not self.randomness.same(RandomState.now())
-        return loss
+        return output
 
     def part(self, which: slice) -> RootCall:
         """Return the same call with some samples of its batch."""
@@ -108,6 +122,7 @@ class RootCall:
             "state": pack_state(self.module),
             "randomness": self.randomness.pack(),
             "autocast": self._autocast.pack(),
+            "eager": self._eager,
         }
 
     @classmethod
@@ -121,7 +136,8 @@ class RootCall:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         with preserved(module):
             put_state(module, packed["state"])
-            call = cls(module, unpack(packed["args"], device), unpack(packed["kwargs"], device))
+            args, kwargs = (unpack(packed[key], device) for key in ("args", "kwargs"))
+            call = cls(module, args, kwargs, eager=bool(packed.get("eager", False)))
             call.rewind()  # hooks that come later are not the forward's
         call.randomness = RandomState.unpack(packed["randomness"])
         call._autocast = AutocastState.unpack(packed["autocast"])

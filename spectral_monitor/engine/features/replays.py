@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spectral_monitor.capture.hooks.forward import FeatureCapture, Watcher
 from spectral_monitor.capture.replay.batch_slicing import batch_size
 from spectral_monitor.capture.replay.feature_change import Outputs, Replay
+from spectral_monitor.capture.replay.graph_replay import sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.sample_independence import IndependenceCheck, SeparateRun
 from spectral_monitor.engine.features.replay_subset import DRAWS, NO, UNSEEN, YES, ReplaySubset
@@ -112,13 +113,15 @@ class ReplayOutcome:
 
 
 class Replays:
-    """Runs forwards again without a trace; never if something in the model is ``compiled``.
+    """Runs forwards again without a trace; what is ``compiled``, beside the step or not at all.
 
     Attributes:
         needs: what must be captured of the step.
         slices: of which samples forwards are run.
         probe: the batch ``feature_drift`` is measured on, once there is one.
         done: what the last run came to.
+        looked: whether there was a pass beside the step that is watched.
+        unseen: why the pass beside the step saw nothing, if there was to be one.
     """
 
     def __init__(
@@ -135,15 +138,33 @@ class Replays:
         self.slices = ReplaySubset(settings.replay_samples, model)
         self.probe: Probe | None = None
         self.done = ReplayOutcome()
+        self.looked, self.unseen = False, ""
+
+    def look_aside(self, warn: WarnOnce, around: Context) -> None:
+        """Record features of the step that were not seen in a pass of their own, before the optimizer steps.
+
+        ``around``: who else wants to see it.
+        """
+        self.looked, self.unseen = True, sees_all_modules()
+        if self.unseen:
+            return
+        try:
+            with preserved(self._model, host=self._host), unseen(self._model, ()):
+                self._features.look_aside(around)
+        except Exception as error:
+            self._features.calls.clear()
+            self.unseen = f"{self._compiled} is compiled, and could not be run eagerly ({error})"
+            warn(f"{self.unseen}; no features are measured", error)
 
     def choose(self, given: StepInputs, moved: bool, warn: WarnOnce) -> tuple[Replayable | None, Tensor | None, str]:
         """Return how the forward can be run again, the loss it had, and why it cannot."""
         roots = self._features.roots
         again: Replayable
-        if moved or self._compiled:
+        if moved or self.unseen:
+            return None, None, MOVED if moved else self.unseen
+        if self._compiled and not self._features.aside:
             # A replay would have to run eagerly, where roundings and dropout are others than in the compiled forward.
-            reason = MOVED if moved else f"the forward cannot be run again: {self._compiled} is compiled"
-            return None, None, reason
+            return None, None, f"the forward cannot be run again: {self._compiled} is compiled"
         if len(roots) == 1:
             again, before = roots[0], trained_on(roots[0], given)
         elif given.training_step is not None and roots:
@@ -319,4 +340,5 @@ def trained_on(root: RootCall, given: StepInputs) -> Tensor | None:
         whole = root.flow is not None and root.flow.whole(given.accumulated, given.loss_parts)
     else:
         whole = ((root.loss / given.accumulated).to(given.loss) == given.loss).all()
-    return torch.where(torch.as_tensor(whole, device=root.loss.device), root.loss, math.nan)
+    before = root.loss if root.first_loss is None else root.first_loss
+    return torch.where(torch.as_tensor(whole, device=before.device), before, math.nan)

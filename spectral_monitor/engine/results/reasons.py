@@ -22,6 +22,7 @@ REPLACED = "since training began its weight was replaced, pruned or parametrized
 NOT_QUERIES = "it does not make the queries of an attention block, where those of a block are reported"
 UNFIT = "its outputs are not its inputs times its weight"
 NO_DECAY = WeightDecay(math.nan, math.nan)
+SHARED = "all samples have its output in common, and only some were run eagerly: replay_samples=None runs all"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 CHANGE_MARGIN = 2.0
@@ -53,6 +54,8 @@ class StepContext:
         eps: layer index -> rounding of its outputs.
         replayed: layers whose outputs after the step are known.
         unchosen: layers whose outputs were computed again, but none of the rows that are compared.
+        unseen: why calls of layers were not; empty if they were.
+        shared: layers whose outputs all samples have in common, where only some samples were run.
         no_replay: why none are; empty if they should be.
         no_drift: why ``feature_drift`` is missing; empty if it should not be.
         closures: how often the closure ran, if more than once.
@@ -83,6 +86,8 @@ class StepContext:
     eps: dict[int, float] = field(default_factory=dict)
     replayed: set[int] = field(default_factory=set)
     unchosen: set[int] = field(default_factory=set)
+    unseen: str = ""
+    shared: set[int] = field(default_factory=set)
     no_replay: str = ""
     no_drift: str = ""
     closures: int = 0
@@ -216,8 +221,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     needs = entry.needs
     if layer.no_features:
         return layer.no_features
-    if facts.moved:
-        return MOVED
+    if facts.unseen or facts.moved:
+        return facts.unseen or MOVED
     if layer.info.role == "embedding" and entry.of_inputs:
         return "an embedding's inputs are one-hot"
     if i in facts.unfit:
@@ -241,6 +246,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return "the taps of a convolution overlap: what one adds, another may take away"
     if needs & {"h", "dh"} and (not entry.of_inputs or key == "feature_change_local") and i not in facts.lasted:
         return "its outputs were overwritten in this step; from the next measured one on they are copied"
+    if "b" in needs and i in facts.shared:
+        return SHARED
     if "b" in needs and i not in facts.graded:
         return "no gradient arrived at its output, or more than one, or it was overwritten"
     if key == "backward_speed" and 0 < scalars.get("db.norm") < CHANGE_MARGIN * facts.eps[i] * scalars.get("b.norm"):

@@ -14,6 +14,7 @@ from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.matrix_batches import MatrixBatch
 from spectral_monitor.functional.features import mean_alignment, mean_alignment_error, standard_error_of_mean
+from spectral_monitor.functional.standard_errors import GROUPS
 from spectral_monitor.functional.vector_norms import largest, lengths
 from spectral_monitor.layers import Layout
 from spectral_monitor.linalg import Coroutine, frobenius, gather, spectral_estimates
@@ -57,13 +58,18 @@ MAPS = {"W": ("alignment", ""), "dW": ("update_alignment", "feature_change_local
 
 
 class MatrixNorms:
-    """Puts raw scalars of matrices: norms by name, and what the layers' inputs become in them."""
+    """Puts raw scalars of matrices: norms by name, and what the layers' inputs become in them.
+
+    Attributes:
+        samples: of how many samples the inputs are all rows, or a choice of them; 0 for a choice of rows of the batch.
+    """
 
     def __init__(self, settings: Settings, inputs: Callable[[int], Tensor | None], out: RawScalars) -> None:
         self._settings = settings
         self._inputs = inputs
         self._inputs_of: dict[tuple[int, ...], _Rows | None] = {}
         self._out = out
+        self.samples = 0
 
     def measure(self, jobs: Sequence[Job]) -> Coroutine[None]:
         """Measure everything at once: one solve for all spectral norms."""
@@ -165,10 +171,11 @@ class MatrixNorms:
             squares = (products * sizes).square()
         errors = off = None
         there = lengths_of > 0
-        if self._settings.max_rows is not None:
-            errors = mean_alignment_error(products, lengths_of, sigma)
+        if self._settings.max_rows is not None or self.samples:
+            groups = None if not self.samples else _groups(found, rows, min(GROUPS, self.samples), lengths_of)
+            errors = mean_alignment_error(products, lengths_of, sigma, groups)
             if squares is not None:  # of the root, relative to it
-                off = standard_error_of_mean(squares, there) * there.sum(1) / squares.sum(1) / 2
+                off = standard_error_of_mean(squares, there, groups) * there.sum(1) / squares.sum(1) / 2
         first = 0
         for (job, some, norm), inputs in zip(found, rows, strict=True):
             alignment, length = MAPS[job.name]
@@ -203,6 +210,18 @@ def _alike(found: Sequence[Mapped]) -> list[list[Mapped]]:
 def _side_by_side(columns: Sequence[Tensor], longest: int) -> Tensor:
     """Return tensors (K, R), (K', R'), ... as one, filled up with zeros to so many columns."""
     return torch.cat([x if x.shape[1] == longest else pad(x, (0, longest - x.shape[1])) for x in columns])
+
+
+def _groups(found: Sequence[Mapped], inputs: Sequence[_Rows | None], groups: int, like: Tensor) -> Tensor:
+    """Return the group (K, R) of samples each row is of, like some lengths; rows of a sample stand together."""
+    counts = torch.ones(len(like), dtype=torch.long)
+    first = 0
+    for (job, some, _), rows in zip(found, inputs, strict=True):
+        for i, count in ({} if rows is None else rows.counts).items():
+            counts[first + job.stack.spans[i].start : first + job.stack.spans[i].stop] = count
+        first += len(some)
+    places = torch.arange(like.shape[1]) * groups // counts[:, None]
+    return places.clamp(max=groups - 1).to(like.device)  # what comes after them is zero and does not count
 
 
 class _Rows(NamedTuple):

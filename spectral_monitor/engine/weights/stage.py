@@ -69,7 +69,7 @@ class MatrixStage:
         self.members = dict(enumerate(members))
         self.settings = settings
         self.start = start
-        self._norms = MatrixNorms(settings, inputs, out)
+        self.norms = MatrixNorms(settings, inputs, out)
         self._copies = copies
         self._exchange = exchange
         self._out = out
@@ -222,7 +222,7 @@ class MatrixStage:
         if self._host:
             yield from sequence(waiting)
         else:
-            yield from gather([self._norms.measure(jobs), *waiting])
+            yield from gather([self.norms.measure(jobs), *waiting])
         self._slots.clear()
 
     def _stacks(self, members: dict[int, BatchMember]) -> list[MatrixBatch]:
@@ -235,7 +235,7 @@ class MatrixStage:
             for job in self._jobs:
                 away, device = job.stack.away(), job.stack.like.device
                 self._room[device] = max(self._room.get(device, 0), away.nbytes)
-                self._waiting.append(_fetched(self._norms, Job(away, name), self._slots))
+                self._waiting.append(_fetched(self.norms, Job(away, name), self._slots))
             self._jobs = []
         elif in_place:
             self._solve()
@@ -243,7 +243,7 @@ class MatrixStage:
     def _solve(self) -> None:
         """Measure what has been put off; of a single process."""
         jobs, self._jobs = self._jobs, []
-        run_local(self._norms.measure(jobs))
+        run_local(self.norms.measure(jobs))
 
     def _sum(self, routine: Coroutine[None]) -> None:
         """Put the sums of what takes no matrices."""

@@ -1,0 +1,108 @@
+"""A pass beside the step: compiled code calls no hooks, so a few samples go through the same modules eagerly.
+
+Its gradients begin where those of the step arrived: at what the outermost call returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from spectral_monitor.capture.replay.batch_slicing import BatchSlice
+from spectral_monitor.capture.replay.loss_flow import tensors_in
+from spectral_monitor.capture.row_sampling import GuardedTensor
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Inside, compiled modules run as if they were not compiled; no graph is made, and none is dropped."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class OutputGradients:
+    """Gradients that arrive at the tensors a call returned.
+
+    Attributes:
+        handles: of the hooks.
+
+    Args:
+        output: what the call returned, in nested containers.
+        arriving: called at each gradient; whether it is one of the step's.
+    """
+
+    def __init__(self, output: Any, arriving: Callable[[], bool]) -> None:
+        self._arriving = arriving
+        tensors = _distinct(output)
+        self._gradients: list[GuardedTensor | None] = [None] * len(tensors)
+        self.handles: list[RemovableHandle] = [
+            x.register_hook(partial(self._keep, k)) for k, x in enumerate(tensors) if x.grad_fn is not None
+        ]
+
+    def _keep(self, k: int, gradient: Tensor | None) -> None:
+        if gradient is None or not self._arriving():
+            return
+        before = self._gradients[k]
+        there = None if before is None else before.get()
+        self._gradients[k] = GuardedTensor(gradient if there is None else there + gradient)
+
+    @property
+    def arrived(self) -> bool:
+        """True if there was any."""
+        return any(gradient is not None for gradient in self._gradients)
+
+    def send(self, output: Any, portion: BatchSlice | None, to: Sequence[Tensor]) -> None:
+        """Send the gradients of the step through what the same call returned once more, as far as some tensors.
+
+        Args:
+            output: of the call for the first samples of the batch, or for all of it.
+            portion: which those are; ``None`` for all.
+            to: in its graph.
+
+        Raises:
+            ValueError: the call returned something else, or gradients were overwritten.
+        """
+        tensors = _distinct(output)
+        if len(tensors) != len(self._gradients):
+            raise ValueError(f"it returns {len(tensors)} tensors, and returned {len(self._gradients)} before")
+        found = []
+        for x, guarded in zip(tensors, self._gradients, strict=True):
+            if guarded is None:
+                continue
+            gradient = guarded.get()
+            if gradient is None or x.grad_fn is None:
+                raise ValueError("gradients of what it returned were overwritten, or lead nowhere now")
+            # One output may have been computed from another. What arrives at each is given, and takes the place of what
+            # the others send it here.
+            x.register_hook(partial(_instead, _part(gradient, x, portion).to(x)))
+            found.append(x)
+        torch.autograd.grad(found, to, [torch.zeros_like(x) for x in found], allow_unused=True)
+
+
+def _instead(gradient: Tensor, arriving: Tensor) -> Tensor:
+    return gradient
+
+
+def _part(gradient: Tensor, now: Tensor, portion: BatchSlice | None) -> Tensor:
+    """Return the gradient of what is there of an output; that of a mean over samples is shared out among them.
+
+    Raises:
+        ValueError: of which samples its rows are cannot be told.
+    """
+    if gradient.shape == now.shape:
+        return gradient * (portion.samples / portion.batch) if portion is not None and not now.ndim else gradient
+    whole = portion is not None and now.ndim and len(gradient) * portion.samples == len(now) * portion.batch
+    if not whole or gradient.shape[1:] != now.shape[1:]:
+        raise ValueError(f"it returns {tuple(now.shape)}, and returned {tuple(gradient.shape)} before")
+    return gradient[: len(now)]
+
+
+def _distinct(output: Any) -> list[Tensor]:
+    """Return the tensors in what a call returned, each once."""
+    return list({id(x): x for x in tensors_in(output)}.values())
