@@ -85,6 +85,7 @@ class Engine(EngineState):
         dissected = partial(self._dissect, optimizers)
         found = dissected() if processes is None else processes.all_or_none(dissected)
         anatomy, blocks, compiled, entries, flat = found
+        sharded = bool(flat) or any(is_distributed(p) for p in model.parameters())
         holdings = plan(anatomy.layers, flat, processes)
         placed_layers = (placed(*pair, processes) for pair in zip(anatomy.layers, holdings, strict=True))
         self.anatomy = replace(anatomy, layers=tuple(placed_layers))
@@ -103,7 +104,7 @@ class Engine(EngineState):
         room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
         # Where the weights of a forward lie is no one's but FSDP's affair.
         watched = [p for p in model.parameters() if id(p) not in flat]
-        self.features = FeatureCapture(model, self.layers, wanted, room, watched, self._harmless, entries)
+        self.features = FeatureCapture(model, self.layers, wanted, room, watched, self._harmless, entries, not sharded)
         self._alone = processes is None and self._wrapper is model
         self._replays = Replays(model, self._wrapper, self.features, settings, compiled)
         self._picker = RowSampler(settings.max_rows)
@@ -187,7 +188,7 @@ class Engine(EngineState):
                 self.features.traced = not self._readouts.complete
                 self._readouts.begin()
                 self.features.arm()
-            if not self.features.aside:
+            if not self.features.hidden_layers:
                 self._attention.arm(self.asked)
             self.optimizers.arm()
 
@@ -393,7 +394,7 @@ class Engine(EngineState):
     def _ready(self, optimizer: Optimizer) -> None:
         with self._harmless("looking at the gradients"):
             self._stage.ready(optimizer)
-            if self.features.aside and self.watches_features and not self._replays.looked:
+            if self.watches_features and not self._replays.looked:
                 self._replays.look_aside(self._own_warn, lambda: self._attention.watching(self.asked))
                 self._stage.norms.samples = self.features.looked_at
             if self.features.traced:

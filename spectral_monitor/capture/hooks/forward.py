@@ -71,8 +71,9 @@ class FeatureCapture:
         watch_losses: whether gradients of the losses that outermost calls return are waited for.
         traced: whether it is recorded where outputs are in the graph.
         backward_pass: id of the last backward pass in which a gradient arrived.
-        aside: whether calls of layers cannot be seen, or not precisely: then only the outermost calls are watched, and
-            :meth:`look_aside` records those of layers.
+        hidden_layers: whether something is compiled, so that only the outermost calls are seen, and :meth:`look_aside`
+            records those of layers.
+        refined: whether it does so too where layers compute in half precision, by autocast.
         looked_at: the samples it did so of; 0 for all.
         shared: layers with an output that all samples have in common, and of whose gradient it saw a part.
     """
@@ -86,9 +87,11 @@ class FeatureCapture:
         watched: Sequence[Tensor],
         harmless: Harmless,
         entrances: Sequence[nn.Module] | None = None,
+        refined: bool = False,
     ) -> None:
         """``entrances``: modules whose calls are seen, of a model in which others are compiled; ``None`` for all."""
-        self.aside = entrances is not None
+        self.hidden_layers = entrances is not None
+        self.refined = refined
         self.layers = {i: layers[i] for i in wanted if layers[i].module is not None}
         self._watched = watched
         self._hooked = {i: layer.module for i, layer in self.layers.items() if layer.module is not None}
@@ -104,8 +107,6 @@ class FeatureCapture:
         self.traced = False
         self._replayed: tuple[Watcher, ...] = ()
         self._looking = False
-        self.looked_at = 0
-        self.shared: set[int] = set()
         self._foresight: Foresight = nothing
         self._ranked = self._apart = False
         self._lasting: set[int] = set()
@@ -123,6 +124,8 @@ class FeatureCapture:
         self.forward_open = True
         self.backward_open = True
         self.settled: set[int] = set()
+        self.looked_at = 0
+        self.shared: set[int] = set()
         self.hidden: set[int] = set()
         self.weights: Marks = {}
         self.backward_pass = -1
@@ -154,7 +157,7 @@ class FeatureCapture:
     def arm(self) -> None:
         """Register the hooks."""
         self._reset()
-        self._handles += [] if self.aside else self._layer_hooks()
+        self._handles += [] if self.hidden_layers else self._layer_hooks()
         for module in self._roots:
             if getattr(module, "_compiled_call_impl", None) is not None:
                 self._handles.append(WrappedCall(module, self._enter, self._leave))
@@ -170,6 +173,11 @@ class FeatureCapture:
     def begin(self) -> None:
         """Forget calls made so far: the training step begins now."""
         self._reset()
+
+    @property
+    def halved(self) -> bool:
+        """True if layers compute in half precision, by autocast, and can be looked at beside the step."""
+        return self.refined and any(root.halves for root in self.roots)
 
     def disarm(self) -> None:
         """Remove the hooks and drop every tensor; safe to call at any time."""
@@ -191,7 +199,7 @@ class FeatureCapture:
                 self._drop_finished()
                 self._backward_seen = False
             self._portion = None
-            self._root = RootCall(module, args, kwargs, eager=self.aside)
+            self._root = RootCall(module, args, kwargs)
             self._portion = self._foresight(self._root)
 
     def _drop_finished(self) -> None:
@@ -231,11 +239,11 @@ class FeatureCapture:
         self._depth -= 1
         if self._depth == 0 and self._root is not None:
             root, self._root = self._root, None
-            if root.reached or self.aside:
+            if root.reached or self.hidden_layers:
                 with self._harmless("the end of the forward pass"):
                     root.keep_loss(output)
                     self._handles += root.watch_loss(output) if self.watch_losses else []
-                    if self.aside:
+                    if self.hidden_layers or (self.refined and root.halves):
                         root.returned = OutputGradients(output, self._arriving)
                         self._handles += root.returned.handles
                     self.weights = marks(self._watched)
@@ -449,7 +457,7 @@ class FeatureCapture:
     def replaying(self, *watchers: Watcher) -> Iterator[None]:
         """While inside, calls of layers are shown to some watchers, and nothing else is recorded."""
         self._replayed = watchers
-        handles = self._layer_hooks() if self.aside else []
+        handles = self._layer_hooks() if self.hidden_layers else []
         try:
             yield
         finally:
@@ -470,32 +478,34 @@ class FeatureCapture:
             ValueError: gradients of the step do not fit what the call returns now.
         """
         there = [root for root in self.roots if root.returned is not None and root.returned.arrived]
-        if len(there) != 1:
+        if len(there) != 1 or there[0].returned is None:
             raise ValueError("no gradient arrived" if not there else f"it is called in {len(there)} separate parts")
-        [root] = self.roots = there
+        root, gradients = there[0].precise(), there[0].returned
         root.rewind()
-        self.calls, self.order, self._root, self.shared = {}, [], root, set()
-        self._portion, opened = self._foresight(root), (self.forward_open, self.backward_open)
-        self.looked_at = 0 if self._portion is None else self._portion.samples
+        portion = self._portion = self._foresight(root)
+        run = root if portion is None else root.part(slice(portion.samples))
+        before = self.calls, self.order, self.roots, self.backward_pass
+        opened = self.forward_open, self.backward_open
+        self.calls, self.order, self.roots, self._root = {}, [], [root], root
         self._looking = self.forward_open = self.backward_open = True
-        handles, backward_pass = self._layer_hooks(), self.backward_pass
+        handles = self._layer_hooks() if self.hidden_layers else []
         try:
-            run = root if self._portion is None else root.part(slice(self._portion.samples))
             with around():
                 output = run.output()
-            root.first_loss = None if self._portion is not None else loss_in(output)
-            assert root.returned is not None
             outputs = [call.output for calls in self.calls.values() for call in calls if call.output is not None]
-            root.returned.send(output, self._portion, outputs)
+            gradients.send(output, portion, outputs)
+        except Exception:
+            self.calls, self.order, self.roots, _ = before
+            raise
         finally:
-            self._looking = False
-            self.forward_open, self.backward_open = opened
-            self._root, self.backward_pass = None, backward_pass
+            self._looking, self._root = False, None
+            (self.forward_open, self.backward_open), self.backward_pass = opened, before[-1]
             for handle in handles:
                 handle.remove()
-            for calls in self.calls.values():
-                for call in calls:
-                    call.output = None
+            for call in (call for calls in self.calls.values() for call in calls):
+                call.output = None
+        root.first_loss = None if portion is not None else loss_in(output)
+        self.looked_at = 0 if portion is None else portion.samples
 
 
 def _first_rows(x: Tensor, first: int, count: int) -> Tensor:

@@ -50,14 +50,14 @@ class RootCall:
         given: its positional and keyword arguments, copied.
         modes: whether each module inside was training.
         drew: whether it has drawn random numbers when it was last made again.
-        returned: gradients of what it returned, if it is made again eagerly, in full precision.
-        first_loss: the loss it returned when it was first made again so.
+        halves: whether it computed in half precision, by autocast.
+        returned: gradients of what it returned, if they were waited for.
+        first_loss: the loss it returned when it was first made again eagerly and in full precision.
     """
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any, eager: bool = False) -> None:
-        """``eager``: whether it is made again eagerly and in full precision, whatever was compiled."""
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.module = module
-        self._eager = eager
+        self._eager = False
         self.returned: OutputGradients | None = None
         self.first_loss: Tensor | None = None
         self.reached = 0
@@ -70,8 +70,13 @@ class RootCall:
         self.iterators = [*iterators_in((args, kwargs)), *self._state.iterators]
         self.randomness = RandomState.now()
         self._autocast = AutocastState.now(module)
-        if eager:
-            self._autocast = self._autocast.without()
+        self.halves = self._autocast.halves
+
+    def precise(self) -> RootCall:
+        """Return the same call made eagerly and in full precision, whatever was compiled."""
+        precise = copy.copy(self)
+        precise._eager, precise._autocast = True, self._autocast.without()
+        return precise
 
     def keep_loss(self, output: Any) -> None:
         """Remember the loss in the call's output."""
@@ -137,7 +142,8 @@ class RootCall:
         with preserved(module):
             put_state(module, packed["state"])
             args, kwargs = (unpack(packed[key], device) for key in ("args", "kwargs"))
-            call = cls(module, args, kwargs, eager=bool(packed.get("eager", False)))
+            call = cls(module, args, kwargs)
+            call._eager = bool(packed.get("eager", False))
             call.rewind()  # hooks that come later are not the forward's
         call.randomness = RandomState.unpack(packed["randomness"])
         call._autocast = AutocastState.unpack(packed["autocast"])

@@ -145,16 +145,18 @@ class Replays:
 
         ``around``: who else wants to see it.
         """
-        self.looked, self.unseen = True, sees_all_modules()
-        if self.unseen:
+        hidden = self._features.hidden_layers
+        self.looked, noticed = True, sees_all_modules()
+        if noticed or not (hidden or (self._features.halved and not self.slices.off)):
+            self.unseen = noticed if hidden else ""
             return
         try:
             with preserved(self._model, host=self._host), unseen(self._model, ()):
                 self._features.look_aside(around)
         except Exception as error:
-            self._features.calls.clear()
-            self.unseen = f"{self._compiled} is compiled, and could not be run eagerly ({error})"
-            warn(f"{self.unseen}; no features are measured", error)
+            if hidden:  # otherwise there is what was seen
+                self.unseen = f"{self._compiled} is compiled, and could not be run eagerly ({error})"
+                warn(f"{self.unseen}; no features are measured", error)
 
     def choose(self, given: StepInputs, moved: bool, warn: WarnOnce) -> tuple[Replayable | None, Tensor | None, str]:
         """Return how the forward can be run again, the loss it had, and why it cannot."""
@@ -162,7 +164,7 @@ class Replays:
         again: Replayable
         if moved or self.unseen:
             return None, None, MOVED if moved else self.unseen
-        if self._compiled and not self._features.aside:
+        if self._compiled and not self._features.hidden_layers:
             # A replay would have to run eagerly, where roundings and dropout are others than in the compiled forward.
             return None, None, f"the forward cannot be run again: {self._compiled} is compiled"
         if len(roots) == 1:
