@@ -17,7 +17,7 @@ from spectral_monitor.capture.records.assumption_checks import Checks
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.records.linearity_check import is_linear
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
-from spectral_monitor.capture.replay.eager_pass import OutputGradients
+from spectral_monitor.capture.replay.eager_pass import Arrival, OutputGradients
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs, first_outputs
 from spectral_monitor.capture.replay.replay import RootCall, loss_in
 from spectral_monitor.capture.row_sampling import (
@@ -212,7 +212,8 @@ class FeatureCapture:
         everything = [call for calls in self.calls.values() for call in calls]
         reached = {id(call.root) for call in everything if call.b is not None}
         self._waiting = waiting = {id(call.root) for call in everything if call.watched} - reached
-        waiting |= {id(root) for root in self.roots if root.returned is not None and not root.returned.arrived}
+        if self.hidden_layers:
+            waiting |= {id(root) for root in self.roots if root.returned is not None and not root.returned.arrived}
         left = {
             i: [call for call in calls if i in self.settled or id(call.root) in waiting]
             for i, calls in self.calls.items()
@@ -360,8 +361,9 @@ class FeatureCapture:
     def _watch(self, i: int, call: Call, out: Tensor) -> None:
         if out.requires_grad:
             call.watched = True
+            if self._looking:
+                call.arrival = Arrival(out)
             self._handles.append(out.register_hook(partial(self._gradient, i, call)))
-            call.output = out if self._looking else None
 
     def _arriving(self) -> bool:
         """Note that a gradient arrives; return whether it is one of the step's."""
@@ -465,8 +467,9 @@ class FeatureCapture:
             for handle in handles:
                 handle.remove()
 
-    def look_aside(self, around: Callable[[], AbstractContextManager[object]]) -> None:
-        """Record the calls of layers in the outermost call that led to the step, which is run again eagerly.
+    def look_aside(self, around: Callable[[], AbstractContextManager[object]]) -> str:
+        """Record the calls of layers in the outermost call that led to the step, which is run again eagerly; return why
+        there is no such call.
 
         Of as few samples as are known to be enough; gradients begin where those of the step arrived. To be called
         before the step, where modules are put back afterwards.
@@ -478,8 +481,8 @@ class FeatureCapture:
             ValueError: gradients of the step do not fit what the call returns now.
         """
         there = [root for root in self.roots if root.returned is not None and root.returned.arrived]
-        if len(there) != 1 or there[0].returned is None:
-            raise ValueError("no gradient arrived" if not there else f"it is called in {len(there)} separate parts")
+        if len(there) != 1 or there[0].returned is None or not (self.hidden_layers or len(self.roots) == 1):
+            return f"the model is called in {len(there)} separate parts" if there else "no gradient arrived"
         root, gradients = there[0].precise(), there[0].returned
         root.rewind()
         portion = self._portion = self._foresight(root)
@@ -492,8 +495,8 @@ class FeatureCapture:
         try:
             with around():
                 output = run.output()
-            outputs = [call.output for calls in self.calls.values() for call in calls if call.output is not None]
-            gradients.send(output, portion, outputs)
+            arrivals = [call.arrival for calls in self.calls.values() for call in calls if call.arrival is not None]
+            gradients.send(output, portion, arrivals)
         except Exception:
             self.calls, self.order, self.roots, _ = before
             raise
@@ -503,9 +506,10 @@ class FeatureCapture:
             for handle in handles:
                 handle.remove()
             for call in (call for calls in self.calls.values() for call in calls):
-                call.output = None
+                call.arrival = None
         root.first_loss = None if portion is not None else loss_in(output)
         self.looked_at = 0 if portion is None else portion.samples
+        return ""
 
 
 def _first_rows(x: Tensor, first: int, count: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.records.assumption_checks import Checked
+from spectral_monitor.capture.replay.eager_pass import Arrival
 from spectral_monitor.capture.replay.feature_change import CallRows
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler
@@ -39,7 +40,7 @@ class Call:
         checked: what is only read off it where assumptions are checked.
         node: where the output is in the graph, if that is asked for.
         place: how many calls of other layers and of this one came before.
-        output: the output itself, while a pass beside the step is under way.
+        arrival: where the gradient of the output arrives, while a pass beside the step is under way.
     """
 
     h_in: GuardedTensor | None
@@ -64,7 +65,7 @@ class Call:
     checked: Checked | None = None
     node: Any = None
     place: int = 0
-    output: Tensor | None = None
+    arrival: Arrival | None = None
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the output, if it arrived exactly once and nobody has overwritten it."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
@@ -57,13 +58,13 @@ class OutputGradients:
         """True if there was any."""
         return any(gradient is not None for gradient in self._gradients)
 
-    def send(self, output: Any, portion: BatchSlice | None, to: Sequence[Tensor]) -> None:
-        """Send the gradients of the step through what the same call returned once more, as far as some tensors.
+    def send(self, output: Any, portion: BatchSlice | None, arrivals: Sequence[Arrival]) -> None:
+        """Send the gradients of the step through what the same call returned once more, as far as some outputs.
 
         Args:
             output: of the call for the first samples of the batch, or for all of it.
             portion: which those are; ``None`` for all.
-            to: in its graph.
+            arrivals: those outputs.
 
         Raises:
             ValueError: the call returned something else, or gradients were overwritten.
@@ -71,7 +72,8 @@ class OutputGradients:
         tensors = _distinct(output)
         if len(tensors) != len(self._gradients):
             raise ValueError(f"it returns {len(tensors)} tensors, and returned {len(self._gradients)} before")
-        found = []
+        known = {arrival.place: arrival for arrival in arrivals}
+        ends = []
         for x, guarded in zip(tensors, self._gradients, strict=True):
             if guarded is None:
                 continue
@@ -80,13 +82,25 @@ class OutputGradients:
                 raise ValueError("gradients of what it returned were overwritten, or lead nowhere now")
             # One output may have been computed from another. What arrives at each is given, and takes the place of what
             # the others send it here.
-            x.register_hook(partial(_instead, _part(gradient, x, portion).to(x)))
-            found.append(x)
-        torch.autograd.grad(found, to, [torch.zeros_like(x) for x in found], allow_unused=True)
+            end = known.get((x.grad_fn, x.output_nr)) or Arrival(x)
+            end.given = _part(gradient, x, portion).to(x)
+            ends.append(x)
+        nothing = [torch.zeros_like(x) for x in ends]
+        torch.autograd.grad(ends, [arrival.edge for arrival in arrivals], nothing, allow_unused=True)
 
 
-def _instead(gradient: Tensor, arriving: Tensor) -> Tensor:
-    return gradient
+class Arrival:
+    """Where the gradient of an output arrives, before whoever registers a hook there later.
+
+    Attributes:
+        given: that gradient, if it is known; it takes the place of what arrives.
+    """
+
+    def __init__(self, output: Tensor) -> None:
+        self.edge = get_gradient_edge(output)  # of the output itself, whatever is done to it in place
+        self.place = output.grad_fn, output.output_nr
+        self.given: Tensor | None = None
+        output.register_hook(lambda arriving: self.given)
 
 
 def _part(gradient: Tensor, now: Tensor, portion: BatchSlice | None) -> Tensor:

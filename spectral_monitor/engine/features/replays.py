@@ -152,16 +152,23 @@ class Replays:
             return
         try:
             with preserved(self._model, host=self._host), unseen(self._model, ()):
-                self._features.look_aside(around)
+                why = self._features.look_aside(around)
         except Exception as error:
-            if hidden:  # otherwise there is what was seen
-                self.unseen = f"{self._compiled} is compiled, and could not be run eagerly ({error})"
-                warn(f"{self.unseen}; no features are measured", error)
+            why = f"{type(error).__name__}: {error}"
+            if hidden:
+                warn(f"{self._compiled} is compiled, and could not be run eagerly; no features are measured", error)
+        if hidden and why:  # otherwise there is what was seen
+            self.unseen = self._beyond(why)
+
+    def _beyond(self, why: str) -> str:
+        return f"{self._compiled} is compiled, and could not be run eagerly: {why}"
 
     def choose(self, given: StepInputs, moved: bool, warn: WarnOnce) -> tuple[Replayable | None, Tensor | None, str]:
         """Return how the forward can be run again, the loss it had, and why it cannot."""
         roots = self._features.roots
         again: Replayable
+        if self._features.hidden_layers and len(roots) > 1:
+            self.unseen = self._beyond(f"the model is called in {len(roots)} separate parts")
         if moved or self.unseen:
             return None, None, MOVED if moved else self.unseen
         if self._compiled and not self._features.hidden_layers:
