@@ -1,0 +1,317 @@
+"""Features of compiled modules, and of half precision: what a pass beside the step sees is what an eager run has."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.functional import cross_entropy
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from spectral_monitor import SpectralProbe
+from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.replay import eager_pass
+from spectral_monitor.messages import SpectralMonitorWarning
+
+FEATURES = ("feature_rms", "feature_change", "feature_change_local", "alignment", "update_alignment", "bfa", "bfa_cos")
+FEATURES += ("input_stable_rank", "backward_stable_rank", "sensitivity", "feature_drift")
+
+
+class Network(nn.Module):
+    """Works in place on what a layer returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class WithLoss(nn.Module):
+    """Returns the loss beside what it was computed from."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Network()
+
+    def forward(self, x, y):
+        logits = self.net(x)
+        return {"logits": logits, "loss": cross_entropy(logits, y)}
+
+
+def no_compilation(model):
+    return model
+
+
+def outside(model):
+    return torch.compile(model, backend="aot_eager")
+
+
+def in_place(model):
+    model.compile(backend="aot_eager")
+    return model
+
+
+def its_forward(model):
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+    return model
+
+
+def a_part(model):
+    net = model.net if isinstance(model, WithLoss) else model
+    net.body = torch.compile(net.body, backend="aot_eager")
+    return model
+
+
+WAYS = [outside, in_place, its_forward, a_part]
+
+
+def trained(kind, way, steps=3, **settings):
+    """Train on batches of 32 samples; return the probe, if there is one, and the weights."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    model = kind()
+    called = way(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    probe = SpectralProbe(called, optimizer, **settings) if settings else None
+    batches = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x, y = torch.randn(32, 6, generator=batches), torch.randint(4, (32,), generator=batches)
+        with probe.step() if probe else nullcontext():
+            optimizer.zero_grad()
+            out = called(x, y)["loss"] if kind is WithLoss else cross_entropy(called(x), y)
+            out.backward()
+            optimizer.step()
+    return probe, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [Network, WithLoss])
+@pytest.mark.parametrize("way", WAYS)
+def test_all_features_are_those_of_the_eager_run(kind, way):
+    settings = {"quantities": "standard", "replay_samples": None, "max_rows": None, "tol": 1e-4}
+    eager, _ = trained(kind, no_compilation, **settings)
+    _, alone = trained(kind, way)
+    graphs = dict(counters["stats"])
+    probe, weights = trained(kind, way, **settings)
+    assert dict(counters["stats"]) == graphs
+    assert all(torch.equal(a, b) for a, b in zip(alone, weights, strict=True))
+    for one, other in zip(eager.measurements, probe.measurements, strict=True):
+        for key in FEATURES:
+            for layer in one.layers:
+                there = pytest.approx(one.value(key, layer.name), rel=1e-3, nan_ok=True)
+                assert other.value(key, layer.name) == there, (key, layer.name)
+        if kind is WithLoss:
+            assert other.summary["loss_change"] == pytest.approx(one.summary["loss_change"], rel=1e-3)
+    assert all(
+        math.isfinite(probe.latest.value(key, "body.2" if kind is Network else "net.body.2")) for key in FEATURES[:-2]
+    )
+
+
+def test_without_the_gradient_taking_the_place_of_what_arrives_it_would_count_twice(monkeypatch):
+    """The loss sends a gradient to the logits, and that is what arrived there: the check above can fail."""
+
+    class Twice(eager_pass.Arrival):
+        def __init__(self, output):
+            super().__init__(output)
+            output.register_hook(lambda arriving: None if self.given is None else arriving + arriving)
+
+    settings = {"quantities": ["sensitivity"], "replay_samples": None, "max_rows": None}
+    right, _ = trained(WithLoss, outside, steps=1, **settings)
+    monkeypatch.setattr(eager_pass, "Arrival", Twice)
+    monkeypatch.setattr("spectral_monitor.capture.hooks.forward.Arrival", Twice)
+    wrong, _ = trained(WithLoss, outside, steps=1, **settings)
+    once, twice = (probe.latest.value("sensitivity", "net.head") for probe in (right, wrong))
+    assert once == pytest.approx(2 * twice, rel=1e-3)
+
+
+# --- language models, few samples, half precision
+
+
+def gpt(seed):
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 120, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4}
+    quiet = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **quiet, **dropout)).train()
+
+
+def language(way, seed=0, half=False, steps=4, dropout=0.0, **settings):
+    """Train a small GPT on 16 sequences of 64 tokens a step."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = gpt(seed)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    called = way(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    probe = SpectralProbe(called, optimizer, **settings) if settings else None
+    batches = torch.Generator().manual_seed(seed + 1)
+    for _ in range(steps):
+        tokens = torch.randint(120, (16, 64), generator=batches)
+        with probe.step() if probe else nullcontext():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                loss = called(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+    return probe, [p.detach().clone() for p in model.parameters()]
+
+
+def compared(seeds, way, half):
+    """Return comparisons with an eager run in full precision of all rows: inside three errors or not."""
+    inside = []
+    for seed in seeds:
+        probe, _ = language(way, seed, half, quantities="standard")
+        truth, _ = language(no_compilation, seed, quantities="standard", replay_samples=None, max_rows=None)
+        for m, exact in zip(probe.measurements, truth.measurements, strict=True):
+            for key, errors in m.errors.items():
+                for layer, error in zip(m.layers, errors.tolist(), strict=True):
+                    value, there = m.value(key, layer.name), exact.value(key, layer.name)
+                    if math.isnan(there) or (layer.name == "transformer.wpe" and math.isnan(value)):
+                        continue
+                    # Training in half precision is another one, by a thousandth or so.
+                    inside.append(abs(value - there) <= 3 * error + (2e-3 if half else 1e-4) * abs(there))
+    return inside
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_compiled_language_model_has_every_quantity(half):
+    _, alone = language(outside, half=half)
+    graphs = dict(counters["stats"])
+    probe, weights = language(outside, half=half, quantities="standard")
+    assert dict(counters["stats"]) == graphs
+    assert all(torch.equal(a, b) for a, b in zip(alone, weights, strict=True))
+    eager, _ = language(no_compilation, quantities="standard", replay_samples=None)
+    for m, other in zip(probe.measurements, eager.measurements, strict=True):
+        for key in other.values:
+            for layer in other.layers:
+                if math.isnan(m.value(key, layer.name)) and not math.isnan(other.value(key, layer.name)):
+                    assert layer.name == "transformer.wpe"
+                    assert m.why(key, layer.name).startswith("all samples have its output in common")
+    inside = compared([0], outside, half)
+    assert len(inside) > 250
+    assert sum(inside) >= 0.97 * len(inside)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "half"), [(outside, False), (outside, True), (no_compilation, True)])
+def test_features_beside_the_step_are_inside_three_standard_errors(way, half):
+    inside = compared(range(6), way, half)
+    assert len(inside) > 1500
+    assert sum(inside) >= 0.99 * len(inside)
+
+
+def test_features_in_half_precision_are_those_of_the_weights_in_full():
+    """Without a compilation. Changes that bfloat16 rounds away are measured."""
+    torch.manual_seed(0)
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    probe = SpectralProbe(model, optimizer, quantities="standard", replay_samples=None, max_rows=None)
+    x, y = torch.randn(32, 6), torch.randint(4, (32,))
+    states = [{key: value.double().clone() for key, value in model.state_dict().items()}]
+    with probe.step():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    states.append({key: value.double().clone() for key, value in model.state_dict().items()})
+    found = []
+    for state in states:
+        h = [x.double() @ state["body.0.weight"].T + state["body.0.bias"]]
+        h.append(h[-1].relu() @ state["body.2.weight"].T + state["body.2.bias"])
+        h.append(h[-1].tanh() @ state["head.weight"].T + state["head.bias"])
+        found.append(h)
+    for name, before, after in zip(("body.0", "body.2", "head"), *found, strict=True):
+        change = float(((after - before).norm(dim=1) / before.norm(dim=1)).mean())
+        assert 0 < change < 2**-8
+        assert probe.latest.value("feature_change", name) == pytest.approx(change, rel=1e-2)
+
+
+def test_dropout_in_half_precision_costs_no_pass_beside_the_step(monkeypatch):
+    """All samples would have to be run, which the first measured step finds: later ones show what they saw."""
+    passes, look_aside = [], FeatureCapture.look_aside
+
+    def counted(*args):
+        passes.append(args)
+        return look_aside(*args)
+
+    monkeypatch.setattr(FeatureCapture, "look_aside", counted)
+    language(no_compilation, half=True, quantities="standard")
+    assert len(passes) == 4
+    passes.clear()
+    probe, _ = language(no_compilation, half=True, dropout=0.1, quantities="standard")
+    assert len(passes) == 1
+    assert math.isfinite(probe.latest.value("feature_rms", "lm_head"))
+
+
+# --- nothing is left, nothing is hidden
+
+
+def test_nothing_is_left_on_a_module_that_is_compiled_in_place():
+    model = in_place(Network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
+    compiled = vars(model)["_compiled_call_impl"]
+
+    def interrupted():
+        with probe.step():
+            assert vars(model)["_compiled_call_impl"] is not compiled
+            model(torch.randn(8, 6))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert vars(model)["_compiled_call_impl"] is compiled
+    with probe.step():
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+    assert vars(model)["_compiled_call_impl"] is compiled
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class CompiledOnly(Network):
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            raise RuntimeError("compile me")
+        return super().forward(x)
+
+
+def test_what_cannot_be_run_eagerly_says_so_once():
+    torch._dynamo.reset()
+    model = CompiledOnly()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="eager")
+    probe = SpectralProbe(compiled, optimizer, every_n_steps=1, quantities="standard")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with probe.step():
+                compiled(torch.randn(8, 6)).square().mean().backward()
+                optimizer.step()
+    ours = [str(one.message) for one in said if issubclass(one.category, SpectralMonitorWarning)]
+    assert sum("could not be run eagerly" in text for text in ours) == 1
+    assert probe.latest.why("feature_rms", "head").endswith("could not be run eagerly: RuntimeError: compile me")
+    assert probe.latest.value("update_norm", "head") > 0
+
+
+def test_a_model_called_in_two_parts_says_so():
+    torch._dynamo.reset()
+    model = Network()
+    model.body = torch.compile(model.body, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="standard")
+    with probe.step():
+        model.head(model.body(torch.randn(8, 6))).square().mean().backward()
+        optimizer.step()
+    assert probe.latest.why("feature_rms", "head") == (
+        "'body' is compiled, and could not be run eagerly: the model is called in 2 separate parts"
+    )
