@@ -19,7 +19,7 @@ from spectral_monitor.callbacks.lightning_packages import package_of
 from spectral_monitor.callbacks.loggers import SinkManager, every, shortest, show, tell, warn_of_condition
 from spectral_monitor.callbacks.strategies import check_supported, strategy_context
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
-from spectral_monitor.capture.replay.replay import loss_in
+from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.correction import LRCorrection
@@ -220,7 +220,8 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         check_supported(trainer, pl_module)
         processes, wrapper = strategy_context(trainer)
         corrected = self.mode == "correct"
-        self._engine = Engine(pl_module, trainer.optimizers, self.settings, processes, wrapper, corrected)
+        steps = pl_module.automatic_optimization and can_run_again(pl_module)
+        self._engine = Engine(pl_module, trainer.optimizers, self.settings, processes, wrapper, corrected, steps)
         self._engine.features.redirected = trainer.strategy.model is not pl_module
         check_conflicts(trainer, self)
         self._supervisor = Supervisor(self.mode, self.condition, self.correction, self._engine)
@@ -307,6 +308,9 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         if pl_module.automatic_optimization:
             self._engine.features.forward_open = False
             self._engine.features.backward_open = True
+            if self._training_step is not None:
+                gradient = self._loss_scale / trainer.accumulate_grad_batches
+                self._engine.offer(self._training_step, gradient, partial(logging_suppressed, trainer, pl_module))
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from spectral_monitor.callbacks.lightning_packages import package_of
 from spectral_monitor.capture.replay.batch_slicing import slice_batch
-from spectral_monitor.capture.replay.replay import clone_tree, copied, iterators_in, loss_in, modes
+from spectral_monitor.capture.replay.eager_pass import precisely
+from spectral_monitor.capture.replay.loss_flow import loss_in
+from spectral_monitor.capture.replay.replay import clone_tree, copied, iterators_in, modes
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
 from spectral_monitor.state.snapshot import Snapshot, preserved
@@ -32,6 +34,7 @@ class TrainingStepReplay:
         given: the batch, copied.
         modes: whether each module inside was training.
         drew: whether it has drawn random numbers when it was last made again.
+        first_loss: the loss when it was first made again eagerly and in full precision.
     """
 
     def __init__(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -39,6 +42,8 @@ class TrainingStepReplay:
         self.given, self.uncopied = copied(batch, None)
         self.modes = modes(module)
         self.drew = False
+        self.first_loss: Tensor | None = None
+        self._precisely = False
         self._batch_idx = batch_idx
         self._state = Snapshot(module, weights=False)
         self.iterators = [*iterators_in(batch), *self._state.iterators]
@@ -50,12 +55,22 @@ class TrainingStepReplay:
 
     def __call__(self) -> Tensor | None:
         """Return the loss of the step's forward; to be called under :func:`logging_suppressed`."""
+        return loss_in(self.output())
+
+    def output(self) -> Any:
+        """Return what the step returns; to be called under :func:`logging_suppressed`."""
         step: Any = self.module.training_step
         arguments = (clone_tree(self.given), self._batch_idx)[: 2 if _takes_index(step) else 1]
-        with self.randomness.replayed():
-            loss = loss_in(step(*arguments))
+        with self.randomness.replayed(), precisely(self.module) if self._precisely else nullcontext():
+            output = step(*arguments)
             self.drew = not self.randomness.same(RandomState.now())
-        return loss
+        return output
+
+    def precise(self) -> TrainingStepReplay:
+        """Return the same step made eagerly and in full precision, whatever was compiled."""
+        precise = copy.copy(self)
+        precise._precisely = True
+        return precise
 
     def part(self, which: slice) -> TrainingStepReplay:
         """Return the same step with some samples of its batch."""
@@ -75,6 +90,7 @@ class TrainingStepReplay:
             "batch_idx": self._batch_idx,
             "state": pack_state(self.module),
             "randomness": self.randomness.pack(),
+            "precisely": self._precisely,
         }
 
     @classmethod
@@ -89,6 +105,7 @@ class TrainingStepReplay:
             step = cls(module, unpack(packed["batch"], module.device), packed["batch_idx"])
             step.rewind()  # hooks that come later are not the forward's
         step.randomness = RandomState.unpack(packed["randomness"])
+        step._precisely = bool(packed.get("precisely", False))
         return step
 
 

@@ -68,12 +68,17 @@ class AttentionWatch:
 
     @contextmanager
     def watching(self, asked: Settings) -> Iterator[None]:
-        """Inside, hooks are registered: for a pass beside the step."""
-        self.arm(asked)
+        """Inside, calls are seen that are not the step's own: for a pass beside it."""
+        armed, was = self._capture.armed, self._capture.open
+        if not armed:
+            self.arm(asked)
+        self._capture.open = armed or self._capture.open
         try:
             yield
         finally:
-            self._capture.disarm()
+            self._capture.open = was
+            if not armed:
+                self._capture.disarm()
 
     def before(self, optimizer: Optimizer) -> None:
         """Look at the weights that an optimizer is about to change."""

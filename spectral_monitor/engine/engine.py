@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from spectral_monitor.capture.hooks.forward import FeatureCapture, nothing
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.hooks.tensor_version import Marks, marks
+from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.engine.agreement.all_or_none import agreed
 from spectral_monitor.engine.agreement.output_layers import Readouts
@@ -26,7 +28,7 @@ from spectral_monitor.engine.attention_watch import AttentionWatch
 from spectral_monitor.engine.features.changes import ChangeStage
 from spectral_monitor.engine.features.kernels import ALONE, FullStage
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
-from spectral_monitor.engine.features.replays import Context, Replayable, ReplayOutcome, Replays, StepInputs
+from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs
 from spectral_monitor.engine.features.stage import RowStage, input_rows
 from spectral_monitor.engine.observation import sights, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
@@ -71,14 +73,17 @@ class Engine(EngineState):
         processes: ProcessGroup | None = None,
         wrapper: nn.Module | None = None,
         corrected: bool = False,
+        whole_steps: bool = False,
     ) -> None:
         """``processes``: those that train together; ``wrapper``: FSDP's, which is called in the model's place;
-        ``corrected``: whether learning rates depend on what is measured.
+        ``corrected``: whether learning rates depend on what is measured; ``whole_steps``: whether :meth:`offer` is
+        called at each step.
         """
         super().__init__()
         self.model = model
         self._wrapper = wrapper or model
         self.settings = self.asked = settings
+        self._whole_steps = whole_steps
         self.processes = processes
         self.budget = budget_for(settings, processes is not None, corrected)
         reshard(self._wrapper)
@@ -112,6 +117,7 @@ class Engine(EngineState):
         self.idle = False
         self._reported: Settings | None = settings  # None: nothing of the step that is watched
         self.multipliers: Mapping[int, float] = {}
+        self._context: Context = nullcontext
         self._in_force: Mapping[int, float] = {}  # in the step that is watched
         self._warn = WarnOnce(silent=processes is not None and processes.rank > 0)
         self._own_warn = WarnOnce()  # of what happened in this process alone
@@ -137,7 +143,7 @@ class Engine(EngineState):
         names = ", ".join(label(name, module) for name, module in modules.items())
         entries = entrances(self.model, modules.values())
         sharded = bool(flat) or any(is_distributed(p) for p in self.model.parameters())
-        if modules and entries and not sharded:
+        if modules and (entries or self._whole_steps) and not sharded:
             return anatomy, blocks, names, entries, flat
         return without_compiled(anatomy, modules.values()), blocks, names, None, flat
 
@@ -176,12 +182,13 @@ class Engine(EngineState):
         self.idle = False
         self._before_forward = before_forward
         self._replays.needs = self.asked.needs
-        self._replays.looked, self._replays.unseen = False, ""
+        self._replays.looked, self._replays.unseen, self._replays.whole = False, "", None
         with self._harmless("setting up"):
             self._replaced = replaced(self._whereabouts, self.layers, self._warn)
             if self.watches_features:
                 self.features.look_for(self.asked.keys if self._alone else ())
-                self.features.watch_losses = "dh" in self.asked.needs or "backward_speed" in self.asked.keys
+                self.features.watch_gradients = "backward_speed" in self.asked.keys
+                self.features.watch_losses = "dh" in self.asked.needs or self.features.watch_gradients
                 foresight = nothing if ALONE & set(self.asked.keys) else self._replays.slices.foresee
                 ranked = "backward_stable_rank" in self.asked.keys
                 self.features.foresee(foresight, ranked, apart=self.processes is not None)
@@ -373,6 +380,21 @@ class Engine(EngineState):
         index = self._picker.choose(len(rows), rows_worth(self.layers[i].layout), rows.device)
         return rows if index is None else rows[index]
 
+    def offer(self, training_step: Replayable, gradient: float, context: Context) -> None:
+        """Take a training step whose backward pass begins now, to be run again where its parts cannot be seen.
+
+        Args:
+            training_step: to be run again.
+            gradient: of the loss it returned, that the backward pass begins with.
+            context: to be entered around it.
+        """
+        self._replays.whole, self._context = (training_step, LossGradient(gradient)), context
+
+    @contextmanager
+    def _looking_aside(self) -> Iterator[None]:
+        with self._context(), self._attention.watching(self.asked):
+            yield
+
     def _enter(self, optimizer: Optimizer) -> None:
         with self._harmless("remembering the batch"):
             self._before_forward()
@@ -395,7 +417,7 @@ class Engine(EngineState):
         with self._harmless("looking at the gradients"):
             self._stage.ready(optimizer)
             if self.watches_features and not self._replays.looked:
-                self._replays.look_aside(self._own_warn, lambda: self._attention.watching(self.asked))
+                self._replays.look_aside(self._own_warn, self._looking_aside)
                 self._stage.norms.samples = self.features.looked_at
             if self.features.traced:
                 self._readouts.stepped(optimizer, self.features.backward_pass)

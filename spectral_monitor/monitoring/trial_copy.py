@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spectral_monitor.capture.replay.replay import clone_tree, loss_in
+from spectral_monitor.capture.replay.loss_flow import loss_in
+from spectral_monitor.capture.replay.replay import clone_tree
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
 
 HOW = "give check(model, (inputs, targets), optimizer, loss), or a model that returns its loss"

@@ -8,8 +8,7 @@ import pytest
 from outcome import ROUNDED, outcome, table
 from ways import Cell, cells
 
-INSIDE = "inside a compiled module, where a hook would force a recompilation"
-NOT_EAGERLY = "'net.{}' is compiled, and could not be run eagerly: the model is called in {} separate parts"
+NOT_EAGERLY = "'net.generator' is compiled, and could not be run eagerly: the model is called in 3 separate parts"
 PARTS = "the forward cannot be run again: the model is called in 3 separate parts"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 TWICE = "the closure ran 2 times: the gradient is not that of the weights before the step"
@@ -41,21 +40,15 @@ def expected(cell):
     if "run twice" in cell.loop:
         missing["contributions"] = {TWICE}
     features, changes = set(), set()
-    if cell.compiled == "the LightningModule":
-        features.add(INSIDE)
-        changes.add(INSIDE)
     if cell.loop == "manual, two backwards (SAM)":
         features.add(MOVED)
         changes.add(MOVED)
     elif cell.compiled == "a submodule":
-        if "GAN" in cell.loop or "two parts" in cell.loop:
-            part, parts = ("generator", 3) if "GAN" in cell.loop else ("0", 2)
-            features.add(NOT_EAGERLY.format(part, parts))
+        if "GAN" in cell.loop:
+            features.add(NOT_EAGERLY)
             changes = features
     elif "GAN" in cell.loop:
         changes.add(PARTS)
-    if cell.compiled == "the LightningModule":
-        changes = features
     return {
         **missing,
         **({"features": features} if features else {}),

@@ -39,7 +39,7 @@ from spectral_monitor.callbacks import training_step_replay as again
 from spectral_monitor.capture.hooks import forward as features
 from spectral_monitor.capture.hooks import optimizer
 from spectral_monitor.capture.replay import replay
-from spectral_monitor.capture.replay.replay import loss_in
+from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.engine.features import replays
 from spectral_monitor.state import rng as randomness
 from spectral_monitor.state import snapshot as preserve

@@ -93,6 +93,11 @@ class AttentionCapture:
             handle = block.module.register_forward_hook(leave, with_kwargs=True, always_call=True)
             self._handles.append(handle)
 
+    @property
+    def armed(self) -> bool:
+        """True if hooks are registered."""
+        return bool(self._handles)
+
     def disarm(self) -> None:
         """Remove the hooks and drop every tensor; safe to call at any time."""
         self.open = False

@@ -17,9 +17,11 @@ from spectral_monitor.capture.records.assumption_checks import Checks
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.records.linearity_check import is_linear
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
-from spectral_monitor.capture.replay.eager_pass import Arrival, OutputGradients
+from spectral_monitor.capture.replay.eager_pass import Arrival, LossGradient, OutputGradients
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs, first_outputs
-from spectral_monitor.capture.replay.replay import RootCall, loss_in
+from spectral_monitor.capture.replay.loss_flow import loss_in
+from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.capture.replay.replayable import Replayable, why_not
 from spectral_monitor.capture.row_sampling import (
     GuardedTensor,
     RowSampler,
@@ -34,7 +36,7 @@ from spectral_monitor.layers import Layer
 from spectral_monitor.state.dtensor import local_part
 
 Harmless = Callable[[str], AbstractContextManager[None]]
-Foresight = Callable[[RootCall], BatchSlice | None]
+Foresight = Callable[[Any], BatchSlice | None]
 """Of a call that begins: the samples that will be run again, if it is known that those will do."""
 
 
@@ -69,12 +71,14 @@ class FeatureCapture:
         weights: marks of the watched parameters at the end of the last forward, see :func:`marks`.
         checks: what else looks at calls and gradients, if anything does.
         watch_losses: whether gradients of the losses that outermost calls return are waited for.
+        watch_gradients: whether gradients of outputs are compared with those after the step.
         traced: whether it is recorded where outputs are in the graph.
         backward_pass: id of the last backward pass in which a gradient arrived.
         hidden_layers: whether something is compiled, so that only the outermost calls are seen, and :meth:`look_aside`
             records those of layers.
         refined: whether it does so too where layers compute in half precision, by autocast.
-        looked_at: the samples it did so of; 0 for all.
+        looked: the call it did so of, if any.
+        looked_at: of how many of its samples; 0 for all.
         shared: layers with an output that all samples have in common, and of whose gradient it saw a part.
     """
 
@@ -103,7 +107,7 @@ class FeatureCapture:
         self._harmless = harmless
         self._handles: list[Removable] = []
         self.checks: Checks | None = None
-        self.watch_losses = False
+        self.watch_losses = self.watch_gradients = False
         self.traced = False
         self._replayed: tuple[Watcher, ...] = ()
         self._looking = False
@@ -124,6 +128,7 @@ class FeatureCapture:
         self.forward_open = True
         self.backward_open = True
         self.settled: set[int] = set()
+        self.looked: Replayable | None = None
         self.looked_at = 0
         self.shared: set[int] = set()
         self.hidden: set[int] = set()
@@ -467,7 +472,9 @@ class FeatureCapture:
             for handle in handles:
                 handle.remove()
 
-    def look_aside(self, around: Callable[[], AbstractContextManager[object]]) -> str:
+    def look_aside(
+        self, around: Callable[[], AbstractContextManager[object]], whole: tuple[Replayable, LossGradient] | None
+    ) -> str:
         """Record the calls of layers in the outermost call that led to the step, which is run again eagerly; return why
         there is no such call.
 
@@ -476,20 +483,32 @@ class FeatureCapture:
 
         Args:
             around: entered for the forward, by others who register hooks.
+            whole: the whole training step, and where its backward pass began, to be run if there is no such call, or if
+                gradients are compared, for those that arrived were rounded.
 
         Raises:
             ValueError: gradients of the step do not fit what the call returns now.
         """
         there = [root for root in self.roots if root.returned is not None and root.returned.arrived]
-        if len(there) != 1 or there[0].returned is None or not (self.hidden_layers or len(self.roots) == 1):
+        gradients: OutputGradients | LossGradient
+        exactly = whole is not None and self.watch_gradients and self.halved
+        alone = len(there) == 1 and (self.hidden_layers or len(self.roots) == 1) and not exactly
+        if alone and there[0].returned is not None:
+            again: Replayable = there[0].precise()
+            gradients = there[0].returned
+        elif whole is not None:
+            again, gradients = whole[0].precise(), whole[1]
+        else:
             return f"the model is called in {len(there)} separate parts" if there else "no gradient arrived"
-        root, gradients = there[0].precise(), there[0].returned
-        root.rewind()
-        portion = self._portion = self._foresight(root)
-        run = root if portion is None else root.part(slice(portion.samples))
-        before = self.calls, self.order, self.roots, self.backward_pass
+        reason = why_not(again)
+        if reason:
+            return reason
+        again.rewind()
+        portion = self._portion = self._foresight(again)
+        run = again if portion is None else again.part(slice(portion.samples))
+        before = self.calls, self.order, self.backward_pass
         opened = self.forward_open, self.backward_open
-        self.calls, self.order, self.roots, self._root = {}, [], [root], root
+        self.calls, self.order = {}, []
         self._looking = self.forward_open = self.backward_open = True
         handles = self._layer_hooks() if self.hidden_layers else []
         try:
@@ -498,17 +517,18 @@ class FeatureCapture:
             arrivals = [call.arrival for calls in self.calls.values() for call in calls if call.arrival is not None]
             gradients.send(output, portion, arrivals)
         except Exception:
-            self.calls, self.order, self.roots, _ = before
+            self.calls, self.order, _ = before
             raise
         finally:
-            self._looking, self._root = False, None
+            self._looking = False
             (self.forward_open, self.backward_open), self.backward_pass = opened, before[-1]
             for handle in handles:
                 handle.remove()
             for call in (call for calls in self.calls.values() for call in calls):
                 call.arrival = None
-        root.first_loss = None if portion is not None else loss_in(output)
-        self.looked_at = 0 if portion is None else portion.samples
+        loss = loss_in(output)
+        again.first_loss = None if portion is not None or loss is None else loss.detach()
+        self.looked, self.looked_at = again, 0 if portion is None else portion.samples
         return ""
 
 

@@ -11,19 +11,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
-from spectral_monitor.capture.replay.loss_flow import tensors_in
+from spectral_monitor.capture.replay.loss_flow import loss_in, tensors_in
 from spectral_monitor.capture.row_sampling import GuardedTensor
+from spectral_monitor.state.rng import AutocastState
 
 
 @contextmanager
-def eagerly() -> Iterator[None]:
-    """Inside, compiled modules run as if they were not compiled; no graph is made, and none is dropped."""
-    with torch.compiler.set_stance("force_eager"):
+def precisely(module: nn.Module) -> Iterator[None]:
+    """Inside, a module computes without autocast, and what is compiled as if it were not.
+
+    No graph is made, and none is dropped.
+    """
+    with torch.compiler.set_stance("force_eager"), AutocastState.now(module).without().replayed():
         yield
 
 
@@ -72,7 +76,6 @@ class OutputGradients:
         tensors = _distinct(output)
         if len(tensors) != len(self._gradients):
             raise ValueError(f"it returns {len(tensors)} tensors, and returned {len(self._gradients)} before")
-        known = {arrival.place: arrival for arrival in arrivals}
         ends = []
         for x, guarded in zip(tensors, self._gradients, strict=True):
             if guarded is None:
@@ -80,13 +83,42 @@ class OutputGradients:
             gradient = guarded.get()
             if gradient is None or x.grad_fn is None:
                 raise ValueError("gradients of what it returned were overwritten, or lead nowhere now")
-            # One output may have been computed from another. What arrives at each is given, and takes the place of what
-            # the others send it here.
-            end = known.get((x.grad_fn, x.output_nr)) or Arrival(x)
-            end.given = _part(gradient, x, portion).to(x)
-            ends.append(x)
-        nothing = [torch.zeros_like(x) for x in ends]
-        torch.autograd.grad(ends, [arrival.edge for arrival in arrivals], nothing, allow_unused=True)
+            ends.append((x, _part(gradient, x, portion).to(x)))
+        _send(ends, arrivals)
+
+
+class LossGradient:
+    """The gradient that the backward pass began with, at the loss that a training step returned.
+
+    Attributes:
+        value: of the gradient.
+    """
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def send(self, output: Any, portion: BatchSlice | None, arrivals: Sequence[Arrival]) -> None:
+        """Send it through the loss in what the same step returned once more; see :meth:`OutputGradients.send`.
+
+        Raises:
+            ValueError: there is no loss.
+        """
+        loss = loss_in(output)
+        if loss is None or loss.grad_fn is None:
+            raise ValueError("training_step returns no loss")
+        _send([(loss, _part(torch.full_like(loss, self.value), loss, portion))], arrivals)
+
+
+def _send(ends: Sequence[tuple[Tensor, Tensor]], arrivals: Sequence[Arrival]) -> None:
+    """Send gradients from tensors, each given with its own, as far as some outputs in their graph."""
+    known = {arrival.place: arrival for arrival in arrivals}
+    for x, gradient in ends:
+        # One may have been computed from another. What arrives at each is given, and takes the place of what the others
+        # send it here.
+        end = known.get((x.grad_fn, x.output_nr)) or Arrival(x)
+        end.given = gradient
+    nothing = [torch.zeros_like(x) for x, _ in ends]
+    torch.autograd.grad([x for x, _ in ends], [arrival.edge for arrival in arrivals], nothing, allow_unused=True)
 
 
 class Arrival:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from spectral_monitor.state.dtensor import local_part
+from spectral_monitor.state.dtensor import is_distributed, local_part
 
 SAMPLE = 4096
 """Entries of a gradient that are compared."""
@@ -87,6 +87,18 @@ class LossFlow:
         divided = gradient * (accumulated / parts)
         scaled = (divided >= SCALE) & (torch.frexp(divided.float()).mantissa == 0.5)
         return self.alone() & (((gradient - 1).abs() <= eps) | ((divided - 1).abs() <= eps) | scaled)
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss in what a forward or a training step returns: a scalar, or the entry called ``loss``."""
+    if isinstance(output, Tensor):
+        known = output.ndim == 0 and output.is_floating_point() and not is_distributed(output)
+        return output if known else None
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if named is None and isinstance(output, tuple):
+        scalars = [item for item in output if isinstance(item, Tensor) and loss_in(item) is not None]
+        named = scalars[0] if len(scalars) == 1 else None
+    return loss_in(named) if isinstance(named, Tensor) else None
 
 
 def _some(gradient: Tensor) -> Tensor:

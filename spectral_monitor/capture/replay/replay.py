@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.capture.replay.batch_slicing import slice_batch, tree_map
-from spectral_monitor.capture.replay.eager_pass import OutputGradients, eagerly
-from spectral_monitor.capture.replay.loss_flow import LossFlow
-from spectral_monitor.state.dtensor import is_distributed
+from spectral_monitor.capture.replay.eager_pass import OutputGradients, precisely
+from spectral_monitor.capture.replay.loss_flow import LossFlow, loss_in
 from spectral_monitor.state.rng import AutocastState, RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
 from spectral_monitor.state.snapshot import Snapshot, preserved
@@ -57,7 +55,7 @@ class RootCall:
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.module = module
-        self._eager = False
+        self._precisely = False
         self.returned: OutputGradients | None = None
         self.first_loss: Tensor | None = None
         self.reached = 0
@@ -75,7 +73,7 @@ class RootCall:
     def precise(self) -> RootCall:
         """Return the same call made eagerly and in full precision, whatever was compiled."""
         precise = copy.copy(self)
-        precise._eager, precise._autocast = True, self._autocast.without()
+        precise._precisely = True
         return precise
 
     def keep_loss(self, output: Any) -> None:
@@ -102,7 +100,8 @@ class RootCall:
     def output(self) -> Any:
         """Make the call again; return what it returns."""
         args, kwargs = clone_tree(self.given)
-        with self.randomness.replayed(), self._autocast.replayed(), eagerly() if self._eager else nullcontext():
+        how = precisely(self.module) if self._precisely else self._autocast.replayed()
+        with self.randomness.replayed(), how:
             output = self.module(*args, **kwargs)
             self.drew = not self.randomness.same(RandomState.now())
         return output
@@ -127,7 +126,7 @@ class RootCall:
             "state": pack_state(self.module),
             "randomness": self.randomness.pack(),
             "autocast": self._autocast.pack(),
-            "eager": self._eager,
+            "precisely": self._precisely,
         }
 
     @classmethod
@@ -143,7 +142,7 @@ class RootCall:
             put_state(module, packed["state"])
             args, kwargs = (unpack(packed[key], device) for key in ("args", "kwargs"))
             call = cls(module, args, kwargs)
-            call._eager = bool(packed.get("eager", False))
+            call._precisely = bool(packed.get("precisely", False))
             call.rewind()  # hooks that come later are not the forward's
         call.randomness = RandomState.unpack(packed["randomness"])
         call._autocast = AutocastState.unpack(packed["autocast"])
@@ -161,15 +160,3 @@ def iterators_in(value: Any) -> list[str]:
         items = value.values() if isinstance(value, Mapping) else value
         return [name for item in items for name in iterators_in(item)]
     return [type(value).__name__] if isinstance(value, Iterator) else []
-
-
-def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in what a forward or a training step returns: a scalar, or the entry called ``loss``."""
-    if isinstance(output, Tensor):
-        known = output.ndim == 0 and output.is_floating_point() and not is_distributed(output)
-        return output if known else None
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if named is None and isinstance(output, tuple):
-        scalars = [item for item in output if isinstance(item, Tensor) and loss_in(item) is not None]
-        named = scalars[0] if len(scalars) == 1 else None
-    return loss_in(named) if isinstance(named, Tensor) else None

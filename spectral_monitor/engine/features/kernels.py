@@ -13,9 +13,10 @@ from spectral_monitor.capture.replay.batch_slicing import BatchSlice
 from spectral_monitor.capture.replay.feature_change import Outputs, Replay
 from spectral_monitor.capture.replay.graph_replay import Graph, sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.capture.row_sampling import rows_of
 from spectral_monitor.engine.features.linearization import Linearization
-from spectral_monitor.engine.features.replays import Context, Probe, Replayable, StepInputs, trained_on
+from spectral_monitor.engine.features.replays import Context, Probe, StepInputs, trained_on
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
@@ -41,6 +42,7 @@ DIFFERENTLY = "called differently when the forward was run again"
 NO_GRAPH = "no graph leads to its outputs: nothing up to there is trained, or activation checkpointing"
 NO_SOURCE = "its inputs are not a measured layer's outputs after elementwise operations alone"
 NO_SHARE = "known of single matrices that are called once, and whose inputs and gradients are at hand"
+HALVED = "the gradients that it begins with were rounded to half precision"
 NO_LOSS = "the loss after the step is not known: the model does not return what was trained on"
 
 Work = Callable[[Graph, Tensor | None], None]
@@ -200,6 +202,8 @@ class FullStage:
                     self._backward(i, after, outputs)
 
         reason = NO_LOSS if again is not None and run is None else ""
+        if isinstance(self._features.looked, RootCall) and self._features.looked.halves:
+            reason = reason or HALVED
         self._trace("backward_speed", run, reason, parameters, given.context, Graph(copies=False), work)
 
     def _backward(self, i: int, after: Sequence[Tensor | None], outputs: Outputs) -> None:
@@ -257,7 +261,7 @@ def _with_loss(again: Replayable | None, given: StepInputs) -> tuple[Replayable 
         loss = None if given.loss is None else trained_on(again, given)
         if bool(again.flow.alone() if loss is None else ~loss.isnan()):
             return again, again.flow.gradients[0]
-    step = given.training_step
+    step = given.training_step if again is None or isinstance(again, RootCall) else again
     if again is None or step is None or step.iterators or step.uncopied or given.loss is None:
         return None, 0.0
     return step, given.loss_scale / given.accumulated

@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs
+from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.capture.row_sampling import rows_of
-from spectral_monitor.engine.features.replays import Context, Probe, Replayable
+from spectral_monitor.engine.features.replays import Context, Probe
 from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.results.reasons import ROUNDED
 from spectral_monitor.functional.laziness import linearity

@@ -6,16 +6,18 @@ import math
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture, Watcher
 from spectral_monitor.capture.replay.batch_slicing import batch_size
+from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs, Replay
 from spectral_monitor.capture.replay.graph_replay import sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.capture.replay.replayable import Replayable, why_not
 from spectral_monitor.capture.replay.sample_independence import IndependenceCheck, SeparateRun
 from spectral_monitor.engine.features.replay_subset import DRAWS, NO, UNSEEN, YES, ReplaySubset
 from spectral_monitor.engine.results.reasons import MOVED, StepContext
@@ -24,39 +26,6 @@ from spectral_monitor.layers.naming import label, named_modules
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import call_through, reshard
 from spectral_monitor.state.snapshot import preserved
-
-
-class Replayable(Protocol):
-    """A forward that can be run again as it was, with its own randomness and precision.
-
-    Attributes:
-        iterators: types of iterators that it would use up; then it must not be.
-        uncopied: why what it is given could not be copied, if it could not; then it cannot be.
-        module: what is called.
-        given: what it is given: nested containers and their tensors.
-        modes: whether each module inside was training.
-        drew: whether it has drawn random numbers when it was last run again.
-    """
-
-    iterators: list[str]
-    uncopied: Exception | None
-    module: nn.Module
-    given: Any
-    modes: tuple[bool, ...]
-    drew: bool
-
-    def rewind(self) -> None:
-        """Give the model the state it had before that forward, but for its weights."""
-
-    def __call__(self) -> Tensor | None:
-        """Run it; the loss, if it has one."""
-
-    def part(self, which: slice) -> Replayable:
-        """Return the same forward with some samples of its batch."""
-
-    def pack(self, model: nn.Module) -> dict[str, Any]:
-        """Return all of it in plain types, when the model was just rewound; raise an error if that is impossible."""
-
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -121,6 +90,7 @@ class Replays:
         probe: the batch ``feature_drift`` is measured on, once there is one.
         done: what the last run came to.
         looked: whether there was a pass beside the step that is watched.
+        whole: the training step that is watched, and where its backward pass began, where that is known.
         unseen: why the pass beside the step saw nothing, if there was to be one.
     """
 
@@ -139,6 +109,7 @@ class Replays:
         self.probe: Probe | None = None
         self.done = ReplayOutcome()
         self.looked, self.unseen = False, ""
+        self.whole: tuple[Replayable, LossGradient] | None = None
 
     def look_aside(self, warn: WarnOnce, around: Context) -> None:
         """Record features of the step that were not seen in a pass of their own, before the optimizer steps.
@@ -152,7 +123,7 @@ class Replays:
             return
         try:
             with preserved(self._model, host=self._host), unseen(self._model, ()):
-                why = self._features.look_aside(around)
+                why = self._features.look_aside(around, self.whole)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             if hidden:
@@ -165,28 +136,25 @@ class Replays:
 
     def choose(self, given: StepInputs, moved: bool, warn: WarnOnce) -> tuple[Replayable | None, Tensor | None, str]:
         """Return how the forward can be run again, the loss it had, and why it cannot."""
-        roots = self._features.roots
+        roots, looked = self._features.roots, self._features.looked
         again: Replayable
-        if self._features.hidden_layers and len(roots) > 1:
+        if self._features.hidden_layers and len(roots) > 1 and (looked is None or isinstance(looked, RootCall)):
             self.unseen = self._beyond(f"the model is called in {len(roots)} separate parts")
         if moved or self.unseen:
             return None, None, MOVED if moved else self.unseen
         if self._compiled and not self._features.hidden_layers:
             # A replay would have to run eagerly, where roundings and dropout are others than in the compiled forward.
             return None, None, f"the forward cannot be run again: {self._compiled} is compiled"
-        if len(roots) == 1:
-            again, before = roots[0], trained_on(roots[0], given)
+        if looked is not None or len(roots) == 1:
+            again = roots[0] if looked is None else looked
+            before = trained_on(again, given)
         elif given.training_step is not None and roots:
-            again, before = given.training_step, None if given.loss is None else given.loss * given.accumulated
+            again, before = given.training_step, trained_on(given.training_step, given)
         else:
             parts = "was not called" if not roots else f"is called in {len(roots)} separate parts"
             return None, None, f"the forward cannot be run again: the model {parts}"
-        if again.iterators or again.uncopied is not None:
-            why = (
-                f"that would use up an iterator ({again.iterators[0]})"
-                if again.uncopied is None
-                else f"its arguments cannot be copied: {type(again.uncopied).__name__}: {again.uncopied}"
-            )
+        why = why_not(again)
+        if why:
             reason = f"the forward of {self._name(again)} cannot be run again: {why}"
             if self.needs & {"dh", "probe"}:
                 warn(f"{reason}; what needs the features after the step is left out", again.uncopied)
@@ -341,8 +309,16 @@ def _check_part(part: Replayable, replay: Replay) -> None:
         raise RuntimeError("for the first samples alone, layers are called differently")
 
 
-def trained_on(root: RootCall, given: StepInputs) -> Tensor | None:
-    """Return the loss the call returned; NaN if training uses another one, or one of which that is a part."""
+def trained_on(root: Replayable, given: StepInputs) -> Tensor | None:
+    """Return the loss of a forward; NaN if training uses another one, or one of which that is a part."""
+    if not isinstance(root, RootCall):
+        return (
+            None
+            if given.loss is None
+            else given.loss * given.accumulated
+            if root.first_loss is None
+            else root.first_loss
+        )
     if root.loss is None:
         return None
     if given.loss is None:

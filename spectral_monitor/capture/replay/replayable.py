@@ -1,0 +1,54 @@
+"""What can be run again after the step: a call of a module, or a whole training step."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class Replayable(Protocol):
+    """A forward that can be run again as it was, with its own randomness and precision.
+
+    Attributes:
+        iterators: types of iterators that it would use up; then it must not be.
+        uncopied: why what it is given could not be copied, if it could not; then it cannot be.
+        module: what is called.
+        given: what it is given: nested containers and their tensors.
+        modes: whether each module inside was training.
+        drew: whether it has drawn random numbers when it was last run again.
+        first_loss: the loss of all samples when it was first run again eagerly and in full precision.
+    """
+
+    iterators: list[str]
+    uncopied: Exception | None
+    module: nn.Module
+    given: Any
+    modes: tuple[bool, ...]
+    drew: bool
+    first_loss: Tensor | None
+
+    def rewind(self) -> None:
+        """Give the model the state it had before that forward, but for its weights."""
+
+    def __call__(self) -> Tensor | None:
+        """Run it; the loss, if it has one."""
+
+    def output(self) -> Any:
+        """Run it; return all that it returns."""
+
+    def part(self, which: slice) -> Replayable:
+        """Return the same forward with some samples of its batch."""
+
+    def precise(self) -> Replayable:
+        """Return the same forward, to be run eagerly and in full precision whatever is compiled."""
+
+    def pack(self, model: nn.Module) -> dict[str, Any]:
+        """Return all of it in plain types, when the model was just rewound; raise an error if that is impossible."""
+
+
+def why_not(again: Replayable) -> str:
+    """Return why a forward cannot be run again; empty if it can."""
+    if again.uncopied is not None:
+        return f"its arguments cannot be copied: {type(again.uncopied).__name__}: {again.uncopied}"
+    return f"that would use up an iterator ({again.iterators[0]})" if again.iterators else ""
