@@ -1,4 +1,4 @@
-"""What can be run again after the step: a call of a module, or a whole training step."""
+"""Forwards that can be run again after the step: a call of a module, or a whole training step."""
 
 from __future__ import annotations
 
