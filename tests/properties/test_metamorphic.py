@@ -109,7 +109,7 @@ def same(
 
 def known(measurements: Sequence[Measurement], keys: Iterable[str]) -> None:
     """Require that a comparison of these numbers of weights is not one of NaN with NaN."""
-    # Networks of two units a layer are drawn as well: where all are dead no weight moves, and nothing is to be compared.
+    # Of networks of two units a layer all may be dead: then no weight moves, and nothing is to be compared.
     assume(any(m.value("update_norm", layer.name) > 0 for m in measurements for layer in m.layers))
     for key in keys:
         assert any(math.isfinite(m.value(key, layer.name)) for m in measurements for layer in m.layers), key

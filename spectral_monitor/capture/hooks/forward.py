@@ -41,7 +41,7 @@ Foresight = Callable[[Any], BatchSlice | None]
 
 
 class Removable(Protocol):
-    """What a registration leaves behind."""
+    """Handle of a registration."""
 
     def remove(self) -> None:
         """Take it back."""

@@ -122,7 +122,7 @@ def _send(ends: Sequence[tuple[Tensor, Tensor]], arrivals: Sequence[Arrival]) ->
 
 
 class Arrival:
-    """Where the gradient of an output arrives, before whoever registers a hook there later.
+    """Place where the gradient of an output arrives, before whoever registers a hook there later.
 
     Attributes:
         given: that gradient, if it is known; it takes the place of what arrives.
