@@ -97,7 +97,7 @@ ANSWERS: dict[str, Callable[[Tensor], Tensor]] = {
     "engine/features/changes.py:measure": _sound,
     "engine/features/changes.py:_everywhere": _sound,
     "engine/results/raw.py:fetch": _true,  # every result is 1
-    "capture/hooks/forward.py:<genexpr>": _true,  # outputs are still what they were
+    "capture/hooks/recording.py:<genexpr>": _true,  # outputs are still what they were
     "state/snapshot.py:_differs": _true,  # and so is the model's state after it was run again
 }
 """File and function of the package -> what it is told when it asks a fake tensor for values."""

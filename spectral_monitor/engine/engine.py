@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spectral_monitor.capture.hooks.forward import FeatureCapture, nothing
+from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
+from spectral_monitor.capture.hooks.recording import nothing
 from spectral_monitor.capture.hooks.tensor_version import Marks, marks
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs

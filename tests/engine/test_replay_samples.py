@@ -447,7 +447,7 @@ def test_numbers_that_are_not_finite_leave_it_open():
 
 def small_samples(patch):
     """Spectra are measured on 512 rows, however narrow a layer is."""
-    for module in ("spectral_monitor.capture.hooks.forward", "spectral_monitor.engine.features.stage"):
+    for module in ("spectral_monitor.capture.hooks.recording", "spectral_monitor.engine.features.stage"):
         patch.setattr(f"{module}.sample_size", lambda features: 512)
 
 

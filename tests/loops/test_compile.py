@@ -78,8 +78,7 @@ def test_not_one_more_graph(kind, every, quantities):
 def test_hooks_inside_would_be_noticed(kind, monkeypatch):
     """The comparison above fails if the monitor forgets which layers are compiled."""
     made, _ = trained(kind)
-    monkeypatch.setattr(engine, "entrances", lambda root, compiled: [])
-    monkeypatch.setattr(engine, "without_compiled", lambda anatomy, compiled: anatomy)
+    monkeypatch.setattr(engine, "compiled_modules", lambda model: {})
     try:
         made_with, _ = trained(kind, SpectralMonitor(every_n_steps=1))
     except (RecompileError, SpectralMonitorWarning):

@@ -126,7 +126,7 @@ def test_without_the_gradient_taking_the_place_of_what_arrives_it_would_count_tw
     settings = {"quantities": ["sensitivity"], "replay_samples": None, "max_rows": None}
     right, _ = trained(WithLoss, outside, steps=1, **settings)
     monkeypatch.setattr(eager_pass, "Arrival", Twice)
-    monkeypatch.setattr("spectral_monitor.capture.hooks.forward.Arrival", Twice)
+    monkeypatch.setattr("spectral_monitor.capture.hooks.recording.Arrival", Twice)
     wrong, _ = trained(WithLoss, outside, steps=1, **settings)
     once, twice = (probe.latest.value("sensitivity", "net.head") for probe in (right, wrong))
     assert once == pytest.approx(2 * twice, rel=1e-3)

@@ -372,7 +372,7 @@ NAIVE = {
     "schedules not kept": ("steps its scheduler", callback, "logging_suppressed", quietly_nothing, RATES),
     "arguments not copied": ("in place", replay, "clone_tree", unchanged, {"batch"}),
     "replay in evaluation mode": ("mlp", replay.RootCall, "__call__", evaluated, {"flag"}),
-    "hooks left": ("mlp", features.FeatureCapture, "disarm", features.FeatureCapture._reset, {"hooks"}),
+    "hooks left": ("mlp", features.FeatureCapture, "disarm", features.FeatureCapture.begin, {"hooks"}),
     "optimizer hooks left": ("mlp", optimizer.OptimizerCapture, "disarm", unchanged, {"hooks"}),
     "hook changes gradients": ("mlp", features.FeatureCapture, "_gradient", scaled, {"grad"}),
     "logs through the module": ("mlp", logs.SinkManager, "begin", logs_itself, {"log"}),

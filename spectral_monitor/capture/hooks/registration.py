@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+
+class Removable(Protocol):
+    """Handle of a registration."""
+
+    def remove(self) -> None:
+        """Take it back."""
 
 
 class Hook:

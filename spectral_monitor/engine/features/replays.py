@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.forward import FeatureCapture, Watcher
+from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.hooks.recording import Watcher
 from spectral_monitor.capture.replay.batch_slicing import batch_size
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs, Replay

@@ -1,0 +1,318 @@
+"""Rows of the calls of layers: of their inputs, their outputs and the gradients of these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from spectral_monitor.capture.hooks.registration import Removable, in_transform
+from spectral_monitor.capture.records.assumption_checks import Checks
+from spectral_monitor.capture.records.calls import Call
+from spectral_monitor.capture.records.linearity_check import is_linear
+from spectral_monitor.capture.replay.batch_slicing import BatchSlice
+from spectral_monitor.capture.replay.eager_pass import Arrival
+from spectral_monitor.capture.replay.feature_change import CallRows, Outputs, first_outputs
+from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.capture.row_sampling import (
+    GuardedTensor,
+    RowSampler,
+    count_rows,
+    first_tensor,
+    patches_of,
+    rows_of,
+    sample_size,
+)
+from spectral_monitor.functional.kernels import length
+from spectral_monitor.layers import Layer
+from spectral_monitor.state.dtensor import local_part
+
+Harmless = Callable[[str], AbstractContextManager[None]]
+Foresight = Callable[[Any], BatchSlice | None]
+"""Of a call that begins: the samples that will be run again, if it is known that those will do."""
+
+
+class Watcher(Protocol):
+    """Is shown the calls of layers in a forward that is run again."""
+
+    def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
+        """Record one more call of layer ``i`` with what it was given and what it returned."""
+
+
+class CallRecorder:
+    """Keeps a sample of the rows of each call that it is shown; when, is its owner's affair.
+
+    Attributes:
+        layers: layer index -> those whose calls are recorded.
+        calls: layer index -> its calls.
+        order: layer indices in the order of their last call.
+        backward_open: whether gradients that arrive now are those of the step's backward pass.
+        backward_pass: id of the last backward pass in which a gradient arrived.
+        hidden: layers that were called inside a transform of ``torch.func``, where features cannot be seen.
+        unfit: layers whose outputs are not their inputs times their weight, seen at a first call.
+        shared: layers with an output that all samples have in common, and of whose gradient a part was seen.
+        checks: what else looks at calls and gradients, if anything does.
+        traced: whether it is recorded where outputs are in the graph.
+    """
+
+    def __init__(self, layers: Mapping[int, Layer], max_rows: int | None, harmless: Harmless) -> None:
+        self.layers = dict(layers)
+        self._picker = RowSampler(max_rows)
+        self._max_rows = max_rows
+        self._harmless = harmless
+        self._handles: list[Removable] = []
+        self.checks: Checks | None = None
+        self.traced = False
+        self._replayed: tuple[Watcher, ...] = ()
+        self._looking = False  # at a pass beside the step
+        self._foresight: Foresight = nothing
+        self._ranked = self._apart = False
+        self._lasting: set[int] = set()
+        self._overwritten: set[int] = set()
+        self._doubted = {i for i, layer in self.layers.items() if layer.doubted}
+        self.unfit: set[int] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was recorded."""
+        self.calls: dict[int, list[Call]] = {}
+        self.order: list[int] = []
+        self.backward_open = True
+        self.backward_pass = -1
+        self.hidden: set[int] = set()
+        self.shared: set[int] = set()
+        self._backward_seen = False
+        if self.checks is not None:
+            self.checks.forget()
+        self._shares: dict[int, float] = {}
+        self._count = 0
+        self._root: RootCall | None = None
+        self._portion: BatchSlice | None = None
+
+    def foresee(self, foresight: Foresight, ranked: bool, apart: bool) -> None:
+        """From now on keep no more rows than will be needed, as far as that is foreseen.
+
+        Args:
+            foresight: which samples will be run again.
+            ranked: whether stable ranks of gradients are measured.
+            apart: whether others have rows too, so that it is not known yet which those are measured on.
+        """
+        self._foresight, self._ranked, self._apart = foresight, ranked, apart
+
+    def look_for(self, keys: Collection[str]) -> None:
+        """Observe from now on what some quantities of tier "full" need of calls and losses besides."""
+        self.checks = Checks(keys) if {"activation_ratio", "sample_share"} & set(keys) else None
+
+    def record(self, i: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record one more call of layer ``i``, or show it to those who watch a forward that is run again."""
+        if in_transform() or i in self.hidden:
+            self.hidden.add(i)
+            self.calls.pop(i, None)
+            return
+        with self._harmless(f"the forward pass of {self.layers[i].info.name}"):
+            whole = first_tensor(output)
+            if whole is None:
+                return
+            layer = self.layers[i]
+            given = first_tensor(args) if args else first_tensor(kwargs)
+            if i in self._doubted and not self._replayed:
+                self._doubted.discard(i)
+                self.unfit |= set() if is_linear(layer, module, given, whole) else {i}
+            if i in self.unfit:
+                return
+            if self._replayed:
+                for watcher in self._replayed:
+                    watcher.add(i, given, whole, layer)
+                return
+            out = local_part(whole)
+            spatial = len(layer.info.shape) - 2
+            count = count_rows(out, layer.channels_first, spatial)
+            index = self._chosen(i, count, out.device)
+            h_out = rows_of(out, layer.channels_first, spatial, index)
+            eps, norm = torch.finfo(out.dtype).eps, length(h_out) * math.sqrt(count / max(len(h_out), 1))
+            n = len(self.calls.get(i, ()))
+            first, chosen = None if self._looking else self._first((i, n), out, count), len(h_out)
+            first_index, outputs = None, count
+            if self._looking and self._portion is not None:  # nothing but the first rows is here
+                first, first_index, outputs = count, index, self._portion.whole((i, n), count)
+                norm = norm * math.sqrt(outputs / max(count, 1))
+            elif first is not None:
+                room = -(-first * chosen // count) if i in self._shares else self._max_rows or first
+                first_index = self._picker.choose(first, room, out.device)
+                h_out = rows_of(_first_rows(out, first, count), layer.channels_first, spatial, first_index)
+            copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
+            kept = GuardedTensor(h_out.clone() if copy else h_out)
+            original = h_out if copy and first is None and i not in self._overwritten else None
+            call = Call(None, kept, chosen, eps, index, self._root, h_out.shape[1], outputs, norm, original)
+            call.first, call.first_index = first, first_index
+            if self.traced:
+                call.node, call.place = whole.grad_fn, self._count
+                self._count += 1
+            x = None if given is None else local_part(given)
+            if given is not None and x is not None and not layer.channels_first:
+                asked = given.numel() if layer.info.role == "embedding" else count_rows(given, False, 0)
+                call.split_in = x.numel() < given.numel() and x.shape[-1] == given.shape[-1]
+                call.split_out = count < asked
+            if given is not None and x is not None and x.is_floating_point() and layer.info.role != "embedding":
+                channels = layer.channels_first
+                if layer.layout.kind == "patches":
+                    x, channels = patches_of(x, layer.layout.shape[2:]), False
+                rows = count_rows(x, channels, spatial)
+                call.inputs = rows
+                first = self.calls[i][0].inputs if i in self.calls else rows
+                sample = self._chosen_inputs(first, rows, x.numel() // max(rows, 1), x.device)
+                call.h_in = GuardedTensor.of(given, rows_of(x, channels, spatial, sample))
+            self.calls.setdefault(i, []).append(call)
+            self.order = [j for j in self.order if j != i] + [i]
+            if self._root is not None:
+                self._root.reached += 1
+            if self.checks is not None:
+                call.checked = self.checks.forward(layer, given, whole)
+            if self._looking and self._portion is not None and (i, n) in self._portion.common:
+                self.shared.add(i)  # its gradient is a sum over samples, of which only some are here
+            else:
+                self._watch(i, call, whole)
+
+    def _chosen(self, i: int, count: int, device: torch.device) -> Tensor | None:
+        """Return which rows of one more call are kept; ``None`` for all of them.
+
+        Where a layer is called so often that its rows become too many, each call keeps its share of half the room, so
+        that calls are thinned out again only when there are twice as many rows.
+        """
+        calls = self.calls.get(i, ())
+        if self._max_rows is None or not calls:
+            return self._picker.choose(count, self._max_rows or count, device)
+        total = count + sum(call.outputs for call in calls)
+        share = self._shares.get(i, 1.0)
+        if math.ceil(share * count) + sum(call.count for call in calls) > self._max_rows:
+            share = self._shares[i] = self._max_rows / (2 * total)
+            for call in calls:
+                room = math.ceil(share * call.outputs)
+                call.thin(self._picker, room, device)
+        return self._picker.choose(count, math.ceil(share * count), device)
+
+    def _first(self, call: tuple[int, int], out: Tensor, count: int) -> int | None:
+        """Return how many rows of the output, the first ones, will be there again; ``None`` for all."""
+        rows = None if self._portion is None else self._portion.rows(call, count)
+        return None if rows is None or rows == count or len(out) * rows % count else rows
+
+    def recomputed(self, i: int, output: Any) -> None:
+        """Record where gradients of a call arrive that is made again in the backward pass: activation checkpointing.
+
+        One of its two kinds ran the first forward without gradients: they arrive at the second one's outputs.
+        """
+        calls, out = self.calls.get(i, []), first_tensor(output)
+        if len(calls) == 1 and not calls[0].watched and out is not None:
+            with self._harmless(f"the recomputed forward pass of {self.layers[i].info.name}"):
+                self._watch(i, calls[0], out)
+
+    def _watch(self, i: int, call: Call, out: Tensor) -> None:
+        if out.requires_grad:
+            call.watched = True
+            if self._looking:
+                call.arrival = Arrival(out)
+            self._handles.append(out.register_hook(partial(self._gradient, i, call)))
+
+    def _arriving(self) -> bool:
+        """Note that a gradient arrives; return whether it is one of the step's."""
+        if not self.backward_open:
+            return False
+        self._backward_seen = True
+        self.backward_pass = torch._C._current_graph_task_id()
+        return True
+
+    def _gradient(self, i: int, call: Call, gradient: Tensor) -> None:
+        if not self._arriving():
+            return
+        layer = self.layers[i]
+        with self._harmless(f"the backward pass of {layer.info.name}"):
+            call.b_count += 1
+            b, spatial = local_part(gradient), len(layer.info.shape) - 2
+            if call.first is None or self._looking:
+                call.b = GuardedTensor(rows_of(b, layer.channels_first, spatial, call.index))
+            else:
+                few = _first_rows(b, call.first, call.outputs)
+                call.b = GuardedTensor(rows_of(few, layer.channels_first, spatial, call.first_index).clone())
+                if self._ranked:
+                    rows = rows_of(b, layer.channels_first, spatial, call.index)
+                    call.b_sample = self._sample(i, rows.clone() if call.index is None else rows)
+            if self.checks is not None and call.checked is not None:
+                self.checks.backward(call.checked, gradient)
+
+    def _sample(self, i: int, rows: Tensor) -> Tensor:
+        """Return the rows of a gradient that its stable rank is measured on, as far as that is known."""
+        if self._apart or len(self.calls[i]) > 1:
+            return rows
+        index = self._picker.choose(len(rows), sample_size(rows.shape[1]), rows.device)
+        return rows if index is None else rows.index_select(0, index)
+
+    def outputs(self) -> Outputs:
+        """Return, for layers that still have them all, which rows of each call were kept, what they were, and their
+        gradients.
+
+        An activation may work in place on what a layer returns, so a layer's outputs are copied unless the first
+        ones were seen to last. Where they no longer do, this step has none, and the next one copies again.
+        """
+        outputs: Outputs = {}
+        for i, calls in self.calls.items():
+            kept = [call.rows(h) for call in calls if (h := call.h_out.get()) is not None]
+            if len(kept) < len(calls):
+                self._lasting.discard(i)
+                continue
+            outputs[i] = kept
+            originals = [(call.original, rows.h) for call, rows in zip(calls, kept, strict=True)]
+            if all(was is not None for was, _ in originals):  # asked once: the answer has to come from the device
+                lasted = all(was is not None and bool(((was == h) | was.isnan()).all()) for was, h in originals)
+                (self._lasting if lasted else self._overwritten).add(i)
+            for call in calls:
+                call.original = None
+        return outputs
+
+    def first(self, outputs: Outputs, portion: BatchSlice) -> Outputs:
+        """Return the part of :meth:`outputs` that belongs to the first samples, which alone are run again."""
+        return first_outputs(outputs, portion, self._picker)
+
+    @property
+    def lasting(self) -> list[str]:
+        """Layers whose outputs were seen to last, so that they are not copied any more."""
+        return [self.layers[i].info.name for i in sorted(self._lasting)]
+
+    @lasting.setter
+    def lasting(self, names: list[str]) -> None:
+        self._lasting = {i for i, layer in self.layers.items() if layer.info.name in names}
+
+    def inputs(self, i: int) -> Outputs:
+        """Return the same for the inputs of one layer; nothing if they are not available."""
+        layer, found = self.layers.get(i), []
+        for call in self.calls.get(i, ()):
+            rows = None if call.h_in is None else call.h_in.get()
+            if rows is None or layer is None:
+                return {}
+            index = self._chosen_inputs(self.calls[i][0].inputs, call.inputs, rows.shape[1], rows.device)
+            found.append(CallRows(index, rows, None, call.inputs, call.inputs, len(rows), call.inputs))
+        return {i: found} if found else {}
+
+    def _chosen_inputs(self, first: int, rows: int, features: int, device: torch.device) -> Tensor | None:
+        """Return the share of each call's inputs that equals the share of the first one, which had ``first`` rows."""
+        room = min(self._max_rows or first, sample_size(features))
+        return self._picker.choose(rows, rows if first <= room else -(-rows * room // first), device)
+
+    def drop_inputs(self) -> None:
+        """Free what was kept of the layers' inputs, so that a replay finds room."""
+        for calls in self.calls.values():
+            for call in calls:
+                call.h_in = None
+
+
+def _first_rows(x: Tensor, first: int, count: int) -> Tensor:
+    """Return the part of ``x`` that holds the first of its ``count`` rows."""
+    return x.narrow(0, 0, len(x) * first // count)
+
+
+def nothing(root: RootCall) -> None:
+    """Foresees nothing."""
