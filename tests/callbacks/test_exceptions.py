@@ -17,7 +17,7 @@ from torch import nn, optim
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.callbacks import monitor as callback
 from spectral_monitor.capture.hooks import forward as features
-from spectral_monitor.capture.hooks import recording
+from spectral_monitor.capture.hooks import recording as rows
 from spectral_monitor.capture.replay import replay
 from spectral_monitor.engine import state as memory
 from spectral_monitor.engine.features import changes
@@ -273,7 +273,7 @@ OURS = {  # where it happens, and how many of six steps are measured all the sam
     "weights at the start": (memory, "start_norms", 6),
     "copy of the weights": (matrices, "matrix_batches", 0),
     "remembering a call": (replay, "iterators_in", 0),
-    "rows": (recording, "rows_of", 0),
+    "rows": (rows, "rows_of", 0),
     "random states": (randomness.RandomState, "now", 0),
     "loss of a call": (replay.RootCall, "keep_loss", 0),
     "snapshot": (preserve.Snapshot, "__init__", 0),
