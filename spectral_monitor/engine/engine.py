@@ -313,6 +313,7 @@ class Engine(EngineState):
         facts = step_facts(seen, stage, given)
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         facts.unseen, facts.shared = self._replays.unseen, self.features.shared
+        facts.sampled = bool(self.features.looked_at)
         stage.unused = facts.unused
         rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out)
         agreed(self._before_replay(rows, outputs), self.processes)

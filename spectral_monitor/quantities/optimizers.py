@@ -13,6 +13,13 @@ def _divide(above: float, below: float) -> float:
     return above / below if below else math.nan
 
 
+_MISLEADS = "single steps; optimizers that normalize in another way than Adam, where it is NaN"
+
+
+def _root(value: float) -> float:
+    return math.sqrt(value) if value >= 0 else math.nan
+
+
 def _angle(s: Readings) -> float:
     """Return the angle between the weight before and after the step, in radians."""
     size, along = s.whole("W"), s.radial_change()
@@ -82,5 +89,57 @@ ENTRIES = (
         healthy="towards 1 within some summary/equilibrium_steps",
         misleads="layers without a normalization behind them; gradients that agree for many steps, where it is larger",
         by_frobenius=True,
+    ),
+    Quantity(
+        key="adam_rms",
+        notation="rms(g / max(sqrt(v), eps))",
+        formula=lambda s: _root(_divide(s.get("adam.ratio"), s.get("adam.n"))),
+        needs=frozenset({"state"}),
+        tier="full",
+        unit="ratio",
+        range=">= 0",
+        source="Wortsman et al. 2023, RMS_t",
+        meaning="gradients of this step next to what Adam expects them to be; v is its second moment, bias corrected",
+        healthy="about 1; above 2 the second moment is stale, and a spike of the loss may follow",
+        misleads=_MISLEADS,
+    ),
+    Quantity(
+        key="eps_share",
+        notation="share of entries with sqrt(v) < eps",
+        formula=lambda s: _divide(s.get("adam.eps"), s.get("adam.n")),
+        needs=frozenset({"state"}),
+        tier="full",
+        unit="share",
+        range="[0, 1]",
+        source="Everett et al. 2024",
+        meaning="how many entries Adam's eps holds back: they move by less than the learning rate says",
+        healthy="near 0; where it is not, make eps smaller (wide networks have small gradients)",
+        misleads="embeddings, whose rows without a gradient count",
+    ),
+    Quantity(
+        key="momentum_cos",
+        notation="<m, g> / (|m|F |g|F)",
+        formula=lambda s: _divide(s.get("adam.mg"), _root(s.get("adam.mm") * s.get("adam.gg"))),
+        needs=frozenset({"state"}),
+        tier="full",
+        unit="cosine",
+        range="[-1, 1]",
+        source="Kingma and Ba 2015: m is the first moment",
+        meaning="does this step's gradient point where the last ones did",
+        healthy="0.44 (with beta1 = 0.9) where gradients are noise; near 1 they agree, below 0 they turn around",
+        misleads=_MISLEADS,
+    ),
+    Quantity(
+        key="dead_rows",
+        notation="share of outputs whose v is below 1e-3 of the median's",
+        formula=lambda s: s.get("adam.dead"),
+        needs=frozenset({"state"}),
+        tier="full",
+        unit="share",
+        range="[0, 1]",
+        source="Lu et al. 2019, dying ReLU",
+        meaning="outputs of the layer that hardly get a gradient; of an embedding, entries that are not drawn",
+        healthy="0",
+        misleads="embeddings of rare words; experts that are not chosen",
     ),
 )

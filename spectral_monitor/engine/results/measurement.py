@@ -45,7 +45,7 @@ class Measured:
         for i, layer in enumerate(self.layers):
             row, why = layer_row(i, layer, keys, raw, facts)
             rows.append(row)
-            errors.append(layer_errors(i, layer, row, raw, facts, self.asked.max_rows is None))
+            errors.append(layer_errors(i, layer, row, raw, facts, self.asked.max_rows is None and not facts.sampled))
             missing.update({f"{key}/{layer.info.name}": reason for key, reason in why.items()})
         values = {key: torch.tensor([row[key] for row in rows], dtype=torch.float32) for key in keys}
         off = {

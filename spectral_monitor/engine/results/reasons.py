@@ -55,6 +55,7 @@ class StepContext:
         replayed: layers whose outputs after the step are known.
         unchosen: layers whose outputs were computed again, but none of the rows that are compared.
         unseen: why calls of layers were not; empty if they were.
+        sampled: whether features are of some samples only, which were run beside the step.
         shared: layers whose outputs all samples have in common, where only some samples were run.
         no_replay: why none are; empty if they should be.
         no_drift: why ``feature_drift`` is missing; empty if it should not be.
@@ -70,6 +71,7 @@ class StepContext:
         multipliers: layer index -> what a correction multiplied the learning rate with.
         decay: layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter.
         attention: layer index -> what must be known of the values of the attention block reported there, by quantity.
+        no_moments: layer index -> why its optimizer has no moments like Adam's.
         why_not: (quantity, layer index or NETWORK for all of them) -> why it is missing.
     """
 
@@ -87,6 +89,7 @@ class StepContext:
     replayed: set[int] = field(default_factory=set)
     unchosen: set[int] = field(default_factory=set)
     unseen: str = ""
+    sampled: bool = False
     shared: set[int] = field(default_factory=set)
     no_replay: str = ""
     no_drift: str = ""
@@ -102,6 +105,7 @@ class StepContext:
     multipliers: Mapping[int, float] = field(default_factory=dict)
     decay: dict[int, WeightDecay] = field(default_factory=dict)
     attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    no_moments: Mapping[int, str] = field(default_factory=dict)
     why_not: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
@@ -170,14 +174,17 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
         return "a bias or gain has its RMS, update, drift and contribution only"
     if key in ATTENTION and i not in facts.attention:
         return NOT_QUERIES
-    if (needs & {"dW", "g", "dqk"} or key in ("lr", "lr_multiplier")) and i not in facts.lr:
+    updated = needs & {"dW", "g", "dqk", "state"}
+    if (updated or key in ("lr", "lr_multiplier")) and i not in facts.lr:
         return "no optimizer updates it" if facts.lr else "no optimizer made a step"
-    if needs & {"dW", "g", "dqk"} and i in facts.unused:
+    if updated and i in facts.unused:
         return UNUSED
-    if needs & {"dW", "g", "dqk"} and i not in facts.stepped:
+    if updated and i not in facts.stepped:
         return "its optimizer did not step"
     if key in ATTENTION:
         return facts.why_not.get((key, i), "")
+    if "state" in needs:
+        return facts.no_moments.get(i, "")
     if i in facts.divided and (needs & {"dW", "g"} or key == "lr"):
         return "several optimizers step the parameters it is computed from"
     if key == "lr" and math.isnan(facts.lr[i]):

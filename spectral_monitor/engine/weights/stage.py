@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay, weight_decay
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.settings import Settings
+from spectral_monitor.engine.weights.adam_state import adam_state
 from spectral_monitor.engine.weights.clipping import Clipping, Unclipped
 from spectral_monitor.engine.weights.gradients import contribution_here, gradient_here, gradient_norms, summed_over
 from spectral_monitor.engine.weights.matrix_batches import BatchMember, MatrixBatch, Start, chunks, matrix_batches
@@ -53,6 +54,7 @@ class MatrixStage:
         stepped: layers whose optimizer has stepped.
         unused: layers that had no gradient.
         divided: layers whose parameters are stepped by several optimizers.
+        no_moments: layer index -> why its optimizer has no moments like Adam's, where those are asked for.
         rates: every parameter that is trained and the learning rate it meets, where kernels are asked for.
     """
 
@@ -87,6 +89,7 @@ class MatrixStage:
         self.stepped: set[int] = set()
         self.unused: set[int] = set()
         self.divided: set[int] = set()
+        self.no_moments: dict[int, str] = {}
         self.rates: list[tuple[nn.Parameter, float]] = []
         self._stepper: dict[int, int] = {}
 
@@ -157,6 +160,8 @@ class MatrixStage:
             if held.clipping is not None:
                 shares = {i: share * held.clipping.factor.to(share) for i, share in shares.items()}
             self._sum(self._contributions(shares, self._arrivals(held, shares)))
+        if "state" in self.settings.needs:
+            self._sum(adam_state(optimizer, held.members, self._copies, self.no_moments, self._out))
         if "g" in self.settings.needs:
             changed = torch.zeros(2)
             if held.trained:
