@@ -8,7 +8,7 @@ import pytest
 from outcome import ROUNDED, outcome, table
 from ways import Cell, cells
 
-NOT_EAGERLY = "'net.generator' is compiled, and could not be run eagerly: the model is called in 3 separate parts"
+NOT_EAGERLY = "'net.generator' is compiled, and could not be run eagerly: the model is called in 4 separate parts"
 PARTS = "the forward cannot be run again: the model is called in 3 separate parts"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 TWICE = "the closure ran 2 times: the gradient is not that of the weights before the step"
