@@ -25,7 +25,7 @@ from typing import Any
 
 import lightning.pytorch  # noqa: F401  sets the level of its loggers
 import torch
-from cost_cases import LEFT_OUT, all_counts, headline, interval, ranks, series, vision, writing
+from cost_cases import LEFT_OUT, all_counts, beside, headline, interval, ranks, series, vision, writing
 from cost_check import compare_counts, compare_ratios, table
 from cost_machine import describe
 from cost_page import page
@@ -44,6 +44,7 @@ def parts(device: Device, quick: bool, text: str | None) -> dict[str, Callable[[
         "interval": lambda: interval(device, quick, text),
         "series": lambda: series(device, quick, text),
         "vision": lambda: vision(device, quick, text),
+        "beside": lambda: beside(device, quick, text),
         "counts": lambda: all_counts(text),
         "writing": lambda: writing(quick),
         "ranks": lambda: ranks(quick, text),

@@ -11,7 +11,7 @@ import logging_cost
 import scaling
 import torch
 from cost_machine import available, copy_bandwidth
-from cost_models import GPU, HEADLINE, QUICK, SERIES
+from cost_models import GPU, HEADLINE, QUICK, SERIES, Compiled, Size
 from cost_peers import PEERS
 from cost_rounds import Device, Part, Timing, Training, measure, measure_interval
 from cost_vision import MODELS, Images
@@ -126,6 +126,18 @@ def vision(device: Device, quick: bool, text: str | None) -> list[dict[str, Any]
         counts = {kind: plain_counts(counted(case, kind, text)) for kind in (LIGHT, STANDARD)}
         about = {"label": case.describe(), "parameters": case.parameters, "plain": plain}
         found.append({**about, "rows": rows(timings), "counts": counts})
+    return found
+
+
+def beside(device: Device, quick: bool, text: str | None) -> list[dict[str, Any]]:
+    """The headline's model compiled, in half precision, and both: features come from a pass beside the step."""
+    found = []
+    for size, precision in ((Compiled(), "32-true"), (Size(), "bf16-mixed"), (Compiled(), "bf16-mixed")):
+        label = f"{'compiled' if isinstance(size, Compiled) else 'not compiled'}, {precision}"
+        contestants: dict[str, Callback] = {kind: monitor(kind) for kind in (LIGHT, STANDARD)}
+        parts = dict.fromkeys(contestants, (0, 2 if quick else 5))
+        plain, timings = measure(size, contestants, parts, Device(device.name, precision), text, label)
+        found.append({"label": label, "plain": plain, "rows": rows(timings)})
     return found
 
 

@@ -48,6 +48,17 @@ class Size:
         return f"{self.width} wide, {self.depth} deep, {self.batch} x {self.context}"
 
 
+@dataclass(frozen=True)
+class Compiled(Size):
+    """The same with its forward compiled."""
+
+    def start(self, text: str | None) -> tuple[pl.LightningModule, Any]:
+        """A new model and its data, the same at every call."""
+        module, data = super().start(text)
+        module.compile()
+        return module, data
+
+
 HEADLINE = Size()
 TOKENS = 8
 """Sequences in a batch where the model grows."""

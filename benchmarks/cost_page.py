@@ -70,6 +70,12 @@ VISION = """## Images
 Convolutions, depthwise ones among them, and patches; random images, AdamW. The last but one column is of tier
 `"standard"`; `max_overhead` holds it below 1 % wherever a step takes more.
 """
+BESIDE = """## Compiled models and half precision
+
+The transformer of the headline with its forward compiled, under autocast, and both. Features come from a few
+samples that run [beside the step](how_it_works.md#how-a-step-is-measured-without-changing-it), forward twice and once
+backward, eagerly and in full precision. The plain step is of the same kind.
+"""
 WRITING = """## Writing it down
 
 `benchmarks/logging_cost.py`: a network of {matrices} matrices, all quantities, per measured step, until everything is
@@ -222,6 +228,16 @@ def _vision(found: Mapping[str, Any]) -> str:
     return VISION + "\n" + table(head, body)
 
 
+def _beside(found: Mapping[str, Any]) -> str:
+    head = ["", "plain step, s", LIGHT, STANDARD, "training, every 100 steps"]
+    body = []
+    for point in found["beside"]:
+        row = point["rows"][STANDARD]
+        cells = [point["label"], f"{point['plain']:.2f}", ratio(point["rows"][LIGHT]), ratio(row), amortized(row, 100)]
+        body.append(cells)
+    return BESIDE + "\n" + table(head, body)
+
+
 def _counts(found: Mapping[str, Any]) -> str:
     body = []
     for name, counts in found["counts"].items():
@@ -284,7 +300,7 @@ def _gpu(found: Mapping[str, Any]) -> str:
 def page(all_found: Mapping[str, Any]) -> str:
     """The page as Markdown."""
     found = all_found["cpu"]
-    parts = [_headline, _machine, _turn, _peers, _growth, _vision, _counts, _writing, _ranks]
+    parts = [_headline, _machine, _turn, _peers, _growth, _vision, _beside, _counts, _writing, _ranks]
     texts = [part(found).strip("\n") for part in parts]
     texts.append((_gpu(all_found["cuda"]) if "cuda" in all_found else NO_GPU).strip("\n"))
     return "\n\n".join(texts) + "\n"
