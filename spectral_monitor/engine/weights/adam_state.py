@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,9 @@ class Moments:
         if not first.shape == second.shape == gradient.shape:
             return ELSEWHERE
         betas, step = group.get("betas", (0.0, 0.0)), state.get("step", group.get("step"))
-        corrected = second if step is None else second / (1 - float(betas[1]) ** float(step))
+        # 1 - beta2^t, without asking for a count that may lie on the device, and to all digits in float32.
+        rate = math.log(float(betas[1])) if float(betas[1]) > 0 else -math.inf
+        corrected = second if step is None else second / -torch.expm1(rate * torch.as_tensor(step, dtype=torch.float32))
         return cls(gradient, first, corrected, float(group.get("eps", 0.0)))
 
 
