@@ -22,6 +22,11 @@ SUMMARY = "summary"
 
 HEALTHY, OFF, NOT_JUDGED = "healthy", "off", "not judged"
 
+MATRICES = frozenset({"operator", "readout", "embedding"})
+"""Roles of layers that have spectral norms."""
+NODE = "node"
+"""Role of a module that has features only."""
+
 
 class LayerState(NamedTuple):
     """The state of one layer at one measurement.
@@ -44,7 +49,7 @@ class LayerInfo:
 
     Attributes:
         name: module name, or parameter name where a module has several; without wrapper prefixes.
-        role: ``"operator"``, ``"readout"``, ``"embedding"`` or ``"vector"``.
+        role: ``"operator"``, ``"readout"``, ``"embedding"`` or ``"vector"``; ``"node"`` for the output of a module.
         fan_out: outputs; of one block, the largest, for a fused matrix or a grouped convolution.
         fan_in: inputs; 1 for embeddings and vectors.
         shape: of the parameter, the global one.
@@ -59,6 +64,11 @@ class LayerInfo:
     shape: tuple[int, ...]
     blocks: int = 1
     placement: str = "local"
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if spectral quantities are defined."""
+        return self.role in MATRICES
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ class Judge:
         looked = {layer for layer, check in found if check not in OF_NO_SIZE}  # which say little of a size
         still = why_still(network)
         for info in measurement.layers:
-            if info.role == "vector":
+            if not info.is_matrix:
                 continue
             row = network.row(info.name) or self._tied_row(network, info.name)
             name = info.name if row is None else row.info.name

@@ -178,7 +178,7 @@ class Network:
             )
             for info in measurement.layers
         ]
-        rows = tuple(row for row in all_rows if row.info.role != "vector" and row.info.name not in hidden)
+        rows = tuple(row for row in all_rows if row.info.is_matrix and row.info.name not in hidden)
         vectors = {row.info.name: row for row in all_rows if row.info.role == "vector"}
         compared = frozenset(row.info.name for row in rows)
         return cls(measurement.step, rows, vectors, compared, expected=expected or {})

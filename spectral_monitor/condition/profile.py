@@ -152,7 +152,7 @@ class Profile:
             ValueError: layers that are missing, have other roles, or are trained by an optimizer of another family,
                 by name.
         """
-        here = {info.name: info.role for info in layers if info.role != "vector"}
+        here = {info.name: info.role for info in layers if info.is_matrix}
         found = {
             "only in the model": [name for name in here if name not in self.roles],
             "only in the profile": [name for name in self.roles if name not in here],
@@ -221,7 +221,7 @@ def save_profile(
     layers: dict[str, dict[str, Any]] = {}
     for m in sorted(taken, key=lambda m: m.step):
         for i, info in enumerate(m.layers):
-            if info.role == "vector":
+            if not info.is_matrix:
                 continue
             layer = layers.setdefault(info.name, _described(info, (settings or {}).get(info.name)))
             values = [float(m.values[key][i]) for key in KEYS]

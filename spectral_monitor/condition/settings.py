@@ -141,7 +141,7 @@ class SpectralCondition:
             ValueError: with the layers that differ, or the pattern and the valid names.
         """
         given = tuple(layers)
-        check_patterns("expected", self.expected, [info.name for info in given if info.role != "vector"])
+        check_patterns("expected", self.expected, [info.name for info in given if info.is_matrix])
         if self.profile is not None:
             self.profile.check(given, settings)
 

@@ -235,7 +235,7 @@ def _not_finite(measurement: Measurement) -> bool:
     """Return whether some weight is NaN or inf, now or after this step."""
     for key in ("weight_fro", "weight_norm", "weight_natural", "drift_ratio", "update_fro"):
         if key in measurement.values:
-            matrices = [i for i, info in enumerate(measurement.layers) if info.role != "vector"]
+            matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
             values = measurement.values[key][matrices]
             why = [measurement.why(key, measurement.layers[i].name) for i in matrices]
             if values.isinf().any() or any("NaN or inf" in text for text in why):

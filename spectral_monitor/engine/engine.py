@@ -44,10 +44,11 @@ from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers import Anatomy, ParameterTracker, compiled_modules, dissect, entrances, without_compiled
 from spectral_monitor.layers.attention import AttentionBlock, attention_blocks
 from spectral_monitor.layers.naming import label
+from spectral_monitor.layers.nodes import SHARED_BATCH, node_layers
 from spectral_monitor.linalg import Coroutine, gather
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
-from spectral_monitor.sharding import ProcessGroup, ShardRegion, copies, flat_extents, placed, plan, reshard
+from spectral_monitor.sharding import NOTHING, ProcessGroup, ShardRegion, copies, flat_extents, placed, plan, reshard
 from spectral_monitor.state.dtensor import is_distributed
 
 
@@ -95,12 +96,13 @@ class Engine(EngineState):
         holdings = plan(anatomy.layers, flat, processes)
         placed_layers = (placed(*pair, processes) for pair in zip(anatomy.layers, holdings, strict=True))
         self.anatomy = replace(anatomy, layers=tuple(placed_layers))
-        self.layers = self.anatomy.layers
+        self.layers = (*self.anatomy.layers, *self.anatomy.nodes)
+        holdings += [NOTHING] * len(self.anatomy.nodes)
         self.members = [BatchMember(layer, holding) for layer, holding in zip(self.layers, holdings, strict=True)]
         hidden = [] if entries is not None else list(compiled_modules(model).values())
         self._attention = AttentionWatch(hidden, blocks, self.members, processes, self._harmless)
         self._readouts = Readouts(self.anatomy)
-        self._whereabouts = None if flat else ParameterTracker(model, self.layers)
+        self._whereabouts = None if flat else ParameterTracker(model, self.anatomy.layers)
         self._replaced: set[int] = set()
         self._copies = partial(copies, flat=flat, processes=processes)
         if settings.needs & FEATURES:
@@ -135,6 +137,11 @@ class Engine(EngineState):
         held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
         shapes = {key: extent.shape for key, extent in flat.items()}
         anatomy = dissect(self.model, **patterns, shapes=shapes, optimized=held)
+        if self.settings.nodes:
+            shared = self.processes is not None and len(set(self.processes.batches)) < self.processes.size
+            names = {layer.info.name for layer in anatomy.layers}
+            nodes = node_layers(self.model, self.settings.nodes, names, SHARED_BATCH if shared else "")
+            anatomy = replace(anatomy, nodes=nodes)
         blocks: tuple[AttentionBlock, ...] = ()
         if self.settings.needs & ATTENTION or self.settings.heads:
             blocks = attention_blocks(self.model, anatomy.layers, self.settings.heads)
@@ -185,7 +192,7 @@ class Engine(EngineState):
         self._replays.needs = self.asked.needs
         self._replays.looked, self._replays.unseen, self._replays.whole = False, "", None
         with self._harmless("setting up"):
-            self._replaced = replaced(self._whereabouts, self.layers, self._warn)
+            self._replaced = replaced(self._whereabouts, self.anatomy.layers, self._warn)
             if self.watches_features:
                 self.features.look_for(self.asked.keys if self._alone else ())
                 self.features.watch_gradients = "backward_speed" in self.asked.keys
@@ -353,7 +360,7 @@ class Engine(EngineState):
         self.measured += 1
         self.drifts += "feature_drift" in self._reported.keys
         self.comparisons += bool(COMPARED & set(self._reported.keys))
-        measured = Measured(step, self.layers, self.anatomy.infos, self._reported, facts)
+        measured = Measured(step, self.layers, tuple(layer.info for layer in self.layers), self._reported, facts)
         raw = out.fetch()
         self._attention.settle(raw, facts)
         measurement = self._put_together(measured, raw)

@@ -32,6 +32,7 @@ class Settings:
         roles: pattern -> role, overriding the guess.
         blocks: pattern -> matrices stacked in the parameter.
         heads: pattern -> attention heads, of modules that do not say how many they have.
+        nodes: fnmatch patterns on names of modules whose outputs are measured besides, without a weight.
         max_rows: rows of a layer's features that are used at most, a fixed choice; ``None`` for all.
         tol: relative tolerance of spectral norms of matrices.
         drift_every: ``feature_drift``, which needs a forward of its own, at every n-th measured step that has features.
@@ -44,7 +45,7 @@ class Settings:
 
     Raises:
         ValueError: a number out of range, an unknown tier or key.
-        TypeError: ``include`` or ``exclude`` is a string instead of a list.
+        TypeError: ``include``, ``exclude`` or ``nodes`` is a string instead of a list.
     """
 
     every_n_steps: Interval | Mapping[str, Interval] = 50
@@ -54,6 +55,7 @@ class Settings:
     roles: Mapping[str, str] | None = None
     blocks: Mapping[str, int] | None = None
     heads: Mapping[str, int] | None = None
+    nodes: Sequence[str] | None = None
     max_rows: int | None = 512
     tol: float = 0.05
     drift_every: int = 5
@@ -88,10 +90,11 @@ class Settings:
             )
         if not isinstance(self.low_memory, bool):
             raise ValueError(f"low_memory must be True or False, got {self.low_memory!r}")
-        for name in ("include", "exclude"):
+        for name in ("include", "exclude", "nodes"):
             patterns = getattr(self, name)
             if patterns is not None and not _are_texts(patterns):
-                raise TypeError(f"{name} must be a list of patterns, such as ['*.bias'], got {patterns!r}")
+                example = "['blocks.*', 'norm']" if name == "nodes" else "['*.bias']"
+                raise TypeError(f"{name} must be a list of patterns, such as {example}, got {patterns!r}")
         for name, example in (("roles", "{'head': 'readout'}"), ("blocks", "{'*.qkv': 3}"), ("heads", "{'*.attn': 8}")):
             patterns = getattr(self, name)
             if patterns is not None and not (isinstance(patterns, Mapping) and _are_texts(list(patterns))):

@@ -98,7 +98,8 @@ class EngineState:
                 start: dict[int, list[Tensor]] = {}
                 error: Exception | None = None
                 try:
-                    start = {i: host_copies(m.contents(m.layer.weight())) for i, m in enumerate(self.members)}
+                    held = {i: m for i, m in enumerate(self.members) if m.layer.sources}
+                    start = {i: host_copies(m.contents(m.layer.weight())) for i, m in held.items()}
                 except Exception as raised:
                     error = raised
                 reason = self.said_anywhere("" if error is None else str(error) or type(error).__name__)
@@ -131,7 +132,7 @@ class EngineState:
         """Put layers whose role has changed in the place of what they were."""
         if changed:
             self.layers = tuple(changed.get(i, layer) for i, layer in enumerate(self.layers))
-            self.anatomy = replace(self.anatomy, layers=self.layers)
+            self.anatomy = replace(self.anatomy, layers=self.layers[: len(self.anatomy.layers)])
         for i, layer in changed.items():
             self.members[i] = replace(self.members[i], layer=layer)
             if i in self.features.layers:
@@ -142,7 +143,8 @@ class EngineState:
         probe = self._replays.probe
         return {
             "version": VERSION,
-            "layers": layer_list(self.layers),
+            "layers": layer_list(self.anatomy.layers),
+            "nodes": layer_list(self.anatomy.nodes),
             "measured": self.measured,
             "drifts": self.drifts,
             "comparisons": self.comparisons,
@@ -194,7 +196,7 @@ class EngineState:
         Raises:
             ValueError: if the state is of another model or format; nothing has been changed then.
         """
-        reason = self.said_anywhere(refusal(state, self.layers))
+        reason = self.said_anywhere(refusal(state, self.anatomy.layers))
         if reason:
             raise ValueError(reason)
         measured, skipped = int(state["measured"]), int(state["skipped_updates"])
@@ -228,7 +230,8 @@ class EngineState:
         self.comparisons = int(state.get("comparisons", 0))
         if self.budget is not None and state["budget"] is not None:
             self.budget.load_state_dict(state["budget"], self.settings.keys)
-        if state["layers"] == layer_list(self.layers):  # layers have the numbers they had
+        known = [*state["layers"], *state.get("nodes", ())]
+        if known == layer_list(self.layers):  # layers have the numbers they had
             self._replays.slices.load_state_dict(state.get("slices"))
         self.features.lasting = lasting
         if "roles" in state:
@@ -261,7 +264,7 @@ class EngineState:
     def copied(self) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
         """Yield the names and parameters of the layers that every process holds whole."""
         for member in self.members:
-            if member.holding.extent.spread == 1:
+            if member.layer.sources and member.holding.extent.spread == 1:
                 yield member.layer.info.name, member.layer.sources
 
     def part_of(self, several: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], dict[str, Any]]:

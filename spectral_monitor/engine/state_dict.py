@@ -148,6 +148,7 @@ def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive
             for index, h, count in calls
         ]
         for name, calls in packed["outputs"].items()
+        if name in indices  # nodes may be others
     }
     return Probe(revive(packed["again"]), outputs, packed["part"], packed["again"])
 

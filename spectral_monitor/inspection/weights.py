@@ -71,7 +71,7 @@ class Inspection:
         from spectral_monitor.reporting.text.table import number
 
         m, whole = self.measurement, self.roles.table()
-        places = [i for i, info in enumerate(m.layers) if info.role != "vector"]
+        places = [i for i, info in enumerate(m.layers) if info.is_matrix]
         values = {key: m.values[key].tolist() for key in MEASURED}
         numbers = (
             ("|W|", [number(values["weight_norm"][i]) for i in places]),

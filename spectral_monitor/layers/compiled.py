@@ -46,7 +46,7 @@ def without_compiled(anatomy: Anatomy, compiled: Iterable[nn.Module]) -> Anatomy
         note = join_notes(layer.note, f"features: {REASON}")
         return replace(layer, module=None, no_features=REASON, note=note)
 
-    return replace(anatomy, layers=tuple(map(shut, anatomy.layers)))
+    return replace(anatomy, layers=tuple(map(shut, anatomy.layers)), nodes=tuple(map(shut, anatomy.nodes)))
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from spectral_monitor.layers.layout import Layout
 from spectral_monitor.layers.naming import check_patterns, join, matches, named_modules, places
 from spectral_monitor.layers.output_layers import Operator, guess_readouts
 from spectral_monitor.layers.parametrized import computed_weights
-from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.measurement import NODE, LayerInfo
 from spectral_monitor.state.dtensor import is_distributed
 
 ROLE_CHOICES = (*ROLES, "ignore")
@@ -56,13 +56,26 @@ class Layer:
 
     @torch.no_grad()
     def weight(self) -> Tensor:
-        """Return the weight in use, detached: the live parameter or, where it is computed, a new tensor."""
+        """Return the weight in use, detached: the live parameter or, where it is computed, a new tensor.
+
+        Nodes have none.
+        """
         return self.sources[0].detach() if self.compute is None else self.compute().detach()
+
+    def features_of(self, x: Tensor) -> tuple[bool, int]:
+        """Return whether the features of an input or output come before its positions, and how many dimensions those
+        have.
+
+        Nodes have no weight that says so. Their features are the last dimension, or the second of four and more.
+        """
+        if self.info.role == NODE:
+            return x.ndim > 3, x.ndim - 2
+        return self.channels_first, len(self.info.shape) - 2
 
     @property
     def is_matrix(self) -> bool:
         """True if spectral quantities are defined."""
-        return self.info.role != "vector"
+        return self.info.is_matrix
 
     def placed(self, role: str, why: str = "") -> Layer:
         """Return the layer as an operator or a readout, with a note that says why."""
@@ -87,11 +100,13 @@ class Anatomy:
         layers: in registration order.
         unmeasured: every other parameter, with the reason.
         whole: whether every operator whose module is called is measured.
+        nodes: modules whose outputs are measured besides.
     """
 
     layers: tuple[Layer, ...]
     unmeasured: tuple[Unmeasured, ...]
     whole: bool = True
+    nodes: tuple[Layer, ...] = ()
 
     @property
     def infos(self) -> tuple[LayerInfo, ...]:

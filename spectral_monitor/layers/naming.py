@@ -67,8 +67,8 @@ def matches(patterns: Iterable[str], *names: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
-def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Refuse patterns that match nothing.
+def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str], of: str = "layer") -> None:
+    """Refuse patterns that match nothing; ``of``: what names are those of.
 
     Raises:
         ValueError: naming the argument, the pattern and the names there are.
@@ -79,4 +79,4 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str])
             close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             shown = ", ".join(names[:40]) + (f", ... ({len(names)} in all)" if len(names) > 40 else "")
-            raise ValueError(f"{argument}: pattern {pattern!r} matches no layer.{hint} Layers: {shown or 'none'}")
+            raise ValueError(f"{argument}: pattern {pattern!r} matches no {of}.{hint} {of.title()}s: {shown or 'none'}")

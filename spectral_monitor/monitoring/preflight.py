@@ -243,7 +243,7 @@ def _notes_of_warnings() -> Iterator[list[str]]:
 
 def _missing(measurement: Measurement) -> dict[str, str]:
     """Return quantity -> why no matrix has a number of it."""
-    matrices = [i for i, info in enumerate(measurement.layers) if info.role != "vector"]
+    matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
     return {
         key: measurement.why(key, measurement.layers[matrices[0]].name) or "not known why"
         for key, column in measurement.values.items()

@@ -62,6 +62,8 @@ class SpectralProbe(MeasuredRun):
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
         heads: pattern on attention modules or their query projections -> number of heads, where the module does not
             say it.
+        nodes: fnmatch patterns on modules whose outputs are measured although they have no weight, such as
+            ``["blocks.*", "norm"]``: how they change, and the angle and the sensitivity of that change.
         max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
         replay_samples: samples that are run again after the step, the first ones of the batch (of each process's);
             ``None`` for all. What is compared is then of these, ``summary/feature_error`` says how far it may be from
@@ -129,6 +131,7 @@ class SpectralProbe(MeasuredRun):
         roles: Mapping[str, str] | None = None,
         blocks: Mapping[str, int] | None = None,
         heads: Mapping[str, int] | None = None,
+        nodes: Sequence[str] | None = None,
         max_rows: int | None = 512,
         replay_samples: int | Literal["auto"] | None = "auto",
         tol: float = 0.05,
@@ -155,6 +158,7 @@ class SpectralProbe(MeasuredRun):
             roles=roles,
             blocks=blocks,
             heads=heads,
+            nodes=nodes,
             max_rows=max_rows,
             replay_samples=replay_samples,
             tol=tol,

@@ -47,9 +47,11 @@ class Supervisor:
         self._engine = engine
         self._warn = WarnOnce(silent=engine.processes is not None and engine.processes.rank > 0)
         optimizers = engine.optimizers.optimizers
-        tied = {layer.info.name: layer.tied_to for layer in engine.layers if layer.tied_to}
+        tied = {layer.info.name: layer.tied_to for layer in engine.anatomy.layers if layer.tied_to}
         self._profile_lacks = "" if condition.profile is None else condition.profile.lacks
-        condition.check((layer.info for layer in engine.layers), hyperparameters(engine.layers, optimizers))
+        condition.check(
+            (layer.info for layer in engine.anatomy.layers), hyperparameters(engine.anatomy.layers, optimizers)
+        )
         self._judge = Judge(condition, tied)
         self.settings: dict[str, Hyperparameters] = {}
         self.began: tuple[Verdict, ...] = ()
@@ -58,13 +60,13 @@ class Supervisor:
         self._expects = correction is not None and condition.reference == "balance"
         self._corrector = None
         if correction is not None:
-            self._corrector = Corrector(correction, engine.layers, optimizers)
+            self._corrector = Corrector(correction, engine.anatomy.layers, optimizers)
             engine.multipliers = self._corrector.by_layer()
 
     @property
     def recipe(self) -> str:
         """The kind of recipe that the optimizers' settings follow, in a sentence; empty where they do not tell."""
-        layers = self._engine.layers
+        layers = self._engine.anatomy.layers
         settings = hyperparameters(layers, self._engine.optimizers.optimizers)
         return describe((layer.info for layer in layers), settings)
 
@@ -148,7 +150,7 @@ class Supervisor:
     def rescale(self) -> bool:
         """Give the measured weights the size they are to begin with; whether the correction asks for that."""
         size = False if self._corrector is None else self._corrector.correction.spectral_init
-        layers = self._engine.layers
+        layers = self._engine.anatomy.layers
         if size == "auto":
             size = looks_drawn(layers)
         if size:
@@ -196,7 +198,7 @@ class Supervisor:
         except Exception as error:
             self._warn(f"learning rates were not corrected ({type(error).__name__}: {error})", error)
             return
-        matrices = {info.name for info in measurement.layers if info.role != "vector"}
+        matrices = {info.name for info in measurement.layers if info.is_matrix}
         if limited := [change for change in changes if change.limited and change.layer in matrices]:
             self._warn(f"step {measurement.step}: {_held(limited, measurement)}")
 
@@ -216,7 +218,7 @@ class Supervisor:
     def _verdicts(self, measurement: Measurement) -> tuple[Verdict, ...]:
         """Return what a correction makes larger on purpose is held against others by what it would be without."""
         expected, key = self._expected, "update_natural"
-        self.settings = settings = hyperparameters(self._engine.layers, self._engine.optimizers.optimizers)
+        self.settings = settings = hyperparameters(self._engine.anatomy.layers, self._engine.optimizers.optimizers)
         values = dict(measurement.values)
         if key in values:
             values[key] = values[key] / torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers])

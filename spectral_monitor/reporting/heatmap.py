@@ -15,7 +15,6 @@ from spectral_monitor.measurement import LayerInfo
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.history import History, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named
-from spectral_monitor.reporting.content.panels import MATRICES
 from spectral_monitor.reporting.content.tally import off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL
 
@@ -81,7 +80,7 @@ def heatmap(history: History, quantity: str) -> Pixels | None:
     Returns:
         (height, width, 3) in RGB; ``None`` where no matrix has a finite value, or without matplotlib.
     """
-    rows = [i for i, info in enumerate(history.layers) if info.role in MATRICES]
+    rows = [i for i, info in enumerate(history.layers) if info.is_matrix]
     drawn = history.of(quantity)
     scale = _scale(drawn, quantity, rows)
     if scale is None or not can_draw():

@@ -39,6 +39,10 @@ class Holding:
         return contents(layer.layout, self.extent, local_part(tensor)) if self.rectangles else []
 
 
+NOTHING = Holding(whole_extent(()), ())
+"""The work for a layer without a weight."""
+
+
 def flat_extents(model: nn.Module) -> dict[int, ShardRegion]:
     """By ``id``, what is held of the parameters that FSDP1 manages in a model, its wrapper included.
 

@@ -30,6 +30,7 @@ from spectral_monitor.capture.row_sampling import (
 )
 from spectral_monitor.functional.kernels import length
 from spectral_monitor.layers import Layer
+from spectral_monitor.measurement import NODE
 from spectral_monitor.state.dtensor import local_part
 
 Harmless = Callable[[str], AbstractContextManager[None]]
@@ -119,7 +120,8 @@ class CallRecorder:
             if whole is None:
                 return
             layer = self.layers[i]
-            given = first_tensor(args) if args else first_tensor(kwargs)
+            is_node = layer.info.role == NODE
+            given = None if is_node else first_tensor(args) if args else first_tensor(kwargs)
             if i in self._doubted and not self._replayed:
                 self._doubted.discard(i)
                 self.unfit |= set() if is_linear(layer, module, given, whole) else {i}
@@ -130,10 +132,10 @@ class CallRecorder:
                     watcher.add(i, given, whole, layer)
                 return
             out = local_part(whole)
-            spatial = len(layer.info.shape) - 2
-            count = count_rows(out, layer.channels_first, spatial)
+            channels_first, spatial = layer.features_of(whole)
+            count = count_rows(out, channels_first, spatial)
             index = self._chosen(i, count, out.device)
-            h_out = rows_of(out, layer.channels_first, spatial, index)
+            h_out = rows_of(out, channels_first, spatial, index)
             eps, norm = torch.finfo(out.dtype).eps, length(h_out) * math.sqrt(count / max(len(h_out), 1))
             n = len(self.calls.get(i, ()))
             first, chosen = None if self._looking else self._first((i, n), out, count), len(h_out)
@@ -144,7 +146,7 @@ class CallRecorder:
             elif first is not None:
                 room = -(-first * chosen // count) if i in self._shares else self._max_rows or first
                 first_index = self._picker.choose(first, room, out.device)
-                h_out = rows_of(_first_rows(out, first, count), layer.channels_first, spatial, first_index)
+                h_out = rows_of(_first_rows(out, first, count), channels_first, spatial, first_index)
             copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
             kept = GuardedTensor(h_out.clone() if copy else h_out)
             original = h_out if copy and first is None and i not in self._overwritten else None
@@ -154,12 +156,12 @@ class CallRecorder:
                 call.node, call.place = whole.grad_fn, self._count
                 self._count += 1
             x = None if given is None else local_part(given)
-            if given is not None and x is not None and not layer.channels_first:
+            if given is not None and x is not None and not channels_first:
                 asked = given.numel() if layer.info.role == "embedding" else count_rows(given, False, 0)
                 call.split_in = x.numel() < given.numel() and x.shape[-1] == given.shape[-1]
                 call.split_out = count < asked
             if given is not None and x is not None and x.is_floating_point() and layer.info.role != "embedding":
-                channels = layer.channels_first
+                channels = channels_first
                 if layer.layout.kind == "patches":
                     x, channels = patches_of(x, layer.layout.shape[2:]), False
                 rows = count_rows(x, channels, spatial)
@@ -171,7 +173,7 @@ class CallRecorder:
             self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:
                 self._root.reached += 1
-            if self.checks is not None:
+            if self.checks is not None and not is_node:
                 call.checked = self.checks.forward(layer, given, whole)
             if self._looking and self._portion is not None and (i, n) in self._portion.common:
                 self.shared.add(i)  # its gradient is a sum over samples, of which only some are here
@@ -232,14 +234,14 @@ class CallRecorder:
         layer = self.layers[i]
         with self._harmless(f"the backward pass of {layer.info.name}"):
             call.b_count += 1
-            b, spatial = local_part(gradient), len(layer.info.shape) - 2
+            b, form = local_part(gradient), layer.features_of(gradient)
             if call.first is None or self._looking:
-                call.b = GuardedTensor(rows_of(b, layer.channels_first, spatial, call.index))
+                call.b = GuardedTensor(rows_of(b, *form, call.index))
             else:
                 few = _first_rows(b, call.first, call.outputs)
-                call.b = GuardedTensor(rows_of(few, layer.channels_first, spatial, call.first_index).clone())
+                call.b = GuardedTensor(rows_of(few, *form, call.first_index).clone())
                 if self._ranked:
-                    rows = rows_of(b, layer.channels_first, spatial, call.index)
+                    rows = rows_of(b, *form, call.index)
                     call.b_sample = self._sample(i, rows.clone() if call.index is None else rows)
             if self.checks is not None and call.checked is not None:
                 self.checks.backward(call.checked, gradient)

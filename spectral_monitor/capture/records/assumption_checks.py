@@ -43,9 +43,10 @@ class RowLengths(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, layer: Layer) -> RowLengths:
         """Return those of what a layer is given or returns."""
-        rows = rows_of(x, layer.channels_first, len(layer.info.shape) - 2)
+        channels_first, spatial = layer.features_of(x)
+        rows = rows_of(x, channels_first, spatial)
         rows = rows.to(compute_dtype(rows.dtype))
-        return cls(torch.linalg.vector_norm(rows, dim=1), x.shape[0] if x.ndim else 1, layer.channels_first)
+        return cls(torch.linalg.vector_norm(rows, dim=1), x.shape[0] if x.ndim else 1, channels_first)
 
     def paired(self, other: RowLengths, permuted: bool) -> tuple[Tensor, Tensor]:
         """Return lengths of both for the smallest parts that are known to belong together: rows, samples or all."""

@@ -131,9 +131,9 @@ class Replay:
         done, before = self._changes.setdefault(i, []), self.outputs.get(i, [])
         change = None
         if len(done) < len(before):
-            seen, spatial = before[len(done)], len(layer.info.shape) - 2
-            if count_rows(local_part(out), layer.channels_first, spatial) == seen.again:
-                rows = rows_of(local_part(out), layer.channels_first, spatial, seen.index)[: len(seen.h)]
+            seen, form = before[len(done)], layer.features_of(out)
+            if count_rows(local_part(out), *form) == seen.again:
+                rows = rows_of(local_part(out), *form, seen.index)[: len(seen.h)]
                 change = self._compare(rows, seen) if rows.shape == seen.h.shape else None
         done.append(change)
 

@@ -18,10 +18,10 @@ ROUNDINGS = 64
 
 
 def _rows(x: Tensor | None, layer: Layer) -> Tensor | None:
-    spatial = len(layer.info.shape) - 2
-    if x is None or not x.is_floating_point() or x.ndim <= (spatial if layer.channels_first else 0):
+    if x is None or not x.is_floating_point():
         return None
-    return rows_of(local_part(x), layer.channels_first, spatial)
+    channels_first, spatial = layer.features_of(x)
+    return None if x.ndim <= (spatial if channels_first else 0) else rows_of(local_part(x), channels_first, spatial)
 
 
 class SeparateRun:

@@ -158,11 +158,7 @@ def _values(a: Record, b: Record, key: str) -> dict[str, tuple[float, float]]:
         ValueError: they have none in common.
     """
     sides = [
-        {
-            info.name: value
-            for info, value in zip(record.layers, record.values[key], strict=True)
-            if info.role != "vector"
-        }
+        {info.name: value for info, value in zip(record.layers, record.values[key], strict=True) if info.is_matrix}
         for record in (a, b)
     ]
     common = {name: (value, sides[1][name]) for name, value in sides[0].items() if name in sides[1]}

@@ -32,7 +32,7 @@ class Readouts:
 
     def __init__(self, anatomy: Anatomy) -> None:
         layers = anatomy.layers
-        self.layers = list(layers)
+        self.layers = [*layers, *anatomy.nodes]
         self._called = {i for i, x in enumerate(layers) if x.info.role in DENSE and x.module is not None}
         given = {i for i in self._called if layers[i].given}
         settled = not anatomy.whole or any(x.given and x.info.role == "readout" for x in layers)

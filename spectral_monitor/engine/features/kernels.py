@@ -212,7 +212,7 @@ class FullStage:
             if b is None or seen.b is None:
                 self._facts.why_not["backward_speed", i] = NO_GRAPH
                 return
-            new = rows_of(b, layer.channels_first, len(layer.info.shape) - 2, seen.index)
+            new = rows_of(b, *layer.features_of(b), seen.index)
             if new.shape != seen.b.shape:
                 self._facts.why_not["backward_speed", i] = DIFFERENTLY
                 return

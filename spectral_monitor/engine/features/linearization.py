@@ -56,14 +56,14 @@ class _Rows:
         calls.append(rows)
 
     def _rows(self, out: Tensor, layer: Layer, kept: CallRows) -> tuple[Tensor, Tensor] | None:
-        spatial = len(layer.info.shape) - 2
         value, derivative = forward_ad.unpack_dual(out)
-        rows = rows_of(value, layer.channels_first, spatial, kept.index)[: len(kept.h)]
+        form = layer.features_of(value)
+        rows = rows_of(value, *form, kept.index)[: len(kept.h)]
         if rows.shape != kept.h.shape:
             return None
         if derivative is None:  # nothing before it has moved
             return rows.clone(), torch.zeros_like(rows)
-        return rows.clone(), rows_of(derivative, layer.channels_first, spatial, kept.index)[: len(kept.h)].clone()
+        return rows.clone(), rows_of(derivative, *form, kept.index)[: len(kept.h)].clone()
 
     def of(self, i: int) -> tuple[Tensor, Tensor] | None:
         """Return rows and derivatives of all calls of a layer, if they were as before."""

@@ -11,8 +11,9 @@ import torch
 from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay
 from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
+from spectral_monitor.engine.settings import FEATURES
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import LOST
+from spectral_monitor.measurement import LOST, NODE
 from spectral_monitor.quantities import QUANTITIES, attention
 
 ROUNDED = "its change is too close to the rounding of its outputs"
@@ -172,6 +173,8 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
         return REPLACED
     if role == "vector" and not QUANTITIES[key].of_vectors:
         return "a bias or gain has its RMS, update, drift and contribution only"
+    if role == NODE and (QUANTITIES[key].of_inputs or not needs & FEATURES):
+        return "the output of a module has features only, and no weight"
     if key in ATTENTION and i not in facts.attention:
         return NOT_QUERIES
     updated = needs & {"dW", "g", "dqk", "state"}

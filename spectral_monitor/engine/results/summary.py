@@ -11,6 +11,7 @@ from spectral_monitor.engine.results.raw import Raw
 from spectral_monitor.engine.results.reasons import CHANGE_MARGIN, StepContext
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
+from spectral_monitor.measurement import NODE
 
 
 def properties(
@@ -35,7 +36,7 @@ def properties(
     """
     hidden = [i for i, layer in enumerate(layers) if layer.info.role == "operator"]
     readouts = [i for i, layer in enumerate(layers) if layer.info.role == "readout"]
-    features = [i for i in range(len(layers)) if i not in readouts]
+    features = [i for i, layer in enumerate(layers) if layer.info.role not in ("readout", NODE)]
     sizes = [size for i in hidden if math.isfinite(size := float(values["feature_rms"][i]))]
     found = {
         "property_sp": max(sizes, key=lambda size: abs(math.log(size)) if size > 0 else math.inf, default=math.nan),
@@ -44,7 +45,7 @@ def properties(
         "property_bc": summary["contribution_spread"],
         "property_rfl": math.nan,
         "property_fs": _largest(values["feature_change"][features]),
-        "property_bs": _largest(values["backward_speed"]),
+        "property_bs": _largest(values["backward_speed"][[i for i in range(len(layers)) if layers[i].sources]]),
     }
     if len(readouts) == 1:
         seen = raw.get(readouts[0], {})

@@ -68,7 +68,7 @@ class MatrixStage:
         exchange: AllReduce | None,
         out: RawScalars,
     ) -> None:
-        self.members = dict(enumerate(members))
+        self.members = {i: member for i, member in enumerate(members) if member.layer.sources}
         self.settings = settings
         self.start = start
         self.norms = MatrixNorms(settings, inputs, out)
@@ -339,7 +339,8 @@ def start_norms(
     """Raw scalars ``W0.sigma`` and ``W0.fro`` of the weights at the start."""
     out = RawScalars()
     norms = MatrixNorms(settings, lambda i: None, out)
-    found = matrix_batches(dict(enumerate(members)), exchange, single=settings.low_memory)
+    weights = {i: member for i, member in enumerate(members) if member.layer.sources}
+    found = matrix_batches(weights, exchange, single=settings.low_memory)
     if exchange is not None and not settings.low_memory:
         for stack in found:
             stack.begin(start)

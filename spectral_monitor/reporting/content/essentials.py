@@ -15,10 +15,9 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
-from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.measurement import NODE, LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.families import OTHERS, kinds
-from spectral_monitor.reporting.content.panels import MATRICES
 from spectral_monitor.reporting.content.typical import limits, vs_typical
 
 Log = Literal["essential", "all"] | Sequence[str]
@@ -106,7 +105,7 @@ def grouped(layers: tuple[LayerInfo, ...]) -> Groups:
         >>> list(grouped(layers).families), grouped(layers[:3]).singles
         (['h.*.mlp'], (0, 1, 2))
     """
-    matrices = tuple(i for i, info in enumerate(layers) if info.role in MATRICES)
+    matrices = tuple(i for i, info in enumerate(layers) if info.is_matrix)
     if len(matrices) <= FEW:
         return Groups(matrices, {}, matrices)
     found = kinds([layers[i].name for i in matrices])
@@ -133,9 +132,10 @@ def essentials(measurement: Measurement, log: Log = "essential", asked: Sequence
     groups, columns = grouped(measurement.layers), _columns(measurement, asked)
     names = [info.name for info in measurement.layers]
     told = _told(measurement, groups)
+    nodes = [i for i, info in enumerate(measurement.layers) if info.role == NODE]
     found = {}
     for key, values in columns.items():
-        for i in (*groups.singles, *told):
+        for i in (*groups.singles, *nodes, *told):
             found[f"{group(key)}/{names[i]}"] = values[i]
         for family, places in groups.families.items():
             found |= _spread(f"{group(key)}/{family_key(family)}", [values[i] for i in places])

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.measurement import MATRICES, NODE, LayerInfo
 from spectral_monitor.quantities import QUANTITIES, questions
-
-MATRICES = frozenset({"operator", "readout", "embedding"})
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,7 @@ PANELS: tuple[Panel, ...] = (
         "You see how much one step changes a layer's outputs (0.03 = 3 %), and how far they have moved since the "
         "start. Layers should be close to each other. Near zero: the layer learns no features. Half or more: each step "
         "overwrites what the last one learned; lower the learning rate.",
+        roles=MATRICES | {NODE},
     ),
     Panel(
         questions.WEIGHTS,
@@ -89,6 +88,7 @@ PANELS: tuple[Panel, ...] = (
         "1 = outputs move straight downhill, 0 = sideways, below 0 = uphill. Real networks: 0.01 to 0.3. A layer that "
         "stays below 0 works against the loss: look for a wrong sign, stale gradients or far too much momentum.",
         ("contribution_spread", "loss_change", "loss_change_predicted", "edge"),
+        roles=MATRICES | {NODE},
     ),
     Panel(
         questions.ATTENTION,

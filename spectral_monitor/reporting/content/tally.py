@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
-from spectral_monitor.reporting.content.panels import MATRICES
 
 NOBODY = "no judge has seen this measurement"
 """The reason where nothing has judged at all."""
@@ -101,7 +100,7 @@ def tally(measurement: Measurement) -> Tally:
         (3, 2, {'frozen': ('c',)})
     """
     bad, follow = off(measurement), disturbed(measurement)
-    names = dict.fromkeys(info.name for info in measurement.layers if info.role in MATRICES)
+    names = dict.fromkeys(info.name for info in measurement.layers if info.is_matrix)
     states = measurement.states or _states(measurement, names)
     bad += tuple(name for name in names if _of(states, name).state == OFF and name not in {*bad, *follow})
     reasons: dict[str, tuple[str, ...]] = {}
@@ -156,7 +155,7 @@ def _nothing_known(measurement: Measurement) -> str:
     key = next((key for key in _JUDGED if key in measurement.values), None)
     if key is None:
         return f"none of {', '.join(_JUDGED)} was measured"
-    matrices = [i for i, info in enumerate(measurement.layers) if info.role in MATRICES]
+    matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
     values = measurement.values[key].tolist()
     if not matrices or any(math.isfinite(values[i]) for i in matrices):
         return ""

@@ -21,7 +21,7 @@ from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.history import COLUMNS, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named
-from spectral_monitor.reporting.content.panels import MATRICES, pictured
+from spectral_monitor.reporting.content.panels import pictured
 from spectral_monitor.reporting.content.tally import off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL
 from spectral_monitor.reporting.text.lines import printable
@@ -76,7 +76,7 @@ def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Fig
     Returns:
         the figure and the steps of each quantity in it; ``None`` where nothing is known.
     """
-    rows = [i for i, info in enumerate(now.layers) if info.role in MATRICES]
+    rows = [i for i, info in enumerate(now.layers) if info.is_matrix]
     known = {key: found for key in pictured() if (found := series(measurements, key)) is not None}
     parts = [*_now(now, rows), *(part for key, found in known.items() for part in _heatmap(key, found, rows, now))]
     if not parts:
@@ -300,7 +300,7 @@ def _tick(label: str, outside: bool) -> str:
 
 def labels(now: Measurement) -> dict[str, str]:
     """Return the label of every matrix beside pictures and in legends, escaped."""
-    names = tuple(info.name for info in now.layers if info.role in MATRICES)
+    names = tuple(info.name for info in now.layers if info.is_matrix)
     return {name: escaped(short) for name, short in labelled(names).items()}
 
 

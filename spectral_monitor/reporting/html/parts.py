@@ -9,7 +9,6 @@ from typing import Any
 
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.panels import MATRICES
 from spectral_monitor.reporting.content.tally import off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, vs_typical
 from spectral_monitor.reporting.files.run_facts import RunFacts
@@ -85,7 +84,7 @@ def by_step(measurements: Sequence[Measurement], now: Measurement, keys: Sequenc
     """
     apart = max(1, math.ceil(len(measurements) / SLIDES))
     some = [m for k, m in enumerate(reversed(measurements)) if k % apart == 0 or m is now][::-1]
-    rows = [i for i, info in enumerate(now.layers) if info.role in MATRICES]
+    rows = [i for i, info in enumerate(now.layers) if info.is_matrix]
     names = [now.layers[i].name for i in rows]
     columns: dict[str, list[list[float | None]]] = {VS_TYPICAL: [_digits(vs_typical(m), rows) for m in some]}
     for key in keys:
@@ -106,7 +105,7 @@ def facts(about: RunFacts, measurements: Sequence[Measurement], now: Measurement
         rates = sorted({f"{x:.3g}" for x in now.values["lr"].tolist() if math.isfinite(x)}, key=float)
         if rates:
             known["learning rates"] = rates[0] if len(rates) == 1 else f"{rates[0]} to {rates[-1]}"
-    matrices = sum(info.role in MATRICES for info in now.layers)
+    matrices = sum(info.is_matrix for info in now.layers)
     known["layers"] = f"{matrices} matrices, {len(now.layers) - matrices} biases and gains"
     known["measured"] = f"{len(measurements)} times, steps {measurements[0].step} to {measurements[-1].step}"
     spans = "".join(f"<span>{escaped(key)}: {escaped(value)}</span>" for key, value in known.items())

@@ -9,7 +9,7 @@ from typing import Any
 from spectral_monitor.layers.naming import check_patterns, matches
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.panels import MATRICES, Panel
+from spectral_monitor.reporting.content.panels import Panel
 from spectral_monitor.reporting.files.runs import settle
 from spectral_monitor.reporting.html.curves import curves
 from spectral_monitor.suggestions import unknown
@@ -52,8 +52,8 @@ def figure(measurements: Sequence[Measurement], quantity: str, layers: str | Seq
         raise ValueError(unknown("quantity", quantity, measured))
     if layers is not None:
         patterns = [layers] if isinstance(layers, str) else list(layers)
-        check_patterns("layers", patterns, [info.name for info in run[-1].layers if info.role in MATRICES])
-        places = [i for i, x in enumerate(run[-1].layers) if x.role in MATRICES and matches(patterns, x.name)]
+        check_patterns("layers", patterns, [info.name for info in run[-1].layers if info.is_matrix])
+        places = [i for i, x in enumerate(run[-1].layers) if x.is_matrix and matches(patterns, x.name)]
         run = tuple(_only(measurement, places) for measurement in run)
     drawn, steps = curves(Panel(quantity, quantity, "", only=(quantity,)), run, run[-1])
     if drawn is None:

@@ -11,7 +11,7 @@ from spectral_monitor.condition import NETWORK, Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import headline, headlines, names_in
-from spectral_monitor.reporting.content.panels import MATRICES, PANELS, Panel
+from spectral_monitor.reporting.content.panels import PANELS, Panel
 from spectral_monitor.reporting.content.tally import disturbed, is_judged, named_by, tally
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend
 from spectral_monitor.reporting.files.run_facts import RunFacts
@@ -127,7 +127,7 @@ def report(
     families = any(trace.get("uid", "").startswith("F") for figure in figures.values() for trace in figure["data"])
     top = [_header(told, run, now, contents(chapters)), bar(slides, families)]
     body = "\n".join(filter(None, [*top, *sections]))
-    layers = [[escaped(info.name), info.name] for info in now.layers if info.role in MATRICES]
+    layers = [[escaped(info.name), info.name] for info in now.layers if info.is_matrix]
     title = f"{escaped(headlines(told)[0])} &middot; step {run[-1].step}"
     return page(title, body, figures, steps, {"layers": layers, "table": slides})
 
@@ -230,7 +230,7 @@ def _overview(now: Measurement) -> str:
 
 def _key(now: Measurement) -> str:
     colours = ", ".join(depth_colours(5))
-    count = sum(info.role in MATRICES for info in now.layers)
+    count = sum(info.is_matrix for info in now.layers)
     some = (
         f" Of {count} layers {LINES} are drawn, evenly, with the output layer and those that are off."
         if count > LINES

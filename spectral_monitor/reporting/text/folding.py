@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spectral_monitor.condition.verdict import NETWORK, Verdict
-from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
+from spectral_monitor.measurement import HEALTHY, NODE, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.reporting.content.headline import ROOTS, names_in
 from spectral_monitor.reporting.content.labels import unprefixed
-from spectral_monitor.reporting.content.panels import MATRICES
 from spectral_monitor.reporting.content.tally import Tally, named_by, tally
 
 DISTURBED = "disturbed"
@@ -84,7 +83,7 @@ class _Rows:
         else:  # roots that were lifted at this very step
             for gone in dict.fromkeys(follow.values()):
                 found += self._following(gone, [name for name, of in follow.items() if of == gone])
-        return found + self._others()
+        return found + self._others() + self._nodes()
 
     def _same_cause(self, root: Verdict, names: Sequence[str]) -> list[Row]:
         """Return a row for the root's layer and one for each other layer of its cause, many of those folded."""
@@ -111,7 +110,7 @@ class _Rows:
         """Return the rows of all other layers: in the order of the network, or the furthest and the rest folded."""
         seen = {*self.count.off, *self.count.disturbed}
         infos = self.measurement.layers
-        names = [info.name for info in infos if info.role in MATRICES and info.name not in seen]
+        names = [info.name for info in infos if info.is_matrix and info.name not in seen]
         if not names and not seen:
             names = [info.name for info in infos]  # biases alone
         reasons = {name: reason for reason, some in self.count.not_judged.items() for name in some}
@@ -130,6 +129,13 @@ class _Rows:
                 what = ": ".join(filter(None, (reason, self._names(rest))))
                 found.append(self._fold(rest, NOT_JUDGED, NOT_JUDGED, what if self.count.judged else ""))
         return found
+
+    def _nodes(self) -> list[Row]:
+        """Return the rows of modules that have features only, which nothing judges."""
+        names = [info.name for info in self.measurement.layers if info.role == NODE]
+        if self.folded and len(names) > SHOWN:
+            return [self._fold(names, "nodes", NOT_JUDGED)]
+        return [self._row(name, NOT_JUDGED) for name in names]
 
     def _other(self, name: str, reasons: Mapping[str, str]) -> Row:
         """Return the row of a layer that is healthy or not judged; why not is said only if others were."""

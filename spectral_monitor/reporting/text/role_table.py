@@ -57,7 +57,8 @@ def role_rows(anatomy: Anatomy, folded: bool = True, when: str = "") -> Table:
         if any(layer.info.placement != "local" for layer in first):
             columns.insert(4, text_column("placement", [layer.info.placement for layer in first]))
         columns = [column for column in columns if column.title == "layer" or any(column.cells)]
-    return Table(title, tuple(columns), tuple(_unmeasured(anatomy)), notes=(when,) if when else ())
+    foot = (*_nodes(anatomy), *_unmeasured(anatomy))
+    return Table(title, tuple(columns), foot, notes=(when,) if when else ())
 
 
 def _groups(matrices: Sequence[Layer], names: Sequence[str]) -> list[list[int]]:
@@ -78,6 +79,15 @@ def _label(group: Sequence[str], names: Sequence[str]) -> str:
     if sum(kind(name) == of for name in names) == len(group):
         return of
     return of.replace("*", f"{{{places_in(group)}}}", 1)
+
+
+def _nodes(anatomy: Anatomy) -> list[str]:
+    """Return the lines on modules of which features only are measured, and why those cannot be had, if they cannot."""
+    names = [layer.info.name for layer in anatomy.nodes]
+    if not names:
+        return []
+    notes = sorted({f": {layer.no_features}" for layer in anatomy.nodes if layer.no_features})
+    return [printable(f"outputs of modules, features only ({len(names)}): {some(folded_names(names), NAMED)}"), *notes]
 
 
 def _unmeasured(anatomy: Anatomy) -> list[str]:

@@ -59,7 +59,7 @@ class Roles(dict[str, str]):
         """Return a row for every matrix; below, what is not measured and why."""
         from spectral_monitor.reporting.text.lines import Column, Table, printable
 
-        matrices = [info for info in self.layers if info.role != "vector"]
+        matrices = [info for info in self.layers if info.is_matrix]
         title = f"{len(matrices)} matrices and {len(self.layers) - len(matrices)} biases and gains"
         cells = {
             "layer": [info.name for info in matrices],

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.measurement import NODE, LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import headlines, root_lines
 from spectral_monitor.reporting.content.labels import role_name
@@ -113,7 +113,12 @@ def _shared(cells: set[str]) -> str:
 
 
 def fans(info: LayerInfo) -> str:
-    """Return what a layer maps: inputs to outputs, tokens to outputs, and how many such blocks are stacked in it."""
+    """Return what a layer maps: inputs to outputs, tokens to outputs, and how many such blocks are stacked in it.
+
+    Empty for a node.
+    """
+    if info.role == NODE:
+        return ""
     inputs = f"{info.shape[0]} tokens" if info.role == "embedding" and len(info.shape) > 1 else str(info.fan_in)
     return f"{inputs} -> {info.fan_out}" + (f" x{info.blocks}" if info.blocks > 1 else "")
 

@@ -278,7 +278,7 @@ def labels(infos: Mapping[int, Sequence[LayerInfo]], axis: str) -> dict[int, dic
         >>> labels({3: layers(3), 5: layers(5)}, "depth")[5]
         {'net.* (first)': 'net.0', 'net.* (middle)': 'net.2', 'net.* (last)': 'net.4'}
     """
-    matrices = {size: [i.name for i in some if i.role != "vector"] for size, some in infos.items()}
+    matrices = {size: [i.name for i in some if i.is_matrix] for size, some in infos.items()}
     names = {size: found or [info.name for info in infos[size]] for size, found in matrices.items()}
     if axis == "width":
         return {size: {name: name for name in some} for size, some in names.items()}
