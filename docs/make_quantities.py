@@ -131,8 +131,18 @@ rather than by themselves:
 `bfa`, `bfa_cos` and `sensitivity` are about a layer's own outputs. In a plain chain of layers all of the signal passes
 through them, and the Feature Speed Formula applies as it stands: `-<b, dh>` is what all parameters up to there
 contribute. In a residual network or transformer a layer's output is a branch, not the stream: its angle is larger, and
-`sensitivity` counts only the loss decrease that passes through this branch. To see the stream itself, add an identity
-`nn.Linear` with a frozen weight where you want to look.
+`sensitivity` counts only the loss decrease that passes through this branch.
+
+`nodes` measures the stream itself: the outputs of blocks and of the last normalization, or of any module. They are rows
+of their own in tables and charts, with quantities of features only, and nothing judges them.
+
+```python
+SpectralMonitor(nodes=["blocks.*", "norm"])
+```
+
+A `*` stands for one part of a name: `blocks.*` means the blocks, `blocks.*.mlp` what is in them. The first tensor of an
+output counts. Its last dimension is the features; of four dimensions and more the second is, as in images. Where several
+processes share a batch (tensor parallelism), nodes are NaN and say so.
 
 ## Attention
 

@@ -33,6 +33,7 @@ from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Rep
 from spectral_monitor.engine.features.stage import RowStage, input_rows
 from spectral_monitor.engine.observation import sights, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
+from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
 from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.raw import RawScalars
@@ -41,7 +42,7 @@ from spectral_monitor.engine.state import COMPARED, START, EngineState
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.engine.weights.stage import MatrixStage
-from spectral_monitor.layers import Anatomy, ParameterTracker, compiled_modules, dissect, entrances, without_compiled
+from spectral_monitor.layers import Anatomy, compiled_modules, dissect, entrances, without_compiled
 from spectral_monitor.layers.attention import AttentionBlock, attention_blocks
 from spectral_monitor.layers.naming import label
 from spectral_monitor.layers.nodes import SHARED_BATCH, node_layers
@@ -138,9 +139,9 @@ class Engine(EngineState):
         shapes = {key: extent.shape for key, extent in flat.items()}
         anatomy = dissect(self.model, **patterns, shapes=shapes, optimized=held)
         if self.settings.nodes:
+            known = {info.name for info in anatomy.infos}
             shared = self.processes is not None and len(set(self.processes.batches)) < self.processes.size
-            names = {layer.info.name for layer in anatomy.layers}
-            nodes = node_layers(self.model, self.settings.nodes, names, SHARED_BATCH if shared else "")
+            nodes = node_layers(self.model, self.settings.nodes, known, SHARED_BATCH if shared else "")
             anatomy = replace(anatomy, nodes=nodes)
         blocks: tuple[AttentionBlock, ...] = ()
         if self.settings.needs & ATTENTION or self.settings.heads:

@@ -8,8 +8,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.optim import LBFGS, Optimizer
 
+from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.results.reasons import REPLACED
-from spectral_monitor.layers import Layer, ParameterTracker
+from spectral_monitor.layers import Layer
 from spectral_monitor.layers.naming import some
 from spectral_monitor.quantities import TIERS
 

@@ -3,13 +3,11 @@
 from spectral_monitor.layers.compiled import compiled_modules, entrances, without_compiled
 from spectral_monitor.layers.inspect_model import Anatomy, Layer, Unmeasured, dissect
 from spectral_monitor.layers.layout import Layout
-from spectral_monitor.layers.parameter_tracker import ParameterTracker
 
 __all__ = [
     "Anatomy",
     "Layer",
     "Layout",
-    "ParameterTracker",
     "Unmeasured",
     "compiled_modules",
     "dissect",

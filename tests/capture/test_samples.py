@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,6 +14,7 @@ from spectral_monitor.capture.replay.batch_slicing import BatchSlice, batch_size
 from spectral_monitor.capture.replay.feature_change import CallRows
 from spectral_monitor.capture.replay.sample_independence import ROUNDINGS, IndependenceCheck, SeparateRun
 from spectral_monitor.capture.row_sampling import RowSampler
+from spectral_monitor.layers import dissect
 
 Pair = namedtuple("Pair", "left right")
 
@@ -119,14 +120,7 @@ def test_rows_of_a_call_are_those_of_the_first_samples():
             assert (call.again, call.count) == (10, 40)
 
 
-class Layer(nn.Linear):
-    """Stands for a layer and its description."""
-
-    channels_first = False
-
-    def __init__(self, name="layer"):
-        super().__init__(3, 3)
-        self.info = type("Info", (), {"name": name, "shape": (3, 3), "role": "operator"})
+LAYER = dissect(nn.Sequential(OrderedDict(layer=nn.Linear(3, 3)))).layers[0]
 
 
 def rehearsed(whole, first, last, given=None):
@@ -134,9 +128,9 @@ def rehearsed(whole, first, last, given=None):
     parts = [SeparateRun(), SeparateRun()]
     inputs = given or (None, None, None)
     for part, x, h in zip(parts, inputs[1:], (first, last), strict=True):
-        part.add(0, x, h, Layer())
+        part.add(0, x, h, LAYER)
     rehearsal = IndependenceCheck(parts[0], parts[1], BatchSlice(2, 8))
-    rehearsal.add(0, inputs[0], whole, Layer())
+    rehearsal.add(0, inputs[0], whole, LAYER)
     return rehearsal
 
 
@@ -172,11 +166,11 @@ def test_outputs_that_all_samples_share_are_common():
     whole, other = torch.randn(5, 3), torch.randn(8, 3)
     parts = [SeparateRun(), SeparateRun()]
     for part, which in zip(parts, (slice(2), slice(-2, None)), strict=True):
-        part.add(0, None, whole, Layer())
-        part.add(0, None, other[which], Layer())
+        part.add(0, None, whole, LAYER)
+        part.add(0, None, other[which], LAYER)
     rehearsal = IndependenceCheck(parts[0], parts[1], BatchSlice(2, 8))
-    rehearsal.add(0, None, whole, Layer())
-    rehearsal.add(0, None, other, Layer())
+    rehearsal.add(0, None, whole, LAYER)
+    rehearsal.add(0, None, other, LAYER)
     assert rehearsal.verdict() == ""
     assert rehearsal.common == {(0, 0)}
 
@@ -201,9 +195,9 @@ def test_what_does_not_go_by_samples_is_named():
 
 def test_other_calls_are_noticed():
     parts = [SeparateRun(), SeparateRun()]
-    parts[0].add(0, None, torch.ones(2, 3), Layer())
+    parts[0].add(0, None, torch.ones(2, 3), LAYER)
     rehearsal = IndependenceCheck(parts[0], parts[1], BatchSlice(2, 8))
-    rehearsal.add(0, None, torch.ones(8, 3), Layer())
+    rehearsal.add(0, None, torch.ones(8, 3), LAYER)
     assert rehearsal.verdict() == "without the other samples, layers are called differently"
 
 

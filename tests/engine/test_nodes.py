@@ -129,6 +129,27 @@ def test_numbers_are_those_by_hand(replay_samples):
                 assert probe.latest.value(key, name) == pytest.approx(value, rel=near), (k, name, key)
 
 
+@pytest.mark.parametrize(("node", "after"), [("blocks.0", ("blocks.1", "norm", "head")), ("norm", ("head",))])
+def test_all_signal_passes_through_a_cut_node(node, after):
+    """Feature Speed Formula, Eq. 3: ``-<b, dh>`` is what all parameters before the node contribute, residual or not."""
+    torch.manual_seed(0)
+    model = Network().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    probe = SpectralProbe(model, optimizer, nodes=NODES, max_rows=None, replay_samples=None)
+    [(x, y)] = batches(1)
+    before = copy.deepcopy(model)
+    with probe.step():
+        step(model, optimizer, x, y)
+    (old, _), (new, _) = (outputs(some, [node], x) for some in (before, model))
+    size = float((rows(new[node]) - rows(old[node])).square().mean().sqrt())
+    contributed = sum(
+        probe.latest.value("contribution", info.name) for info in probe.anatomy.infos if not info.name.startswith(after)
+    )
+    assert size / probe.latest.value("sensitivity", node) == pytest.approx(contributed, rel=1e-3)
+    branch = "blocks.0.down"  # and not those before the end of a branch
+    assert probe.latest.value("sensitivity", branch) != pytest.approx(probe.latest.value("sensitivity", node), rel=0.1)
+
+
 def test_drift_is_counted_from_the_first_step():
     model, optimizer, probe = made(max_rows=None, replay_samples=None, every_n_steps=4, drift_every=1)
     first, (x, _) = copy.deepcopy(model), batches(4)[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.functional.norms import balance_ratios
-from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.measurement import NODE, LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.history import COLUMNS, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named
@@ -299,8 +299,8 @@ def _tick(label: str, outside: bool) -> str:
 
 
 def labels(now: Measurement) -> dict[str, str]:
-    """Return the label of every matrix beside pictures and in legends, escaped."""
-    names = tuple(info.name for info in now.layers if info.is_matrix)
+    """Return the label of every matrix and node beside pictures and in legends, escaped."""
+    names = tuple(info.name for info in now.layers if info.is_matrix or info.role == NODE)
     return {name: escaped(short) for name, short in labelled(names).items()}
 
 
