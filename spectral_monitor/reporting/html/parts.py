@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import NODE, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.tally import off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, vs_typical
@@ -105,8 +105,10 @@ def facts(about: RunFacts, measurements: Sequence[Measurement], now: Measurement
         rates = sorted({f"{x:.3g}" for x in now.values["lr"].tolist() if math.isfinite(x)}, key=float)
         if rates:
             known["learning rates"] = rates[0] if len(rates) == 1 else f"{rates[0]} to {rates[-1]}"
-    matrices = sum(info.is_matrix for info in now.layers)
-    known["layers"] = f"{matrices} matrices, {len(now.layers) - matrices} biases and gains"
+    matrices, nodes = sum(x.is_matrix for x in now.layers), sum(x.role == NODE for x in now.layers)
+    known["layers"] = f"{matrices} matrices, {len(now.layers) - matrices - nodes} biases and gains" + (
+        f", outputs of {nodes} modules" if nodes else ""
+    )
     known["measured"] = f"{len(measurements)} times, steps {measurements[0].step} to {measurements[-1].step}"
     spans = "".join(f"<span>{escaped(key)}: {escaped(value)}</span>" for key, value in known.items())
     return f'<section id="run"><h2>The run</h2><p class="facts">{spans}</p>'
