@@ -170,8 +170,9 @@ returned. Otherwise the numbers are NaN and say so. That is the case with relati
 inside a kernel and gated outputs, for instance. Where attention drops weights, the difference must be of the size that
 dropout makes, and the module must state its scale (`self.scale`).
 
-Of several processes the extremes and means over all are reported. Weights that are spread over processes have no
-`qk_gain`, and heads that are spread have none of the other numbers either.
+Of several processes the extremes and means over all are reported. Under tensor parallelism and FSDP2 each process
+measures the heads that are whole in it, and tells the others. Where a head is cut, as in a fused projection, or under
+FSDP1, numbers are NaN and say so.
 
 ## The kernel, and the other quantities of tier `full`
 

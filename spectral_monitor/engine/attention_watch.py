@@ -16,11 +16,11 @@ from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.query_key import QueryKeyStage, remarks, unmeasured
-from spectral_monitor.layers.attention import SPREAD, AttentionBlock
+from spectral_monitor.layers.attention import SPREAD, AttentionBlock, LocalHeads, local_heads
 from spectral_monitor.layers.compiled import REASON
-from spectral_monitor.linalg import Coroutine
+from spectral_monitor.linalg import Coroutine, gather
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.sharding import ProcessGroup
+from spectral_monitor.sharding import ProcessGroup, Range
 
 
 class AttentionWatch:
@@ -43,14 +43,16 @@ class AttentionWatch:
         self._members = members
         self._processes = processes
         shut = {id(part) for module in hidden for part in module.modules()}
-        self._why = {block.layer: unmeasured(block, members) for block in blocks}
+        self._heads = _shared_out(blocks, processes, lambda i: members[i].holding.rows(members[i].layer))
+        self._why = {block.layer: unmeasured(block, self._heads[block.layer]) for block in blocks}
         logits = [key for key, entry in QUANTITIES.items() if "logits" in entry.needs]
+        seen = _shared_out(blocks, processes, lambda i: members[i].holding.outputs)
         for block in blocks:
-            split = any(members[part.layer].holding.outputs is not None for part in (block.query, block.key))
-            reason = SPREAD if split else REASON if id(block.module) in shut else ""
+            reason = SPREAD if seen[block.layer] is None else REASON if id(block.module) in shut else ""
             self._why[block.layer] |= {key: reason for key in logits if reason}
         self._logits = logits
-        self._seen = [block for block in blocks if not set(logits) & set(self._why[block.layer])]
+        there = [heads for heads in seen.values() if heads is not None]
+        self._seen = [heads.block for heads in there if not set(logits) & set(self._why[heads.block.layer])]
         parts = {part.layer for block in blocks for part in (block.query, block.key, block.value) if part is not None}
         modules = {i: module for i in parts if (module := members[i].layer.module) is not None}
         self._capture = AttentionCapture(self._seen, modules, self._look, harmless)
@@ -59,7 +61,7 @@ class AttentionWatch:
         """Drop what was seen, and begin a step of which ``asked`` is measured."""
         self._capture.disarm()
         self._rows = AttentionStage(self._seen if "logits" in asked.needs else (), self._processes)
-        self._weights = QueryKeyStage(self.blocks, self._members, asked, out)
+        self._weights = QueryKeyStage(self._heads, self._members, asked, self._processes, out)
 
     def arm(self, asked: Settings) -> None:
         """Register the hooks, if any are needed."""
@@ -95,7 +97,7 @@ class AttentionWatch:
 
     def routine(self) -> Coroutine[None]:
         """Gather what all processes saw."""
-        yield from self._rows.routine()
+        yield from gather([self._rows.routine(), self._weights.routine()])
 
     def settle(self, raw: Raw, facts: StepContext) -> None:
         """Put the numbers of rows, and the reasons for those that are missing."""
@@ -108,3 +110,25 @@ class AttentionWatch:
     def _look(self, block: AttentionBlock, call: AttentionCall) -> None:
         with full_precision():
             self._rows.look(block, call)
+
+
+def _shared_out(
+    blocks: Sequence[AttentionBlock], processes: ProcessGroup | None, held: Callable[[int], Range | None]
+) -> dict[int, LocalHeads | None]:
+    """Return layer index -> the heads of its block that are here; ``None`` unless all have as many whole ones.
+
+    ``held``: layer index -> the range of outputs that is here, ``None`` for all.
+
+    Raises:
+        ValueError: the processes have different blocks.
+    """
+    found = {}
+    for block in blocks:
+        parts = [part for part in (block.query, block.key, block.value) if part is not None]
+        found[block.layer] = local_heads(block, {part.layer: held(part.layer) for part in parts})
+    counts = [0 if heads is None else heads.block.query.heads for heads in found.values()]
+    everywhere = [counts] if processes is None else processes.gather(counts)
+    for layer, theirs in zip(found, zip(*everywhere, strict=True), strict=True):
+        if min(theirs) < max(theirs):
+            found[layer] = None
+    return found

@@ -34,6 +34,17 @@ class Holding:
     outputs: Range | None = None
     inputs: Range | None = None
 
+    def rows(self, layer: Layer) -> Range | None:
+        """Return the range of a matrix's outputs that this process holds whole; ``None`` for all, (0, 0) for none."""
+        extent = self.extent
+        if extent.whole:
+            return None
+        box = extent.box[::-1] if layer.layout.kind == "transposed" else extent.box
+        sides = extent.shape[::-1] if layer.layout.kind == "transposed" else extent.shape
+        if extent.stretch is not None or any(part != (0, side) for part, side in zip(box[1:], sides[1:], strict=True)):
+            return 0, 0
+        return box[0]
+
     def contents(self, layer: Layer, tensor: Tensor) -> list[Tensor]:
         """Return the entries (count, rows, cols) of each rectangle of a tensor that is sharded as the parameter is."""
         return contents(layer.layout, self.extent, local_part(tensor)) if self.rectangles else []

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from spectral_monitor.layers.attention import written_as
+
 LEAST = -5e3
 """Additive masks below this forbid a key."""
 _MASKS = ("attention_mask", "attn_mask", "mask", "context_mask")
@@ -103,7 +105,7 @@ def _cut(given: Tensor, sample: Sample, heads: int) -> list[Tensor]:
 
 def rotations(module: nn.Module, arguments: Mapping[str, Any], sample: Sample) -> list[Rotation]:
     """Return the rotations that may have been used: by the function that stands beside the module."""
-    beside = vars(sys.modules[type(module).__module__])
+    beside = vars(sys.modules[written_as(module).__module__])
 
     def some(x: Tensor) -> Tensor:
         return x[sample.sequences] if x.ndim > 2 and x.shape[0] == sample.batch > 1 else x

@@ -14,7 +14,9 @@ from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.functional.attention import bilinear_change_norm, bilinear_norm, product_bound
-from spectral_monitor.layers.attention import ONE_HEAD, SPREAD, AttentionBlock, Projection
+from spectral_monitor.layers.attention import ONE_HEAD, SPREAD, AttentionBlock, LocalHeads, Projection, written_as
+from spectral_monitor.linalg import Coroutine
+from spectral_monitor.sharding import ProcessGroup
 from spectral_monitor.state.buffers import kept
 from spectral_monitor.state.dtensor import local_part
 
@@ -31,9 +33,13 @@ Weights = tuple[Tensor, Tensor]
 """Queries (heads, d, n_q) and the keys (heads, d, n_k) that they meet, of one block."""
 
 
-def unmeasured(block: AttentionBlock, members: Sequence[BatchMember]) -> dict[str, str]:
-    """Return quantity -> why a block has none, as far as that is known before training."""
-    if any(members[part.layer].holding.extent.spread > 1 for part in (block.query, block.key)):
+def unmeasured(block: AttentionBlock, heads: LocalHeads | None) -> dict[str, str]:
+    """Return quantity -> why a block has none, as far as that is known before training.
+
+    ``heads``: those whose weights are here; ``None`` if they are not whole.
+    """
+    spread = heads is None or heads.block.query.heads < heads.total
+    if heads is None or (spread and block.norms is not None):  # whose gains are spread too
         return dict.fromkeys(("qk_gain", "qk_gain_head", "qk_update"), SPREAD)
     normalized = block.norms is not None or getattr(block.module, "qk_norm", False) is True
     found = {"qk_update": NORMALIZED} if normalized else {}
@@ -52,15 +58,26 @@ def remarks(block: AttentionBlock) -> dict[str, str]:
 class QueryKeyStage:
     """The stage of a measured step that measures queries and keys; made for each step.
 
-    It takes weights that are whole in this process, and asks others for nothing.
+    It takes the heads whose weights are in this process; where those are not all, processes tell each other.
     """
 
     def __init__(
-        self, blocks: Sequence[AttentionBlock], members: Sequence[BatchMember], settings: Settings, out: RawScalars
+        self,
+        heads: Mapping[int, LocalHeads | None],
+        members: Sequence[BatchMember],
+        settings: Settings,
+        processes: ProcessGroup | None,
+        out: RawScalars,
     ) -> None:
-        wanted = blocks if settings.needs & {"qk", "dqk"} else ()
-        self._blocks = {block.layer: block for block in wanted if SPREAD not in unmeasured(block, members).values()}
+        """``heads``: layer index -> those of its block that are here; ``None`` if they are not whole."""
+        wanted = heads if settings.needs & {"qk", "dqk"} else {}
+        self._heads_of = {i: some for i, some in wanted.items() if some is not None}
+        self._blocks = {
+            i: some.block for i, some in self._heads_of.items() if SPREAD not in unmeasured(some.block, some).values()
+        }
         self._members = members
+        self._processes = processes
+        self._parts: dict[tuple[int, str], Tensor] = {}
         self._changes = "dqk" in settings.needs
         self._host = settings.low_memory
         self._out = out
@@ -107,7 +124,22 @@ class QueryKeyStage:
 
     def _put(self, name: str, blocks: Sequence[AttentionBlock], found: Tensor) -> None:
         for block, values in zip(blocks, found, strict=True):
-            self._out.put(block.layer, name, values * block.scale)
+            heads = self._heads_of[block.layer]
+            if len(values) == heads.total or self._processes is None:
+                self._out.put(block.layer, name, values * block.scale)
+            else:  # a row of all heads, of which every process fills in its own
+                every = values.new_zeros(heads.total)
+                copies = self._processes.size // self._members[block.layer].holding.extent.spread
+                every[heads.first : heads.first + len(values)] = values * block.scale / copies
+                self._parts[block.layer, name] = every
+
+    def routine(self) -> Coroutine[None]:
+        """Put the numbers of blocks whose heads are shared out among processes."""
+        if self._parts:
+            keys = sorted(self._parts)
+            found = yield [self._parts[key] for key in keys]
+            for (i, name), values in zip(keys, found, strict=True):
+                self._out.put(i, name, values)
 
     def _alike(self, blocks: Sequence[AttentionBlock]) -> Iterator[list[AttentionBlock]]:
         """Yield blocks of one shape, as many together as there is room for."""
@@ -132,8 +164,10 @@ class QueryKeyStage:
 
     def _heads(self, part: Projection) -> Tensor:
         layer = self._members[part.layer].layer
-        weight = local_part(layer.weight()).reshape(layer.layout.shape)
-        return part.rows(weight.mT if layer.layout.kind == "transposed" else weight)
+        weight, shape = local_part(layer.weight()), layer.layout.shape
+        if layer.layout.kind == "transposed":
+            return part.rows(weight.reshape(shape[0], -1).mT)
+        return part.rows(weight.reshape(-1, shape[1]))
 
 
 def _bound(block: AttentionBlock) -> Tensor | None:
@@ -156,13 +190,8 @@ def _bound(block: AttentionBlock) -> Tensor | None:
 def _gain(norm: nn.Module) -> Tensor | None:
     """Return the gain of a norm of vectors; ``None`` if it is not one that is known."""
     parameters = dict(norm.named_parameters())
-    name = type(norm).__name__
+    name = written_as(norm).__name__
     if "norm" not in name.lower() or set(parameters) - {"weight", "bias"} or "weight" not in parameters:
         return None
     gain = local_part(parameters["weight"].detach()).float().flatten()
     return gain + 1 if name.startswith(_ONE_PLUS) else gain
-
-
-def blocks_of(found: Sequence[AttentionBlock]) -> Mapping[int, AttentionBlock]:
-    """Return layer index -> the block whose numbers are reported there."""
-    return {block.layer: block for block in found}

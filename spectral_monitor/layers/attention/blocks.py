@@ -20,12 +20,12 @@ from spectral_monitor.layers.attention.names import (
     number,
     rotates,
     scale_of,
+    written_as,
 )
 from spectral_monitor.layers.inspect_model import Layer
 from spectral_monitor.layers.naming import check_patterns, join, matches, named_modules
 
 ONE_HEAD = "how many heads it has is not known, so it is measured as one: heads={'pattern': number} says"
-SPREAD = "its query and key weights are spread over processes"
 _WRAPPED = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 """What peft, torch and its checkpoints call the module that they wrap."""
 
@@ -269,7 +269,7 @@ def _block(name: str, module: nn.Module, site: _Site, count: int, label: str) ->
         norms = None
     output = next((getattr(module, o) for o in OUTPUTS if isinstance(getattr(module, o, None), nn.Module)), None)
     scale, stated = scale_of(module, query.size)
-    tiled = type(module).__module__.startswith("x_transformers")
+    tiled = written_as(module).__module__.startswith("x_transformers")
     return AttentionBlock(name, module, query, key, value, scale, rotates(module), norms, output, known, stated, tiled)
 
 

@@ -54,8 +54,14 @@ def scale_of(owner: nn.Module, size: int) -> tuple[float, bool]:
         value = getattr(owner, name, None)
         if isinstance(value, float) and value > 0:
             return value, True
-    known = type(owner).__module__.partition(".")[0] in ("torch", "x_transformers", "litgpt")
+    known = written_as(owner).__module__.partition(".")[0] in ("torch", "x_transformers", "litgpt")
     return float(size**-0.5), known
+
+
+def written_as(module: nn.Module) -> type:
+    """Return the class of a module as its author wrote it: FSDP2 puts one of its own before that."""
+    kinds = type(module).__mro__
+    return kinds[1 + next((k for k, kind in enumerate(kinds) if kind.__name__ == "FSDPModule"), -1)]
 
 
 def rotates(owner: nn.Module) -> bool:
