@@ -142,11 +142,12 @@ standard errors) of it.
 
 def rules(name: str, p: Parametrization, about: str) -> str:
     lines = [line.split(maxsplit=1) for line in str(p).splitlines()[1:]]
+    branch = [f"Branches times `{p.branch}`.\n"] if p.branch is not None else []
     table = ["| | std | sgd | adam |", "|---|---|---|---|"]
-    for kind, rule in lines:
+    for kind, rule in lines[: len(lines) - len(branch)]:
         std, sgd, adam = (part.split(" ", 1)[1] for part in rule.split("; "))
         table.append(f"| {kind} | `{std}` | `{sgd}` | `{adam}` |")
-    return f"### `{name}`\n\n{about} *{p.source}.*\n\n" + "\n".join(table) + "\n"
+    return "\n".join([f"### `{name}`\n\n{about} *{p.source}.*\n", *branch, *table]) + "\n"
 
 
 def row(name: str, exponents) -> str:

@@ -43,10 +43,10 @@ def perceptron(d=D, m=M, k=K, bias=True, depth=DEPTH):
     return nn.Sequential(*(nn.Linear(a, b, bias=bias) for a, b in itertools.pairwise(sizes)))
 
 
-def rates(p, net, optimizer, lr=0.5):
+def rates(p, net, optimizer, lr=0.5, depth=None):
     """Name -> learning rate over ``lr``."""
     found = {}
-    for group in p.param_groups(net, lr, optimizer):
+    for group in p.param_groups(net, lr, optimizer, depth=depth):
         found.update(dict.fromkeys(group["parameter_names"], group["lr"] / lr))
     return found
 
@@ -75,7 +75,7 @@ def test_as_the_papers_print_it(p):
         rough = 5 / math.sqrt(2 * layer.weight.numel())  # five standard errors
         assert layer.weight.std().item() == pytest.approx(std, rel=rough)
         assert layer.bias.count_nonzero() == 0
-    found = rates(p, net, "sgd")
+    found = rates(p, net, "sgd", depth=L)
     assert [found[f"{i}.weight"] for i in (0, 1, DEPTH - 1)] == pytest.approx(lrs)
 
 
