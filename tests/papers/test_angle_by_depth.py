@@ -1,8 +1,9 @@
 """Prop. 5.1 of "The Feature Speed Formula": the cosine of the backward-feature angle falls like 1/sqrt(depth).
 
 At infinite width, of one sample and with equal contributions, the kernel of a ReLU chain of v trained matrices has
-the moments ``M_1 = v`` and ``M_2 = sum over pairs of 1 + 2 (v - the later one) = v (2 v^2 + 1) / 3``, because each matrix
-with ReLU adds 2 to the second moment of a product. So ``cos = M_1 / sqrt(M_2) = sqrt(3 v / (2 v^2 + 1))``.
+the moments ``M_1 = v`` and ``M_2 = v (2 v^2 + 1) / 3``. The second is the sum of ``1 + 2 (v - the later one)`` over
+pairs of matrices, because each matrix with ReLU adds 2 to the second moment of a product. So
+``cos = M_1 / sqrt(M_2) = sqrt(3 v / (2 v^2 + 1))``.
 """
 
 from __future__ import annotations

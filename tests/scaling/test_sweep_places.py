@@ -128,7 +128,8 @@ def test_places_are_kept(tmp_path):
     read = found(Tied, tokens, path=path)
     assert [slope.predicted for slope in read.values()] == [slope.predicted for slope in fresh.values()]
     row = json.loads(path.read_text().splitlines()[0])
-    assert row["places"]["tokens"] == {"kind": "readout", "fan_in": 16, "fan_out": TOKENS, "index": 1, "depth": 2}
+    of_tied = {"kind": "readout", "fan_in": 16, "fan_out": TOKENS, "index": 1, "depth": 2}
+    assert row["places"]["tokens"] == of_tied | {"branches": 1, "on_branch": False}
 
 
 def test_points_of_older_files_have_no_places(tmp_path):

@@ -62,8 +62,8 @@ def sweep(
     by its size, if it has one sign everywhere. Fewer than three sizes give no slope.
 
     *Depth.* With at least three ``widths`` slopes are against width, at each of ``depths``. With fewer widths and at
-    least three ``depths`` they are against depth, at each width, without predictions; of layers that differ by the
-    number in their names alone the first, the middle one and the last are followed.
+    least three ``depths`` they are against depth, at each width, and predicted for one sample. Of layers that differ by
+    the number in their names alone the first, the middle one and the last are followed.
 
     *Randomness.* Weights, data order and dropout follow from the seed; the order of the data does not depend on the
     width. Global random states are as before afterwards. Wherever and in whatever order points run, numbers are the
