@@ -139,7 +139,12 @@ def grouped(
         factor = rule(place) if place is not None else Fraction(1)
         own = eps(place or LayerPosition("readout", 1, 1)) if eps is not None else None
         if (factor, own) not in groups:
-            group = {"params": [], "lr": lr * float(factor), "name": _name(factor), "parameter_names": []}
+            group: dict[str, Any] = {
+                "params": [],
+                "lr": lr * float(factor),
+                "name": _name(factor),
+                "parameter_names": [],
+            }
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay / float(factor)
             if own is not None:
