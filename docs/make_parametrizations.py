@@ -113,11 +113,12 @@ from spectral_monitor.scaling import COMPLETE_P
 class Net(nn.Module):
     def __init__(self, width, depth):
         super().__init__()
-        self.read, self.head = nn.Linear(16, width), nn.Linear(width, 10)
+        self.read = nn.Linear(16, width)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
             for _ in range(depth)
         )
+        self.head = nn.Linear(width, 10)  # the last, so that it is taken for the readout
         self.multiplier = COMPLETE_P.branch_multiplier(depth)
 
     def forward(self, x):
