@@ -140,7 +140,7 @@ branches. So are biases and gains in a numbered block with one (`blocks.3.`), or
 
 `weight_decay` is divided by what `lr` is multiplied by, so that weights shrink alike at every size. `eps` is what Adam
 adds to gradients of size 1. Each group gets it in proportion to its gradients, which get smaller with width and depth.
-For `COMPLETE_P` both are as published. Of the depth, decay and eps of `DEPTH_MUP` its paper says nothing.
+For the matrices of `COMPLETE_P` both are as published. The paper of `DEPTH_MUP` says nothing of them.
 
 """
 
