@@ -163,6 +163,9 @@ def test_a_sweep_over_depths_has_predictions():
     assert predicted["body.* (last)", "bfa_cos"] == pytest.approx(slope_of((6, 10, 18), -0.5))
     assert predicted["body.* (middle)", "bfa_cos"] == pytest.approx(slope_of((5, 7, 11), -0.5))
     assert predicted["body.* (first)", "bfa_cos"] == 0
+    assert math.isnan(predicted["out", "feature_rms"])
+    start = {(s.layer, s.quantity): s.predicted for s in result.at(1).slopes}
+    assert start["out", "feature_rms"] == pytest.approx(slope_of((6, 10, 18), 0.5))
     assert "predictions against depth are of one sample" in str(result)
 
 
