@@ -1,4 +1,4 @@
-r"""Parametrizations of the three papers.
+r"""Parametrizations of the three papers, and of two on the depth of residual nets.
 
 With n the fan_in, m the fan_out, L the number of matrices; ``sgd`` and ``adam`` are what the learning rate is
 multiplied by.

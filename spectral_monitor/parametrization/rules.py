@@ -105,9 +105,9 @@ class Parametrization:
         hidden: one rule for all matrices between, or one for each in order.
         readout: of what writes the outputs.
         source: paper and place.
-        branch: of residual nets, what your forward multiplies each branch by, see :meth:`branch_multiplier`; all
-            hidden matrices are taken to be on branches, and L is their number. ``None`` for other networks, where L is
-            the number of all matrices.
+        branch: of residual nets, what your forward multiplies each branch by, see :meth:`branch_multiplier`. All
+            hidden matrices are taken to be on branches, L is their number, and biases and gains in blocks with them
+            follow ``hidden``. ``None`` for other networks, where L is the number of all matrices.
 
     Example:
         >>> import torch
