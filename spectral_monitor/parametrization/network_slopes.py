@@ -15,7 +15,15 @@ from spectral_monitor.parametrization.tying import DENSE
 Axis = Literal["width", "depth"]
 UPDATES = ("update_norm", "update_fro")
 DRIFTS = ("feature_change", "feature_drift")
-UNSTABLE = ("feature_change", "feature_change_local", "feature_drift", "contribution", "sensitivity", "bfa_cos")
+UNSTABLE = (
+    "feature_change",
+    "feature_change_local",
+    "feature_drift",
+    "contribution",
+    "sensitivity",
+    "bfa_cos",
+    "alignment",
+)
 GROWS = 0.25
 """A slope of updates from which on training is taken to blow up; exponents of parametrizations are halves."""
 SAME = 0.05
@@ -65,7 +73,8 @@ class NetworkSlopes:
         matrix, operator = self._role(name) != "vector", self._role(name) == "operator"
         if len({info.blocks for info in self._infos[name]}) > 1:
             return math.nan
-        if quantity in UNSTABLE and not all(update <= GROWS for update in self._updates.values()):
+        still = self._start and quantity == "alignment"  # what is about to blow up has not yet
+        if quantity in UNSTABLE and not still and not all(update <= GROWS for update in self._updates.values()):
             return math.nan
         if quantity == "update_natural":
             return self._updates[name]
@@ -105,7 +114,7 @@ class NetworkSlopes:
             return self._updates[name] - self._features(name)
         if quantity in DRIFTS:
             return self._change(name) - self._features(name)
-        if quantity == "sensitivity":
+        if quantity == "sensitivity" and not self._tied:
             return -self._of(name, lambda s, n, m: m) - self._backward(name) - self._cosine(name)
         if quantity == "bfa_cos" and self._deep:
             return self._cosine(name)
@@ -134,7 +143,7 @@ class NetworkSlopes:
 
     def _kept(self) -> float:
         """Return 0, or NaN if features and gradients depend on the depth in another way than by a power."""
-        return 0.0 if math.isfinite(self._gradient) else math.nan
+        return 0.0 if not self._deep or math.isfinite(self._gradient) else math.nan
 
     def _update(self, name: str) -> float:
         """Return the slope of the natural norm of an update."""

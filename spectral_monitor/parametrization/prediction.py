@@ -43,7 +43,7 @@ def predict(
     ``feature_change_local``  the layer's own ``update_natural`` over ``feature_rms``; not of readouts
     ``contribution``          sgd ``n m lr R^2``; adam ``n m lr R``
     ``sensitivity``           ``1 / (m R)``; not of readouts
-    ``alignment``             ``sqrt m / (sqrt n + sqrt m)``; of readouts at the start alone
+    ``alignment``             near the start ``sqrt m / (sqrt n + sqrt m)``; of readouts at the start alone
     ``update_stable_rank``    1
     ``update_alignment``      1
     ========================  ====================================================================================
@@ -75,9 +75,10 @@ def predict(
     small widths, or a batch of examples larger than a layer, theory does not know.
 
     Embeddings that are tied to a readout follow its rule, and so begin smaller than 1. What gradients and features make
-    of that hangs on normalization: there nothing is predicted of updates by sgd, ``feature_rms`` and contributions, nor
-    of ratios of embeddings. Neither is anything of weights that are computed from others, which no rule is for, or of a
-    layer that has more blocks in wider networks, such as a depthwise convolution: the largest of more is larger.
+    of that hangs on normalization: there nothing is predicted of updates by sgd, ``feature_rms``, contributions and
+    sensitivities, nor of ratios of embeddings. Neither is anything of weights that are computed from others, which no
+    rule is for, or of a layer that has more blocks in wider networks, such as a depthwise convolution: the largest of
+    more is larger.
 
     Args:
         parametrization: the rules that weights and learning rates follow.

@@ -117,7 +117,7 @@ def test_what_the_papers_say_of_readouts_and_sensitivity():
 
 def test_nothing_is_predicted_of_features_that_blow_up():
     layers = [[LayerInfo("0", "operator", w, 24, (w, 24)), LayerInfo("2", "operator", w, w, (w, w))] for w in (64, 128)]
-    for key in ("feature_change", "contribution"):
+    for key in ("feature_change", "contribution", "sensitivity", "alignment"):
         assert all(map(math.isnan, predict(SP, "adam", key, (64, 128), layers).values()))
         assert not any(map(math.isnan, predict(MUP, "adam", key, (64, 128), layers).values()))
     assert predict(SP, "adam", "update_natural", (64, 128), layers) == pytest.approx({"0": 0, "2": 1})
