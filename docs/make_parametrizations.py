@@ -5,7 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from spectral_monitor.parametrization.abc_exponents import mean_field, mup, ntp, standard, uniform
-from spectral_monitor.scaling import FSC, MF_MUP, MFP, MUP, NTK, NTP, SP, SPECTRAL, Parametrization, abc, fsc_resnet
+from spectral_monitor.scaling import (
+    COMPLETE_P,
+    DEPTH_MUP,
+    FSC,
+    FSC_RESNET,
+    MF_MUP,
+    MFP,
+    MUP,
+    NTK,
+    NTP,
+    SP,
+    SPECTRAL,
+    Parametrization,
+    abc,
+    fsc_resnet,
+)
 
 TARGET = Path(__file__).with_name("parametrizations.md")
 
@@ -28,16 +43,17 @@ optimizer = torch.optim.AdamW(MUP.param_groups(model, lr=0.02, optimizer="adam")
 `"sgd"` for those that move it by as much as its gradient. Roles (which matrix is the readout, which an embedding) are
 the monitor's: `spectral_monitor.layers.dissect(model).table()` shows them, `roles={"head": "readout"}` puts them right.
 
-**Which one?** For training: `SPECTRAL`, or `MUP`, which differs from it by constants; for very deep networks `FSC`
-(perceptrons) or `fsc_resnet(beta)`. The others are there to be compared with: a [sweep](sweeps.md) shows what becomes
+**Which one?** For training: `SPECTRAL`, or `MUP`, which differs from it by constants; where the depth
+changes too, `COMPLETE_P` (residual nets, transformers among them) or `FSC` (perceptrons). The others are there to be compared with: a [sweep](sweeps.md) shows what becomes
 of each. To leave model and optimizer alone and correct learning rates while training, see
 [learning-rate correction](correction.md).
 
 ## The rules
 
-What the standard deviation of a weight is, and what the learning rate is multiplied by. L is the number of matrices
-(`depth=` where that is not what you mean). Biases, gains and embeddings read what has one entry, so they follow `input`
-with a fan_in of 1 (biases of the readout follow `readout`). Biases and the padding rows of embeddings begin at zero,
+What the standard deviation of a weight is, and what the learning rate is multiplied by. L is the number of matrices,
+or, where there are branches, of hidden ones (`depth=` where that is not what you mean). Biases, gains and embeddings read what has one entry, so they follow `input`
+with a fan_in of 1 (biases of the readout follow `readout`; with branches, biases and gains in blocks follow `hidden`).
+Biases and the padding rows of embeddings begin at zero,
 gains stay as they are. A convolution counts taps in its fan_in. A matrix that is embedding and readout at once follows
 `readout`, and the other embeddings of its width follow it.
 
@@ -55,7 +71,17 @@ ABOUT = {
     "NTK": (NTK, "`NTP` with rates that make the loss fall alike at every depth."),
     "MF_MUP": (MF_MUP, "Learns features at every width and depth, but the loss falls like 1 / sqrt(L)."),
     "FSC": (FSC, "Of perceptrons: forward passes, sensitivities and contributions depend neither on width nor depth."),
-    "fsc_resnet(0.1)": (fsc_resnet(0.1), "Of residual nets whose branches are scaled by beta, here 0.1."),
+    "COMPLETE_P": (
+        COMPLETE_P,
+        "CompleteP, of residual nets: learning rates transfer to any width and depth, and every layer learns more than "
+        "its linearization.",
+    ),
+    "DEPTH_MUP": (
+        DEPTH_MUP,
+        "Depth-muP, of residual nets with one matrix a branch: branches learn as much as they can, unlike each other.",
+    ),
+    "FSC_RESNET": (FSC_RESNET, "Of residual nets: contributions depend neither on width nor depth."),
+    "fsc_resnet(0.1)": (fsc_resnet(0.1), "The same, of branches that are scaled by beta whatever the depth, here 0.1."),
 }
 
 OUTPUTS = """## Dense and sparse outputs
@@ -70,6 +96,52 @@ same. Say it to both, for the model does not tell which loss it is trained on:
 FSC.init_(model, outputs="sparse")
 optimizer = torch.optim.SGD(FSC.param_groups(model, lr=0.1, outputs="sparse"))
 ```
+"""
+
+BRANCHES = """## Residual nets: the branch multiplier is yours
+
+`COMPLETE_P`, `DEPTH_MUP` and `fsc_resnet` are of networks whose branches are multiplied before they are added to the
+stream. Nothing is written on your modules, so your forward has to do it:
+
+```python
+import torch
+from torch import nn
+
+from spectral_monitor.scaling import COMPLETE_P
+
+
+class Net(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.read = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 10)  # the last, so that it is taken for the readout
+        self.multiplier = COMPLETE_P.branch_multiplier(depth)
+
+    def forward(self, x):
+        x = self.read(x)
+        for block in self.blocks:
+            x = x + self.multiplier * block(x)
+        return self.head(x)
+
+
+model = Net(width=64, depth=6)
+COMPLETE_P.init_(model)
+groups = COMPLETE_P.param_groups(model, lr=0.02, optimizer="adam", weight_decay=0.1, eps=1e-8)
+optimizer = torch.optim.AdamW(groups)
+```
+
+Multipliers must be in proportion to `1 / L` at every depth (`1 / sqrt(L)` of `DEPTH_MUP`); by what number does not
+matter, for the learning rate is tuned at one depth. All matrices between the first and the readout are taken to be on
+branches. So are biases and gains in a numbered block with one (`blocks.3.`), or beside one.
+
+`weight_decay` is divided by what `lr` is multiplied by, so that weights shrink alike at every size. `eps` is what Adam
+adds to gradients of size 1. Each group gets it in proportion to its gradients, which get smaller with width and depth.
+For the matrices of `COMPLETE_P` both are as published. The paper of `DEPTH_MUP` says nothing of them.
+
 """
 
 ABC = """## Any other: exponents
@@ -135,18 +207,23 @@ exponents of the paper's table ([measured](papers.md#scaling-by-measurement)).
 
 `predict(parametrization, "adam", quantity, widths, layers)` gives, for each layer, the slope against width that theory
 says a quantity has; [the formulas](api/scaling.md). A [sweep](sweeps.md) compares with it. Measured on perceptrons of
-widths 128 to 2048 under `MUP`, `SPECTRAL`, `NTP`, `MFP` and `SP`, 16 quantities of every layer are within 0.1 (and three
+widths 128 to 2048 under `MUP`, `SPECTRAL`, `NTP`, `MFP` and `SP`, 18 quantities of every layer are within 0.1 (and three
 standard errors) of it.
+
+Against depth (`axis="depth"`) the same is measured of 13 quantities. Perceptrons of width 1024 and 4 to 32 hidden
+matrices have them under `FSC`, `MF_MUP` and `NTK`. Residual nets of width 256 and 8 to 64 branches have them under
+`COMPLETE_P`, `DEPTH_MUP` and `FSC_RESNET`.
 """
 
 
 def rules(name: str, p: Parametrization, about: str) -> str:
     lines = [line.split(maxsplit=1) for line in str(p).splitlines()[1:]]
+    branch = [f"Branches times `{p.branch}`.\n"] if p.branch is not None else []
     table = ["| | std | sgd | adam |", "|---|---|---|---|"]
-    for kind, rule in lines:
+    for kind, rule in lines[: len(lines) - len(branch)]:
         std, sgd, adam = (part.split(" ", 1)[1] for part in rule.split("; "))
         table.append(f"| {kind} | `{std}` | `{sgd}` | `{adam}` |")
-    return f"### `{name}`\n\n{about} *{p.source}.*\n\n" + "\n".join(table) + "\n"
+    return "\n".join([f"### `{name}`\n\n{about} *{p.source}.*\n", *branch, *table]) + "\n"
 
 
 def row(name: str, exponents) -> str:
@@ -165,7 +242,14 @@ def text() -> str:
         "uniform, r = 1/4": uniform(2, 0.25),
         "muP": mup(2),
     }
-    parts = [HEAD, "\n".join(rules(name, p, about) for name, (p, about) in ABOUT.items()), "\n", OUTPUTS, "\n"]
+    parts = [
+        HEAD,
+        "\n".join(rules(name, p, about) for name, (p, about) in ABOUT.items()),
+        "\n",
+        BRANCHES,
+        OUTPUTS,
+        "\n",
+    ]
     unstable = str(abc(a=(0, 0, 0), b=(0, 0.5, 0.5), c=0).classify())
     parts.append(
         ABC.replace("{unstable}", unstable).replace("{rows}", "\n".join(row(*item) for item in exponents.items()))

@@ -97,8 +97,8 @@ def parametrized_step(
     What the probe saw, the name of the window on the readout's input, and the loss before.
     """
     network = Network(d, m, L, beta)
-    parametrization.init_(network)
-    optimizer = SGD(parametrization.param_groups(network, lr=eta))
+    parametrization.init_(network, depth=L)  # the paper counts all matrices, of residual nets too
+    optimizer = SGD(parametrization.param_groups(network, lr=eta, depth=L))
     network.add_windows([L - 2])
     x = nn.functional.normalize(torch.randn(1, d, dtype=torch.float64))
     y = torch.ones(1, 1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-r"""Parametrizations of the three papers.
+r"""Parametrizations of the three papers, and of two on the depth of residual nets.
 
 With n the fan_in, m the fan_out, L the number of matrices; ``sgd`` and ``adam`` are what the learning rate is
 multiplied by.
@@ -24,6 +24,16 @@ sgd, input      1/(L n)                m/(L^1.5 n)            m/(L^2 n)         
 sgd, hidden     1/(L n)                m/(L^1.5 n)            m/(L^2 n)           m/(beta^2 L n)
 sgd, readout    m/(L n)                m/(L^1.5 n)            m/(L n)             m/(L n)
 ==============  =====================  =====================  ==================  =====================
+
+==============  ===================  ===================
+..              ``DEPTH_MUP``        ``COMPLETE_P``
+==============  ===================  ===================
+branches times  1/sqrt L             1/L
+std             as ``MUP``           as ``MUP``
+sgd, hidden     m/n                  m L/n
+adam, hidden    1/(n sqrt L)         1/n
+others          as ``MUP``           as ``MUP``
+==============  ===================  ===================
 
 Where a paper gives rules for SGD only, those for Adam make updates as large: ``sgd`` times the size of an entry of the
 gradient, which before the readout is that of the readout's weights. ``SP`` alone is taken literally, one learning rate
@@ -109,29 +119,62 @@ NTK = Parametrization(
 """The standard scales with rates by which the loss falls alike at every depth; features stand still."""
 
 
-def fsc_resnet(branch_scale: float) -> Parametrization:
+def fsc_resnet(branch_scale: float | Power) -> Parametrization:
     """Return the parametrization of residual nets ``f_l = sqrt(1 - beta^2) f_(l-1) + beta V_l relu(f_(l-1))`` with
     ``beta = O(1/sqrt L)``.
+
+    Args:
+        branch_scale: beta, as a number or, where depths are compared, as a power of the depth.
 
     Source: The Feature Speed Formula, Table 2.
 
     Raises:
-        ValueError: a branch scale that is not in (0, 1].
+        ValueError: a number that is not in (0, 1], a power that falls slower than ``1/sqrt L``.
 
     Example:
         >>> print(fsc_resnet(0.1).hidden)
         std sqrt(2) / sqrt(fan_in); sgd 100 fan_out / (fan_in L); adam 10 / (fan_in L)
+        >>> print(fsc_resnet(Power(depth=-0.5)).hidden)
+        std sqrt(2) / sqrt(fan_in); sgd fan_out / fan_in; adam 1 / (fan_in sqrt(L))
     """
-    if not 0 < branch_scale <= 1:
-        raise ValueError(f"branch_scale must be in (0, 1], got {branch_scale!r}")
-    squared = branch_scale**-2  # an entry of the gradient is as small as the branch
+    if isinstance(branch_scale, Power):
+        beta, shown = branch_scale, str(branch_scale)
+        if beta.fan_in or beta.fan_out or beta.depth > -0.5 or not beta.factor > 0:
+            raise ValueError(f"branch_scale must be a power of the depth, at most 1 / sqrt(L), got {shown}")
+    else:
+        if not 0 < branch_scale <= 1:
+            raise ValueError(f"branch_scale must be in (0, 1], got {branch_scale!r}")
+        beta, shown = Power(factor=branch_scale), f"{branch_scale:.3g}"
     return Parametrization(
-        f"FSC, branches of {branch_scale:.3g}",
+        f"FSC, branches of {shown}",
         input=Rule(_LECUN, Power(-1, 1, -1), Power(-1, 0, -1)),
-        hidden=Rule(_KAIMING, Power(-1, 1, -1, squared), Power(-1, 0, -1, 1 / branch_scale)),
+        hidden=_on_branch(_KAIMING, beta),
         readout=Rule((Power(-1, 0.5),), Power(-1, 1, -1), Power(-1, 0, -1)),
         source=f"{_SPEED}, Table 2",
+        branch=beta,
     )
+
+
+def _on_branch(std: tuple[Power, ...], beta: Power) -> Rule:
+    """Return rates with which each of L branches moves the stream by 1/L: its gradient is as small as the branch."""
+    sgd = Power(-1, 1, -1 - 2 * beta.depth, beta.factor**-2)
+    return Rule(std, sgd, Power(-1, 0, -1 - beta.depth, 1 / beta.factor))
+
+
+def _residual_mup(name: str, beta: Power, source: str) -> Parametrization:
+    return Parametrization(name, MUP.input, _on_branch(_LECUN, beta), MUP.readout, source, beta)
+
+
+DEPTH_MUP = _residual_mup("depth-muP", Power(depth=-0.5), "Tensor Programs VI (arXiv 2310.02244), Table 1")
+"""muP of residual nets with one matrix a branch: features learn at every width and depth, and differ most between
+branches."""
+
+COMPLETE_P = _residual_mup("CompleteP", Power(depth=-1), "CompleteP (arXiv 2505.01618), Table 1, alpha = 1")
+"""muP of residual nets of any branches: every layer learns more than its linearization at every width and depth. Give
+:meth:`Parametrization.param_groups` ``weight_decay`` and ``eps`` too, which the paper scales with the rest."""
+
+FSC_RESNET = fsc_resnet(Power(depth=-0.5))
+"""Of residual nets with branches of ``1/sqrt L``: all layers contribute alike at every width and depth."""
 
 
 def from_abc(exponents: ABC) -> Parametrization:
@@ -168,5 +211,8 @@ PARAMETRIZATIONS = {
     "ntk": NTK,
     "mf_mup": MF_MUP,
     "fsc": FSC,
+    "fsc_resnet": FSC_RESNET,
+    "depth_mup": DEPTH_MUP,
+    "complete_p": COMPLETE_P,
 }
 """By the names that the command takes."""

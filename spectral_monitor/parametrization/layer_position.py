@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,8 @@ from spectral_monitor.measurement import LayerInfo
 from spectral_monitor.parametrization.tying import DENSE, units
 
 Kind = Literal["input", "hidden", "readout"]
+NUMBERED = re.compile(r"(.*?\.)??\d+\.")
+"""The numbered part of a model that a name begins with, such as ``layers.3.`` of ``layers.3.mlp.0``."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,9 @@ class LayerPosition:
         fan_out: outputs of one block; all of a grouped convolution.
         index: which of the operators and readouts it is, from 0; of others, 0 or, at a readout, that of the readout.
         depth: number of operators and readouts.
+        branches: number of hidden matrices, all of which are on the branches of a residual net.
+        on_branch: whether a residual net has it on a branch: a hidden matrix, or a bias or gain beside one or in one
+            numbered part with it (``layers.3.``).
     """
 
     kind: Kind
@@ -34,6 +40,8 @@ class LayerPosition:
     fan_out: int
     index: int = 0
     depth: int = 1
+    branches: int = 1
+    on_branch: bool = False
 
 
 def data_reader(infos: Sequence[LayerInfo]) -> str:
@@ -64,12 +72,18 @@ def kinds(infos: Sequence[LayerInfo]) -> dict[str, Kind]:
 
 
 def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None = None) -> dict[int, LayerPosition]:
-    """By ``id`` of a parameter, its place; parameters that share a learning rate stand where their leader does."""
+    """By ``id`` of a parameter, its place; parameters that share a learning rate stand where their leader does.
+
+    ``depth`` takes the place of both numbers that are counted, of matrices and of hidden ones.
+    """
     layers = [layer for layer in layers if layer.compute is None]
     shared = units(layers)
     dense = sorted(unit.leader for unit in shared if layers[unit.leader].info.role in DENSE)
-    depth = depth if depth is not None else max(1, len(dense))
     kind_of, outputs = kinds([layer.info for layer in layers]), _outputs(module, layers)
+    hidden = [layers[i].info.name for i in dense if kind_of[layers[i].info.name] == "hidden"]
+    parts = {part for name in hidden for part in _parts(name)}
+    branches = depth if depth is not None else max(1, len(hidden))
+    depth = depth if depth is not None else max(1, len(dense))
     last = {layers[i].info.name: place for place, i in enumerate(dense)}
     found: dict[int, LayerPosition] = {}
     for unit in shared:
@@ -81,9 +95,22 @@ def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None =
             fan_in = 1
             fan_out = info.fan_out if info.role == "embedding" else outputs.get(parameter, leader.layout.fan_out)
         at = last.get(info.name, last.get(info.name.rpartition(".")[0], 0) if kind_of[info.name] == "readout" else 0)
-        place = LayerPosition(kind_of[info.name], fan_in, fan_out, at, depth)
+        beside = info.role == "vector" and not parts.isdisjoint(_parts(info.name.rpartition(".")[0]))
+        on_branch = kind_of[info.name] == "hidden" or (beside and kind_of[info.name] != "readout")
+        place = LayerPosition(kind_of[info.name], fan_in, fan_out, at, depth, branches, on_branch)
         found.update({id(layers[i].sources[0]): place for i in unit.members})
     return found
+
+
+def _parts(module: str) -> set[str]:
+    """Return a module and the numbered part of the model that it is in, by name.
+
+    Example:
+        >>> sorted(_parts("layers.3.mlp.0")), sorted(_parts("head"))
+        (['layers.3.', 'layers.3.mlp.0.'], ['head.'])
+    """
+    numbered = NUMBERED.match(f"{module}.")
+    return {f"{module}.", *([numbered[0]] if numbered else [])}
 
 
 def all_outputs(layer: Layer) -> int:

@@ -109,6 +109,7 @@ def grouped(
     blocks: Mapping[str, int] | None = None,
     weight_decay: float | None = None,
     depth: int | None = None,
+    eps: Callable[[LayerPosition], float] | None = None,
 ) -> list[dict[str, Any]]:
     """Return parameter groups by any rule from the position of a parameter to its learning-rate multiplier.
 
@@ -116,6 +117,8 @@ def grouped(
         module, lr, roles, blocks, weight_decay: as in :func:`spectral_param_groups`.
         rule: gives a positive number.
         depth: what counts as the depth of every place; by default the number of operators and readouts.
+        eps: gives Adam's eps from the position; by default the optimizer's own. Where no rule is, it is that of a
+            gradient of size 1.
     """
     if not _is_positive(lr):
         raise ValueError(f"lr must be a positive number, got {lr!r}")
@@ -130,16 +133,26 @@ def grouped(
             raise ValueError(f"{name!r} is spread by FSDP around this module: give FSDP's wrapper instead")
     shapes = {key: extent.shape for key, extent in flat.items()}
     places = by_parameter(module, dissect(module, roles=roles, blocks=blocks, shapes=shapes).layers, depth)
-    groups: dict[Fraction | float, dict[str, Any]] = {}
+    groups: dict[tuple[Fraction | float, float | None], dict[str, Any]] = {}
     for name, parameter in names:
-        factor = rule(places[id(parameter)]) if id(parameter) in places else Fraction(1)
-        if factor not in groups:
-            groups[factor] = {"params": [], "lr": lr * float(factor), "name": _name(factor), "parameter_names": []}
+        place = places.get(id(parameter))
+        factor = rule(place) if place is not None else Fraction(1)
+        own = eps(place or LayerPosition("readout", 1, 1)) if eps is not None else None
+        if (factor, own) not in groups:
+            group: dict[str, Any] = {
+                "params": [],
+                "lr": lr * float(factor),
+                "name": _name(factor),
+                "parameter_names": [],
+            }
             if weight_decay is not None:
-                groups[factor]["weight_decay"] = weight_decay / float(factor)
-        groups[factor]["params"].append(parameter)
+                group["weight_decay"] = weight_decay / float(factor)
+            if own is not None:
+                group.update(eps=own, name=f"{group['name']}_eps_{own:.6g}")  # no two may have one name
+            groups[factor, own] = group
+        groups[factor, own]["params"].append(parameter)
         # Not under torch's own key, param_names, which forbids to add groups without it later.
-        groups[factor]["parameter_names"].append(name)
+        groups[factor, own]["parameter_names"].append(name)
     return list(groups.values())
 
 

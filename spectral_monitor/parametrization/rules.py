@@ -38,7 +38,7 @@ class Power:
     depth: float = 0.0
     factor: float = 1.0
 
-    def at(self, fan_in: float, fan_out: float, depth: float = 1) -> float:
+    def at(self, fan_in: float = 1, fan_out: float = 1, depth: float = 1) -> float:
         """Its value."""
         return float(self.factor * fan_in**self.fan_in * fan_out**self.fan_out * depth**self.depth)
 
@@ -85,6 +85,11 @@ class Scale:
     sgd: float
     adam: float
 
+    @property
+    def entry(self) -> float:
+        """The size of an entry of the gradient, by which Adam divides and SGD does not."""
+        return self.adam / self.sgd
+
 
 @dataclass(frozen=True)
 class Parametrization:
@@ -100,6 +105,9 @@ class Parametrization:
         hidden: one rule for all matrices between, or one for each in order.
         readout: of what writes the outputs.
         source: paper and place.
+        branch: of residual nets, what your forward multiplies each branch by, see :meth:`branch_multiplier`. All
+            hidden matrices are taken to be on branches, L is their number, and biases and gains in blocks with them
+            follow ``hidden``. ``None`` for other networks, where L is the number of all matrices.
 
     Example:
         >>> import torch
@@ -124,6 +132,30 @@ class Parametrization:
     hidden: Rule | tuple[Rule, ...]
     readout: Rule
     source: str = ""
+    branch: Power | None = None
+
+    def branch_multiplier(self, depth: int) -> float:
+        """Return what your forward must multiply the output of each branch by before it is added to the stream.
+
+        Nothing is written on a module, so this part of the parametrization is yours: ``x + multiplier * block(x)``.
+        Any number in proportion to it does, such as that of the blocks for that of the hidden matrices, as long as it
+        is the same function of the depth at every depth.
+
+        Args:
+            depth: L, the number of hidden matrices, or of blocks.
+
+        Raises:
+            ValueError: a parametrization of networks without such branches, a depth below 1.
+
+        Example:
+            >>> from spectral_monitor.scaling import COMPLETE_P, DEPTH_MUP
+            >>> COMPLETE_P.branch_multiplier(16), DEPTH_MUP.branch_multiplier(16)
+            (0.0625, 0.25)
+        """
+        if self.branch is None:
+            raise ValueError(f"{self.name} says nothing of residual branches: its networks have none")
+        _check_depth(depth)
+        return self.branch.at(depth=depth)
 
     def rule(self, kind: Kind, index: int = 1) -> Rule:
         """Return the rule for a kind of position; ``index`` counts the operators from 0.
@@ -151,10 +183,12 @@ class Parametrization:
 
         Source: The Feature Speed Formula, Table 1.
         """
-        rule = self.rule(place.kind, place.index)
+        residual = self.branch is not None
+        rule = self.rule("hidden" if residual and place.on_branch else place.kind, place.index)
+        depth = place.branches if residual else place.depth
         fan_out = 1 if outputs == "sparse" and place.kind == "readout" else place.fan_out
-        fans = (place.fan_in, fan_out, place.depth)
-        adam = rule.adam.at(place.fan_in, place.fan_out, place.depth)
+        fans = (place.fan_in, fan_out, depth)
+        adam = rule.adam.at(place.fan_in, place.fan_out, depth)
         return Scale(min(power.at(*fans) for power in rule.std), rule.sgd.at(*fans), adam)
 
     @torch.no_grad()
@@ -177,7 +211,7 @@ class Parametrization:
             module: any module, before it is sharded.
             scale: of all standard deviations; the root of 2 makes up for a ReLU.
             outputs: what the loss makes of the outputs, as for :meth:`param_groups`.
-            depth: L in the formulas; by default the number of operators and readouts.
+            depth: L in the formulas; by default what they count, see :class:`Parametrization`.
             roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
 
         Raises:
@@ -225,6 +259,7 @@ class Parametrization:
         roles: Mapping[str, str] | None = None,
         blocks: Mapping[str, int] | None = None,
         weight_decay: float | None = None,
+        eps: float | None = None,
     ) -> list[dict[str, Any]]:
         """Groups for an optimizer, with ``lr`` times the factor of each parameter's place.
 
@@ -234,7 +269,9 @@ class Parametrization:
             optimizer: ``"sgd"``, or ``"adam"`` for those that move every entry by about the learning rate.
             outputs: ``"dense"`` if the loss is a mean over outputs, as the mean squared error is; ``"sparse"`` if few
                 outputs of each sample matter, however many there are, as under cross entropy.
-            depth: L in the formulas; by default the number of operators and readouts.
+            depth: L in the formulas; by default what they count, see :class:`Parametrization`.
+            eps: that of Adam for gradients of size 1. Each group gets it times the size that the parametrization gives
+                its gradient's entries, ``adam / sgd``. By default the optimizer's own, alike for all.
             roles, blocks, weight_decay: as in :func:`~spectral_monitor.spectral_param_groups`.
 
         Returns:
@@ -242,9 +279,11 @@ class Parametrization:
 
         Raises:
             ValueError: an unknown family or kind of outputs, a learning rate that is not a positive number, a depth
-                below 1, and what that function refuses.
+                below 1, ``eps`` for SGD or not a positive number, and what that function refuses.
         """
         check_family(optimizer)
+        if eps is not None and (optimizer != "adam" or not 0 < eps < math.inf):
+            raise ValueError(f'eps must be a number > 0 and goes with optimizer="adam"; got {eps!r} and {optimizer!r}')
         _check_outputs(outputs)
         _check_depth(depth)
         return grouped(
@@ -255,12 +294,14 @@ class Parametrization:
             blocks=blocks,
             weight_decay=weight_decay,
             depth=depth,
+            eps=None if eps is None else lambda place: eps * self.scale(place, outputs).entry,
         )
 
     def __str__(self) -> str:
         hidden = (self.hidden,) if isinstance(self.hidden, Rule) else self.hidden
         lines: Sequence[tuple[str, Rule]] = [("input", self.input), *(("hidden", r) for r in hidden)]
-        return "\n".join([self.name, *(f"  {k:<8} {r}" for k, r in [*lines, ("readout", self.readout)])])
+        branch = [] if self.branch is None else [f"  {'branch':<8} times {self.branch}"]
+        return "\n".join([self.name, *(f"  {k:<8} {r}" for k, r in [*lines, ("readout", self.readout)]), *branch])
 
 
 def _check_depth(depth: int | None) -> None:

@@ -12,7 +12,10 @@ from spectral_monitor.parametrization.abc_exponents import (
     uniform,
 )
 from spectral_monitor.parametrization.catalogue import (
+    COMPLETE_P,
+    DEPTH_MUP,
     FSC,
+    FSC_RESNET,
     MF_MUP,
     MFP,
     MUP,
@@ -36,7 +39,10 @@ from spectral_monitor.scaling.sweeps.sweep import sweep
 
 __all__ = [
     "ABC",
+    "COMPLETE_P",
+    "DEPTH_MUP",
     "FSC",
+    "FSC_RESNET",
     "MFP",
     "MF_MUP",
     "MUP",

@@ -57,3 +57,42 @@ def noise(seed):
     """Batches that are read in another order at every pass."""
     data = torch.utils.data.TensorDataset(torch.randn(24, INPUTS), torch.randint(3, (24,)))
     return torch.utils.data.DataLoader(data, batch_size=6, shuffle=True)
+
+
+class Chain(nn.Module):
+    """A ReLU perceptron of ``depth`` hidden matrices."""
+
+    def __init__(self, width, depth):
+        super().__init__()
+        self.read = nn.Linear(16, width, bias=False)
+        self.body = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+        self.out = nn.Linear(width, 8, bias=False)
+
+    def features(self, x):
+        f = self.read(x)
+        for layer in self.body:
+            f = layer(f.relu())
+        return f
+
+    def forward(self, x, y):
+        return (self.out(self.features(x)) - y).square().mean()
+
+
+class Residual(Chain):
+    """A residual net of ``depth`` branches of one matrix, each times what the parametrization asks for."""
+
+    def __init__(self, width, depth, parametrization):
+        super().__init__(width, depth)
+        self.multiplier = parametrization.branch_multiplier(depth)
+
+    def features(self, x):
+        f = self.read(x)
+        for branch in self.body:
+            f = f + self.multiplier * branch(f.relu())
+        return f
+
+
+def one_sample(seed):
+    """One sample of RMS 1, and targets that are far from what networks put out at their start."""
+    x = torch.randn(1, 16)
+    return x / x.square().mean().sqrt(), torch.full((1, 8), 3.0)

@@ -16,7 +16,10 @@ from torch import nn
 from spectral_monitor import spectral_param_groups
 from spectral_monitor.layers import dissect
 from spectral_monitor.scaling import (
+    COMPLETE_P,
+    DEPTH_MUP,
     FSC,
+    FSC_RESNET,
     MF_MUP,
     MFP,
     MUP,
@@ -25,6 +28,7 @@ from spectral_monitor.scaling import (
     PARAMETRIZATIONS,
     SP,
     SPECTRAL,
+    Power,
     abc,
     from_abc,
     fsc_resnet,
@@ -43,10 +47,10 @@ def perceptron(d=D, m=M, k=K, bias=True, depth=DEPTH):
     return nn.Sequential(*(nn.Linear(a, b, bias=bias) for a, b in itertools.pairwise(sizes)))
 
 
-def rates(p, net, optimizer, lr=0.5):
+def rates(p, net, optimizer, lr=0.5, depth=None):
     """Name -> learning rate over ``lr``."""
     found = {}
-    for group in p.param_groups(net, lr, optimizer):
+    for group in p.param_groups(net, lr, optimizer, depth=depth):
         found.update(dict.fromkeys(group["parameter_names"], group["lr"] / lr))
     return found
 
@@ -61,6 +65,9 @@ PAPERS = {
     FSC: ((D**-0.5, (2 / M) ** 0.5, (K * L) ** 0.5 / M), (M / (L**2 * D), 1 / L**2, K / (L * M))),
     MF_MUP: ((D**-0.5, (2 / M) ** 0.5, K**0.5 / M), (M / (L**1.5 * D), L**-1.5, K / (L**1.5 * M))),
     NTK: ((D**-0.5, (2 / M) ** 0.5, M**-0.5), (1 / (L * D), 1 / (L * M), K / (L * M))),
+    DEPTH_MUP: ((D**-0.5, M**-0.5, 1 / M), (M / D, 1, K / M)),
+    COMPLETE_P: ((D**-0.5, M**-0.5, 1 / M), (M / D, L, K / M)),
+    FSC_RESNET: ((D**-0.5, (2 / M) ** 0.5, K**0.5 / M), (M / (L * D), 1, K / (L * M))),
     fsc_resnet(0.25): ((D**-0.5, (2 / M) ** 0.5, K**0.5 / M), (M / (L * D), 1 / (0.25**2 * L), K / (L * M))),
 }
 
@@ -75,7 +82,7 @@ def test_as_the_papers_print_it(p):
         rough = 5 / math.sqrt(2 * layer.weight.numel())  # five standard errors
         assert layer.weight.std().item() == pytest.approx(std, rel=rough)
         assert layer.bias.count_nonzero() == 0
-    found = rates(p, net, "sgd")
+    found = rates(p, net, "sgd", depth=L)
     assert [found[f"{i}.weight"] for i in (0, 1, DEPTH - 1)] == pytest.approx(lrs)
 
 
@@ -99,19 +106,21 @@ def test_adam_moves_as_much_as_sgd(p):
         place = (0, depth // 2, depth - 1)
         entries = [sgd[f"{i}.weight"] * net[i].weight.grad.square().mean().sqrt().item() for i in place]
         ratios.append([entry / adam[f"{i}.weight"] for entry, i in zip(entries, place, strict=True)])
-    if p.name.startswith("FSC, branches"):  # whose hidden matrices are on branches, which these are not
+    if p.branch is not None:  # whose hidden matrices are on branches, which these are not
         ratios = [[first, last] for first, _, last in ratios]
     for wide in ratios[1:]:
         assert wide == pytest.approx(ratios[0], rel=0.6)
 
 
-def test_adam_moves_branches_as_much_as_sgd():
+@pytest.mark.parametrize("family", [fsc_resnet, lambda beta: (DEPTH_MUP, COMPLETE_P)[beta < 0.1]])
+def test_adam_moves_branches_as_much_as_sgd(family):
     """The same of a residual net at another branch scale: a branch's gradient is as small as the branch."""
     ratios = []
-    for beta in (0.5, 0.05):
+    for beta, depth in ((0.5, 4), (1 / 16, 16)):  # of depth-muP and CompleteP the multipliers at these depths
         torch.manual_seed(2)
-        p, net = fsc_resnet(beta), perceptron(40, 128, 5, bias=False, depth=6)
+        p, net = family(beta), perceptron(40, 128, 5, bias=False, depth=depth + 2)
         p.init_(net)
+        assert p.branch_multiplier(depth) == beta
         f = net[0](torch.randn(64, 40))
         for branch in net[1:-1]:
             f = math.sqrt(1 - beta**2) * f + beta * branch(f.relu())
@@ -294,6 +303,16 @@ def test_misuse_is_refused():
         MUP.param_groups(perceptron(), 0)
     with pytest.raises(ValueError, match=r"branch_scale must be in \(0, 1\], got 2"):
         fsc_resnet(2)
+    with pytest.raises(ValueError, match=r"a power of the depth, at most 1 / sqrt\(L\), got 1 / L\^0.25"):
+        fsc_resnet(Power(depth=-0.25))
+    with pytest.raises(ValueError, match="muP says nothing of residual branches: its networks have none"):
+        MUP.branch_multiplier(4)
+    with pytest.raises(ValueError, match="depth must be a number of matrices, >= 1, got 0"):
+        COMPLETE_P.branch_multiplier(0)
+    with pytest.raises(
+        ValueError, match="eps must be a number > 0 and goes with optimizer=\"adam\"; got 1e-08 and 'sgd'"
+    ):
+        MUP.param_groups(perceptron(), 0.1, "sgd", eps=1e-8)
     with pytest.raises(ValueError, match="a slope needs two widths, and the layers of each; got 1 and 1"):
         predict(MUP, "sgd", "update_natural", (64,), [()])
 
@@ -307,5 +326,6 @@ def test_the_page_is_up_to_date():
 
 
 def test_names():
-    assert set(PARAMETRIZATIONS) == {"sp", "ntp", "mean_field", "mup", "spectral", "ntk", "mf_mup", "fsc"}
+    residual = {"fsc_resnet", "depth_mup", "complete_p"}
+    assert set(PARAMETRIZATIONS) == {"sp", "ntp", "mean_field", "mup", "spectral", "ntk", "mf_mup", "fsc", *residual}
     assert len({p.name for p in PARAMETRIZATIONS.values()}) == len(PARAMETRIZATIONS)

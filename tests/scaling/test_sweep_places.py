@@ -94,13 +94,14 @@ def test_tied_embeddings_follow_the_readout(parametrization):
 
 def test_what_hangs_on_normalization_is_not_predicted():
     """Gradients go with one over the size of what a normalization reads, which falls with the width."""
-    keys = ["update_natural", "feature_rms", "contribution", "weight_natural", "feature_change"]
+    keys = ["update_natural", "feature_rms", "contribution", "weight_natural", "feature_change", "sensitivity"]
     slopes = found(Tied, tokens, optimizer="sgd", quantities=keys)
     for (layer, quantity), slope in slopes.items():
         known = quantity == "weight_natural"
         assert math.isnan(slope.predicted) != known, (layer, quantity)
     adam = found(Tied, tokens, quantities=keys)
     assert math.isnan(adam["mlp", "feature_rms"].predicted)
+    assert math.isnan(adam["mlp", "sensitivity"].predicted)
     assert adam["mlp", "feature_change"].predicted == pytest.approx(0.0)
 
 
@@ -128,7 +129,8 @@ def test_places_are_kept(tmp_path):
     read = found(Tied, tokens, path=path)
     assert [slope.predicted for slope in read.values()] == [slope.predicted for slope in fresh.values()]
     row = json.loads(path.read_text().splitlines()[0])
-    assert row["places"]["tokens"] == {"kind": "readout", "fan_in": 16, "fan_out": TOKENS, "index": 1, "depth": 2}
+    of_tied = {"kind": "readout", "fan_in": 16, "fan_out": TOKENS, "index": 1, "depth": 2}
+    assert row["places"]["tokens"] == of_tied | {"branches": 1, "on_branch": False}
 
 
 def test_points_of_older_files_have_no_places(tmp_path):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from spectral_monitor.fitting.power_law import Fit, fit_slope
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.parametrization.layer_position import LayerPosition
+from spectral_monitor.parametrization.network_slopes import Axis
 from spectral_monitor.parametrization.param_groups import Family
 from spectral_monitor.parametrization.prediction import predict
 from spectral_monitor.reporting.content.families import OTHERS, kind
@@ -41,7 +42,7 @@ class SweepResult:
     points: tuple[Point, ...]
     slopes: tuple[Slope, ...]
     excluded: tuple[str, ...]
-    axis: str
+    axis: Axis
     step: int
     recipe: SweepConfig
     keys: tuple[RunKey, ...]
@@ -99,7 +100,7 @@ class SweepResult:
 
 
 def evaluated(
-    recipe: SweepConfig, keys: Sequence[RunKey], points: Iterable[Point], axis: str, step: int
+    recipe: SweepConfig, keys: Sequence[RunKey], points: Iterable[Point], axis: Axis, step: int
 ) -> SweepResult:
     """Slopes at a step, of all the points there should be; those that are missing are said to be."""
     found = {point.key: point for point in points}
@@ -126,7 +127,7 @@ class _Group:
     """The points that slopes go through: all sizes and seeds, one depth (or width)."""
 
     def __init__(
-        self, axis: str, beside: int | None, keys: Sequence[RunKey], points: Mapping[RunKey, Point], step: int
+        self, axis: Axis, beside: int | None, keys: Sequence[RunKey], points: Mapping[RunKey, Point], step: int
     ) -> None:
         self.axis, self.beside, self.step = axis, beside, step
         self.sizes = tuple(sorted({_split(key, axis)[0] for key in keys}))
@@ -247,16 +248,37 @@ class _Group:
         return f"of one shape at widths {', '.join(same)}" if same else ""
 
     def _predicted(self, recipe: SweepConfig, layer: str, quantity: str, sizes: Sequence[int]) -> float:
-        if recipe.parametrization is None or self.axis != "width" or len(sizes) < 2:
+        if recipe.parametrization is None or len(sizes) < 2:
             return math.nan
         key = (quantity, tuple(sizes))  # one prediction is of all layers
         if key not in self.predictions:
-            layers = [next(m.layers for (other, _), m in self.used.items() if other == size) for size in sizes]
             places = [self.places[size] for size in sizes]
-            family = cast(Family, recipe.family)
-            given = places if all(places) else None  # points of older files have none
-            self.predictions[key] = predict(recipe.parametrization, family, quantity, sizes, layers, given)
+            if self.axis == "depth" and not all(places):
+                return math.nan  # points of older files have none
+            named = [self._labelled(size) for size in sizes]
+            self.predictions[key] = predict(
+                recipe.parametrization,
+                cast(Family, recipe.family),
+                quantity,
+                sizes,
+                [infos for infos, _ in named],
+                [placed for _, placed in named] if all(places) else None,
+                axis=self.axis,
+                start=self.step == 1,
+            )
         return self.predictions[key].get(layer, math.nan)
+
+    def _labelled(self, size: int) -> tuple[list[LayerInfo], dict[str, LayerPosition]]:
+        """Return the layers of a size and their places: against depth those that have labels, by these."""
+        infos = next(m.layers for (other, _), m in self.used.items() if other == size)
+        places, label = self.places[size], {name: label for label, name in self.names[size].items()}
+        if self.axis == "width":
+            return list(infos), dict(places)
+        followed = [info for info in infos if info.name in label]
+        return (
+            [replace(info, name=label[info.name]) for info in followed],
+            {label[info.name]: places[info.name] for info in followed if info.name in places},
+        )
 
 
 def _geometric_mean(values: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spectral_monitor.fitting.power_law import FEWEST
+from spectral_monitor.parametrization.network_slopes import Axis
 from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps import storage as points_file
@@ -61,8 +62,8 @@ def sweep(
     by its size, if it has one sign everywhere. Fewer than three sizes give no slope.
 
     *Depth.* With at least three ``widths`` slopes are against width, at each of ``depths``. With fewer widths and at
-    least three ``depths`` they are against depth, at each width, without predictions; of layers that differ by the
-    number in their names alone the first, the middle one and the last are followed.
+    least three ``depths`` they are against depth, at each width, and predicted for one sample. Of layers that differ by
+    the number in their names alone the first, the middle one and the last are followed.
 
     *Randomness.* Weights, data order and dropout follow from the seed; the order of the data does not depend on the
     width. Global random states are as before afterwards. Wherever and in whatever order points run, numbers are the
@@ -165,14 +166,14 @@ def sweep(
 
 def _keys(
     widths: int | Sequence[int], depths: int | Sequence[int] | None, seeds: int | Sequence[int]
-) -> tuple[list[RunKey], str]:
+) -> tuple[list[RunKey], Axis]:
     """Return all points, the small ones first, and what slopes are against."""
     w, d = _sizes("widths", widths), [None] if depths is None else _sizes("depths", depths)
     count = integer(seeds)
     s = integers(seeds) if count is None else list(range(count))
     if not s or min(s) < 0:
         raise SweepError(f"seeds must be how many (>= 1) or a list of integers >= 0, got {seeds!r}")
-    axis = "depth" if len(w) < FEWEST <= len(d) else "width"
+    axis: Axis = "depth" if len(w) < FEWEST <= len(d) else "width"
     if len(w) < FEWEST and axis == "width":
         given = f"widths {', '.join(map(str, w))}" + ("" if depths is None else f" and depths {', '.join(map(str, d))}")
         raise SweepError(f"a slope needs {FEWEST} widths, or {FEWEST} depths, that differ; got {given}")

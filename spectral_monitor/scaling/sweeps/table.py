@@ -19,6 +19,10 @@ NAMED = 2
 """Offenders in the first line."""
 LISTED = 20
 """Points that are left out, below the table."""
+ONE_SAMPLE = (
+    "predictions against depth are of one sample; in a batch of unlike samples the first layers of a chain, through "
+    "which no signal has mixed them yet, have other slopes"
+)
 OFFENDERS = ("not as predicted", "grows", "vanishes")
 _REST = ("unclear", "no slope", "as predicted", "flat")
 
@@ -127,6 +131,8 @@ def _foot(result: SweepResult) -> list[str]:
             f"slope: s in value ~ {result.axis}^s; a verdict is passed where the whole interval lies within "
             f"{TOLERANCE} of what is expected, or outside"
         )
+    if result.axis == "depth" and any(not math.isnan(slope.predicted) for slope in result.slopes):
+        foot.append(ONE_SAMPLE)
     foot += [printable(sentence) for sentence in limit_sentences(result)]
     if {slope.fit.how for slope in result.slopes} - {""} == {"residuals"}:
         foot.append("one seed: intervals are from the residuals of its lines, and know nothing of other seeds")
