@@ -19,12 +19,12 @@ from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import balanced, explained, share
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.smoothing import Tracker
-from spectral_monitor.correction.update_size import observed, remnant
+from spectral_monitor.correction.update_size import block_contributions, observed, remnant, shows_contribution
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.parametrization.layer_position import data_reader
-from spectral_monitor.parametrization.tying import DENSE, units
+from spectral_monitor.parametrization.tying import DENSE, TiedLayers, contribution_blocks, units
 
 TRIAL, TRIAL_RATE = 0.01, 1e-4
 """Multiplier of a layer's first step, or its largest learning rate where that has only a schedule's shape, under
@@ -61,7 +61,7 @@ class Corrector:
         self.correction = correction
         self._layers = tuple(layers)
         self._optimizers = tuple(optimizers)
-        self._units = units(layers)
+        self._units = contribution_blocks(layers) if correction.policy == "fsc" else units(layers)
         self._leaders = [self._layers[unit.leader] for unit in self._units]
         self._input = data_reader([layer.info for layer in layers])
         self._profile: Profile | None = None
@@ -95,7 +95,8 @@ class Corrector:
     def _first(self, layer: Layer) -> float:
         """Return the multiplier of the first step, when only the kind of optimizer is known."""
         policy = self.correction.policy
-        if policy == "balance" or not (policy == "target" or layer.info.role in DENSE):
+        left = {"balance": True, "reference": layer.info.role not in DENSE, "fsc": not shows_contribution(layer)}
+        if left.get(policy):
             return 1.0
         _, largest = explained(layer, self._family(layer))
         if policy == "fsc" or math.isnan(largest):
@@ -199,14 +200,17 @@ class Corrector:
         values, quantity = measurement.values, self.correction.quantities[0]
         if not values.keys() >= set(self.correction.quantities):
             return []
-        places = [unit.leader for unit in self._units]
+        places = [self._place(unit) for unit in self._units]
         for i in places if "weight_natural" in values else ():
             if math.isfinite(began := float(values["weight_natural"][i])):
                 self._began.setdefault(self._layers[i].info.name, began)
-        seen = [observed(measurement, quantity, self._layers[i], i) for i in places]
         rates = [float(values["lr"][i]) for i in places]
+        if self.correction.policy == "fsc":
+            seen = block_contributions(measurement, self._layers, self._units, rates)
+        else:
+            seen = [observed(measurement, quantity, self._layers[i], i) for i in places]
         multipliers = [float(values["lr_multiplier"][i]) for i in places]
-        flagged, wanted = self._flagged(measurement), self._wanted(measurement.step, seen, rates, multipliers)
+        flagged, wanted = self._flagged(measurement), self._wanted(measurement, seen, rates, multipliers)
         scheduled = [rate / m for rate, m in zip(rates, multipliers, strict=True)]
         usual = geometric_median(rate for rate, x in zip(scheduled, seen, strict=True) if x > 0)
         changes = []
@@ -237,6 +241,12 @@ class Corrector:
             self._swap.multipliers = self._by_parameter()
         return changes
 
+    def _place(self, unit: TiedLayers) -> int:
+        """Return the layer whose learning rate is looked at: of a block with frozen layers, one that is trained."""
+        if self.correction.policy != "fsc":
+            return unit.leader
+        return next((i for i in unit.members if self._layers[i].sources[0].requires_grad), unit.leader)
+
     def _is_known(self, k: int) -> bool:
         return not math.isnan(self._trackers[k].level)
 
@@ -264,17 +274,32 @@ class Corrector:
         return inside, inside != rate
 
     def _wanted(
-        self, step: int, seen: Sequence[float], rates: Sequence[float], multipliers: Sequence[float]
+        self, measurement: Measurement, seen: Sequence[float], rates: Sequence[float], multipliers: Sequence[float]
     ) -> list[float]:
         """Return the units' wanted updates over the learning rate that is multiplied; NaN where one is left alone."""
-        operators = [layer.info.role in DENSE for layer in self._leaders]
         if self.correction.policy == "fsc":
-            return [1 / sum(operators) if one else math.nan for one in operators]
+            known = [math.isfinite(x) or self._is_known(k) for k, x in enumerate(seen)]
+            each = self._decrease(measurement) / max(sum(known), 1)
+            return [each if shows_contribution(layer) else math.nan for layer in self._leaders]
+        operators = [layer.info.role in DENSE for layer in self._leaders]
         if self.correction.policy == "balance":
             sizes = balanced([x if one else math.nan for x, one in zip(seen, operators, strict=True)], multipliers)
             pairs = zip(sizes, rates, multipliers, strict=True)
             return [size * m / rate if rate > 0 else math.nan for size, rate, m in pairs]
-        return [self._per_rate(layer, step) for layer in self._leaders]
+        return [self._per_rate(layer, measurement.step) for layer in self._leaders]
+
+    def _decrease(self, measurement: Measurement) -> float:
+        """Return what a step is to take off the loss, over the learning rate.
+
+        Raises:
+            ValueError: that goes by the loss, which is not known.
+        """
+        if self.correction.polyak is None:
+            return 1.0
+        loss = measurement.summary.get("loss", math.nan)
+        if math.isnan(loss):
+            raise ValueError(f"polyak needs the loss; {measurement.why('loss', SUMMARY)}")
+        return loss - self.correction.polyak
 
     def _flagged(self, measurement: Measurement) -> set[str] | None:
         """Return the layers whose learning rates policy ``"balance"`` begins to correct; ``None``: all."""

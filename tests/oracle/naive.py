@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -483,7 +484,12 @@ def predicted(record: Record) -> float:
 
 
 def spread(record: Record) -> float:
-    shares = [contribution(record, layer) for layer in operators(record) if record.updated(layer)]
+    """Over modules with parameters; those of a module count together, as here none has two matrices or parts."""
+    parts: dict[str, float] = defaultdict(float)
+    for layer in record.layers:
+        if record.updated(layer):
+            parts[layer.parameter.rpartition(".")[0]] += contribution(record, layer)
+    shares = list(parts.values())
     return max(shares) / min(shares) if shares and min(shares) > 0 else math.nan
 
 
