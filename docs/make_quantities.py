@@ -71,6 +71,7 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 | `critical_lr` | `2 lr / edge`, the learning rate (the largest, if there are several) at which a step along the same line would no longer lower the loss. |
 | `feature_error` | how far `feature_change` may be from that of the whole batch where a few samples were run again, relative to it: the largest standard error of all layers; 0 where all rows were compared. |
 | `contribution_spread` | largest over smallest contribution of the blocks: a matrix with the bias beside it, the gain and bias of a norm, or a parameter that stands alone, embeddings included. 1 is perfect balance, NaN if one goes uphill. |
+| `readout_share` | the readouts' part in `loss_change_predicted`, biases included. Near 1 hidden layers hardly learn (Feature Speed Formula, Thm 6.3). NaN if the step goes uphill, and where the readout is an embedding too. |
 | `linearity` | `linearity` of the readout, the largest of several: [is this run lazy?](lazy.md) |
 | `final_layer_alignment` | `alignment` of the readout, the smallest of several. |
 | `worst_layer_ratio` | the operator whose `update_natural` is furthest from the operators' median: by what factor, up or down. |

@@ -493,6 +493,14 @@ def spread(record: Record) -> float:
     return max(shares) / min(shares) if shares and min(shares) > 0 else math.nan
 
 
+def readout_share(record: Record) -> float:
+    """Of the network's only readout, its bias included, in what the step should take off the loss."""
+    (head,) = [layer for layer in record.layers if layer.role == "readout"]
+    parts = [x for x in record.layers if x.parameter.rpartition(".")[0] == head.module and record.updated(x)]
+    decrease = -predicted(record)
+    return sum(contribution(record, x) for x in parts) / decrease if decrease > 0 else math.nan
+
+
 def final_alignment(record: Record) -> float:
     (head,) = [layer for layer in record.layers if layer.role == "readout"]
     return value("alignment", record, head)
@@ -525,6 +533,7 @@ SUMMARY: dict[str, Callable[[Record], float]] = {
     "edge": edge,
     "critical_lr": critical_lr,
     "contribution_spread": spread,
+    "readout_share": readout_share,
     "final_layer_alignment": final_alignment,
     "worst_layer_ratio": worst_ratio,
     "skipped_updates": lambda r: 0.0,

@@ -23,6 +23,8 @@ _KINDS = {
         "1/fan_in",
     ): "{optimizer} rates that go with 1/fan_in (neural tangent parametrization): hidden layers learn "
     "less, the wider they are",
+    ("lamb", "one rate"): "{optimizer} updates in proportion to the Frobenius norm of weights: their natural norms go "
+    "with the root of the smaller of fan_in and fan_out, unless their rank does",
     ("muon", "one rate"): "{optimizer} for hidden matrices: its updates have the same size at any width",
 }
 

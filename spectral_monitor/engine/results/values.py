@@ -217,6 +217,9 @@ def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -
         summary["loss_change_predicted"] = -sum(parts) if known else math.nan
         shares = block_contributions(values["contribution"].tolist(), layers)
         downhill = bool(shares) and min(shares) > 0
+        taken = _of_readouts(values["contribution"].tolist(), layers)
+        decrease = -summary["loss_change_predicted"]
+        summary["readout_share"] = taken / decrease if decrease > 0 else math.nan
         summary["contribution_spread"] = max(shares) / min(shares) if downhill else math.nan
     if "alignment" in values:
         heads = [float(values["alignment"][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
@@ -238,3 +241,14 @@ def block_contributions(contributions: Sequence[float], layers: Sequence[Layer])
         known = [x for i in block.members if not math.isnan(x := contributions[i])]
         found += [sum(known)] if known else []
     return found
+
+
+def _of_readouts(contributions: Sequence[float], layers: Sequence[Layer]) -> float:
+    """Return what the readouts contribute, their biases included; NaN where a readout is an embedding too."""
+    readouts = [layer for layer in layers if layer.info.role == "readout"]
+    names = {layer.info.name for layer in readouts}
+    if any(layer.tied_to for layer in readouts) or any(layer.tied_to in names for layer in layers):
+        return math.nan
+    blocks = {layer.block for layer in readouts}
+    known = [x for x, layer in zip(contributions, layers, strict=True) if layer.block in blocks and not math.isnan(x)]
+    return sum(known) if known else math.nan
