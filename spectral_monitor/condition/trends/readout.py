@@ -47,7 +47,12 @@ class ReadoutTrend:
 
 
 def _is_to_learn(network: Network) -> bool:
-    """Return whether hidden layers are trained from the start, beside a readout without a rate of its own."""
-    hidden = [row for row in network.peers if row.info.role == "operator" and row.lr > 0 and not row.settings.frozen]
+    """Return whether all hidden layers are trained from the start, beside a readout without a rate of its own."""
+    hidden = [row.lr > 0 and not row.settings.frozen for row in network.peers if row.info.role == "operator"]
     heads = [network.rates.get(row.info.name) for row in network.peers if row.info.role == "readout"]
-    return network.fresh and len(hidden) > 1 and not any(rate is not None and rate.purpose for rate in heads)
+    return (
+        network.fresh
+        and len(hidden) > 1
+        and all(hidden)
+        and not any(rate is not None and rate.purpose for rate in heads)
+    )
