@@ -143,7 +143,8 @@ def _readout(finding: Finding, network: Network, pace: float, first: str) -> Exp
     return Explanation(
         "readout_takes_all",
         f"the readout takes {short(100 * finding.value)} % of what a step takes off the loss, for long: hidden layers "
-        "hardly learn features; give them larger learning rates, or the readout a smaller one",
+        "hardly learn features; give them larger learning rates or the readout a smaller one, and standardize targets "
+        "that are far larger than the outputs begin",
         Remedy("check"),
     )
 

@@ -47,12 +47,11 @@ class ReadoutTrend:
 
 
 def _is_to_learn(network: Network) -> bool:
-    """Return whether all hidden layers are trained from the start, beside a readout without a rate of its own."""
+    """Return whether all hidden layers are trained from the start, beside a single readout that has no rate of its own.
+
+    Of several readouts, as of an actor and a critic, the one with the largest loss takes all.
+    """
     hidden = [row.lr > 0 and not row.settings.frozen for row in network.peers if row.info.role == "operator"]
     heads = [network.rates.get(row.info.name) for row in network.peers if row.info.role == "readout"]
-    return (
-        network.fresh
-        and len(hidden) > 1
-        and all(hidden)
-        and not any(rate is not None and rate.purpose for rate in heads)
-    )
+    alike = len(heads) == 1 and (heads[0] is None or not heads[0].purpose)
+    return alike and network.fresh and len(hidden) > 1 and all(hidden)
