@@ -13,16 +13,18 @@ from spectral_monitor.condition import NETWORK, Profile, load_profile
 from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters
 from spectral_monitor.condition.optimizers.relative import relative_rates
 from spectral_monitor.correction.change import Change
+from spectral_monitor.correction.logit_clip import LogitClip
 from spectral_monitor.correction.lr_override import LRMultiplierOverride
 from spectral_monitor.correction.param_groups_code import param_groups_code
 from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
-from spectral_monitor.correction.policies import balanced, explained, share
+from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.smoothing import Tracker
 from spectral_monitor.correction.update_size import block_contributions, observed, remnant, shows_contribution
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import SUMMARY, Measurement
+from spectral_monitor.layers.attention import AttentionBlock
+from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.layer_position import data_reader
 from spectral_monitor.parametrization.tying import DENSE, TiedLayers, contribution_blocks, units
 
@@ -57,7 +59,14 @@ class Corrector:
         multipliers: layer -> what the optimizer's learning rate is multiplied with.
     """
 
-    def __init__(self, correction: LRCorrection, layers: Sequence[Layer], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        correction: LRCorrection,
+        layers: Sequence[Layer],
+        optimizers: Sequence[Optimizer],
+        attention: Sequence[AttentionBlock] = (),
+    ) -> None:
+        """``attention``: the blocks whose logits are limited, if they are."""
         self.correction = correction
         self._layers = tuple(layers)
         self._optimizers = tuple(optimizers)
@@ -80,6 +89,7 @@ class Corrector:
         self._lowest = [math.inf for _ in self._units]  # rates found so far
         self._since = [0 for _ in self._units]  # steps of first readings
         self._limited: set[str] = set()
+        self._clip = LogitClip(correction.qk_clip or math.inf, attention if correction.qk_clip else ())
         self._swap = LRMultiplierOverride(
             optimizers, self._by_parameter(), of_group=self._of_group, keeps_decay=not correction.of_peak
         )
@@ -158,7 +168,7 @@ class Corrector:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         factors = {p: factor for group in groups for factor in [self._of_group(group)] for p in group["params"]}
         return {
-            i: rate * factors.get(self._layers[i].sources[0], 1.0)
+            i: rate * factors.get(self._layers[i].sources[0], 1.0) * self._clip.factors.get(i, 1.0)
             for unit, rate in zip(self._units, self._rates, strict=True)
             for i in unit.members
         }
@@ -180,7 +190,10 @@ class Corrector:
 
     def _by_parameter(self) -> dict[nn.Parameter, float]:
         pairs = zip(self._units, self._rates, strict=True)
-        return {p: rate for unit, rate in pairs for i in unit.members for p in self._layers[i].sources}
+        clips = self._clip.factors
+        return {
+            p: rate * clips.get(i, 1.0) for unit, rate in pairs for i in unit.members for p in self._layers[i].sources
+        }
 
     def arm(self) -> None:
         """Correct every step from now on."""
@@ -213,7 +226,7 @@ class Corrector:
         flagged, wanted = self._flagged(measurement), self._wanted(measurement, seen, rates, multipliers)
         scheduled = [rate / m for rate, m in zip(rates, multipliers, strict=True)]
         usual = geometric_median(rate for rate, x in zip(scheduled, seen, strict=True) if x > 0)
-        changes = []
+        changes = self._clip.update(measurement)
         for k, (i, layer) in enumerate(zip(places, self._leaders, strict=True)):
             name, before = layer.info.name, self._rates[k]
             if not (wanted[k] > 0 and rates[k] > 0 and (flagged is None or name in flagged or self._is_known(k))):
@@ -279,7 +292,7 @@ class Corrector:
         """Return the units' wanted updates over the learning rate that is multiplied; NaN where one is left alone."""
         if self.correction.policy == "fsc":
             known = [math.isfinite(x) or self._is_known(k) for k, x in enumerate(seen)]
-            each = self._decrease(measurement) / max(sum(known), 1)
+            each = wanted_decrease(measurement, self.correction.polyak) / max(sum(known), 1)
             return [each if shows_contribution(layer) else math.nan for layer in self._leaders]
         operators = [layer.info.role in DENSE for layer in self._leaders]
         if self.correction.policy == "balance":
@@ -287,19 +300,6 @@ class Corrector:
             pairs = zip(sizes, rates, multipliers, strict=True)
             return [size * m / rate if rate > 0 else math.nan for size, rate, m in pairs]
         return [self._per_rate(layer, measurement.step) for layer in self._leaders]
-
-    def _decrease(self, measurement: Measurement) -> float:
-        """Return what a step is to take off the loss, over the learning rate.
-
-        Raises:
-            ValueError: that goes by the loss, which is not known.
-        """
-        if self.correction.polyak is None:
-            return 1.0
-        loss = measurement.summary.get("loss", math.nan)
-        if math.isnan(loss):
-            raise ValueError(f"polyak needs the loss; {measurement.why('loss', SUMMARY)}")
-        return loss - self.correction.polyak
 
     def _flagged(self, measurement: Measurement) -> set[str] | None:
         """Return the layers whose learning rates policy ``"balance"`` begins to correct; ``None``: all."""
@@ -320,6 +320,7 @@ class Corrector:
             "began": dict(self._began),
             "peaks": {layer.info.name: self._peaks.state(layer.sources[0]) for layer in self._layers},
             "limited": sorted(self._limited),
+            "clip": self._clip.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -341,6 +342,7 @@ class Corrector:
         rows = [state["units"][name] for name in names]
         self._rates, self._lowest, self._since = ([row[i] for row in rows] for i in range(3))
         self._trackers = [Tracker(*row[3:]) for row in rows]
+        self._clip.load_state_dict(state.get("clip", {}))
         self._began, self._limited = dict(state["began"]), set(state["limited"])
         for layer in self._layers:
             self._peaks.load(layer.sources, state["peaks"][layer.info.name])

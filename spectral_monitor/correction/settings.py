@@ -39,6 +39,9 @@ class LRCorrection:
         polyak: for ``"fsc"``, the loss that can be reached, such as 0: all blocks together are to take ``lr (loss -
             polyak)`` off the loss, Polyak's step at ``lr=1``. It needs the loss of the whole batch, whose forward runs
             once more after a measured step. At or below ``polyak`` multipliers stay.
+        qk_clip: the largest attention logit that may be, such as 100; ``None`` for no limit. Above it the learning
+            rates of the block's queries and keys are lowered, whatever the policy; weights stay. A projection that
+            makes the values too is slowed as a whole.
         limits: the smallest and the largest multiplier, relative to what the optimizer's settings explain.
         spectral_init: first rescale the measured weights as :func:`spectral_init_` does: a number to that natural norm,
             ``True`` to 2, which keeps the size of features, or to 1.25 in a network with normalization layers whose
@@ -57,6 +60,7 @@ class LRCorrection:
     reference: str | None = None
     size: float | Literal["lr"] = 1 / 8
     polyak: float | None = None
+    qk_clip: float | None = None
     limits: Sequence[float] = (1 / 64, 64.0)
     spectral_init: bool | float | Literal["auto"] = False
 
@@ -73,6 +77,8 @@ class LRCorrection:
             raise ValueError(f'polyak is for policy "fsc", not {self.policy!r}')
         if self.polyak is not None and not (_is_number(self.polyak) and math.isfinite(self.polyak)):
             raise ValueError(f"polyak is the loss that can be reached, a number, got {self.polyak!r}")
+        if self.qk_clip is not None and not (_is_number(self.qk_clip) and 0 < self.qk_clip < math.inf):
+            raise ValueError(f"qk_clip is a positive number or None, got {self.qk_clip!r}")
         norm: object = self.spectral_init
         if norm != "auto" and not (isinstance(norm, Real) and 0 <= float(norm) < math.inf):
             raise ValueError(f'spectral_init is True, False, "auto" or a natural norm, got {norm!r}')
@@ -90,7 +96,8 @@ class LRCorrection:
         aims = ("contribution",) if self.policy == "fsc" else ("update_natural", "contribution")
         began = ("weight_natural",) if self.policy == "target" else ()
         loss = ("feature_change",) if self.polyak is not None else ()
-        return (*aims, "update_fro", "weight_fro", *began, *loss, "lr", "lr_multiplier")
+        logits = ("attention_logit_max",) if self.qk_clip is not None else ()
+        return (*aims, "update_fro", "weight_fro", *began, *loss, *logits, "lr", "lr_multiplier")
 
 
 def _is_number(value: object) -> bool:
