@@ -131,8 +131,8 @@ def calibrate(
       is ``1 / (L |g|_1)``, and the angle is that of such a step.
 
     A readout that begins at zero stays zero. Instead of its scale, the learning rate of its first step is set so that
-    Eq. 7 holds after that step: :attr:`Calibration.first_rate` (for ``"sgd"`` the paper's
-    :math:`\eta_L(0) = \Theta(\sqrt L / (m |b_L|^2))`, section 5).
+    Eq. 7 holds after that step: :attr:`Calibration.first_rate`. For ``"sgd"`` that is the
+    paper's ``eta_L(0)``, of the order of ``sqrt(L) / (m |b_L|^2)`` (section 5).
 
     The module is left as it is, random states and buffers included; :meth:`Calibration.apply_` scales it. Some tens of
     passes over the batches are made, in its present mode (training or evaluation), with memory for five more copies of
