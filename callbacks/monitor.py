@@ -23,6 +23,7 @@ from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.correction import LRCorrection
+from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import Measurement
@@ -179,7 +180,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             heads=heads,
             nodes=nodes,
             max_rows=max_rows,
-            replay_samples=replay_samples,
+            replay_samples=with_loss(replay_samples, self.correction),
             tol=tol,
             drift_every=drift_every,
             history=history,

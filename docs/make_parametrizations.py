@@ -203,6 +203,13 @@ optimizer = torch.optim.SGD(found.param_groups(model, lr=0.02))
 `lr` is then the decrease of the loss by the first step, at any width and depth. What it finds for perceptrons are the
 exponents of the paper's table ([measured](papers.md#scaling-by-measurement)).
 
+A readout that begins at zero stays zero. It takes one step of its own, after which all of that holds:
+
+```python
+readout = next(group for group in optimizer.param_groups if group["name"] == "head")
+readout["lr"] = found.first_rate  # in the first step; after it, 0.02 * found.rates["head"]
+```
+
 ## What is predicted of a sweep
 
 `predict(parametrization, "adam", quantity, widths, layers)` gives, for each layer, the slope against width that theory

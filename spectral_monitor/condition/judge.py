@@ -15,6 +15,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameter
 from spectral_monitor.condition.root_causes import Case, verdicts
 from spectral_monitor.condition.settings import SpectralCondition
 from spectral_monitor.condition.trends.attention import AttentionTrend
+from spectral_monitor.condition.trends.readout import ReadoutTrend
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 from spectral_monitor.condition.warmup import WarmupGate
 from spectral_monitor.condition.whole_network import Whole, why_still
@@ -96,7 +97,7 @@ class Judge:
         self._tied = dict(tied or {})
         self._startup = WarmupGate()
         self._whole = Whole()
-        self._attention = AttentionTrend()
+        self._attention, self._readout = AttentionTrend(), ReadoutTrend()
         self._records: dict[tuple[str, str], _Record] = {}
         self._known: dict[str, dict[str, float]] = {}
         self._told: set[tuple[str, str]] = set()
@@ -161,7 +162,8 @@ class Judge:
     def _all(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield every finding on a layer and on the network that is asked for."""
         found = (findings(network, self.condition), self._whole.findings(measurement, network))
-        for finding in (*chain(*found), *self._attention.findings(measurement, network)):
+        trends = (trend.findings(measurement, network) for trend in (self._attention, self._readout))
+        for finding in chain(*found, *trends):
             if NAMED_BY.get(finding.check, finding.check) not in self.condition.ignore:
                 yield finding
 
@@ -303,6 +305,7 @@ class Judge:
             "startup": self._startup.state_dict(),
             "whole": self._whole.state_dict(),
             "attention": self._attention.state_dict(),
+            "readout": self._readout.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -321,6 +324,7 @@ class Judge:
         self._startup.load_state_dict(state["startup"])
         self._whole.load_state_dict(state["whole"])
         self._attention.load_state_dict(state.get("attention", {}))
+        self._readout.load_state_dict(state.get("readout", {}))
 
 
 def _measured(measurement: Measurement) -> frozenset[str]:

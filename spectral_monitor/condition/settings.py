@@ -36,6 +36,7 @@ CHECKS = (
     "width",
     "logits_exploding",
     "attention_collapsed",
+    "readout_takes_all",
 )
 """What is looked at, by name; ``SpectralCondition(ignore=[...])`` turns checks off."""
 

@@ -13,18 +13,20 @@ from spectral_monitor.condition import NETWORK, Profile, load_profile
 from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters
 from spectral_monitor.condition.optimizers.relative import relative_rates
 from spectral_monitor.correction.change import Change
+from spectral_monitor.correction.logit_clip import LogitClip
 from spectral_monitor.correction.lr_override import LRMultiplierOverride
 from spectral_monitor.correction.param_groups_code import param_groups_code
 from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
-from spectral_monitor.correction.policies import balanced, explained, share
+from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.smoothing import Tracker
-from spectral_monitor.correction.update_size import observed, remnant
+from spectral_monitor.correction.update_size import block_contributions, observed, remnant, shows_contribution
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
+from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.layer_position import data_reader
-from spectral_monitor.parametrization.tying import DENSE, units
+from spectral_monitor.parametrization.tying import DENSE, TiedLayers, contribution_blocks, units
 
 TRIAL, TRIAL_RATE = 0.01, 1e-4
 """Multiplier of a layer's first step, or its largest learning rate where that has only a schedule's shape, under
@@ -57,11 +59,18 @@ class Corrector:
         multipliers: layer -> what the optimizer's learning rate is multiplied with.
     """
 
-    def __init__(self, correction: LRCorrection, layers: Sequence[Layer], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        correction: LRCorrection,
+        layers: Sequence[Layer],
+        optimizers: Sequence[Optimizer],
+        attention: Sequence[AttentionBlock] = (),
+    ) -> None:
+        """``attention``: the blocks whose logits are limited, if they are."""
         self.correction = correction
         self._layers = tuple(layers)
         self._optimizers = tuple(optimizers)
-        self._units = units(layers)
+        self._units = contribution_blocks(layers) if correction.policy == "fsc" else units(layers)
         self._leaders = [self._layers[unit.leader] for unit in self._units]
         self._input = data_reader([layer.info for layer in layers])
         self._profile: Profile | None = None
@@ -80,6 +89,7 @@ class Corrector:
         self._lowest = [math.inf for _ in self._units]  # rates found so far
         self._since = [0 for _ in self._units]  # steps of first readings
         self._limited: set[str] = set()
+        self._clip = LogitClip(correction.qk_clip or math.inf, attention if correction.qk_clip else ())
         self._swap = LRMultiplierOverride(
             optimizers, self._by_parameter(), of_group=self._of_group, keeps_decay=not correction.of_peak
         )
@@ -95,7 +105,8 @@ class Corrector:
     def _first(self, layer: Layer) -> float:
         """Return the multiplier of the first step, when only the kind of optimizer is known."""
         policy = self.correction.policy
-        if policy == "balance" or not (policy == "target" or layer.info.role in DENSE):
+        left = {"balance": True, "reference": layer.info.role not in DENSE, "fsc": not shows_contribution(layer)}
+        if left.get(policy):
             return 1.0
         _, largest = explained(layer, self._family(layer))
         if policy == "fsc" or math.isnan(largest):
@@ -157,7 +168,7 @@ class Corrector:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         factors = {p: factor for group in groups for factor in [self._of_group(group)] for p in group["params"]}
         return {
-            i: rate * factors.get(self._layers[i].sources[0], 1.0)
+            i: rate * factors.get(self._layers[i].sources[0], 1.0) * self._clip.factors.get(i, 1.0)
             for unit, rate in zip(self._units, self._rates, strict=True)
             for i in unit.members
         }
@@ -179,7 +190,10 @@ class Corrector:
 
     def _by_parameter(self) -> dict[nn.Parameter, float]:
         pairs = zip(self._units, self._rates, strict=True)
-        return {p: rate for unit, rate in pairs for i in unit.members for p in self._layers[i].sources}
+        clips = self._clip.factors
+        return {
+            p: rate * clips.get(i, 1.0) for unit, rate in pairs for i in unit.members for p in self._layers[i].sources
+        }
 
     def arm(self) -> None:
         """Correct every step from now on."""
@@ -199,17 +213,20 @@ class Corrector:
         values, quantity = measurement.values, self.correction.quantities[0]
         if not values.keys() >= set(self.correction.quantities):
             return []
-        places = [unit.leader for unit in self._units]
+        places = [self._place(unit) for unit in self._units]
         for i in places if "weight_natural" in values else ():
             if math.isfinite(began := float(values["weight_natural"][i])):
                 self._began.setdefault(self._layers[i].info.name, began)
-        seen = [observed(measurement, quantity, self._layers[i], i) for i in places]
         rates = [float(values["lr"][i]) for i in places]
+        if self.correction.policy == "fsc":
+            seen = block_contributions(measurement, self._layers, self._units, rates)
+        else:
+            seen = [observed(measurement, quantity, self._layers[i], i) for i in places]
         multipliers = [float(values["lr_multiplier"][i]) for i in places]
-        flagged, wanted = self._flagged(measurement), self._wanted(measurement.step, seen, rates, multipliers)
+        flagged, wanted = self._flagged(measurement), self._wanted(measurement, seen, rates, multipliers)
         scheduled = [rate / m for rate, m in zip(rates, multipliers, strict=True)]
         usual = geometric_median(rate for rate, x in zip(scheduled, seen, strict=True) if x > 0)
-        changes = []
+        changes = self._clip.update(measurement)
         for k, (i, layer) in enumerate(zip(places, self._leaders, strict=True)):
             name, before = layer.info.name, self._rates[k]
             if not (wanted[k] > 0 and rates[k] > 0 and (flagged is None or name in flagged or self._is_known(k))):
@@ -236,6 +253,12 @@ class Corrector:
         if changes:
             self._swap.multipliers = self._by_parameter()
         return changes
+
+    def _place(self, unit: TiedLayers) -> int:
+        """Return the layer whose learning rate is looked at: of a block with frozen layers, one that is trained."""
+        if self.correction.policy != "fsc":
+            return unit.leader
+        return next((i for i in unit.members if self._layers[i].sources[0].requires_grad), unit.leader)
 
     def _is_known(self, k: int) -> bool:
         return not math.isnan(self._trackers[k].level)
@@ -264,17 +287,19 @@ class Corrector:
         return inside, inside != rate
 
     def _wanted(
-        self, step: int, seen: Sequence[float], rates: Sequence[float], multipliers: Sequence[float]
+        self, measurement: Measurement, seen: Sequence[float], rates: Sequence[float], multipliers: Sequence[float]
     ) -> list[float]:
         """Return the units' wanted updates over the learning rate that is multiplied; NaN where one is left alone."""
-        operators = [layer.info.role in DENSE for layer in self._leaders]
         if self.correction.policy == "fsc":
-            return [1 / sum(operators) if one else math.nan for one in operators]
+            known = [math.isfinite(x) or self._is_known(k) for k, x in enumerate(seen)]
+            each = wanted_decrease(measurement, self.correction.polyak) / max(sum(known), 1)
+            return [each if shows_contribution(layer) else math.nan for layer in self._leaders]
+        operators = [layer.info.role in DENSE for layer in self._leaders]
         if self.correction.policy == "balance":
             sizes = balanced([x if one else math.nan for x, one in zip(seen, operators, strict=True)], multipliers)
             pairs = zip(sizes, rates, multipliers, strict=True)
             return [size * m / rate if rate > 0 else math.nan for size, rate, m in pairs]
-        return [self._per_rate(layer, step) for layer in self._leaders]
+        return [self._per_rate(layer, measurement.step) for layer in self._leaders]
 
     def _flagged(self, measurement: Measurement) -> set[str] | None:
         """Return the layers whose learning rates policy ``"balance"`` begins to correct; ``None``: all."""
@@ -295,6 +320,7 @@ class Corrector:
             "began": dict(self._began),
             "peaks": {layer.info.name: self._peaks.state(layer.sources[0]) for layer in self._layers},
             "limited": sorted(self._limited),
+            "clip": self._clip.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -316,6 +342,7 @@ class Corrector:
         rows = [state["units"][name] for name in names]
         self._rates, self._lowest, self._since = ([row[i] for row in rows] for i in range(3))
         self._trackers = [Tracker(*row[3:]) for row in rows]
+        self._clip.load_state_dict(state.get("clip", {}))
         self._began, self._limited = dict(state["began"]), set(state["limited"])
         for layer in self._layers:
             self._peaks.load(layer.sources, state["peaks"][layer.info.name])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
+from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.parametrization.tying import DENSE
 
 SHARES = {"operator": 1.0, "readout": 1.0, "embedding": 1.0, "vector": 0.04}
@@ -79,3 +80,17 @@ def balanced(observed: Sequence[float], multipliers: Sequence[float]) -> list[fl
     seen = [x > 0 and math.isfinite(x) for x in observed]
     middle = geometric_median(x / m for x, m, known in zip(observed, multipliers, seen, strict=True) if known)
     return [middle if known else math.nan for known in seen]
+
+
+def wanted_decrease(measurement: Measurement, polyak: float | None) -> float:
+    """Return what policy "fsc" has a step take off the loss, over the learning rate.
+
+    Raises:
+        ValueError: that goes by the loss, which is not known.
+    """
+    if polyak is None:
+        return 1.0
+    loss = measurement.summary.get("loss", math.nan)
+    if math.isnan(loss):
+        raise ValueError(f"polyak needs the loss; {measurement.why('loss', SUMMARY)}")
+    return loss - polyak

@@ -24,8 +24,11 @@ class LRCorrection:
       median of ``update_natural`` over all operators, and is kept there. The learning rate means what it did, and
       layers that are in order keep theirs.
     * ``"reference"``: the ``update_natural`` of a profile recorded on a tuned narrow run, scaled by the learning rates.
-    * ``"fsc"``: every operator's contribution to the loss decrease equal to the learning rate over the number of
-      operators, for plain gradient descent ``eta = lr / (L |g|^2)`` (Feature Speed Formula, Eq. 8).
+    * ``"fsc"``: the contribution of every block of parameters to the loss decrease equal to the learning rate over the
+      number ``L`` of blocks, so that all together take the learning rate off the loss. For plain gradient descent
+      ``eta = lr / (L |g|^2)`` (Feature Speed Formula, Eq. 8). A block is a matrix with the bias beside it, the gain and
+      bias of a norm, or a parameter that stands alone. What has no gradient, and gains and lone biases in half
+      precision, whose updates rounding hides, are left alone.
 
     Attributes:
         policy: one of the four.
@@ -33,6 +36,12 @@ class LRCorrection:
         size: for ``"target"``, the natural norm of a step's change of an operator at the peak of the schedule, whatever
             learning rate the optimizer was given: that has only the schedule's shape, ``lr / peak``. ``"lr"``: the
             optimizer's learning rate is the size.
+        polyak: for ``"fsc"``, the loss that can be reached, such as 0: all blocks together are to take ``lr (loss -
+            polyak)`` off the loss, Polyak's step at ``lr=1``. It needs the loss of the whole batch, whose forward runs
+            once more after a measured step. At or below ``polyak`` multipliers stay.
+        qk_clip: the largest attention logit that may be, such as 100; ``None`` for no limit. Above it the learning
+            rates of the block's queries and keys are lowered, whatever the policy; weights stay. A projection that
+            makes the values too is slowed as a whole.
         limits: the smallest and the largest multiplier, relative to what the optimizer's settings explain.
         spectral_init: first rescale the measured weights as :func:`spectral_init_` does: a number to that natural norm,
             ``True`` to 2, which keeps the size of features, or to 1.25 in a network with normalization layers whose
@@ -50,6 +59,8 @@ class LRCorrection:
     policy: Policy = "target"
     reference: str | None = None
     size: float | Literal["lr"] = 1 / 8
+    polyak: float | None = None
+    qk_clip: float | None = None
     limits: Sequence[float] = (1 / 64, 64.0)
     spectral_init: bool | float | Literal["auto"] = False
 
@@ -62,6 +73,12 @@ class LRCorrection:
             )
         if self.size != "lr" and not (_is_number(self.size) and 0 < float(self.size) < math.inf):
             raise ValueError(f'size is a positive number or "lr", got {self.size!r}')
+        if self.polyak is not None and self.policy != "fsc":
+            raise ValueError(f'polyak is for policy "fsc", not {self.policy!r}')
+        if self.polyak is not None and not (_is_number(self.polyak) and math.isfinite(self.polyak)):
+            raise ValueError(f"polyak is the loss that can be reached, a number, got {self.polyak!r}")
+        if self.qk_clip is not None and not (_is_number(self.qk_clip) and 0 < self.qk_clip < math.inf):
+            raise ValueError(f"qk_clip is a positive number or None, got {self.qk_clip!r}")
         norm: object = self.spectral_init
         if norm != "auto" and not (isinstance(norm, Real) and 0 <= float(norm) < math.inf):
             raise ValueError(f'spectral_init is True, False, "auto" or a natural norm, got {norm!r}')
@@ -78,8 +95,25 @@ class LRCorrection:
         """The quantities that have to be measured, first the one the policy controls."""
         aims = ("contribution",) if self.policy == "fsc" else ("update_natural", "contribution")
         began = ("weight_natural",) if self.policy == "target" else ()
-        return (*aims, "update_fro", "weight_fro", *began, "lr", "lr_multiplier")
+        loss = ("feature_change",) if self.polyak is not None else ()
+        logits = ("attention_logit_max",) if self.qk_clip is not None else ()
+        return (*aims, "update_fro", "weight_fro", *began, *loss, *logits, "lr", "lr_multiplier")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def with_loss(
+    replay_samples: int | Literal["auto"] | None, correction: LRCorrection | None
+) -> int | Literal["auto"] | None:
+    """Return how many samples run again: all of them if the correction needs the loss.
+
+    Raises:
+        ValueError: fewer were asked for.
+    """
+    if correction is None or correction.polyak is None:
+        return replay_samples
+    if replay_samples not in ("auto", None):
+        raise ValueError(f"polyak needs the loss of the whole batch: replay_samples is None, not {replay_samples!r}")
+    return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import LOST, Measurement
+from spectral_monitor.parametrization.tying import TiedLayers
 
 ROUNDING = 0.25
 """An update can be read if its norm is so many times the dtype's eps times that of the weights.
@@ -16,6 +18,11 @@ Rounding a sum moves a weight by half its last digit at most, 0.2 eps of it in t
 is less than that half: most of an update comes through or hardly anything. From a quarter of eps on, what is left has
 0.6 to 1.4 times the norm it had, mostly within 10 %; at a tenth of that it may have a tenth.
 """
+
+HALF = 1e-4
+"""Eps of dtypes from which on they are called half precision."""
+NO_GRADIENT = 10.0
+"""A gradient so many eps of the largest one is rounding, as that of a shift which softmax takes no notice of."""
 
 
 def observed(measurement: Measurement, quantity: str, layer: Layer, i: int) -> float:
@@ -26,6 +33,38 @@ def observed(measurement: Measurement, quantity: str, layer: Layer, i: int) -> f
     if _is_rounded(measurement, layer, i) or contribution == 0 or not lr > 0:
         return math.nan
     return value if math.isfinite(value) else math.nan
+
+
+def shows_contribution(layer: Layer) -> bool:
+    """Return whether the contribution of the block of a layer can be read; not that of gains and biases in half
+    precision, for rounding takes most of their updates and there is no norm that tells.
+    """
+    return layer.is_matrix or _eps(layer) < HALF
+
+
+def block_contributions(
+    measurement: Measurement, layers: Sequence[Layer], blocks: Sequence[TiedLayers], rates: Sequence[float]
+) -> list[float]:
+    """Return what blocks contribute to the decrease of the loss; NaN where that says nothing: no gradient but rounding,
+    or a matrix whose update is mostly rounding.
+
+    Contributions for each unit of learning rate are squares of gradients, so that those of rounding are squares of eps.
+    """
+    found = [_contribution(measurement, layers, block) for block in blocks]
+    sizes = [abs(x) / rate if rate > 0 else math.nan for x, rate in zip(found, rates, strict=True)]
+    most = max((size for size in sizes if math.isfinite(size)), default=math.nan)
+    least = [(NO_GRADIENT * _eps(layers[block.leader])) ** 2 * most for block in blocks]
+    return [x if size > small else math.nan for x, size, small in zip(found, sizes, least, strict=True)]
+
+
+def _contribution(measurement: Measurement, layers: Sequence[Layer], block: TiedLayers) -> float:
+    values = measurement.values["contribution"]
+    if not shows_contribution(layers[block.leader]) or any(
+        _is_rounded(measurement, layers[i], i) for i in block.members
+    ):
+        return math.nan
+    known = [x for i in block.members if math.isfinite(x := float(values[i])) and x != 0]
+    return sum(known) if known else math.nan
 
 
 def remnant(measurement: Measurement, quantity: str, layer: Layer, i: int, wanted: float) -> float:

@@ -127,6 +127,11 @@ class Engine(EngineState):
         self._own_warn = WarnOnce()  # of what happened in this process alone
         self._clear()
 
+    @property
+    def attention_blocks(self) -> Sequence[AttentionBlock]:
+        """The attention blocks of the model."""
+        return self._attention.blocks
+
     def _dissect(
         self, optimizers: Sequence[Optimizer]
     ) -> tuple[Anatomy, tuple[AttentionBlock, ...], str, list[nn.Module] | None, dict[int, ShardRegion]]:

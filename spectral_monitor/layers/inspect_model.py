@@ -40,6 +40,8 @@ class Layer:
         compute: makes the weight of the sources; ``None`` where it is the one there is.
         given: whether the user gave the role.
         doubted: whether the first call has to show that the module works as its weight says.
+        block: the name that it shares with the parameters that count as one in property (BC): a matrix and the bias
+            beside it, the gain and the bias of a norm.
     """
 
     info: LayerInfo
@@ -53,6 +55,7 @@ class Layer:
     compute: Callable[[], Tensor] | None = None
     given: bool = False
     doubted: bool = False
+    block: str = ""
 
     @torch.no_grad()
     def weight(self) -> Tensor:
@@ -200,6 +203,7 @@ def dissect(
         reasons = Counter(item.reason for item in unmeasured) or {"no parameters": 0}
         listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
         raise ValueError(f"nothing to measure in {type(root).__name__}: {listed}")
+    layers = _in_blocks(layers, {item.name: item.owner for item in whole})
     measured = {layer.info.name for layer in layers}
     return Anatomy(tuple(layers), tuple(unmeasured), all(o.name in measured for o in _operators(found)))
 
@@ -284,6 +288,18 @@ def _operators(found: Sequence[_Found]) -> list[Operator]:
         for item in found
         if item.guess.role == "operator" and item.guess.module is not None and item.guess.layout is not None
     ]
+
+
+def _in_blocks(layers: Sequence[Layer], owners: Mapping[str, str]) -> list[Layer]:
+    """Name the blocks: what stands in one module is one, if that has no parts and no second matrix."""
+    held = Counter(owners[layer.info.name] for layer in layers if layer.is_matrix)
+    parents = {owner.rpartition(".")[0] for owner in owners.values()}
+    found = []
+    for layer in layers:
+        owner = owners[layer.info.name]
+        together = owner and owner not in parents and held[owner] <= 1
+        found.append(replace(layer, block=owner if together else layer.info.name))
+    return found
 
 
 def join_notes(*notes: str) -> str:

@@ -69,7 +69,7 @@ def limit_scales(parametrization: Parametrization, lr: float, fan_in: int, k: in
 def of_limit(measured: Measurement, values: dict[str, Tensor]) -> Measurement:
     """Return a measurement with values at infinite width; verdicts and bands are left out."""
     reasons = {**measured.reasons, **{f"{key}/*": "it goes with the width" for key in GOES_WITH_WIDTH & values.keys()}}
-    kept = ("loss_change", "loss_change_predicted", "contribution_spread")
+    kept = ("loss_change", "loss_change_predicted", "contribution_spread", "readout_share")
     summary = {key: value for key, value in measured.summary.items() if key in kept}
     return Measurement(measured.step, measured.layers, values, summary, reasons=reasons)
 

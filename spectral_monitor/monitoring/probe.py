@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.correction import LRCorrection
+from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import Measurement
@@ -160,7 +161,7 @@ class SpectralProbe(MeasuredRun):
             heads=heads,
             nodes=nodes,
             max_rows=max_rows,
-            replay_samples=replay_samples,
+            replay_samples=with_loss(replay_samples, correction),
             tol=tol,
             drift_every=drift_every,
             history=history,

@@ -60,7 +60,7 @@ class Supervisor:
         self._expects = correction is not None and condition.reference == "balance"
         self._corrector = None
         if correction is not None:
-            self._corrector = Corrector(correction, engine.anatomy.layers, optimizers)
+            self._corrector = Corrector(correction, engine.anatomy.layers, optimizers, engine.attention_blocks)
             engine.multipliers = self._corrector.by_layer()
 
     @property

@@ -1,4 +1,4 @@
-"""Tied layers: those that share a learning rate."""
+"""Layers that go together: those that share a learning rate, and those that count as one in property (BC)."""
 
 from __future__ import annotations
 
@@ -55,5 +55,24 @@ def units(layers: Sequence[Layer]) -> list[TiedLayers]:
     found = []
     for some in members.values():
         leader = next((i for i in some if layers[i].info.role in DENSE), some[0])
+        found.append(TiedLayers(leader, tuple(i for i in some if i != leader)))
+    return found
+
+
+def contribution_blocks(layers: Sequence[Layer]) -> list[TiedLayers]:
+    """Return the blocks that property (BC) is of: every layer is in one.
+
+    A block is a matrix with the bias beside it, the gain and bias of a norm, or a parameter that stands alone. Layers
+    that share their parameters are in one block, for these have one gradient.
+
+    Source: "The Feature Speed Formula", section 4.
+    """
+    names = {layer.info.name: layer.block or layer.info.name for layer in layers}
+    members: dict[str, list[int]] = defaultdict(list)
+    for i, layer in enumerate(layers):
+        members[names.get(layer.tied_to, names[layer.info.name])].append(i)
+    found = []
+    for some in members.values():
+        leader = next((i for i in some if layers[i].is_matrix), some[0])
         found.append(TiedLayers(leader, tuple(i for i in some if i != leader)))
     return found

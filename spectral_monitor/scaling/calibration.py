@@ -10,31 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-import spectral_monitor.functional as F
 from spectral_monitor.layers import Anatomy, Layer, dissect
 from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.parametrization.tying import DENSE
-from spectral_monitor.scaling.trial import (
-    FAMILIES,
-    Blocks,
-    EqualContributionStep,
-    Family,
-    Loss,
-    Trial,
-    equal_contributions,
-)
+from spectral_monitor.scaling.readout_search import normalize_backward
+from spectral_monitor.scaling.trial import FAMILIES, Blocks, Family, Loss, Trial
 from spectral_monitor.state.dtensor import is_distributed
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.snapshot import preserved
-
-START = 1e-2
-"""RMS of the outputs the search for the readout's factor begins with, where the loss does not yet depend on them."""
-
-EQUAL = 2e-3
-"""Relative error of the sensitivity that is left."""
-
-FARTHEST, MOST_TURNS = math.log(1e5), 60
-"""How far the search goes from where it begins, in the logarithm of the factor, and how often it looks."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +37,8 @@ class Calibration:
         loss: mean over the batches, with the factors applied.
         predicted_decrease: first-order decrease of that loss in one step, per unit of ``lr``.
         kept: layers and parameters that are not scaled -> why; gains and lone biases are not listed.
+        first_rate: learning rate of the readout's block in the first step of all, if the readout begins at zero; else
+            ``None``. Nothing else has a gradient in that step. All other numbers are of the network after it.
     """
 
     optimizer: Family
@@ -66,6 +51,7 @@ class Calibration:
     loss: float
     predicted_decrease: float
     kept: dict[str, str]
+    first_rate: float | None = None
 
     @torch.no_grad()
     def apply_(self, module: nn.Module) -> None:
@@ -144,6 +130,10 @@ def calibrate(
       update of ``lr g / |g|``, it is ``1 / (L |g|)``. For ``"adam"``, whose first step moves every entry by ``lr``, it
       is ``1 / (L |g|_1)``, and the angle is that of such a step.
 
+    A readout that begins at zero stays zero. Instead of its scale, the learning rate of its first step is set so that
+    Eq. 7 holds after that step: :attr:`Calibration.first_rate`. For ``"sgd"`` that is the
+    paper's ``eta_L(0)``, of the order of ``sqrt(L) / (m |b_L|^2)`` (section 5).
+
     The module is left as it is, random states and buffers included; :meth:`Calibration.apply_` scales it. Some tens of
     passes over the batches are made, in its present mode (training or evaluation), with memory for five more copies of
     its weights.
@@ -157,7 +147,7 @@ def calibrate(
         roles: pattern -> role, as for the monitor; ``"ignore"`` leaves a matrix at its scale.
 
     Raises:
-        ValueError: no readout, or several; one that shares its weight, is frozen or is zero; an operator whose outputs
+        ValueError: no readout, or several; one that shares its weight or is frozen; an operator whose outputs
             cannot be seen, are zero or do not follow the scale of its weight; a block without a gradient; signal that
             passes by the readout's input; a loss that no scale of the readout brings to Eq. 7; precision too low.
         TypeError: a loss that is not a scalar tensor.
@@ -187,13 +177,14 @@ def calibrate(
         factors = trial.forward_factors(layers)
         _multiply(layers, factors)
         _check_sizes(trial, layers)
-        factor, found = _normalize_backward(trial, readout, blocks, optimizer)
+        begins_at_zero = not readout.sources[0].detach().any()
+        factor, found = normalize_backward(trial, readout, blocks, optimizer)
     in_order = [
         (layer.info.name, value) for key, value in factors.items() for layer in layers if id(layer.sources[0]) == key
     ]
     return Calibration(
         optimizer=optimizer,
-        factors={**dict(in_order), readout.info.name: factor},
+        factors={**dict(in_order), readout.info.name: 1.0 if begins_at_zero else factor},
         rates=dict(zip(blocks, found.rates, strict=True)),
         parameters={block: tuple(name for name, _ in members) for block, members in blocks.items()},
         readout=readout.info.name,
@@ -202,6 +193,7 @@ def calibrate(
         loss=found.loss,
         predicted_decrease=found.decrease,
         kept=kept,
+        first_rate=factor if begins_at_zero else None,
     )
 
 
@@ -229,8 +221,6 @@ def _readout(anatomy: Anatomy) -> Layer:
     if not weight.requires_grad:
         raise ValueError(f"the readout, {name!r}, is frozen: its scale is what Eq. 7 sets")
     _require_scale(readout)
-    if not weight.detach().any():
-        raise ValueError(f"the readout, {name!r}, is zero, which no factor changes: draw it, as by nn.init.normal_")
     return readout
 
 
@@ -300,38 +290,3 @@ def _check_sizes(trial: Trial, layers: Sequence[Layer]) -> None:
                 f"{name!r} cannot be scaled: with a factor on its weight that should give its outputs RMS 1 they have "
                 f"{size:.3g}. roles={{{name!r}: 'ignore'}} leaves it as it is"
             )
-
-
-def _normalize_backward(
-    trial: Trial, readout: Layer, blocks: Blocks, optimizer: Family
-) -> tuple[float, EqualContributionStep]:
-    """Return the factor of the readout that brings the sensitivity of its inputs to 1.
-
-    From where outputs are small and the sensitivity is the inverse of the factor; once there is one on either side,
-    between the two, by turns where the line through their logarithms meets 0 and in the middle.
-    """
-    weight = readout.sources[0]
-    start = weight.detach().clone()
-    first = place = math.log(START * math.sqrt(readout.layout.fan_out) / float(F.frobenius_norm(start.flatten(1))))
-    above: tuple[float, float] | None = None  # logarithms of a factor and of the sensitivity there
-    below: tuple[float, float] | None = None
-    turn = 0
-    while abs(place - first) < FARTHEST and turn < MOST_TURNS:
-        with torch.no_grad():
-            weight.copy_(start * math.exp(place))
-        found = equal_contributions(trial, readout, blocks, optimizer)
-        if abs(found.sensitivity - 1) < EQUAL:
-            return math.exp(place), found
-        size = math.log(found.sensitivity)
-        above, below = ((place, size), below) if size > 0 else (above, (place, size))
-        if above is None or below is None:
-            place += math.copysign(min(max(abs(size), 0.02), 3.0), size)
-        elif turn % 2:
-            place = (above[0] + below[0]) / 2
-        else:
-            place = (above[0] * below[1] - below[0] * above[1]) / (below[1] - above[1])
-        turn += 1
-    raise ValueError(
-        f"no scale of the readout, {readout.info.name!r}, gives Eq. 7: what it is given changes by "
-        f"{found.sensitivity:.3g} per unit of loss at a factor of {math.exp(place):.2g}"
-    )

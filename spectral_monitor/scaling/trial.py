@@ -264,6 +264,14 @@ class EqualContributionStep:
     sensitivity: float
 
 
+def update_of(gradients: Sequence[Tensor], optimizer: Family) -> list[Tensor]:
+    """Return a block's first update per unit of learning rate."""
+    if optimizer == "adam":
+        return [-g.sign() for g in gradients]
+    size = _norm(torch.cat([g.flatten() for g in gradients])) if optimizer == "normalized" else 1.0
+    return [g / -size for g in gradients]
+
+
 def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer: Family) -> EqualContributionStep:
     """Return the step whose ``L`` blocks contribute ``1 / L`` each (Eq. 8).
 
@@ -285,8 +293,7 @@ def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer:
                 f"{'zero up to rounding' if math.isfinite(size) else 'not finite'}; requires_grad_(False) takes it out"
             )
         rate = 1 / (len(blocks) * size**2) if optimizer == "sgd" else 1 / (len(blocks) * size)
-        scale = rate / size if optimizer == "normalized" else rate
-        update = [-scale * (g.sign() if optimizer == "adam" else g) for g in gradients]
+        update = [rate * along for along in update_of(gradients, optimizer)]
         share = sum(float(F.contribution(g, dW)) for g, dW in zip(gradients, update, strict=True))
         decrease += share
         if all(parameter is not readout.sources[0] for _, parameter in blocks[block]):

@@ -11,9 +11,9 @@ from spectral_monitor import SpectralConditionWarning, SpectralLRCorrector
 STEPS = 8
 
 
-def train(way: str, network: str, policy: str) -> dict[str, Any]:
+def train(way: str, network: str, policy: str, polyak: float | None = None) -> dict[str, Any]:
     """Multipliers after some steps, the weights they led to, and the groups the optimizer was left with."""
-    corrector, keeper = SpectralLRCorrector(policy, every_n_steps=2), Keeper(network)
+    corrector, keeper = SpectralLRCorrector(policy, every_n_steps=2, polyak=polyak), Keeper(network)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpectralConditionWarning)
         module = fit(way, network, STEPS, [corrector, keeper], "adamw")

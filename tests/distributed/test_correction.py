@@ -22,17 +22,19 @@ def cases():
             one = task("correcting.train", count, way=way, network=network, policy=policy)
             core = (way, policy) == ("fsdp2", "target")
             yield pytest.param(one, id=str(one), marks=() if core else pytest.mark.slow)
+    one = task("correcting.train", 2, way="ddp", network="transformer", policy="fsc", polyak=0.0)
+    yield pytest.param(one, id=str(one), marks=pytest.mark.slow)
 
 
 @cache
-def alone(network, policy):
-    return train("", network, policy)
+def alone(network, policy, polyak=None):
+    return train("", network, policy, polyak)
 
 
 @pytest.mark.parametrize("one", list(cases()))
 def test_multipliers_are_those_of_one_process(outcomes, one):
     arguments = dict(one.arguments)
-    expected = alone(arguments["network"], arguments["policy"])
+    expected = alone(arguments["network"], arguments["policy"], arguments.get("polyak"))
     results = outcomes[one].get()
     assert all(result["multipliers"] == results[0]["multipliers"] for result in results), "bit for bit"
     assert results[0]["multipliers"] == pytest.approx(expected["multipliers"], rel=2e-2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -483,8 +484,21 @@ def predicted(record: Record) -> float:
 
 
 def spread(record: Record) -> float:
-    shares = [contribution(record, layer) for layer in operators(record) if record.updated(layer)]
+    """Over modules with parameters; those of a module count together, as here none has two matrices or parts."""
+    parts: dict[str, float] = defaultdict(float)
+    for layer in record.layers:
+        if record.updated(layer):
+            parts[layer.parameter.rpartition(".")[0]] += contribution(record, layer)
+    shares = list(parts.values())
     return max(shares) / min(shares) if shares and min(shares) > 0 else math.nan
+
+
+def readout_share(record: Record) -> float:
+    """Of the network's only readout, its bias included, in what the step should take off the loss."""
+    (head,) = [layer for layer in record.layers if layer.role == "readout"]
+    parts = [x for x in record.layers if x.parameter.rpartition(".")[0] == head.module and record.updated(x)]
+    decrease = -predicted(record)
+    return sum(contribution(record, x) for x in parts) / decrease if decrease > 0 else math.nan
 
 
 def final_alignment(record: Record) -> float:
@@ -519,6 +533,7 @@ SUMMARY: dict[str, Callable[[Record], float]] = {
     "edge": edge,
     "critical_lr": critical_lr,
     "contribution_spread": spread,
+    "readout_share": readout_share,
     "final_layer_alignment": final_alignment,
     "worst_layer_ratio": worst_ratio,
     "skipped_updates": lambda r: 0.0,

@@ -193,6 +193,66 @@ def test_families_of_optimizers(family, optimizer):
     check(module, "10", batches, squared_error, found, optimizer)
 
 
+def take_first_step(module, readout, batches, loss, found, step=torch.optim.SGD):
+    """The step that a zero readout begins with: its block at ``first_rate``, where nothing else has a gradient."""
+    weight = module.get_submodule(readout).weight
+    assert not weight.any()
+    groups = found.param_groups(module, lr=LR)
+    (block,) = [group for group in groups if any(p is weight for p in group["params"])]
+    block["lr"] = found.first_rate
+    module.zero_grad()
+    mean_loss(module, batches, loss).backward()
+    assert not any(p.grad.any() for group in groups if group is not block for p in group["params"])
+    step([block]).step()
+    module.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("family", "optimizer"), [("sgd", torch.optim.SGD), ("normalized", Normalized), ("adam", adam)]
+)
+def test_a_zero_readout_is_given_a_first_rate(family, optimizer):
+    module, batches = perceptron(6, 32, bias=True, k=3), regression(9, 4, k=3)
+    nn.init.zeros_(module[10].weight)
+    found = calibrate(module, batches, optimizer=family, loss=squared_error)
+    found.apply_(module)
+    assert found.factors["10"] == 1
+    take_first_step(module, "10", batches, squared_error, found, optimizer)
+    check(module, "10", batches, squared_error, found, optimizer)
+
+
+def test_zero_readout_of_a_transformer():
+    def loss(module, batch):
+        return module.training_step(batch, 0)["loss"]
+
+    module, batches = Transformer(24).double(), [torch.randint(11, (4, 7)), torch.randint(11, (2, 7))]
+    nn.init.zeros_(module.head.weight)
+    found = calibrate(module, batches)
+    found.apply_(module)
+    take_first_step(module, "head", batches, loss, found)
+    check(module, "head", batches, loss, found)
+
+
+@pytest.mark.parametrize(("depth", "width"), [(4, 24), (12, 24), (12, 96)])
+def test_first_rate_is_the_papers(depth, width):
+    """Of one sample and a linear loss, 1 / (cos(angle) m |b|^2), where cos(angle) is of order 1 / sqrt(depth)."""
+    module, x, b = perceptron(depth, width, k=3), torch.randn(1, 8).double(), torch.randn(3).double()
+    nn.init.zeros_(module[-1].weight)
+
+    def loss(module, batch):
+        return (module(batch) @ b).sum()
+
+    found = calibrate(module, [x], loss=loss)
+    found.apply_(module)
+    g = module[:-1](x).detach()
+    size = math.sqrt(g.square().mean())
+    assert found.first_rate == pytest.approx(1 / (math.cos(found.angle) * width * float(b @ b) * size), rel=3e-3)
+    assert 0.3 < found.first_rate * width * float(b @ b) / math.sqrt(depth) < 3
+
+
+def test_a_readout_that_is_drawn_has_no_first_rate():
+    assert calibrate(perceptron(3, 16), regression(6), loss=squared_error).first_rate is None
+
+
 @pytest.mark.slow
 def test_it_finds_table_1():
     """Of one sample, one output and a linear loss: powers of width and depth in the scales and in the rates."""
@@ -420,6 +480,11 @@ def zeroed(index):
     return module
 
 
+class Nothing(nn.Module):
+    def forward(self, x):
+        return 0 * x
+
+
 def frozen(*indices):
     module = perceptron(3, 16)
     for index in indices:
@@ -438,7 +503,7 @@ def weight_normed():
     [
         (lambda: nn.Sequential(nn.LayerNorm(8)), "no readout"),
         (Tied, "'head', shares its weight with 'tok'.*untie"),
-        (lambda: zeroed(4), "readout, '4', is zero"),
+        (lambda: nn.Sequential(*zeroed(4), Nothing()), "readout, '4', is zero and has no gradient: draw it"),
         (lambda: zeroed(2), "'2' puts out features of RMS 0.0"),
         (lambda: frozen(4), "readout, '4', is frozen"),
         (lambda: frozen(0, 2), "readout, '4', is given what no trained weight leads to"),

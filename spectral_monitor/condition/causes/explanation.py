@@ -32,6 +32,8 @@ CAUSES = {
     "unmoved": "it has a learning rate but does not move",
     "vanishing": "hardly any gradient arrives",
     "readout_width": "the readout's update grows with its number of inputs",
+    "frobenius_rule": "updates in proportion to the Frobenius norm of weights, as LARS and LAMB make them",
+    "readout_takes_all": "the readout takes nearly all of the loss's decrease, so hidden layers hardly learn",
     "diverged": "weights or outputs are not finite, or on their way there",
     "nothing_trains": "no parameter moves",
     "logits_exploding": "attention logits have grown beyond 50",

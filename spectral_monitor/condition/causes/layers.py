@@ -13,6 +13,8 @@ from spectral_monitor.condition.verdict import Remedy, short
 
 HEAVY = 5.0
 """Weights this many times the median are a cause."""
+ALIKE = 1.05
+"""Numbers that are equal by a rule differ by less than this factor."""
 STILL = 0.1
 """A drift below this part of the median is hardly any."""
 
@@ -131,6 +133,31 @@ def _bias(row: Row, network: Network) -> bool:
     """Return whether a gradient arrives at its bias; not if it has none or that was not measured."""
     bias = network.vectors.get(f"{row.info.name}.bias")
     return bias is not None and not math.isnan(bias.get("contribution")) and not _silent(bias)
+
+
+def _frobenius(finding: Finding, row: Row, network: Network) -> Explanation | None:
+    """Explain by a rule that gives every layer a step in proportion to the Frobenius norm of its weights."""
+    if not _is_frobenius(network):
+        return None
+    share = row.get("update_fro") / row.get("weight_fro")
+    return Explanation(
+        "frobenius_rule",
+        f"{_what(finding)}: a step is {short(share)} of the Frobenius norm of the weights in every layer, as under "
+        "LARS and LAMB, which is off by the root of the smaller of fan_in and fan_out; divide learning rates by that",
+        Remedy("scale_lr", (row.info.name,), 1 / finding.ratio),
+    )
+
+
+def _is_frobenius(network: Network) -> bool:
+    """Return whether updates are the same part of the weights' Frobenius norm in layers of different shapes, and not of
+    the same natural norm.
+    """
+    rows = [row for row in network.peers if row.get("update_fro") > 0 and row.get("weight_fro") > 0]
+    if len({min(row.info.fan_in, row.info.fan_out) for row in rows}) < 2 or len({row.info.fan_in for row in rows}) < 2:
+        return False  # with as many inputs everywhere, the first step of Adam looks like this too
+    ratios = [row.get("update_fro") / row.get("weight_fro") for row in rows]
+    sizes = [row.get("update_natural") for row in rows]
+    return len(rows) > 2 and max(ratios) < ALIKE * min(ratios) and max(sizes) > ALIKE * min(sizes)
 
 
 def _heavy(finding: Finding, row: Row, network: Network) -> Explanation | None:
@@ -258,7 +285,7 @@ _BY_CHECK: dict[str, tuple[Explainer, ...]] = {
     "exploding": (_rate, _embedding, _exploding),
     "grown": (_rate, _grown),
     "rounding": (_rounding,),
-    "reference": (_theory, _rate, _heavy, _vanishing, _readout_width),
+    "reference": (_theory, _rate, _frobenius, _heavy, _vanishing, _readout_width),
     "weights": (_heavy,),
     "embedding": (_embedding,),
     "logits_exploding": (_rate, _logits),

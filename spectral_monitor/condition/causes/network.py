@@ -139,6 +139,16 @@ def _ntk(finding: Finding, network: Network, pace: float, first: str) -> Explana
     return Explanation("ntk_scaling", how, Remedy("check"))
 
 
+def _readout(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+    return Explanation(
+        "readout_takes_all",
+        f"the readout takes {short(100 * finding.value)} % of what a step takes off the loss, for long: hidden layers "
+        "hardly learn features; give them larger learning rates or the readout a smaller one, and standardize targets "
+        "that are far larger than the outputs begin",
+        Remedy("check"),
+    )
+
+
 _OF_NETWORK: dict[str, Callable[[Finding, Network, float, str], Explanation]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
@@ -152,4 +162,5 @@ _OF_NETWORK: dict[str, Callable[[Finding, Network, float, str], Explanation]] = 
     "momentum": _momentum,
     "sgd_rule": _sgd_rule,
     "ntk": _ntk,
+    "readout_takes_all": _readout,
 }

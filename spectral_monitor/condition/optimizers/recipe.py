@@ -23,6 +23,11 @@ _KINDS = {
         "1/fan_in",
     ): "{optimizer} rates that go with 1/fan_in (neural tangent parametrization): hidden layers learn "
     "less, the wider they are",
+    (
+        "lamb",
+        "one rate",
+    ): "{optimizer} updates in proportion to the Frobenius norm of weights: where updates are of low "
+    "rank, layers with many inputs and outputs take larger steps than others",
     ("muon", "one rate"): "{optimizer} for hidden matrices: its updates have the same size at any width",
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from spectral_monitor.engine.results.raw import Raw, Values
 from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.layers import Layer
+from spectral_monitor.parametrization.tying import contribution_blocks
 from spectral_monitor.quantities.quantity import Norm
 
 RATIOS = frozenset(
@@ -202,7 +203,8 @@ class LayerScalars:
 def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -> dict[str, float]:
     """Values of the whole network that follow from what was measured, NaN where they are not defined.
 
-    ``loss_change_predicted`` counts every parameter with a gradient, measured or not, each once. Of several readouts
+    ``loss_change_predicted`` counts every parameter with a gradient, measured or not, each once.
+    ``contribution_spread`` is of the blocks of :func:`contribution_blocks`. Of several readouts
     ``final_layer_alignment`` is the smallest, of those that were called.
     """
     summary: dict[str, float] = {}
@@ -213,10 +215,12 @@ def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -
         ]
         known = bool(parts) and not bool(values["contribution"].isinf().any())
         summary["loss_change_predicted"] = -sum(parts) if known else math.nan
-        shares = values["contribution"][operators]
-        shares = shares[~shares.isnan()]
-        downhill = len(shares) > 0 and bool(shares.amin() > 0)
-        summary["contribution_spread"] = float(shares.amax() / shares.amin()) if downhill else math.nan
+        shares = block_contributions(values["contribution"].tolist(), layers)
+        downhill = bool(shares) and min(shares) > 0
+        taken = _of_readouts(values["contribution"].tolist(), layers)
+        decrease = -summary["loss_change_predicted"]
+        summary["readout_share"] = taken / decrease if decrease > 0 else math.nan
+        summary["contribution_spread"] = max(shares) / min(shares) if downhill else math.nan
     if "alignment" in values:
         heads = [float(values["alignment"][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
         summary["final_layer_alignment"] = min((head for head in heads if not math.isnan(head)), default=math.nan)
@@ -228,3 +232,23 @@ def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -
         off = torch.maximum(off, 1 / off)
         summary["worst_layer_ratio"] = max((x for x in off.tolist() if not math.isnan(x)), default=math.nan)
     return summary
+
+
+def block_contributions(contributions: Sequence[float], layers: Sequence[Layer]) -> list[float]:
+    """Return what the blocks contribute of which something is known, from what their layers do."""
+    found = []
+    for block in contribution_blocks(layers):
+        known = [x for i in block.members if not math.isnan(x := contributions[i])]
+        found += [sum(known)] if known else []
+    return found
+
+
+def _of_readouts(contributions: Sequence[float], layers: Sequence[Layer]) -> float:
+    """Return what the readouts contribute, their biases included; NaN where a readout is an embedding too."""
+    readouts = [layer for layer in layers if layer.info.role == "readout"]
+    names = {layer.info.name for layer in readouts}
+    if any(layer.tied_to for layer in readouts) or any(layer.tied_to in names for layer in layers):
+        return math.nan
+    blocks = {layer.block for layer in readouts}
+    known = [x for x, layer in zip(contributions, layers, strict=True) if layer.block in blocks and not math.isnan(x)]
+    return sum(known) if known else math.nan

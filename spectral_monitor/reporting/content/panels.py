@@ -87,7 +87,7 @@ PANELS: tuple[Panel, ...] = (
         "bfa_cos",
         "1 = outputs move straight downhill, 0 = sideways, below 0 = uphill. Real networks: 0.01 to 0.3. A layer that "
         "stays below 0 works against the loss: look for a wrong sign, stale gradients or far too much momentum.",
-        ("contribution_spread", "loss_change", "loss_change_predicted", "edge"),
+        ("contribution_spread", "readout_share", "loss_change", "loss_change_predicted", "edge"),
         roles=MATRICES | {NODE},
     ),
     Panel(

@@ -1,0 +1,115 @@
+"""``qk_clip``: logits above the limit lower the learning rates of queries and keys, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as hf
+from families import TOKENS
+from test_named_before_the_loss_rises import RATE, text
+
+from spectral_monitor import LayerInfo, LRCorrection, Measurement, SpectralCondition, SpectralProbe
+from spectral_monitor.condition.settings import CHECKS
+from spectral_monitor.correction.logit_clip import LEAST, LogitClip
+
+LIMIT = 50.0
+FAST = [f"model.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "qk"]
+
+
+def block(query, key):
+    return SimpleNamespace(layer=query, query=SimpleNamespace(layer=query), key=SimpleNamespace(layer=key))
+
+
+def measurement(*logits):
+    layers = tuple(LayerInfo(str(i), "operator", 4, 4, (4, 4)) for i in range(len(logits)))
+    values = {"attention_logit_max": torch.tensor(logits), "lr_multiplier": torch.full((len(logits),), 3.0)}
+    return Measurement(1, layers, values, {})
+
+
+def test_factors():
+    """Of two blocks, the second with a projection that makes queries and keys at once."""
+    clip = LogitClip(100.0, [block(0, 1), block(2, 2)])
+    assert clip.update(measurement(100.0, math.nan, -5.0)) == []
+    assert clip.factors == {0: 1.0, 1: 1.0, 2: 1.0}
+    (change,) = clip.update(measurement(200.0, math.nan, 50.0))
+    assert clip.factors == {0: 0.25, 1: 0.25, 2: 1.0}
+    assert (change.layer, change.before, change.after, change.observed, change.wanted) == ("0", 3.0, 0.75, 200.0, 100.0)
+    clip.update(measurement(math.nan, math.nan, 1e6))
+    assert clip.factors == {0: 0.25, 1: 0.25, 2: LEAST}, "what is not known changes nothing"
+    again = LogitClip(100.0, [block(0, 1), block(2, 2)])
+    again.load_state_dict(clip.state_dict())
+    for expected in (0.5, 1.0, 1.0):
+        again.update(measurement(99.0, math.nan, 101.0))
+        assert again.factors[0] == again.factors[1] == expected
+    assert again.factors[2] == LEAST
+
+
+def train(factor, steps, **settings):
+    """A LLaMA whose queries and keys learn ``factor`` times as fast, where verdicts mend nothing."""
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=TOKENS,
+        max_position_embeddings=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    model = hf.LlamaForCausalLM(config)
+    named = dict(model.named_parameters())
+    fast = [named[f"{name}.weight"] for name in FAST]
+    groups = [{"params": [p for p in named.values() if not any(p is q for q in fast)]}]
+    optimizer = torch.optim.AdamW([*groups, {"params": fast, "lr": factor * RATE}], lr=RATE, weight_decay=0.0)
+    probe = SpectralProbe(
+        model, optimizer, quantities=["lr", "attention_logit_max"], every_n_steps=1, mode="correct",
+        correction=LRCorrection("balance", **settings), condition=SpectralCondition(ignore=list(CHECKS)),
+    )  # fmt: skip
+    logits, rates = [], []
+    for ids in text(steps):
+        optimizer.zero_grad()
+        with probe.step():
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+        logits.append(max(probe.latest.value("attention_logit_max", name) for name in FAST if "q_proj" in name))
+        rates.append({info.name: probe.latest.value("lr", info.name) for info in probe.latest.layers})
+    return probe, model, logits, rates
+
+
+def test_logits_stay_near_the_limit():
+    _, _, free, _ = train(30, 20)
+    _, _, held, rates = train(30, 20, qk_clip=LIMIT)
+    first = next(step for step, logit in enumerate(held) if logit > LIMIT)
+    assert held[: first + 1] == free[: first + 1], "nothing changes before"
+    assert free[-1] > 10 * LIMIT
+    assert held[-1] < 4 * LIMIT
+    for name, rate in rates[first].items():
+        assert name in FAST or rates[first + 1][name] == rate
+    over = held[first] / LIMIT
+    assert min(rates[first + 1][name] / rates[first][name] for name in FAST) == pytest.approx(over**-2, rel=1e-3)
+
+
+def test_below_the_limit_training_is_the_same_bit_for_bit():
+    _, plain, _, _ = train(1, 6)
+    probe, limited, logits, _ = train(1, 6, qk_clip=100.0)
+    assert max(logits) < 100
+    assert set(probe.multipliers.values()) == {1.0}
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), limited.parameters(), strict=True))
+
+
+def test_it_goes_on_after_a_checkpoint():
+    probe, _, _, _ = train(30, 8, qk_clip=LIMIT)
+    other, _, _, _ = train(1, 1, qk_clip=LIMIT)
+    assert min(probe.multipliers[name] for name in FAST) < 0.5
+    assert set(other.multipliers.values()) == {1.0}
+    other._supervisor.load_state_dict(probe._supervisor.state_dict())
+    assert other.multipliers == probe.multipliers
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, math.nan, True, "100"])
+def test_impossible_limits_are_refused(limit):
+    with pytest.raises(ValueError, match="qk_clip is a positive number or None"):
+        LRCorrection(qk_clip=limit)
+
+
+def test_logits_are_measured_only_if_they_are_limited():
+    assert "attention_logit_max" not in LRCorrection().quantities
+    assert "attention_logit_max" in LRCorrection(qk_clip=100).quantities

@@ -1,0 +1,198 @@
+"""Policy "fsc": every block of parameters takes the same part of the decrease, all together the learning rate or, as
+Polyak would have it, the part of the loss that can be gained."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralMonitorWarning, SpectralProbe
+from spectral_monitor.layers import dissect
+from spectral_monitor.parametrization.tying import contribution_blocks
+from spectral_monitor.scaling import calibrate
+
+LR, WORDS, WIDTH = 0.005, 11, 24
+
+
+class Language(nn.Module):
+    """Returns its loss. ``scale`` stands alone; ``shift`` does nothing, for softmax takes no notice of it."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(1))
+        self.tokens, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(6, WIDTH)
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down, self.head = nn.Linear(2 * WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WORDS)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids, targets):
+        x = (self.tokens(ids) + self.places(torch.arange(ids.shape[1]))) * self.scale
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        logits = self.head(x) / WIDTH**0.5 + self.shift
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+BLOCKS = [
+    {"scale"},
+    {"shift"},
+    {"tokens"},
+    {"places"},
+    {"norm.weight", "norm.bias"},
+    {"up", "up.bias"},
+    {"down"},
+    {"head", "head.bias"},
+]
+
+
+def batch(step=0):
+    g = torch.Generator().manual_seed(step)
+    ids = torch.randint(WORDS, (32, 6), generator=g)
+    return ids, (3 * ids + 1) % WORDS
+
+
+def train(network, steps, **settings):
+    """Plain gradient descent under fsc; what the last step took off the loss, and contributions without the package."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=LR)
+    rule = LRCorrection("fsc", **settings)
+    probe = SpectralProbe(network, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
+    for _ in range(steps):
+        before = {name: p.detach().clone() for name, p in network.named_parameters()}
+        with probe.step():
+            optimizer.zero_grad()
+            loss = network(*batch())
+            loss.backward()
+            gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+            optimizer.step()
+    after = dict(network.named_parameters())
+    shares = defaultdict(float)
+    for name, gradient in gradients.items():
+        shares[name.removesuffix(".weight").removesuffix(".bias")] -= float(
+            (gradient.double() * (after[name].detach() - before[name]).double()).sum()
+        )
+    return probe, dict(shares), loss.item()
+
+
+def test_blocks():
+    layers = dissect(Language()).layers
+    found = [{layers[i].info.name for i in block.members} for block in contribution_blocks(layers)]
+    assert found == BLOCKS
+    tied = dissect(Language(tied=True)).layers
+    together = [{tied[i].info.name for i in block.members} for block in contribution_blocks(tied)]
+    assert {"tokens", "head"} in together, "they have one gradient"
+    assert {"head.bias"} in together
+    assert len(together) == len(BLOCKS)
+
+
+def test_where_modules_have_parts_or_several_matrices_parameters_stand_alone():
+    layers = dissect(nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "r": nn.LSTM(4, 4)})).layers
+    assert all(
+        not block.followers or "out_proj" in layers[block.leader].info.name for block in contribution_blocks(layers)
+    )
+
+
+def test_they_are_those_of_calibrate():
+    network = Language()
+    network.shift.requires_grad_(False)
+    found = calibrate(network, [batch()])
+    blocks = {frozenset(name.removesuffix(".weight") for name in names) for names in found.parameters.values()}
+    assert blocks == {
+        frozenset({"norm", "norm.bias"}) if "norm.bias" in b else frozenset(b) for b in BLOCKS if "shift" not in b
+    }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_blocks_contribute_alike_and_together_the_learning_rate(tied):
+    network = Language(tied)
+    _, shares, _ = train(network, 40)
+    count = len(BLOCKS) - 1
+    assert abs(shares.pop("shift")) < 1e-9
+    assert len(shares) == count
+    assert list(shares.values()) == pytest.approx([LR / count] * count, rel=0.1)
+    assert sum(shares.values()) == pytest.approx(LR, rel=0.05)
+
+
+def test_one_measurement_tells_the_multipliers():
+    """At the same gradient, contributions would then be equal, exactly; what stands in softmax alone is left alone."""
+    probe, shares, _ = train(Language(), 1)
+    del shares["shift"]
+    assert probe.multipliers["shift"] == 0.01
+    for name, share in shares.items():
+        multiplier = probe.multipliers["norm.weight" if name == "norm" else name]
+        assert share * multiplier / 0.01 == pytest.approx(LR / 7, rel=1e-3), name
+
+
+def test_frozen_blocks_are_not_counted():
+    network = Language()
+    network.tokens.requires_grad_(False)
+    network.up.weight.requires_grad_(False)
+    _, shares, _ = train(network, 40)
+    del shares["shift"]
+    assert set(shares) == {"scale", "places", "norm", "up", "down", "head"}
+    assert list(shares.values()) == pytest.approx([LR / 6] * 6, rel=0.1)
+
+
+@pytest.mark.parametrize("floor", [0.0, 1.0])
+def test_polyak_goes_by_what_can_be_gained(floor):
+    network = Language()
+    losses = []
+    for steps in (30, 60):
+        probe, shares, loss = train(network, steps, polyak=floor)
+        assert probe.latest.summary["loss"] == pytest.approx(loss, rel=1e-5)
+        del shares["shift"]
+        assert sum(shares.values()) == pytest.approx(LR * (loss - floor), rel=0.1)
+        losses.append(loss)
+    assert losses[1] < losses[0] - 0.3
+    assert losses[1] > floor
+
+
+def test_polyak_stays_where_it_is_below_its_floor():
+    probe, _, _ = train(Language(), 10, polyak=50.0)
+    assert set(probe.multipliers.values()) == {0.01}
+
+
+def test_polyak_says_where_the_loss_is_not_known():
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(network.parameters(), lr=LR)
+    rule = LRCorrection("fsc", polyak=0.0)
+    probe = SpectralProbe(network, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
+    said = pytest.warns(SpectralMonitorWarning, match="not corrected .*polyak needs the loss; ")
+    with said, probe.step():
+        network(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+    assert set(probe.multipliers.values()) == {0.01}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"policy": "target", "polyak": 0.0}, "polyak is for policy \"fsc\", not 'target'"),
+        ({"policy": "fsc", "polyak": math.nan}, "polyak is the loss that can be reached, a number, got nan"),
+        ({"policy": "fsc", "polyak": True}, "got True"),
+    ],
+)
+def test_impossible_settings_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        LRCorrection(**arguments)
+
+
+def test_few_samples_do_not_tell_the_loss():
+    network = Language()
+    optimizer = torch.optim.SGD(network.parameters(), lr=LR)
+    with pytest.raises(ValueError, match="replay_samples is None, not 8"):
+        SpectralProbe(network, optimizer, replay_samples=8, correction=LRCorrection("fsc", polyak=0.0), mode="correct")
+    assert SpectralLRCorrector("fsc", polyak=0.0).settings.replay_samples is None
+    assert SpectralLRCorrector("fsc").settings.replay_samples == "auto"
+
+
+def test_gains_in_half_precision_keep_their_rate():
+    """What is left of their updates is rounding, and there is no norm that tells."""
+    network = Language().to(torch.bfloat16)
+    probe, _, _ = train(network, 10)
+    assert {probe.multipliers[name] for name in ("scale", "norm.weight", "norm.bias")} == {1.0}
+    assert all(probe.multipliers[name] != 1.0 for name in ("up", "up.bias", "down", "head", "tokens"))
