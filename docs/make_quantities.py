@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from spectral_monitor.capture.records.assumption_checks import SHARE_ROWS
+from spectral_monitor.capture.records.assumption_checks import NOISE_SAMPLES, SHARE_ROWS
 from spectral_monitor.capture.replay.feature_change import KERNEL_ROWS
 from spectral_monitor.engine.features.attention import ROWS, SEQUENCES
 from spectral_monitor.engine.features.kernels import PROBES
@@ -47,7 +47,7 @@ Everything about weights is measured on one copy of them, made right before the 
 ## Tier `full`: kernels, speeds, assumptions, weight decay
 
 All of the above, and what the papers' theorems are about; for a close look at a network, not for every run. What needs
-features is measured in a single process only. What needs weights alone is cheap and can be asked for by name:
+another pass is measured in a single process only. What needs weights alone is cheap and can be asked for by name:
 [weight decay](decay.md).
 
 {full}
@@ -78,6 +78,8 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 | `skipped_updates` | measured steps so far in which the update was missing or something was NaN or inf. |
 | `overhead_ms` | the monitor's own time in this step. |
 | `equilibrium_steps` | with `equilibrium`: 1 / (2 lr wd), the steps in which decoupled weight decay alone takes the squared size of a weight to 1/e; the median of hidden matrices. After a few of these a weight has forgotten the size it began with. |
+| `noise_scale` | with `noise_scale`: `tr Sigma / ‖G‖F^2` of all matrices that have one, as one long vector: the batch size, in samples, beyond which larger batches stop paying. Of at most {noise_samples} samples in each process, of the last micro-batch. NaN where the mean gradient cannot be told from zero. |
+| `noise_scale_low`, `noise_scale_high` | an interval that holds it in 95 of 100 cases. The upper end is NaN where the mean gradient may be zero: batches of the size of the noise scale, or larger, are needed to know it. |
 | `interval` | steps since the measured one before, with `max_overhead`. |
 
 With `quantities="full"` also the properties that the Feature Speed paper asks of a network (Sections 4 and 6), for this
@@ -241,6 +243,8 @@ def cost(q: Quantity) -> str:
         parts.append("hooks")
         if q.key == "sample_share":
             parts.append(f"inner products of all inputs with {SHARE_ROWS} of them, and of those with `b`")
+        if q.key == "noise_scale":
+            parts.append(f"two products of the size of `g`, and inner products of the rows of {NOISE_SAMPLES} samples")
         if {"W", "dW"} & q.needs:
             parts.append("`" + ("W" if "W" in q.needs else "dW") + "` times 256 rows")
     if {"dh", "J", "db"} & q.needs:
@@ -281,7 +285,12 @@ def page() -> str:
     vectors = ", ".join(f"`{key}`" for key in QUANTITIES if QUANTITIES[key].of_vectors)
     tiers = {tier: rows(tier) for tier in ("light", "standard", "full")}
     return HEAD.format(**tiers) + TAIL.format(
-        vectors=vectors, probes=PROBES, kernel_rows=KERNEL_ROWS, attention_rows=ROWS, attention_sequences=SEQUENCES
+        vectors=vectors,
+        probes=PROBES,
+        kernel_rows=KERNEL_ROWS,
+        attention_rows=ROWS,
+        attention_sequences=SEQUENCES,
+        noise_samples=NOISE_SAMPLES,
     )
 
 

@@ -28,6 +28,7 @@ from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
 from spectral_monitor.engine.attention_watch import AttentionWatch
 from spectral_monitor.engine.features.changes import ChangeStage
 from spectral_monitor.engine.features.kernels import ALONE, FullStage
+from spectral_monitor.engine.features.noise import measure_noise
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
 from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs
 from spectral_monitor.engine.features.stage import RowStage, input_rows
@@ -35,7 +36,9 @@ from spectral_monitor.engine.observation import sights, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
 from spectral_monitor.engine.results.measurement import Measured
-from spectral_monitor.engine.results.raw import RawScalars
+from spectral_monitor.engine.results.noise import DIVIDED
+from spectral_monitor.engine.results.noise import KEY as NOISE
+from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.settings import ATTENTION, FEATURES, Settings
 from spectral_monitor.engine.state import COMPARED, START, EngineState
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
@@ -187,7 +190,7 @@ class Engine(EngineState):
         with self._harmless("setting up"):
             self._replaced = replaced(self._whereabouts, self.layers, self._warn)
             if self.watches_features:
-                self.features.look_for(self.asked.keys if self._alone else ())
+                self.features.look_for(self.asked.keys if self._alone else {NOISE} & set(self.asked.keys))
                 self.features.watch_gradients = "backward_speed" in self.asked.keys
                 self.features.watch_losses = "dh" in self.asked.needs or self.features.watch_gradients
                 foresight = nothing if ALONE & set(self.asked.keys) else self._replays.slices.foresee
@@ -314,6 +317,8 @@ class Engine(EngineState):
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         facts.unseen, facts.shared = self._replays.unseen, self.features.shared
         facts.sampled = bool(self.features.looked_at)
+        if seen.batch_count < len(seen.batches):
+            facts.why_not[NOISE, NETWORK] = DIVIDED
         stage.unused = facts.unused
         rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out)
         agreed(self._before_replay(rows, outputs), self.processes)
@@ -368,9 +373,14 @@ class Engine(EngineState):
             yield from self._attention.routine()
             if features:
                 yield from rows.forward(calls, outputs)
+            if NOISE in self.asked.keys:
+                yield from measure_noise(calls, len(self.layers), None, self._out)
             return
         routines = [rows.sample(calls), self._stage.routine(), self._attention.routine()]
-        yield from gather([*routines, rows.forward(calls, outputs)] if features else routines)
+        routines += [rows.forward(calls, outputs)] if features else []
+        if NOISE in self.asked.keys:
+            routines.append(measure_noise(calls, len(self.layers), self.processes, self._out))
+        yield from gather(routines)
 
     def _inputs(self, i: int) -> Tensor | None:
         """Input rows that alignments are measured on."""

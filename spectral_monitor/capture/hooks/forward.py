@@ -19,6 +19,7 @@ from spectral_monitor.capture.hooks.registration import (
     in_transform,
 )
 from spectral_monitor.capture.hooks.tensor_version import Marks, marks
+from spectral_monitor.capture.replay.batch_slicing import batch_size
 from spectral_monitor.capture.replay.eager_pass import LossGradient, OutputGradients
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.capture.replay.replay import RootCall
@@ -127,6 +128,7 @@ class FeatureCapture(CallRecorder):
             self._portion = None
             self._root = RootCall(module, args, kwargs)
             self._portion = self._foresight(self._root)
+            self._samples = batch_size(self._root.given)
 
     def _drop_finished(self) -> None:
         """Drop the calls of finished micro-batches: a forward after a backward begins another one, and the last one is
@@ -229,6 +231,7 @@ class FeatureCapture(CallRecorder):
         again.rewind()
         portion = self._portion = self._foresight(again)
         run = again if portion is None else again.part(slice(portion.samples))
+        self._samples = batch_size(run.given)
         before = self.calls, self.order, self.backward_pass
         opened = self.forward_open, self.backward_open
         self.calls, self.order = {}, []

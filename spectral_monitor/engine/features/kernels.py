@@ -25,7 +25,7 @@ from spectral_monitor.functional.kernels import bfk_moments, kernel_change, leng
 from spectral_monitor.functional.laziness import kernel_alignment
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.messages import WarnOnce
-from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.quantities import assumptions, laziness
 from spectral_monitor.state.snapshot import preserved
 
 PROBES = 4
@@ -33,7 +33,7 @@ PROBES = 4
 SEED = 3
 """Of the private generator they are drawn from: the same ones in every step, so that their noise is no change."""
 
-ALONE = frozenset(key for key, q in QUANTITIES.items() if q.tier == "full" and q.needs & {"h", "b"})
+ALONE = frozenset(q.key for q in (*assumptions.ENTRIES, *laziness.ENTRIES) if q.needs & {"h", "b"})
 """Quantities that are measured in a single process only."""
 
 SEVERAL = "measured in a single process only"
