@@ -213,7 +213,7 @@ known only above about 1.6 %; weights, updates, contributions and drift are as g
 
 MEANING = ("quantity", "what it says", "healthy", "when it misleads")
 DEFINITION = ("quantity", "formula", "unit", "range", "cost", "source")
-MATRICES = {"W": "W", "dW": "dW", "W0": "W - W0", "W1": "W + dW"}
+MATRICES = {"W": "W", "dW": "dW", "W0": "W - W0", "W1": "W + dW", "|g|": "g"}
 RANKS = {"input_stable_rank": "h'", "backward_stable_rank": "b"}
 """Stable ranks of rows, which take a norm of these."""
 

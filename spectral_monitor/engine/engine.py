@@ -194,7 +194,7 @@ class Engine(EngineState):
                 self.features.watch_gradients = "backward_speed" in self.asked.keys
                 self.features.watch_losses = "dh" in self.asked.needs or self.features.watch_gradients
                 foresight = nothing if ALONE & set(self.asked.keys) else self._replays.slices.foresee
-                ranked = "backward_stable_rank" in self.asked.keys
+                ranked = bool({"backward_stable_rank", "backward_rms"} & set(self.asked.keys))
                 self.features.foresee(foresight, ranked, apart=self.processes is not None)
                 self.features.traced = not self._readouts.complete
                 self._readouts.begin()

@@ -32,6 +32,9 @@ class Readings(Protocol):
     def natural(self, name: str) -> float:
         """Return the natural norm of a matrix."""
 
+    def gradient_natural(self) -> float:
+        """Return the natural norm of the gradient."""
+
     def whole(self, name: str) -> float:
         """Return the Frobenius norm of a matrix, all taps and blocks together."""
 
@@ -98,11 +101,11 @@ class Quantity:
         key: name in ``Measurement.values`` and in ``spectral_<key>/<layer>``.
         notation: its formula as the documentation writes it.
         formula: how it follows from what was measured of a layer.
-        needs: what must be captured, of ``W dW WdW W1 g W0 h b dh probe J J0 db qk dqk logits state``, with spaces
-            between: ``WdW`` is the inner product of weight and update, ``W1`` the weight after the step, ``J`` the
-            derivative of the outputs by the weights, ``J0`` that at the start along what the weights have moved since,
-            ``db`` the change of b, ``qk`` the queries and keys of an attention block, ``dqk`` their change, ``logits``
-            rows of what the block computes, ``state`` what the optimizer holds of a parameter.
+        needs: what must be captured, of ``W dW WdW W1 g |g| W0 h b dh probe J J0 db qk dqk logits state``, with spaces
+            between: ``WdW`` is the inner product of weight and update, ``W1`` the weight after the step, ``|g|`` a norm
+            of the gradient, ``J`` the derivative of the outputs by the weights, ``J0`` that at the start along what the
+            weights have moved since, ``db`` the change of b, ``qk`` the queries and keys of an attention block, ``dqk``
+            their change, ``logits`` rows of what the block computes, ``state`` what the optimizer holds of a parameter.
         tier: ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward;
             ``"full"`` forwards with a graph and passes through it, checks what the papers assume, or looks closely.
         unit: what it is counted in; ``"ratio"`` where units cancel.

@@ -20,6 +20,7 @@ UNCHOSEN = "none of its max_rows rows is of the samples that are run again: rais
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
 REPLACED = "since training began its weight was replaced, pruned or parametrized"
 NOT_QUERIES = "it does not make the queries of an attention block, where those of a block are reported"
+ONE_HOT = "an embedding's inputs are one-hot"
 UNFIT = "its outputs are not its inputs times its weight"
 NO_DECAY = WeightDecay(math.nan, math.nan)
 SHARED = "all samples have its output in common, and only some were run eagerly: replay_samples=None runs all"
@@ -72,6 +73,7 @@ class StepContext:
         decay: layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter.
         attention: layer index -> what must be known of the values of the attention block reported there, by quantity.
         no_moments: layer index -> why its optimizer has no moments like Adam's.
+        no_gradient: layer index -> why its gradient is no matrix.
         why_not: (quantity, layer index or NETWORK for all of them) -> why it is missing.
     """
 
@@ -106,6 +108,7 @@ class StepContext:
     decay: dict[int, WeightDecay] = field(default_factory=dict)
     attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     no_moments: Mapping[int, str] = field(default_factory=dict)
+    no_gradient: Mapping[int, str] = field(default_factory=dict)
     why_not: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
@@ -140,6 +143,8 @@ def layer_row(
 def _value(key: str, scalars: LayerScalars, facts: StepContext) -> float:
     value = QUANTITIES[key].formula(scalars)
     # b was the gradient of the divided and scaled loss.
+    if key == "backward_rms":
+        return value * facts.accumulated / facts.loss_scale
     return value * facts.loss_scale / facts.accumulated if key == "sensitivity" else value
 
 
@@ -190,7 +195,9 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
     if key == "lr" and math.isnan(facts.lr[i]):
         return "the parameters it is computed from have different learning rates"
     if key == "contribution":
-        return _no_contribution(layer, facts)
+        return f"counted at {layer.tied_to}, whose parameter it is" if layer.tied_to else _no_gradient(facts)
+    if key == "gradient_natural":
+        return ONE_HOT if role == "embedding" else facts.no_gradient.get(i, "") or _no_gradient(facts)
     if key in ("decay_share", "equilibrium"):
         return _no_decay(key, i, layer, facts)
     if needs & {"h", "b", "dh", "probe"}:
@@ -198,9 +205,7 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
     return ""
 
 
-def _no_contribution(layer: Layer, facts: StepContext) -> str:
-    if layer.tied_to:
-        return f"counted at {layer.tied_to}, whose parameter it is"
+def _no_gradient(facts: StepContext) -> str:
     if facts.closures > 1:
         return f"the closure ran {facts.closures} times: the gradient is not that of the weights before the step"
     if facts.rewritten:
@@ -231,7 +236,7 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     if facts.unseen or facts.moved:
         return facts.unseen or MOVED
     if layer.info.role == "embedding" and entry.of_inputs:
-        return "an embedding's inputs are one-hot"
+        return ONE_HOT
     if i in facts.unfit:
         return UNFIT
     if i in facts.hidden:

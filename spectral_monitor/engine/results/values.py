@@ -95,6 +95,12 @@ class LayerScalars:
         norms = self._norms(name, norm)
         return math.nan if any(math.isnan(value) for value in norms) else max(norms)
 
+    def gradient_natural(self) -> float:
+        """Spectral norm of the gradient in the units that are dual to those of the natural norm."""
+        pairs = zip(self.layer.layout.fan_outs, self._norms("g", "sigma"), strict=True)
+        norms = [math.sqrt(fan_out / self.layer.layout.fan_in) * norm for fan_out, norm in pairs]
+        return _largest(norms)
+
     def natural(self, name: str) -> float:
         """Natural norm by the layer's role; of each block by its own fans."""
         if self.layer.info.role == "embedding":

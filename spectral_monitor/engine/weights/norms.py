@@ -41,7 +41,8 @@ class Job(NamedTuple):
 
     Attributes:
         stack: the matrices.
-        name: of the raw scalars: ``W`` before the update, ``dW``, ``W1`` after it, ``drift`` or ``W0`` at the start.
+        name: of the raw scalars: ``W`` before the update, ``dW``, ``W1`` after it, ``drift`` or ``W0`` at the start, or
+            ``g``, the gradient.
     """
 
     stack: MatrixBatch
@@ -51,7 +52,7 @@ class Job(NamedTuple):
 Mapped = tuple[Job, Tensor, Tensor | None]
 """Matrices, lengths (K, R) of what they make of the inputs, and their norms (K,), if known."""
 
-NEEDS = {"W": "W", "dW": "dW", "W1": "W1", "drift": "W0", "W0": "W0"}
+NEEDS = {"W": "W", "dW": "dW", "W1": "W1", "drift": "W0", "W0": "W0", "g": "|g|"}
 """What a quantity needs that is read off these matrices."""
 MAPS = {"W": ("alignment", ""), "dW": ("update_alignment", "feature_change_local")}
 """Quantities that say what matrices make of the layers' inputs: how well they are aligned, and their length."""
