@@ -180,6 +180,14 @@ twice.
 `backward_speed` needs the loss after the step: the model has to return the loss it is trained on, or Lightning's
 `training_step` is run again. It takes `b` from a second backward pass and contains no formula.
 
+`dual_bfa_cos` and `gradient_change` come from the same pass. `gradient_change` compares gradients of weights where they
+arrive, so clipping and earlier micro-batches do not count.
+
+A layer's change has three parts, `dh = dW h' + W dh' + dW dh'`, but for its bias: its own update
+(`feature_change_local`), what it inherits from the layers below (`feature_change_inherited`), and both together
+(`feature_change_joint`). Each is a root mean square over rows, relative to that of `h`. They are vectors: their sizes
+need not add up to `feature_change`.
+
 `activation_ratio` follows the graph from a layer's inputs back to the measured layer they come from; it is NaN unless
 there are only elementwise operations on the way (activations, dropout, scaling, reshaping), so in a residual network for
 most layers, and for the first one always. The mean is over rows; over samples where a convolution's map becomes one row;
@@ -249,6 +257,8 @@ def cost(q: Quantity) -> str:
             parts.append("`" + ("W" if "W" in q.needs else "dW") + "` times 256 rows")
     if {"dh", "J", "db"} & q.needs:
         parts.append("one more forward")
+    if "Wdh" in q.needs:
+        parts.append(f"a copy of `W`, two products with {KERNEL_ROWS} rows")
     if "J" in q.needs:
         parts.append(f"{2 * PROBES} passes backward from each layer to the first")
     if "db" in q.needs:

@@ -27,7 +27,7 @@ from spectral_monitor.engine.agreement.rank_report import LayerObservation, Step
 from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
 from spectral_monitor.engine.attention_watch import AttentionWatch
 from spectral_monitor.engine.features.changes import ChangeStage
-from spectral_monitor.engine.features.kernels import ALONE, FullStage
+from spectral_monitor.engine.features.kernels import ALONE, BACKWARD, FullStage
 from spectral_monitor.engine.features.noise import measure_noise
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
 from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs
@@ -191,7 +191,8 @@ class Engine(EngineState):
             self._replaced = replaced(self._whereabouts, self.layers, self._warn)
             if self.watches_features:
                 self.features.look_for(self.asked.keys if self._alone else {NOISE} & set(self.asked.keys))
-                self.features.watch_gradients = "backward_speed" in self.asked.keys
+                self.features.watch_gradients = bool(BACKWARD & set(self.asked.keys))
+                self.features.watch_weights = "gradient_change" in self.asked.keys and self._alone
                 self.features.watch_losses = "dh" in self.asked.needs or self.features.watch_gradients
                 foresight = nothing if ALONE & set(self.asked.keys) else self._replays.slices.foresee
                 ranked = bool({"backward_stable_rank", "backward_rms"} & set(self.asked.keys))
@@ -323,7 +324,7 @@ class Engine(EngineState):
         rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out)
         agreed(self._before_replay(rows, outputs), self.processes)
         if self.watches_features:
-            full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn)
+            full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn, stage.old)
             full.checks()
             part = min(int(some.part) for some in seen.steps)
             if not self._replays.slices.agree([int(some.samples) for some in seen.steps]):

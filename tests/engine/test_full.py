@@ -101,7 +101,8 @@ def gradients(model, x, y, factor=1.0):
 def test_tiers():
     assert [
         *("weight_cancellation", "feature_cancellation", "activation_ratio", "sample_share", "kernel_change"),
-        *("bfk_ratio", "backward_speed"),
+        *("bfk_ratio", "backward_speed", "dual_bfa_cos", "gradient_change"),
+        *("feature_change_inherited", "feature_change_joint"),
     ] == FULL
     assert TIERS["full"] == tuple(QUANTITIES)
     modules = (assumptions, attention, laziness, optimizers, signals)

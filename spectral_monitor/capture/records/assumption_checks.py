@@ -162,8 +162,13 @@ def matrix_inputs(x: Tensor, layer: Layer) -> Tensor | None:
         return None
     if layout.kind == "patches":
         return rows_of(patches_of(x, layout.shape[2:]), False, 0)
-    pointwise = layout.kind == "conv" and layout.taps == layout.groups == 1
-    return rows_of(x, layer.channels_first, len(layer.info.shape) - 2) if pointwise or _is_one_matrix(layer) else None
+    return rows_of(x, layer.channels_first, len(layer.info.shape) - 2) if is_pointwise(layer) else None
+
+
+def is_pointwise(layer: Layer) -> bool:
+    """Return whether a layer multiplies each row of its inputs with a single matrix."""
+    layout = layer.layout
+    return _is_one_matrix(layer) or (layout.kind == "conv" and layout.taps == layout.groups == 1)
 
 
 def _is_one_matrix(layer: Layer) -> bool:

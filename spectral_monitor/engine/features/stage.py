@@ -157,7 +157,7 @@ class RowStage:
         common = {key: found for key, found in rows.items() if key[1] == "b" and key[0] in census.common}
         plain = {key: found for key, found in rows.items() if key not in common}
         run = sequence if exchange is None else gather
-        if {"backward_speed", "backward_rms"} & set(self._settings.keys):
+        if {"backward_speed", "dual_bfa_cos", "backward_rms"} & set(self._settings.keys):
             sizes.update({key: _rows_size(found) for key, found in plain.items() if key[1] == "b"})
         yield from run([self._sizes(sizes), self._measured(plain), self._of_sums(common)])
 

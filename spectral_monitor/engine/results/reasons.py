@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from spectral_monitor.capture.replay.feature_change import PARTS
 from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay
 from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
@@ -33,6 +34,8 @@ roundings are spread over a third of their bound. Angles need more: see ``Quanti
 
 DRIFTS = ("feature_drift", "kernel_drift")
 """Changes since the start, relative to what was there."""
+OVER_OUTPUTS = PARTS | {"feature_change_local"}
+"""Quantities that are read off inputs, but relative to outputs."""
 ATTENTION = frozenset(entry.key for entry in attention.ENTRIES)
 """Quantities of attention blocks."""
 
@@ -256,13 +259,14 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return facts.no_drift or missed or tiny or (ROUNDED if rounded else "")
     if key == "feature_change_local" and layer.layout.taps > 1:
         return "the taps of a convolution overlap: what one adds, another may take away"
-    if needs & {"h", "dh"} and (not entry.of_inputs or key == "feature_change_local") and i not in facts.lasted:
+    if needs & {"h", "dh"} and (not entry.of_inputs or key in OVER_OUTPUTS) and i not in facts.lasted:
         return "its outputs were overwritten in this step; from the next measured one on they are copied"
     if "b" in needs and i in facts.shared:
         return SHARED
     if "b" in needs and i not in facts.graded:
         return "no gradient arrived at its output, or more than one, or it was overwritten"
-    if key == "backward_speed" and 0 < scalars.get("db.norm") < CHANGE_MARGIN * facts.eps[i] * scalars.get("b.norm"):
+    changed = {"backward_speed": "b", "dual_bfa_cos": "b", "gradient_change": "g"}.get(key, "")
+    if changed and 0 < scalars.get(f"d{changed}.norm") < entry.margin * facts.eps[i] * scalars.get(f"{changed}.norm"):
         return "its change is too close to the rounding of its gradients"
     if "dh" not in needs:
         return ""
@@ -272,8 +276,16 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return missed or "called differently when the forward was run again"
     if tiny:
         return tiny
+    if key in PARTS:
+        return _no_part(scalars, facts.eps[i])
     if key == "feature_cancellation":
         return ""  # a change that is rounded away cancels nothing
     if scalars.get("dh.norm") > 0 and not scalars.above_rounding(facts.eps[i], entry.margin):
         return ROUNDED
     return ""
+
+
+def _no_part(scalars: LayerScalars, eps: float) -> str:
+    if math.isnan(scalars.get("W.dh")) and scalars.sound():
+        return "known of single matrices that are trained, and whose inputs are at hand before and after the step"
+    return ROUNDED if 0 < scalars.get("dx.norm") < CHANGE_MARGIN * eps * scalars.get("x.norm") else ""

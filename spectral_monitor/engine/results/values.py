@@ -185,11 +185,16 @@ class LayerScalars:
         lengths = self.get("b.compared") * self.get("dh.norm")
         return min(max(-self.get("b.dh") / lengths, -1.0), 1.0) if lengths else math.nan
 
-    def local_change(self) -> float:
-        """RMS length of ``dW h'`` over that of ``h``."""
+    def part_of_change(self, name: str) -> float:
+        """RMS length of ``dW h'``, ``W dh'`` or ``dW dh'`` over that of ``h``."""
         length = self.get("h.norm") / math.sqrt(rows) if (rows := self.get("h.rows")) else math.nan
-        squares = self._raw.get("dW.h", [math.nan])  # of each block, the mean over rows
+        squares = self._raw.get(name, [math.nan])  # of each block, the mean over rows
         return math.sqrt(float(sum(squares))) / length if length else math.nan
+
+    def dual_cosine(self) -> float:
+        """Cosine of the angle between the features and minus the change of their gradients."""
+        lengths = self.get("h.beside_db") * self.get("db.norm")
+        return min(max(-self.get("db.h") / lengths, -1.0), 1.0) if lengths else math.nan
 
     def sensitivity(self) -> float:
         """Feature change per loss decrease; rows that were not compared are taken to add as much to it as others."""

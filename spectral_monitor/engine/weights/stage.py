@@ -62,6 +62,7 @@ class MatrixStage:
         divided: layers whose parameters are stepped by several optimizers.
         no_moments: layer index -> why its optimizer has no moments like Adam's, where those are asked for.
         no_gradient: layer index -> why its gradient is no matrix, where norms of gradients are asked for.
+        old: layer index -> its weight before the step, where parts of changes are asked for.
         rates: every parameter that is trained and the learning rate it meets, where kernels are asked for.
     """
 
@@ -98,6 +99,7 @@ class MatrixStage:
         self.divided: set[int] = set()
         self.no_moments: dict[int, str] = {}
         self.no_gradient: dict[int, str] = {}
+        self.old: dict[int, Tensor] = {}
         self.rates: list[tuple[nn.Parameter, float]] = []
         self._stepper: dict[int, int] = {}
 
@@ -109,6 +111,8 @@ class MatrixStage:
         for i in mine:
             if self._stepper.setdefault(i, id(optimizer)) != id(optimizer):
                 self.divided.add(i)
+        if "Wdh" in self.settings.needs and self._exchange is None:
+            self.old.update({i: kept(m.layer.weight().detach(), self._host) for i, m in mine.items()})
         held = _Held(mine, self._stacks(mine) if self.settings.needs & {"W", "dW", "W0", "|g|"} else [])
         for stack in held.stacks:
             stack.load(self._host)
