@@ -9,6 +9,7 @@ from spectral_monitor.capture.records.assumption_checks import NOISE_SAMPLES, SH
 from spectral_monitor.capture.replay.feature_change import KERNEL_ROWS
 from spectral_monitor.engine.features.attention import ROWS, SEQUENCES
 from spectral_monitor.engine.features.kernels import PROBES
+from spectral_monitor.engine.features.outputs import FORMATS
 from spectral_monitor.quantities import QUANTITIES, Quantity
 
 TARGET = Path(__file__).with_name("quantities.md")
@@ -44,7 +45,7 @@ Everything about weights is measured on one copy of them, made right before the 
 ## Tier `standard`, the default: features too
 
 {standard}
-## Tier `full`: kernels, speeds, assumptions, weight decay
+## Tier `full`: kernels, speeds, assumptions, weight decay, noise, formats
 
 All of the above, and what the papers' theorems are about; for a close look at a network, not for every run. What needs
 another pass is measured in a single process only. What needs weights alone is cheap and can be asked for by name:
@@ -195,6 +196,11 @@ all entries count as one row where dimensions are permuted on the way. `sample_s
 It is measured for Linear layers. `kernel_change` compares outputs `h`, before the activation, in {kernel_rows} rows of
 each call.
 
+`underflow_*` scale a tensor so that its largest entry is the largest number of the format, as a cast with one scale for
+the whole tensor does, and count which entries a cast then makes 0. With that scale nothing overflows, so there is no
+share of overflow; bf16 has the range of float32 and loses nothing. Of several processes each casts what it holds, and
+the mean over them is reported. `feature_rms` of the output layer is the size of its logits.
+
 None of these touches training: backward passes run on a forward of their own, under guards that keep gradients, hooks
 of modules and parameters, random numbers and buffers as they were.
 
@@ -235,6 +241,8 @@ def cost(q: Quantity) -> str:
         parts += [f"one look at `{MATRICES[need]}`" for need in MATRICES if need in q.needs]
     else:
         parts += [f"norm of `{MATRICES[need]}`" for need in MATRICES if need in q.needs]
+    if q.key == "underflow_weights":
+        parts.append("a cast of `W`")
     if "WdW" in q.needs:
         parts.append("one product of `W` and `dW`")
     if "qk" in q.needs:
@@ -253,6 +261,8 @@ def cost(q: Quantity) -> str:
             parts.append(f"inner products of all inputs with {SHARE_ROWS} of them, and of those with `b`")
         if q.key == "noise_scale":
             parts.append(f"two products of the size of `g`, and inner products of the rows of {NOISE_SAMPLES} samples")
+        if q.key in FORMATS:
+            parts.append("a cast of the rows")
         if {"W", "dW"} & q.needs:
             parts.append("`" + ("W" if "W" in q.needs else "dW") + "` times 256 rows")
     if {"dh", "J", "db"} & q.needs:

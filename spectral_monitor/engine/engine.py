@@ -29,6 +29,7 @@ from spectral_monitor.engine.attention_watch import AttentionWatch
 from spectral_monitor.engine.features.changes import ChangeStage
 from spectral_monitor.engine.features.kernels import ALONE, BACKWARD, FullStage
 from spectral_monitor.engine.features.noise import measure_noise
+from spectral_monitor.engine.features.outputs import OF_ROWS, measure_outputs
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
 from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs
 from spectral_monitor.engine.features.stage import RowStage, input_rows
@@ -39,6 +40,7 @@ from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.noise import DIVIDED
 from spectral_monitor.engine.results.noise import KEY as NOISE
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
+from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import ATTENTION, FEATURES, Settings
 from spectral_monitor.engine.state import COMPARED, START, EngineState
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
@@ -47,7 +49,7 @@ from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers import Anatomy, ParameterTracker, compiled_modules, dissect, entrances, without_compiled
 from spectral_monitor.layers.attention import AttentionBlock, attention_blocks
 from spectral_monitor.layers.naming import label
-from spectral_monitor.linalg import Coroutine, gather
+from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import ProcessGroup, ShardRegion, copies, flat_extents, placed, plan, reshard
@@ -322,7 +324,7 @@ class Engine(EngineState):
             facts.why_not[NOISE, NETWORK] = DIVIDED
         stage.unused = facts.unused
         rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out)
-        agreed(self._before_replay(rows, outputs), self.processes)
+        agreed(self._before_replay(rows, outputs, facts), self.processes)
         if self.watches_features:
             full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn, stage.old)
             full.checks()
@@ -367,21 +369,18 @@ class Engine(EngineState):
             self._replays.slices.widen(measurement.summary.get("feature_error", 0.0))
         return measurement
 
-    def _before_replay(self, rows: RowStage, outputs: Outputs) -> Coroutine[None]:
+    def _before_replay(self, rows: RowStage, outputs: Outputs, facts: StepContext) -> Coroutine[None]:
         """Matrices, and rows as the step saw them."""
-        calls, features = self.features.calls, self.watches_features
+        calls, keys = self.features.calls, frozenset(self.asked.keys)
+        seen = [rows.forward(calls)] if self.watches_features else []
+        if NOISE in keys:
+            seen.append(measure_noise(calls, len(self.layers), self.processes, self._out))
+        if OF_ROWS & keys:
+            seen.append(measure_outputs(rows, keys, calls, outputs, facts))
         if self.processes is None:
-            yield from self._attention.routine()
-            if features:
-                yield from rows.forward(calls, outputs)
-            if NOISE in self.asked.keys:
-                yield from measure_noise(calls, len(self.layers), None, self._out)
-            return
-        routines = [rows.sample(calls), self._stage.routine(), self._attention.routine()]
-        routines += [rows.forward(calls, outputs)] if features else []
-        if NOISE in self.asked.keys:
-            routines.append(measure_noise(calls, len(self.layers), self.processes, self._out))
-        yield from gather(routines)
+            yield from sequence([self._attention.routine(), *seen])
+        else:
+            yield from gather([rows.sample(calls), self._stage.routine(), self._attention.routine(), *seen])
 
     def _inputs(self, i: int) -> Tensor | None:
         """Input rows that alignments are measured on."""

@@ -115,8 +115,9 @@ class Checks:
                 self._made[output.grad_fn] = checked
         if self._shares and given is not None and _is_one_matrix(layer) and given.is_floating_point():
             checked.rows = GuardedTensor(rows_of(local_part(given), False, 0))
-        if self._noise and samples and given is not None and given.ndim and len(given) % samples == 0:
-            rows = matrix_inputs(local_part(given), layer)
+        batched = given is not None and given.ndim >= len(layer.info.shape)
+        if self._noise and samples and given is not None and batched and len(given) % samples == 0:
+            rows = _matrix_inputs(local_part(given), layer)
             checked.samples = 0 if rows is None else samples
             checked.rows = checked.rows if rows is None else GuardedTensor(rows)
         return checked
@@ -155,7 +156,7 @@ class Checks:
         return None if node is None else self._made[node], permuted
 
 
-def matrix_inputs(x: Tensor, layer: Layer) -> Tensor | None:
+def _matrix_inputs(x: Tensor, layer: Layer) -> Tensor | None:
     """Return the rows that a single matrix is multiplied with; ``None`` where a layer is more than that."""
     layout = layer.layout
     if not x.is_floating_point() or layer.info.role == "embedding":

@@ -36,6 +36,8 @@ DRIFTS = ("feature_drift", "kernel_drift")
 """Changes since the start, relative to what was there."""
 OVER_OUTPUTS = PARTS | {"feature_change_local"}
 """Quantities that are read off inputs, but relative to outputs."""
+OF_READOUTS = frozenset({"log_z", "readout_row"})
+"""Quantities of output layers alone."""
 ATTENTION = frozenset(entry.key for entry in attention.ENTRIES)
 """Quantities of attention blocks."""
 
@@ -182,6 +184,8 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
         return "a bias or gain has its RMS, update, drift and contribution only"
     if key in ATTENTION and i not in facts.attention:
         return NOT_QUERIES
+    if key in OF_READOUTS and role != "readout":
+        return "it is no output layer"
     updated = needs & {"dW", "g", "dqk", "state"}
     if (updated or key in ("lr", "lr_multiplier")) and i not in facts.lr:
         return "no optimizer updates it" if facts.lr else "no optimizer made a step"

@@ -15,7 +15,7 @@ from spectral_monitor.quantities.quantity import Norm
 
 RATIOS = frozenset(
     {"alignment", "update_alignment", "feature_change", "feature_drift", "feature_cancellation", "kernel_change"}
-    | {"activation_ratio", "sample_share", "linearity", "kernel_drift", "kernel_alignment"}
+    | {"activation_ratio", "sample_share", "linearity", "kernel_drift", "kernel_alignment", "kurtosis", "outliers"}
 )
 """Raw scalars that divide by a norm: NaN where that is zero, and then nothing is wrong."""
 

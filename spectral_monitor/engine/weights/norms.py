@@ -14,6 +14,7 @@ from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.matrix_batches import MatrixBatch
 from spectral_monitor.functional.features import mean_alignment, mean_alignment_error, standard_error_of_mean
+from spectral_monitor.functional.formats import underflow_share
 from spectral_monitor.functional.standard_errors import GROUPS
 from spectral_monitor.functional.vector_norms import largest, lengths
 from spectral_monitor.layers import Layout
@@ -81,7 +82,7 @@ class MatrixNorms:
         routines: list[Coroutine[Any]] = [
             spectral_estimates([job.stack.pieces for job in spectral], self._settings.tol, bounds=False),
             gather([job.stack.pieces.combined(frobenius, 2) for job in others]),
-            gather([self._row_norms(job) for job in wanted]),
+            gather([routine for job in wanted for routine in (self._row_norms(job), self._underflow(job))]),
             gather([self._mapped(job) for job in mapped]),
         ]
         estimates, fros, _, products = yield from gather(routines)
@@ -106,9 +107,10 @@ class MatrixNorms:
         return {key for key in self._settings.keys if NEEDS[job.name] in QUANTITIES[key].needs} - {"contribution"}
 
     def _row_norms(self, job: Job) -> Coroutine[None]:
-        """Put the largest RMS over the rows of embedding tables."""
+        """Put the largest RMS over the rows of embedding tables, and the largest row of output layers."""
         stack, across = job.stack, job.stack.split[1]
-        tables = [i for i, member in stack.members.items() if member.layer.info.role == "embedding"]
+        roles = {"embedding", "readout"} if job.name == "W" and "readout_row" in self._settings.keys else {"embedding"}
+        tables = [i for i, member in stack.members.items() if member.layer.info.role in roles]
         if not tables:
             return
         found = []
@@ -123,8 +125,25 @@ class MatrixNorms:
         if stack.exchange is not None:
             found = yield found
         for i, rows in zip(tables, found, strict=True):
-            longest = rows.amax()
-            self._out.put(i, f"{job.name}.row", (longest.sqrt() if across else longest) / stack.shape[2] ** 0.5)
+            longest = rows.amax().sqrt() if across else rows.amax()
+            if stack.members[i].layer.info.role == "readout":
+                self._out.put(i, "readout_row", longest * stack.shape[2] ** 0.5)
+            else:
+                self._out.put(i, f"{job.name}.row", longest / stack.shape[2] ** 0.5)
+
+    def _underflow(self, job: Job) -> Coroutine[None]:
+        """Put the share of entries that are lost in 8 bits; of several processes the mean over those with a part."""
+        stack = job.stack
+        if job.name != "W" or "underflow_weights" not in self._settings.keys:
+            return
+        shares = stack.like.new_zeros(len(stack.members), 2)
+        for k, i in enumerate(stack.members):
+            if stack.places[i]:
+                shares[k] = torch.stack([underflow_share(stack.entries(i), torch.float8_e4m3fn), shares.new_ones(())])
+        if stack.exchange is not None:
+            (shares,) = yield [shares]
+        for i, (total, count) in zip(stack.members, shares, strict=True):
+            self._out.put(i, "underflow_weights", total / count)
 
     def _mapped(self, job: Job) -> Coroutine[Tensor | None]:
         """Return lengths (K, R) of what the matrices make of the layers' inputs; ``None`` if there are no inputs."""
