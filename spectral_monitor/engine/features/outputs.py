@@ -11,7 +11,7 @@ from spectral_monitor.capture.records.calls import Call, joined
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.engine.features.stage import RowStage, gradient_rows, input_rows
 from spectral_monitor.engine.results.reasons import StepContext
-from spectral_monitor.functional.formats import channel_sizes, feature_kurtosis, outlier_ratio, underflow_share
+from spectral_monitor.functional.features import channel_sizes, feature_kurtosis, outlier_ratio, underflow_share
 from spectral_monitor.linalg import Coroutine, gather, rank_table
 
 FORMATS = {"underflow_inputs": torch.float8_e4m3fn, "underflow_backward": torch.float8_e5m2}

@@ -13,8 +13,12 @@ from torch.nn.functional import pad
 from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.matrix_batches import MatrixBatch
-from spectral_monitor.functional.features import mean_alignment, mean_alignment_error, standard_error_of_mean
-from spectral_monitor.functional.formats import underflow_share
+from spectral_monitor.functional.features import (
+    mean_alignment,
+    mean_alignment_error,
+    standard_error_of_mean,
+    underflow_share,
+)
 from spectral_monitor.functional.standard_errors import GROUPS
 from spectral_monitor.functional.vector_norms import largest, lengths
 from spectral_monitor.layers import Layout
