@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
@@ -219,7 +220,7 @@ class FullStage:
             layers = self._as_before(keys, graph)
             edges = [edge for i in layers for edge in graph.edges[i] if edge is not None]
             before = {i: g for i in layers if (g := seen.get(i)) is not None}
-            weights = [self._features.layers[i].sources[0] for i in before]
+            weights = [get_gradient_edge(self._features.layers[i].sources[0]) for i in before]
             begin = torch.as_tensor(start).to(loss)
             found = iter(torch.autograd.grad(loss, [*edges, *weights], begin, allow_unused=True) if edges else ())
             for i in layers:

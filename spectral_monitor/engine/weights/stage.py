@@ -230,8 +230,9 @@ class MatrixStage:
             self._do("W1", [stack.now(in_place=in_place) for stack in found], in_place)
         if "|g|" in needs:
             gradients = [stack.gradients(in_place=in_place) for stack in found]
-            for buffer in (buffer for stack in gradients for buffer in stack.buffers if factor is not None):
-                buffer.mul_(factor.to(buffer))
+            if factor is not None:
+                for buffer in (buffer for stack in gradients for buffer in stack.buffers):
+                    buffer.mul_(factor.to(buffer))
             self._do("g", gradients, in_place)
 
     @torch.no_grad()
