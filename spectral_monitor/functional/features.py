@@ -13,6 +13,9 @@ from spectral_monitor.functional.standard_errors import standard_error
 from spectral_monitor.functional.vector_norms import common_dtype, largest, lengths, whole_length
 from spectral_monitor.linalg import compute_dtype
 
+CHUNK = 1 << 22
+"""Entries that are cast at a time."""
+
 
 def as_rows(x: Tensor, name: str) -> Tensor:
     """``x`` (rows, features) in the dtype it is measured in."""
@@ -238,7 +241,7 @@ def underflow_share(parts: Sequence[Tensor], format: torch.dtype) -> Tensor:
     The tensor is scaled first so that its largest entry is the largest number of the format.
 
     Args:
-        parts: of one tensor, of any shapes; at least one.
+        parts: of one tensor, of any shapes (..., n); at least one.
         format: such as ``torch.float8_e4m3fn``.
 
     Returns:
@@ -250,9 +253,9 @@ def underflow_share(parts: Sequence[Tensor], format: torch.dtype) -> Tensor:
     """
     size = torch.stack([largest(part).to(compute_dtype(part.dtype)) for part in parts]).amax()
     lost = there = torch.zeros((), dtype=torch.float64, device=size.device)
-    for part in parts:
-        some = part != 0
-        scaled = part.to(size) / size * torch.finfo(format).max
-        there = there + some.sum()
-        lost = lost + (some & (scaled.to(format).to(scaled) == 0)).sum()
+    rows = [part.reshape(-1, part.shape[-1]) for part in parts]
+    for some in (x for part in rows for x in part.split(max(1, CHUNK // max(part.shape[1], 1)))):
+        scaled = some.to(size) / size * torch.finfo(format).max
+        there = there + (some != 0).sum()
+        lost = lost + ((some != 0) & (scaled.to(format).to(scaled) == 0)).sum()
     return (lost / there.clamp(min=1)).to(size)

@@ -215,3 +215,17 @@ def test_in_half_the_digits_small_changes_of_gradients_are_rounding():
         optimizer.step()
     for key in (*CHANGE, *ANGLE):
         assert probe.latest.why(key, "first") == "its change is too close to the rounding of its gradients"
+
+
+def test_changes_of_inputs_that_are_rounding_have_no_parts():
+    torch.manual_seed(1)
+    model = Net(p=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    x, y = batch()
+    probe = SpectralProbe(model, optimizer, quantities=PARTS)
+    with probe.step():
+        model(x.float(), y).backward()
+        optimizer.step()
+    for key in PARTS:
+        assert probe.latest.why(key, "second") == "its change is too close to the rounding of its outputs"
+        assert probe.latest.value(key, "first") == 0

@@ -120,6 +120,24 @@ def test_many_rows_are_known_by_a_sample():
     assert probe.latest.value("backward_rms", "weight") == pytest.approx(float(b.square().mean().sqrt()), rel=0.1)
 
 
+def test_it_is_of_all_samples_where_few_are_run_again():
+    """The first ones, which are run again, have gradients unlike those of the others."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3, bias=False).double(), torch.randn(64, 4, dtype=torch.float64)
+    weight = torch.cat([torch.full((8, 1), 1e-3), torch.ones(56, 1)]).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    keys = ["backward_rms", "feature_change"]
+    probe = SpectralProbe(model, optimizer, quantities=keys, replay_samples=8, every_n_steps=1)
+    for _ in range(3):
+        with probe.step():
+            optimizer.zero_grad()
+            (model(x) * weight).square().mean().backward()
+            optimizer.step()
+    b = 2 * (x @ model.weight.detach().T) * weight.square() / 192
+    for m in probe.measurements:
+        assert m.value("backward_rms", "weight") == pytest.approx(float(b.square().mean().sqrt()), rel=1e-6)
+
+
 def test_overwritten_gradients_are_not_those_of_the_loss():
     class Rewrites(torch.optim.SGD):
         def step(self, closure=None):

@@ -188,6 +188,37 @@ def test_accumulated_gradients_are_known_by_the_last_micro_batch():
         assert probe.latest.value("noise_scale", name) == pytest.approx(naive(gradients[name]), rel=1e-6)
 
 
+def test_half_precision_has_the_numbers_of_full_precision():
+    """They are measured beside the step, as features are."""
+    torch.manual_seed(0)
+    model = Net()
+    x, y = (part.float() if part.is_floating_point() else part for part in batch(60))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, quantities=["noise_scale"])
+    with probe.step():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+    torch.manual_seed(0)
+    gradients = separate(Net(), x, y)
+    for name in LAYERS:
+        assert probe.latest.value("noise_scale", name) == pytest.approx(naive(gradients[name]), rel=0.02)
+
+
+@pytest.mark.parametrize("keys", ["full", ["noise_scale", "sample_share", "activation_ratio"]])
+def test_others_at_the_same_step_change_nothing(keys):
+    model, (x, y) = fresh(), batch(60)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, quantities=keys)
+    with probe.step():
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    gradients = separate(fresh(), x, y)
+    for name in LAYERS:
+        assert probe.latest.value("noise_scale", name) == pytest.approx(naive(gradients[name]), rel=1e-6)
+
+
 def job():
     rank = torch.distributed.get_rank()
     x, y = batch(120)
