@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from spectral_monitor import SpectralProbe
+from spectral_monitor.functional.features import underflow_share
 
 KEYS = ["log_z", "readout_row", "feature_kurtosis", "outlier_ratio"]
 KEYS += ["underflow_inputs", "underflow_weights", "underflow_backward"]
@@ -125,6 +126,11 @@ def test_what_there_is_not_has_a_reason(taken):
     assert m.why("feature_kurtosis", "dead") == "undefined: it divides by a norm that is zero"
     assert m.value("underflow_weights", "dead") == 0
     assert m.summary["skipped_updates"] == 0
+
+
+def test_entries_that_are_zero_are_not_lost():
+    x = torch.tensor([[0.0, 448.0, 2.0**-10, -(2.0**-10)], [0.0, 0.0, 2.1**-10, 2.0**-9]])
+    assert float(underflow_share([x[:1], x[1:]], torch.float8_e4m3fn)) == pytest.approx(3 / 5) == lost(x, E4M3)
 
 
 def test_gradients_of_very_different_sizes_are_lost_too():
