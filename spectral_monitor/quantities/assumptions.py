@@ -106,7 +106,7 @@ ENTRIES = (
         range="[-1, 1]",
         source="Feature Speed Formula, Prop. 6.1, Eq. 14",
         meaning="do gradients of the outputs change against the outputs: the backward pass's bfa_cos",
-        healthy="falls like 1 / sqrt(layers behind it) in a perceptron with a linear loss",
+        healthy="falls like 1 / sqrt(layers behind it) in a perceptron with a linear loss; of either sign elsewhere",
         misleads="losses that are not linear; the paper's formula is for homogeneous networks, without biases",
         margin=100.0,
     ),

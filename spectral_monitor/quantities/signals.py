@@ -15,7 +15,7 @@ ENTRIES = (
         range=">= 0",
         source="McCandlish et al. 2018, Eq. 2.9",
         meaning="the batch size beyond which larger batches stop paying",
-        healthy="grows during training; batches well below it lose nothing, far above it they are wasted",
+        healthy="grows during training; of batches well below it every sample counts, far above it few do",
         misleads="losses and layers that mix samples, such as batch normalization; models whose batch is not the "
         "first dimension",
         of_inputs=True,
@@ -96,7 +96,7 @@ ENTRIES = (
         range=">= 1",
         source="arXiv 2208.07339",
         meaning="the largest peak of an output over that of the median one",
-        healthy="below 6; above 20 formats of 8 bits lose the others",
+        healthy="2 to 6; a cast to int8 with one scale leaves the median output 127 / ratio levels",
         misleads="few rows: the largest of others may be larger",
     ),
     Quantity(

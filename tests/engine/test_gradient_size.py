@@ -158,6 +158,26 @@ def test_computed_weights_have_no_gradient_of_their_own():
     assert m.why("gradient_natural", name) == "its weight is computed from other parameters"
 
 
+def test_it_does_not_depend_on_width_under_the_spectral_condition():
+    """Eq. 20: |g|* is of order sqrt(n/m) in the first layer, in the middle and in the last, as muP begins."""
+    sizes = {"0": [], "2": [], "4": []}
+    for width in (64, 1024):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
+        for layer, std in ((model[0], 1 / 4), (model[2], width**-0.5), (model[4], 1 / width)):
+            nn.init.normal_(layer.weight, std=std)
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        probe = SpectralProbe(model, optimizer, quantities=["gradient_natural"])
+        with probe.step():
+            (model(x) - x[:, :2]).square().mean().backward()
+            optimizer.step()
+        for name, found in sizes.items():
+            found.append(probe.latest.value("gradient_natural", name))
+    for name, (narrow, wide) in sizes.items():
+        assert abs(math.log(wide / narrow) / math.log(16)) < 0.1, name
+
+
 def job(way):
     model, rank, count = fresh(), torch.distributed.get_rank(), torch.distributed.get_world_size()
     if way == "ddp":
