@@ -166,6 +166,20 @@ dropout makes, and the module must state its scale (`self.scale`).
 Of several processes the extremes and means over all are reported. Weights that are spread over processes have no
 `qk_gain`, and heads that are spread have none of the other numbers either.
 
+## The noise of gradients
+
+`noise_scale` is a batch size. Well below it a batch of twice the size makes twice the progress in a step; well above it,
+hardly any more. It compares the gradients of up to {noise_samples} samples with each other, in every layer that is a
+single matrix and is called once. Their mean square estimates `‖G‖^2 + tr Sigma`, the mean inner product of two different
+samples `‖G‖^2`, both without a bias. Neither takes another pass: the gradient of a sample follows from the rows of
+inputs and of `b`. A sample is an entry along the first dimension of the batch: an image, or a whole sequence.
+
+Ask for it by name, `quantities=["noise_scale"]`; `summary/noise_scale` is of all these layers together, with an interval
+from `summary/noise_scale_low` to `summary/noise_scale_high`. Batches that are much smaller than the noise scale cannot
+tell the mean gradient from zero. The value and the upper end are then NaN, and the lower end says that it is large. Under
+accumulation the samples are those of the last micro-batch. Processes with batches of their own put their samples
+together, whose losses must be means over as many samples each; where processes share out features it is NaN.
+
 ## The kernel, and the other quantities of tier `full`
 
 `bfk_ratio` is about the backward-to-feature kernel `K`, the sum of `lr J J^T` over every parameter that is trained, with
