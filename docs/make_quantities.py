@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from spectral_monitor.capture.records.assumption_checks import SHARE_ROWS
+from spectral_monitor.capture.records.assumption_checks import NOISE_SAMPLES, SHARE_ROWS
 from spectral_monitor.capture.replay.feature_change import KERNEL_ROWS
 from spectral_monitor.engine.features.attention import ROWS, SEQUENCES
 from spectral_monitor.engine.features.kernels import PROBES
+from spectral_monitor.engine.features.outputs import FORMATS
 from spectral_monitor.quantities import QUANTITIES, Quantity
 
 TARGET = Path(__file__).with_name("quantities.md")
@@ -44,10 +45,10 @@ Everything about weights is measured on one copy of them, made right before the 
 ## Tier `standard`, the default: features too
 
 {standard}
-## Tier `full`: kernels, speeds, assumptions, weight decay
+## Tier `full`: kernels, speeds, assumptions, weight decay, noise, formats
 
 All of the above, and what the papers' theorems are about; for a close look at a network, not for every run. What needs
-features is measured in a single process only. What needs weights alone is cheap and can be asked for by name:
+another pass is measured in a single process only. What needs weights alone is cheap and can be asked for by name:
 [weight decay](decay.md).
 
 {full}
@@ -79,6 +80,8 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 | `skipped_updates` | measured steps so far in which the update was missing or something was NaN or inf. |
 | `overhead_ms` | the monitor's own time in this step. |
 | `equilibrium_steps` | with `equilibrium`: 1 / (2 lr wd), the steps in which decoupled weight decay alone takes the squared size of a weight to 1/e; the median of hidden matrices. After a few of these a weight has forgotten the size it began with. |
+| `noise_scale` | with `noise_scale`: `tr Sigma / ‖G‖F^2` of all matrices that have one, as one long vector: the batch size, in samples, beyond which larger batches stop paying. Of at most {noise_samples} samples in each process, of the last micro-batch. NaN where the mean gradient cannot be told from zero. |
+| `noise_scale_low`, `noise_scale_high` | an interval that holds it in 95 of 100 cases. The upper end is NaN where the mean gradient may be zero: batches of the size of the noise scale, or larger, are needed to know it. |
 | `interval` | steps since the measured one before, with `max_overhead`. |
 
 With `quantities="full"` also the properties that the Feature Speed paper asks of a network (Sections 4 and 6), for this
@@ -175,6 +178,20 @@ Of several processes the extremes and means over all are reported. Under tensor 
 measures the heads that are whole in it, and tells the others. Where a head is cut, as in a fused projection, or under
 FSDP1, numbers are NaN and say so.
 
+## The noise of gradients
+
+`noise_scale` is a batch size. Well below it a batch of twice the size makes twice the progress in a step; well above it,
+hardly any more. It compares the gradients of up to {noise_samples} samples with each other, in every layer that is a
+single matrix and is called once. Their mean square estimates `‖G‖^2 + tr Sigma`, the mean inner product of two different
+samples `‖G‖^2`, both without a bias. Neither takes another pass: the gradient of a sample follows from the rows of
+inputs and of `b`. A sample is an entry along the first dimension of the batch: an image, or a whole sequence.
+
+Ask for it by name, `quantities=["noise_scale"]`; `summary/noise_scale` is of all these layers together, with an interval
+from `summary/noise_scale_low` to `summary/noise_scale_high`. Batches that are much smaller than the noise scale cannot
+tell the mean gradient from zero. The value and the upper end are then NaN, and the lower end says that it is large. Under
+accumulation the samples are those of the last micro-batch. Processes with batches of their own put their samples
+together, whose losses must be means over as many samples each; where processes share out features it is NaN.
+
 ## The kernel, and the other quantities of tier `full`
 
 `bfk_ratio` is about the backward-to-feature kernel `K`, the sum of `lr J J^T` over every parameter that is trained, with
@@ -190,12 +207,25 @@ twice.
 `backward_speed` needs the loss after the step: the model has to return the loss it is trained on, or Lightning's
 `training_step` is run again. It takes `b` from a second backward pass and contains no formula.
 
+`dual_bfa_cos` and `gradient_change` come from the same pass. `gradient_change` compares gradients of weights where they
+arrive, so clipping and earlier micro-batches do not count.
+
+A layer's change has three parts, `dh = dW h' + W dh' + dW dh'`, but for its bias: its own update
+(`feature_change_local`), what it inherits from the layers below (`feature_change_inherited`), and both together
+(`feature_change_joint`). Each is a root mean square over rows, relative to that of `h`. They are vectors: their sizes
+need not add up to `feature_change`.
+
 `activation_ratio` follows the graph from a layer's inputs back to the measured layer they come from; it is NaN unless
 there are only elementwise operations on the way (activations, dropout, scaling, reshaping), so in a residual network for
 most layers, and for the first one always. The mean is over rows; over samples where a convolution's map becomes one row;
 all entries count as one row where dimensions are permuted on the way. `sample_share` takes each row for a sample; in a transformer a row is a token.
 It is measured for Linear layers. `kernel_change` compares outputs `h`, before the activation, in {kernel_rows} rows of
 each call.
+
+`underflow_*` scale a tensor so that its largest entry is the largest number of the format, as a cast with one scale for
+the whole tensor does, and count which entries a cast then makes 0. With that scale nothing overflows, so there is no
+share of overflow; bf16 has the range of float32 and loses nothing. Of several processes each casts what it holds, and
+the mean over them is reported. `feature_rms` of the output layer is the size of its logits.
 
 None of these touches training: backward passes run on a forward of their own, under guards that keep gradients, hooks
 of modules and parameters, random numbers and buffers as they were.
@@ -223,7 +253,7 @@ known only above about 1.6 %; weights, updates, contributions and drift are as g
 
 MEANING = ("quantity", "what it says", "healthy", "when it misleads")
 DEFINITION = ("quantity", "formula", "unit", "range", "cost", "source")
-MATRICES = {"W": "W", "dW": "dW", "W0": "W - W0", "W1": "W + dW"}
+MATRICES = {"W": "W", "dW": "dW", "W0": "W - W0", "W1": "W + dW", "|g|": "g"}
 RANKS = {"input_stable_rank": "h'", "backward_stable_rank": "b"}
 """Stable ranks of rows, which take a norm of these."""
 
@@ -237,6 +267,8 @@ def cost(q: Quantity) -> str:
         parts += [f"one look at `{MATRICES[need]}`" for need in MATRICES if need in q.needs]
     else:
         parts += [f"norm of `{MATRICES[need]}`" for need in MATRICES if need in q.needs]
+    if q.key == "underflow_weights":
+        parts.append("a cast of `W`")
     if "WdW" in q.needs:
         parts.append("one product of `W` and `dW`")
     if "qk" in q.needs:
@@ -253,10 +285,16 @@ def cost(q: Quantity) -> str:
         parts.append("hooks")
         if q.key == "sample_share":
             parts.append(f"inner products of all inputs with {SHARE_ROWS} of them, and of those with `b`")
+        if q.key == "noise_scale":
+            parts.append(f"two products of the size of `g`, and inner products of the rows of {NOISE_SAMPLES} samples")
+        if q.key in FORMATS:
+            parts.append("a cast of the rows")
         if {"W", "dW"} & q.needs:
             parts.append("`" + ("W" if "W" in q.needs else "dW") + "` times 256 rows")
     if {"dh", "J", "db"} & q.needs:
         parts.append("one more forward")
+    if "Wdh" in q.needs:
+        parts.append(f"a copy of `W`, two products with {KERNEL_ROWS} rows")
     if "J" in q.needs:
         parts.append(f"{2 * PROBES} passes backward from each layer to the first")
     if "db" in q.needs:
@@ -293,7 +331,12 @@ def page() -> str:
     vectors = ", ".join(f"`{key}`" for key in QUANTITIES if QUANTITIES[key].of_vectors)
     tiers = {tier: rows(tier) for tier in ("light", "standard", "full")}
     return HEAD.format(**tiers) + TAIL.format(
-        vectors=vectors, probes=PROBES, kernel_rows=KERNEL_ROWS, attention_rows=ROWS, attention_sequences=SEQUENCES
+        vectors=vectors,
+        probes=PROBES,
+        kernel_rows=KERNEL_ROWS,
+        attention_rows=ROWS,
+        attention_sequences=SEQUENCES,
+        noise_samples=NOISE_SAMPLES,
     )
 
 

@@ -27,7 +27,9 @@ from spectral_monitor.engine.agreement.rank_report import LayerObservation, Step
 from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
 from spectral_monitor.engine.attention_watch import AttentionWatch
 from spectral_monitor.engine.features.changes import ChangeStage
-from spectral_monitor.engine.features.kernels import ALONE, FullStage
+from spectral_monitor.engine.features.kernels import ALONE, BACKWARD, FullStage
+from spectral_monitor.engine.features.noise import measure_noise
+from spectral_monitor.engine.features.outputs import OF_ROWS, measure_outputs
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
 from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs
 from spectral_monitor.engine.features.stage import RowStage, input_rows
@@ -36,7 +38,10 @@ from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
 from spectral_monitor.engine.results.measurement import Measured
-from spectral_monitor.engine.results.raw import RawScalars
+from spectral_monitor.engine.results.noise import DIVIDED
+from spectral_monitor.engine.results.noise import KEY as NOISE
+from spectral_monitor.engine.results.raw import NETWORK, RawScalars
+from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import ATTENTION, FEATURES, Settings
 from spectral_monitor.engine.state import COMPARED, START, EngineState
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
@@ -46,7 +51,7 @@ from spectral_monitor.layers import Anatomy, compiled_modules, dissect, entrance
 from spectral_monitor.layers.attention import AttentionBlock, attention_blocks
 from spectral_monitor.layers.naming import label
 from spectral_monitor.layers.nodes import SHARED_BATCH, node_layers
-from spectral_monitor.linalg import Coroutine, gather
+from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import NOTHING, ProcessGroup, ShardRegion, copies, flat_extents, placed, plan, reshard
@@ -200,11 +205,12 @@ class Engine(EngineState):
         with self._harmless("setting up"):
             self._replaced = replaced(self._whereabouts, self.anatomy.layers, self._warn)
             if self.watches_features:
-                self.features.look_for(self.asked.keys if self._alone else ())
-                self.features.watch_gradients = "backward_speed" in self.asked.keys
+                self.features.look_for(self.asked.keys if self._alone else {NOISE} & set(self.asked.keys))
+                self.features.watch_gradients = bool(BACKWARD & set(self.asked.keys))
+                self.features.watch_weights = "gradient_change" in self.asked.keys and self._alone
                 self.features.watch_losses = "dh" in self.asked.needs or self.features.watch_gradients
                 foresight = nothing if ALONE & set(self.asked.keys) else self._replays.slices.foresee
-                ranked = "backward_stable_rank" in self.asked.keys
+                ranked = bool({"backward_stable_rank", "backward_rms"} & set(self.asked.keys))
                 self.features.foresee(foresight, ranked, apart=self.processes is not None)
                 self.features.traced = not self._readouts.complete
                 self._readouts.begin()
@@ -327,11 +333,13 @@ class Engine(EngineState):
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         facts.unseen, facts.shared = self._replays.unseen, self.features.shared
         facts.sampled = bool(self.features.looked_at)
+        if seen.batch_count < len(seen.batches):
+            facts.why_not[NOISE, NETWORK] = DIVIDED
         stage.unused = facts.unused
         rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out)
-        agreed(self._before_replay(rows, outputs), self.processes)
+        agreed(self._before_replay(rows, outputs, facts), self.processes)
         if self.watches_features:
-            full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn)
+            full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn, stage.old)
             full.checks()
             part = min(int(some.part) for some in seen.steps)
             if not self._replays.slices.agree([int(some.samples) for some in seen.steps]):
@@ -374,16 +382,18 @@ class Engine(EngineState):
             self._replays.slices.widen(measurement.summary.get("feature_error", 0.0))
         return measurement
 
-    def _before_replay(self, rows: RowStage, outputs: Outputs) -> Coroutine[None]:
+    def _before_replay(self, rows: RowStage, outputs: Outputs, facts: StepContext) -> Coroutine[None]:
         """Matrices, and rows as the step saw them."""
-        calls, features = self.features.calls, self.watches_features
+        calls, keys = self.features.calls, frozenset(self.asked.keys)
+        seen = [rows.forward(calls)] if self.watches_features else []
+        if NOISE in keys:
+            seen.append(measure_noise(calls, len(self.layers), self.processes, self._out))
+        if OF_ROWS & keys:
+            seen.append(measure_outputs(rows, keys, calls, outputs, facts))
         if self.processes is None:
-            yield from self._attention.routine()
-            if features:
-                yield from rows.forward(calls, outputs)
-            return
-        routines = [rows.sample(calls), self._stage.routine(), self._attention.routine()]
-        yield from gather([*routines, rows.forward(calls, outputs)] if features else routines)
+            yield from sequence([self._attention.routine(), *seen])
+        else:
+            yield from gather([rows.sample(calls), self._stage.routine(), self._attention.routine(), *seen])
 
     def _inputs(self, i: int) -> Tensor | None:
         """Input rows that alignments are measured on."""

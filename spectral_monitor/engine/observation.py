@@ -56,7 +56,7 @@ def sights(
 def step_facts(seen: RankReports, stage: MatrixStage, given: StepInputs) -> StepContext:
     """Return what all processes know of the step."""
     facts = StepContext(stage.lr, seen.anywhere("stepped"), seen.everywhere("unused"), stage.divided)
-    facts.decay, facts.no_moments = stage.decay, stage.no_moments
+    facts.decay, facts.no_moments, facts.no_gradient = stage.decay, stage.no_moments, stage.no_gradient
     facts.accumulated, facts.loss_scale = given.accumulated, given.loss_scale * seen.batch_count
     facts.loss_parts, facts.clipped_before = given.loss_parts, given.clipped_before
     facts.moved = any(some.moved for some in seen.steps)

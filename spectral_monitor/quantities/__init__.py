@@ -2,8 +2,8 @@
 
 A quantity is an entry of :mod:`~spectral_monitor.quantities.weights`, :mod:`~spectral_monitor.quantities.features`,
 :mod:`~spectral_monitor.quantities.attention`, :mod:`~spectral_monitor.quantities.assumptions`,
-:mod:`~spectral_monitor.quantities.laziness` or :mod:`~spectral_monitor.quantities.optimizers`, or is added with
-:func:`register`.
+:mod:`~spectral_monitor.quantities.laziness`, :mod:`~spectral_monitor.quantities.optimizers` or
+:mod:`~spectral_monitor.quantities.signals`, or is added with :func:`register`.
 """
 
 from spectral_monitor.quantities.quantity import Column, Formula, Quantity, Readings, Tier

@@ -46,7 +46,7 @@ ENTRIES = (
     Quantity(
         key="feature_change_local",
         notation="rms(|dW h'|) / rms(|h|)",
-        formula=lambda s: s.local_change(),
+        formula=lambda s: s.part_of_change("dW.h"),
         needs=frozenset({"dW", "h"}),
         tier="standard",
         unit="ratio",
@@ -55,7 +55,7 @@ ENTRIES = (
         meaning="what this layer's own update adds to its outputs, the inputs as they were",
         healthy="at most feature_change of a layer in the middle of the network",
         misleads="layers whose inputs changed more than the layer itself",
-        error=lambda s: s.largest("dW.h.error") * s.local_change(),
+        error=lambda s: s.largest("dW.h.error") * s.part_of_change("dW.h"),
         of_inputs=True,
     ),
     Quantity(

@@ -32,6 +32,9 @@ class Readings(Protocol):
     def natural(self, name: str) -> float:
         """Return the natural norm of a matrix."""
 
+    def gradient_natural(self) -> float:
+        """Return the natural norm of the gradient."""
+
     def whole(self, name: str) -> float:
         """Return the Frobenius norm of a matrix, all taps and blocks together."""
 
@@ -65,8 +68,11 @@ class Readings(Protocol):
     def cosine(self) -> float:
         """Return the cosine of the backward-feature angle."""
 
-    def local_change(self) -> float:
-        """Return the RMS length of ``dW h'`` over that of ``h``."""
+    def part_of_change(self, name: str) -> float:
+        """Return the RMS length of ``dW.h``, ``W.dh`` or ``dW.dh`` over that of ``h``."""
+
+    def dual_cosine(self) -> float:
+        """Return the cosine of the angle between the features and minus the change of their gradients."""
 
     def sensitivity(self) -> float:
         """Return the feature change per loss decrease."""
@@ -98,8 +104,9 @@ class Quantity:
         key: name in ``Measurement.values`` and in ``spectral_<key>/<layer>``.
         notation: its formula as the documentation writes it.
         formula: how it follows from what was measured of a layer.
-        needs: what must be captured, of ``W dW WdW W1 g W0 h b dh probe J J0 db qk dqk logits state``, with spaces
-            between: ``WdW`` is the inner product of weight and update, ``W1`` the weight after the step, ``J`` the
+        needs: what must be captured, of ``W dW WdW W1 g |g| W0 h b dh Wdh probe J J0 db qk dqk logits state``, with
+            spaces between: ``WdW`` is the inner product of weight and update, ``W1`` the weight after the step, ``|g|``
+            a norm of the gradient, ``Wdh`` the weight before the step times the change of the inputs, ``J`` the
             derivative of the outputs by the weights, ``J0`` that at the start along what the weights have moved since,
             ``db`` the change of b, ``qk`` the queries and keys of an attention block, ``dqk`` their change, ``logits``
             rows of what the block computes, ``state`` what the optimizer holds of a parameter.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from spectral_monitor.quantities import assumptions, attention, features, laziness, optimizers, weights
+from spectral_monitor.quantities import assumptions, attention, features, laziness, optimizers, signals, weights
 from spectral_monitor.quantities.quantity import Quantity, Tier
 
 QUANTITIES: dict[str, Quantity] = {}
@@ -44,7 +44,7 @@ def unregister(key: str) -> None:
         TIERS[tier] = tuple(other for other in keys if other != key)
 
 
-for _module in (weights, features, attention, assumptions, laziness, optimizers):
+for _module in (weights, features, attention, assumptions, laziness, optimizers, signals):
     register(*_module.ENTRIES)
 
 

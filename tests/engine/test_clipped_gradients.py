@@ -51,8 +51,8 @@ def data():
     return [(torch.randn(32, 6, **draw), 3 * torch.randn(32, 2, **draw)) for _ in range(BATCHES)]
 
 
-def fitted(tmp_path, module, accumulate=1, **trainer):
-    watch = SpectralMonitor(every_n_steps=1, quantities="light", verbose=0)
+def fitted(tmp_path, module, accumulate=1, quantities="light", **trainer):
+    watch = SpectralMonitor(every_n_steps=1, quantities=quantities, verbose=0, tol=1e-6)
     pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -95,6 +95,16 @@ def test_contributions_are_of_the_gradient_before_its_norm_is_clipped(tmp_path, 
         assert measured.summary["loss_change_predicted"] == pytest.approx(-sum(want.values()), rel=1e-6)
 
 
+def test_sizes_of_gradients_are_those_before_the_norm_is_clipped(tmp_path):
+    module = Net()
+    watch = fitted(tmp_path, module, quantities=["gradient_natural"], gradient_clip_val=0.05)
+    for measured in watch.measurements:
+        (x, y), before = data()[measured.step - 1], module.kept[measured.step - 1]
+        (g,) = torch.autograd.grad((before(x) - y).square().mean(), [before[0].weight])
+        natural = (16 / 6) ** 0.5 * float(torch.linalg.matrix_norm(g, 2))
+        assert measured.value("gradient_natural", "net.0") == pytest.approx(natural, rel=1e-5)
+
+
 def test_the_prediction_of_a_clipped_step_predicts(tmp_path):
     module = Net()
     watch = fitted(tmp_path, module, gradient_clip_val=0.001)
@@ -109,6 +119,8 @@ def test_clipped_entry_by_entry_contributions_are_not_known(tmp_path):
         assert measured.values["contribution"].isnan().all()
         assert "entry by entry" in measured.why("contribution", "net.0")
         assert measured.summary["loss_change_predicted"] != measured.summary["loss_change_predicted"]
+    watch = fitted(tmp_path, Net(), 1, ["gradient_natural"], gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    assert "entry by entry" in watch.latest.why("gradient_natural", "net.0")
 
 
 def test_entry_by_entry_without_effect_nothing_is_lost(tmp_path):

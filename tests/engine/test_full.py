@@ -16,7 +16,7 @@ from spectral_monitor.capture.records.assumption_checks import SHARE_ROWS
 from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.engine.features import kernels as full
 from spectral_monitor.functional.kernels import signs
-from spectral_monitor.quantities import QUANTITIES, TIERS, assumptions, attention, laziness, optimizers
+from spectral_monitor.quantities import QUANTITIES, TIERS, assumptions, attention, laziness, optimizers, signals
 
 torch.set_num_threads(1)
 FULL = [quantity.key for quantity in assumptions.ENTRIES]
@@ -101,10 +101,11 @@ def gradients(model, x, y, factor=1.0):
 def test_tiers():
     assert [
         *("weight_cancellation", "feature_cancellation", "activation_ratio", "sample_share", "kernel_change"),
-        *("bfk_ratio", "backward_speed"),
+        *("bfk_ratio", "backward_speed", "dual_bfa_cos", "gradient_change"),
+        *("feature_change_inherited", "feature_change_joint"),
     ] == FULL
     assert TIERS["full"] == tuple(QUANTITIES)
-    modules = (assumptions, attention, laziness, optimizers)
+    modules = (assumptions, attention, laziness, optimizers, signals)
     only_full = {entry.key for module in modules for entry in module.ENTRIES}
     assert set(TIERS["standard"]) == set(QUANTITIES) - only_full
     assert len(TIERS["standard"]) == 25

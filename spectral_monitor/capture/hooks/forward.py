@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from spectral_monitor.capture.hooks.recording import CallRecorder, Harmless, Watcher
 from spectral_monitor.capture.hooks.registration import (
@@ -19,6 +20,7 @@ from spectral_monitor.capture.hooks.registration import (
     in_transform,
 )
 from spectral_monitor.capture.hooks.tensor_version import Marks, marks
+from spectral_monitor.capture.replay.batch_slicing import batch_size
 from spectral_monitor.capture.replay.eager_pass import LossGradient, OutputGradients
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.capture.replay.replay import RootCall
@@ -38,6 +40,9 @@ class FeatureCapture(CallRecorder):
         weights: marks of the watched parameters at the end of the last forward, see :func:`marks`.
         watch_losses: whether gradients of the losses that outermost calls return are waited for.
         watch_gradients: whether gradients of outputs are compared with those after the step.
+        watch_weights: whether gradients of weights are.
+        weight_gradients: layer index -> the gradient of its weight in the last backward pass, before it is added to
+            earlier ones, averaged or clipped; ``None`` if several arrived.
         hidden_layers: whether something is compiled, so that only the outermost calls are seen, and :meth:`look_aside`
             records those of layers.
         refined: whether it does so too where layers compute in half precision, by autocast.
@@ -65,7 +70,7 @@ class FeatureCapture(CallRecorder):
         targets = {id(module) for module in self._hooked.values()}
         seen = None if entrances is None else {id(module) for module in entrances}
         self._roots = [root for root in ancestors(model, targets) if seen is None or id(root) in seen]
-        self.watch_losses = self.watch_gradients = False
+        self.watch_losses = self.watch_gradients = self.watch_weights = False
         self._model = model
         self.redirected = False
         self.begin()
@@ -79,6 +84,8 @@ class FeatureCapture(CallRecorder):
         self.looked: Replayable | None = None
         self.looked_at = 0
         self.weights: Marks = {}
+        self.weight_gradients: dict[int, Tensor | None] = {}
+        self._nodes: list[Any] = []
         self._waiting: set[int] = set()
         self._depth = 0
         self._way_in = self.redirected
@@ -88,6 +95,7 @@ class FeatureCapture(CallRecorder):
         """Register the hooks."""
         self.begin()
         self._handles += [] if self.hidden_layers else self._layer_hooks()
+        self._handles += self._weight_hooks() if self.watch_weights else []
         for module in self._roots:
             if getattr(module, "_compiled_call_impl", None) is not None:
                 self._handles.append(WrappedCall(module, self._enter, self._leave))
@@ -99,6 +107,19 @@ class FeatureCapture(CallRecorder):
     def _layer_hooks(self) -> list[Removable]:
         hooks = {i: Hook(partial(self._called, i)) for i in self._hooked}
         return [self._hooked[i].register_forward_hook(hook, with_kwargs=True) for i, hook in hooks.items()]
+
+    def _weight_hooks(self) -> list[Removable]:
+        """Register hooks where gradients of weights arrive: in the graph, so that parameters show no trace of them."""
+        weights = {i: layer.sources[0] for i, layer in self.layers.items() if layer.compute is None}
+        nodes = {i: get_gradient_edge(p).node for i, p in weights.items() if p.requires_grad}
+        self._nodes = list(nodes.values())  # else they would be made again, without hooks
+        return [node.register_prehook(partial(self._weight_gradient, i)) for i, node in nodes.items()]
+
+    def _weight_gradient(self, i: int, gradients: Sequence[Tensor | None]) -> None:
+        if self.backward_open and not self._looking and gradients[0] is not None:
+            with self._harmless(f"the gradient of {self.layers[i].info.name}"):
+                once = i not in self.weight_gradients
+                self.weight_gradients[i] = gradients[0].detach().clone() if once else None
 
     @property
     def halved(self) -> bool:
@@ -127,6 +148,7 @@ class FeatureCapture(CallRecorder):
             self._portion = None
             self._root = RootCall(module, args, kwargs)
             self._portion = self._foresight(self._root)
+            self._samples = batch_size(self._root.given)
 
     def _drop_finished(self) -> None:
         """Drop the calls of finished micro-batches: a forward after a backward begins another one, and the last one is
@@ -135,6 +157,7 @@ class FeatureCapture(CallRecorder):
         But a forward none of whose gradients has come is still under way: that of a generator, say, whose output
         first served to train a discriminator.
         """
+        self.weight_gradients.clear()
         everything = [call for calls in self.calls.values() for call in calls]
         reached = {id(call.root) for call in everything if call.b is not None}
         self._waiting = waiting = {id(call.root) for call in everything if call.watched} - reached
@@ -229,6 +252,7 @@ class FeatureCapture(CallRecorder):
         again.rewind()
         portion = self._portion = self._foresight(again)
         run = again if portion is None else again.part(slice(portion.samples))
+        self._samples = batch_size(run.given)
         before = self.calls, self.order, self.backward_pass
         opened = self.forward_open, self.backward_open
         self.calls, self.order = {}, []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.capture.hooks.registration import Removable, in_transform
-from spectral_monitor.capture.records.assumption_checks import Checks
+from spectral_monitor.capture.records.assumption_checks import CHECKED, Checks
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.records.linearity_check import is_linear
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
@@ -93,6 +93,7 @@ class CallRecorder:
         self._shares: dict[int, float] = {}
         self._count = 0
         self._root: RootCall | None = None
+        self._samples: int | None = None  # of the call that is under way
         self._portion: BatchSlice | None = None
 
     def foresee(self, foresight: Foresight, ranked: bool, apart: bool) -> None:
@@ -106,8 +107,8 @@ class CallRecorder:
         self._foresight, self._ranked, self._apart = foresight, ranked, apart
 
     def look_for(self, keys: Collection[str]) -> None:
-        """Observe from now on what some quantities of tier "full" need of calls and losses besides."""
-        self.checks = Checks(keys) if {"activation_ratio", "sample_share"} & set(keys) else None
+        """Observe from now on what some quantities of tier "full" need of calls and gradients besides."""
+        self.checks = Checks(keys) if CHECKED & set(keys) else None
 
     def record(self, i: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record one more call of layer ``i``, or show it to those who watch a forward that is run again."""
@@ -174,7 +175,7 @@ class CallRecorder:
             if self._root is not None:
                 self._root.reached += 1
             if self.checks is not None and not is_node:
-                call.checked = self.checks.forward(layer, given, whole)
+                call.checked = self.checks.forward(layer, given, whole, self._samples)
             if self._looking and self._portion is not None and (i, n) in self._portion.common:
                 self.shared.add(i)  # its gradient is a sum over samples, of which only some are here
             else:
@@ -244,7 +245,7 @@ class CallRecorder:
                     rows = rows_of(b, *form, call.index)
                     call.b_sample = self._sample(i, rows.clone() if call.index is None else rows)
             if self.checks is not None and call.checked is not None:
-                self.checks.backward(call.checked, gradient)
+                self.checks.backward(layer, call.checked, gradient)
 
     def _sample(self, i: int, rows: Tensor) -> Tensor:
         """Return the rows of a gradient that its stable rank is measured on, as far as that is known."""

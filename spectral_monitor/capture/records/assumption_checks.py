@@ -9,14 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler, rows_of
+from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler, patches_of, rows_of
 from spectral_monitor.functional.kernels import sample_share
+from spectral_monitor.functional.noise import sample_products
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.state.dtensor import local_part
 
 SHARE_ROWS = 64
 """Rows that a share is the mean over; each is compared with the gradient of all rows."""
+NOISE_SAMPLES = 256
+"""Samples whose gradients are compared with each other."""
+CHECKED = frozenset({"activation_ratio", "sample_share", "noise_scale"})
+"""Quantities for which calls and gradients are looked at here."""
 
 # What autograd calls operations that work on each entry by itself, or only arrange them in another way.
 _ACTIVATIONS = "Relu LeakyRelu PreluKernel RreluWithNoise Gelu Silu Mish Tanh Sigmoid Elu Celu Softplus Hardtanh"
@@ -70,6 +75,8 @@ class Checked:
         input: the same of the input.
         rows: the input's rows, all of them, until the gradient of the output arrives.
         share: see :func:`~spectral_monitor.functional.sample_share`.
+        samples: of the batch, where gradients are compared sample by sample.
+        products: see :func:`~spectral_monitor.functional.noise.sample_products`.
     """
 
     output: RowLengths | None = None
@@ -77,6 +84,8 @@ class Checked:
     input: Tensor | None = None
     rows: GuardedTensor | None = None
     share: Tensor | None = None
+    samples: int = 0
+    products: tuple[Tensor, Tensor] | None = None
 
 
 class Checks:
@@ -85,7 +94,8 @@ class Checks:
     def __init__(self, keys: Collection[str]) -> None:
         self._ratios = "activation_ratio" in keys
         self._shares = "sample_share" in keys
-        self._picker = RowSampler(SHARE_ROWS)
+        self._noise = "noise_scale" in keys
+        self._picker, self._samples = RowSampler(SHARE_ROWS), RowSampler(NOISE_SAMPLES)
         self._made: dict[Any, Checked] = {}
 
     def forget(self) -> None:
@@ -93,8 +103,8 @@ class Checks:
         self._made.clear()
 
     @torch.no_grad()
-    def forward(self, layer: Layer, given: Tensor | None, output: Tensor) -> Checked:
-        """Record a layer's call with its inputs."""
+    def forward(self, layer: Layer, given: Tensor | None, output: Tensor, samples: int | None) -> Checked:
+        """Record a layer's call with its inputs; ``samples``: of the batch, if that is known."""
         checked = Checked()
         if self._ratios:
             checked.output = RowLengths.of(local_part(output), layer)
@@ -106,19 +116,30 @@ class Checks:
                 self._made[output.grad_fn] = checked
         if self._shares and given is not None and _is_one_matrix(layer) and given.is_floating_point():
             checked.rows = GuardedTensor(rows_of(local_part(given), False, 0))
+        batched = given is not None and given.ndim >= len(layer.info.shape)
+        if self._noise and samples and given is not None and batched and len(given) % samples == 0:
+            rows = _matrix_inputs(local_part(given), layer)
+            checked.samples = 0 if rows is None else samples
+            checked.rows = checked.rows if rows is None else GuardedTensor(rows)
         return checked
 
     @torch.no_grad()
-    def backward(self, checked: Checked, gradient: Tensor) -> None:
+    def backward(self, layer: Layer, checked: Checked, gradient: Tensor) -> None:
         """Record the gradient of the call's output."""
         rows = None if checked.rows is None else checked.rows.get()
         checked.rows = None
         if rows is None:
             return
-        b = rows_of(local_part(gradient), False, 0)
-        if len(b) == len(rows):
+        b = rows_of(local_part(gradient), layer.channels_first, len(layer.info.shape) - 2)
+        if len(b) != len(rows):
+            return
+        if self._shares and _is_one_matrix(layer):
             with torch.autocast(b.device.type, enabled=False):
                 checked.share = sample_share(rows, b, self._picker.choose(len(b), SHARE_ROWS, b.device))
+        if checked.samples and len(b) % checked.samples == 0:
+            x, b = (part.unflatten(0, (checked.samples, -1)) for part in (rows, b))
+            some = self._samples.choose(checked.samples, NOISE_SAMPLES, b.device)
+            checked.products = sample_products(x, b) if some is None else sample_products(x[some], b[some])
 
     def _source(self, x: Tensor) -> tuple[Checked | None, bool]:
         """Return the call whose output became ``x`` by elementwise operations, if no other way leads back from it, and
@@ -134,6 +155,22 @@ class Checks:
             back = [following for following, _ in node.next_functions if following is not None]
             node = back[0] if len(back) == 1 else None
         return None if node is None else self._made[node], permuted
+
+
+def _matrix_inputs(x: Tensor, layer: Layer) -> Tensor | None:
+    """Return the rows that a single matrix is multiplied with; ``None`` where a layer is more than that."""
+    layout = layer.layout
+    if not x.is_floating_point() or layer.info.role == "embedding":
+        return None
+    if layout.kind == "patches":
+        return rows_of(patches_of(x, layout.shape[2:]), False, 0)
+    return rows_of(x, layer.channels_first, len(layer.info.shape) - 2) if is_pointwise(layer) else None
+
+
+def is_pointwise(layer: Layer) -> bool:
+    """Return whether a layer multiplies each row of its inputs with a single matrix."""
+    layout = layer.layout
+    return _is_one_matrix(layer) or (layout.kind == "conv" and layout.taps == layout.groups == 1)
 
 
 def _is_one_matrix(layer: Layer) -> bool:

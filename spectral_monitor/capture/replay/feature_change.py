@@ -18,6 +18,8 @@ KERNEL_ROWS = 256
 """Rows of a call whose inner products are compared."""
 KERNELS = frozenset({"kernel_change", "kernel_drift", "kernel_alignment"})
 """Quantities for which they are."""
+PARTS = frozenset({"feature_change_inherited", "feature_change_joint"})
+"""Quantities for which rows of inputs are kept."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Replay:
 
     Attributes:
         outputs: those compared with.
-        keys: quantities; some ask for more of each change.
+        keys: quantities of outputs; some ask for more of each change.
         inputs: the same of the inputs of some layers, if that was asked for.
         samples: how many samples their rows are of; ``None`` for all, of which these rows are a random choice.
     """
@@ -122,7 +124,7 @@ class Replay:
         self.keys = keys
         self._picker = RowSampler(KERNEL_ROWS)
         self._changes: dict[int, list[Change | None]] = {}
-        self.inputs = None if inputs is None else Replay(inputs)
+        self.inputs = None if inputs is None else Replay(inputs, PARTS)
 
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
         """Compare one more call of layer ``i``, which was given the one and returned the other."""
@@ -190,7 +192,7 @@ class Replay:
         )
         if "feature_cancellation" in self.keys:
             change.after = torch.linalg.vector_norm(new, dim=1)
-        if KERNELS & set(self.keys):
+        if (KERNELS | PARTS) & set(self.keys):
             kept = self._picker.choose(len(h), KERNEL_ROWS, after.device)
             old = h.to(after.device)
             # The layers that follow may work in place on what this one returned.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.records.assumption_checks import is_pointwise
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
-from spectral_monitor.capture.replay.feature_change import Outputs, Replay
+from spectral_monitor.capture.replay.feature_change import PARTS, Outputs, Replay
 from spectral_monitor.capture.replay.graph_replay import Graph, sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Replayable
@@ -23,9 +25,10 @@ from spectral_monitor.engine.settings import Settings
 from spectral_monitor.functional.features import mean_ratio
 from spectral_monitor.functional.kernels import bfk_moments, kernel_change, length, signs
 from spectral_monitor.functional.laziness import kernel_alignment
+from spectral_monitor.functional.vector_norms import lengths, whole_length
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.messages import WarnOnce
-from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.quantities import assumptions, laziness
 from spectral_monitor.state.snapshot import preserved
 
 PROBES = 4
@@ -33,8 +36,12 @@ PROBES = 4
 SEED = 3
 """Of the private generator they are drawn from: the same ones in every step, so that their noise is no change."""
 
-ALONE = frozenset(key for key, q in QUANTITIES.items() if q.tier == "full" and q.needs & {"h", "b"})
+ALONE = frozenset(q.key for q in (*assumptions.ENTRIES, *laziness.ENTRIES) if q.needs & {"h", "b"})
 """Quantities that are measured in a single process only."""
+OF_OUTPUTS = frozenset({"backward_speed", "dual_bfa_cos"})
+"""Those that gradients of outputs in a second backward pass say."""
+BACKWARD = OF_OUTPUTS | {"gradient_change"}
+"""All that the second backward pass is for."""
 
 SEVERAL = "measured in a single process only"
 ACCUMULATED = "gradients are accumulated: it is not this batch alone that moves the features"
@@ -43,6 +50,7 @@ NO_GRAPH = "no graph leads to its outputs: nothing up to there is trained, or ac
 NO_SOURCE = "its inputs are not a measured layer's outputs after elementwise operations alone"
 NO_SHARE = "known of single matrices that are called once, and whose inputs and gradients are at hand"
 HALVED = "the gradients that it begins with were rounded to half precision"
+NO_WEIGHT = "no gradient arrived at its weight, or more than one"
 NO_LOSS = "the loss after the step is not known: the model does not return what was trained on"
 
 Work = Callable[[Graph, Tensor | None], None]
@@ -60,8 +68,11 @@ class FullStage:
         facts: StepContext,
         out: RawScalars,
         warn: WarnOnce,
+        old: Mapping[int, Tensor],
     ) -> None:
-        """``alone``: whether no other process takes part; otherwise there is nothing to do."""
+        """``alone``: whether no other process takes part, otherwise there is nothing to do; ``old``: layer index -> its
+        weight before the step, where that is asked for.
+        """
         asked = ALONE & set(settings.keys)
         self._keys = asked if alone else frozenset[str]()
         self._host = settings.low_memory
@@ -70,20 +81,22 @@ class FullStage:
         self._facts = facts
         self._out = out
         self._warn = warn
+        self._old = old
         facts.why_not.update({(key, NETWORK): SEVERAL for key in asked - self._keys})
 
     def replay(self, outputs: Outputs, portion: BatchSlice | None) -> Replay:
-        """To compare a forward after the step with; where all properties are asked for, the readout's inputs too.
+        """To compare a forward after the step with; where parts of changes or all properties are asked for, inputs too.
 
         ``portion``: the samples it is run on, if that is not all.
         """
-        readouts = [i for i, layer in self._features.layers.items() if layer.info.role == "readout"]
-        whole = self._keys == ALONE and len(readouts) == 1
-        inputs = self._features.inputs(readouts[0]) if whole else None
+        layers = self._features.layers
+        read = {i for i, layer in layers.items() if layer.info.role == "readout"} if self._keys == ALONE else set()
+        read |= {i for i, layer in layers.items() if is_pointwise(layer)} if self._keys & PARTS else set()
+        inputs = {i: rows for k in sorted(read) for i, rows in self._features.inputs(k).items()} or None
         if portion is not None:
             outputs = self._features.first(outputs, portion)
             inputs = None if inputs is None else self._features.first(inputs, portion)
-        return Replay(outputs, self._keys, inputs, None if portion is None else portion.samples)
+        return Replay(outputs, self._keys - PARTS, inputs, None if portion is None else portion.samples)
 
     def checks(self) -> None:
         """Put what the step's own passes showed, if they were observed."""
@@ -116,6 +129,17 @@ class FullStage:
                 self._out.put(i, "x.norm", length(change.before))
                 self._out.put(i, "dx.norm", length(change.lengths))
                 self._out.note(i, "dx.size", float(change.size))
+                if change.pairs is not None and i in self._old and is_pointwise(self._features.layers[i]):
+                    self._parts(i, *change.pairs)
+
+    def _parts(self, i: int, before: Tensor, after: Tensor) -> None:
+        """Put mean squares of what a layer's old weight, and its update, make of the change of its inputs."""
+        layer = self._features.layers[i]
+        dtype = compute_dtype(before.dtype)
+        dx, old, now = after.to(dtype) - before.to(dtype), self._old[i].to(after.device), layer.weight()
+        for name, matrix in (("W.dh", old.to(dtype)), ("dW.dh", now.to(dtype) - old.to(dtype))):
+            rows = dx @ layer.layout.stack(matrix).flatten(0, 2).T
+            self._out.put(i, name, lengths(rows).square().mean())
 
     def drifted(self, replay: Replay) -> None:
         """Put what the forward of the probe batch showed."""
@@ -154,7 +178,7 @@ class FullStage:
         """
         if "bfk_ratio" in self._keys:
             self._kernels(again, rates, given.context)
-        if "backward_speed" in self._keys:
+        if BACKWARD & self._keys:
             self._backwards(again, given, outputs, [p for p, _ in rates])
 
     def _kernels(self, again: Replayable | None, rates: Sequence[tuple[nn.Parameter, float]], context: Context) -> None:
@@ -163,11 +187,11 @@ class FullStage:
         trained = [(p, rate) for p, rate in rates if p.requires_grad]
 
         def work(graph: Graph, loss: Tensor | None) -> None:
-            for i in self._as_before("bfk_ratio", graph):
+            for i in self._as_before({"bfk_ratio"}, graph):
                 self._kernel(i, graph.outputs[i], trained)
 
         with sdpa_kernel(SDPBackend.MATH):  # of attention's ways the one that can be differentiated twice
-            self._trace("bfk_ratio", again, reason, [p for p, _ in rates], context, Graph(copies=True), work)
+            self._trace({"bfk_ratio"}, again, reason, [p for p, _ in rates], context, Graph(copies=True), work)
 
     def _kernel(self, i: int, outputs: Sequence[Tensor], trained: Sequence[tuple[nn.Parameter, float]]) -> None:
         if not all(out.requires_grad for out in outputs):
@@ -186,50 +210,75 @@ class FullStage:
     def _backwards(
         self, again: Replayable | None, given: StepInputs, outputs: Outputs, parameters: Sequence[nn.Parameter]
     ) -> None:
-        """Measure how far the gradients of the layers' outputs have moved."""
+        """Measure how far the gradients of the layers' outputs and weights have moved."""
+        keys, seen = self._keys & BACKWARD, self._features.weight_gradients
         run, start = _with_loss(again, given)
 
         def work(graph: Graph, loss: Tensor | None) -> None:
             if loss is None or not loss.requires_grad:
                 raise ValueError("no graph leads to its loss")
-            layers = self._as_before("backward_speed", graph)
+            layers = self._as_before(keys, graph)
             edges = [edge for i in layers for edge in graph.edges[i] if edge is not None]
+            before = {i: g for i in layers if (g := seen.get(i)) is not None}
+            weights = [get_gradient_edge(self._features.layers[i].sources[0]) for i in before]
             begin = torch.as_tensor(start).to(loss)
-            gradients = iter(torch.autograd.grad(loss, edges, begin, allow_unused=True) if edges else ())
+            found = iter(torch.autograd.grad(loss, [*edges, *weights], begin, allow_unused=True) if edges else ())
             for i in layers:
-                after = [None if edge is None else next(gradients) for edge in graph.edges[i]]
+                after = [None if edge is None else next(found) for edge in graph.edges[i]]
                 if i in outputs:  # else they were overwritten, which is known
                     self._backward(i, after, outputs)
+            for i, g in zip(before, found, strict=bool(edges)):
+                self._gradient(i, before[i], g)
 
         reason = NO_LOSS if again is not None and run is None else ""
         if isinstance(self._features.looked, RootCall) and self._features.looked.halves:
             reason = reason or HALVED
-        self._trace("backward_speed", run, reason, parameters, given.context, Graph(copies=False), work)
+        self._facts.why_not.update(
+            {("gradient_change", i): NO_WEIGHT for i in self._features.layers if seen.get(i) is None}
+        )
+        self._trace(keys, run, reason, parameters, given.context, Graph(copies=False), work)
 
     def _backward(self, i: int, after: Sequence[Tensor | None], outputs: Outputs) -> None:
-        layer, lengths = self._features.layers[i], []
+        layer, parts = self._features.layers[i], []
         for b, seen in zip(after, outputs[i], strict=True):
             if b is None or seen.b is None:
-                self._facts.why_not["backward_speed", i] = NO_GRAPH
+                self._missing(OF_OUTPUTS, i, NO_GRAPH)
                 return
             new = rows_of(b, *layer.features_of(b), seen.index)
             if new.shape != seen.b.shape:
-                self._facts.why_not["backward_speed", i] = DIFFERENTLY
+                self._missing(OF_OUTPUTS, i, DIFFERENTLY)
                 return
             dtype = compute_dtype(seen.b.dtype)
-            lengths.append(length(new.to(dtype) - seen.b.to(dtype)))
-        self._out.put(i, "db.norm", length(torch.stack(lengths)))
+            db, h = new.to(dtype) - seen.b.to(dtype), seen.h.to(new.device, dtype)
+            parts.append(torch.stack([length(db), length(h), (db * h).sum(dtype=torch.float64).to(dtype)]))
+        sizes, features, inner = torch.stack(parts).unbind(1)
+        self._out.put(i, "db.norm", length(sizes))
+        self._out.put(i, "h.beside_db", length(features))
+        self._out.put(i, "db.h", inner.sum())
 
-    def _as_before(self, key: str, graph: Graph) -> list[int]:
+    def _gradient(self, i: int, before: Tensor, after: Tensor | None) -> None:
+        if after is None:
+            self._facts.why_not["gradient_change", i] = NO_GRAPH
+            return
+        dtype = compute_dtype(before.dtype)
+        old, new = (g.to_dense().to(dtype) for g in (before, after))
+        self._out.put(i, "dg.norm", whole_length(new - old))
+        self._out.put(i, "g.norm", whole_length(old))
+
+    def _as_before(self, keys: Collection[str], graph: Graph) -> list[int]:
         """Layers that were called as often as in the step; the others have a reason."""
-        for i, calls in self._features.calls.items():
-            if len(graph.edges.get(i, ())) != len(calls):
-                self._facts.why_not[key, i] = DIFFERENTLY
-        return [i for i in graph.edges if (key, i) not in self._facts.why_not]
+        calls = self._features.calls
+        other = {i for i, some in calls.items() if len(graph.edges.get(i, ())) != len(some)}
+        for i in other:
+            self._missing(keys, i, DIFFERENTLY)
+        return [i for i in graph.edges if i not in other]
+
+    def _missing(self, keys: Collection[str], i: int, reason: str) -> None:
+        self._facts.why_not.update({(key, i): reason for key in keys})
 
     def _trace(
         self,
-        key: str,
+        keys: Collection[str],
         again: Replayable | None,
         reason: str,
         parameters: Sequence[Tensor],
@@ -240,7 +289,7 @@ class FullStage:
         """Run a forward again with its graph, and ``work`` on that, unless there is a reason not to."""
         reason = self._facts.no_replay or reason or sees_all_modules()
         if again is None or reason:
-            self._facts.why_not[key, NETWORK] = reason
+            self._missing(keys, NETWORK, reason)
             return
         try:
             with preserved(self._model, host=self._host), unseen(self._model, parameters):
@@ -251,8 +300,8 @@ class FullStage:
                     work(graph, loss)
         except Exception as error:
             reason = f"the forward could not be run again with a graph ({type(error).__name__}: {error})"
-            self._facts.why_not[key, NETWORK] = reason
-            self._warn(f"{reason}; {key} is left out", error)
+            self._missing(keys, NETWORK, reason)
+            self._warn(f"{reason}; {', '.join(sorted(keys))} is left out", error)
 
 
 def _with_loss(again: Replayable | None, given: StepInputs) -> tuple[Replayable | None, Tensor | float]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.records.calls import Call, joined
-from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.row_sampling import RowSampler, sample_size
 from spectral_monitor.engine.agreement.rank_report import RankReports
 from spectral_monitor.engine.results.raw import RawScalars
@@ -133,7 +132,7 @@ class RowStage:
         picker: RowSampler,
         out: RawScalars,
     ) -> None:
-        self._members = members
+        self.members = members
         self._settings = settings
         self.census = census
         self.exchange = exchange
@@ -142,7 +141,7 @@ class RowStage:
         self.samples: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def forward(self, calls: Calls, outputs: Outputs) -> Coroutine[None]:
+    def forward(self, calls: Calls) -> Coroutine[None]:
         """Sizes and stable ranks of what the real forward and backward passes showed."""
         census, exchange = self.census, self.exchange
         lasted, fed, graded = (census.wherever_called(name) for name in ("lasted", "fed", "graded"))
@@ -157,7 +156,7 @@ class RowStage:
         common = {key: found for key, found in rows.items() if key[1] == "b" and key[0] in census.common}
         plain = {key: found for key, found in rows.items() if key not in common}
         run = sequence if exchange is None else gather
-        if "backward_speed" in self._settings.keys:  # which is of all rows
+        if {"backward_speed", "dual_bfa_cos", "backward_rms"} & set(self._settings.keys):
             sizes.update({key: _rows_size(found) for key, found in plain.items() if key[1] == "b"})
         yield from run([self._sizes(sizes), self._measured(plain), self._of_sums(common)])
 
@@ -173,7 +172,7 @@ class RowStage:
         shares, cols = [], []
         for (i, name), found in rows.items():
             part = self.cols(i, name)
-            width = self._features(i, name)
+            width = self.feature_count(i, name)
             share = torch.zeros(self.census.rows(i, "outputs").total, width, device=self.exchange.device)
             if found is not None and (part is not None or self.census.first_of_batch):
                 share = share.to(found.dtype)
@@ -204,7 +203,7 @@ class RowStage:
         """Features that are here, ``None`` for all of them."""
         if self.exchange is None:
             return None
-        holding = self._members[i].holding
+        holding = self.members[i].holding
         part = holding.inputs if name == "h_in" else holding.outputs
         if part is None:
             return None
@@ -214,13 +213,13 @@ class RowStage:
         """Return how many features the processes have seen; 0 where there was none."""
         return {getattr(some[i], f"{self._which(name)[:-1]}_features") for some in self.census.sights}
 
-    def _features(self, i: int, name: str) -> int:
+    def feature_count(self, i: int, name: str) -> int:
         """Features of a layer's rows, those of all processes together."""
         return int(max(self._seen(i, name))) if self.cols(i, name) is None else self._width(i, name)
 
     def _width(self, i: int, name: str) -> int:
         """Return the number of features by the layer's shape."""
-        layer = self._members[i].layer
+        layer = self.members[i].layer
         shape = layer.layout.shape[::-1] if layer.layout.kind == "transposed" else layer.layout.shape
         if layer.info.role == "embedding":
             return shape[1]
@@ -245,7 +244,7 @@ class RowStage:
                 all_reduce_norm(torch.tensor(counts, dtype=torch.float32), 1, self.exchange),
             ]
         )
-        rows = numbers / torch.tensor([float(max(self._features(i, name), 1)) for i, name in sizes])
+        rows = numbers / torch.tensor([float(max(self.feature_count(i, name), 1)) for i, name in sizes])
         for k, (i, name) in enumerate(sizes):
             self.out.put(i, f"{name}.norm", both[k])
             self.out.put(i, f"{name}.size", numbers[k])
@@ -258,7 +257,7 @@ class RowStage:
         chosen: dict[tuple[int, str], _Chosen] = {}
         for (i, name), found in rows.items():
             part = self.cols(i, name)
-            width = self._features(i, name)
+            width = self.feature_count(i, name)
             some = self._chosen(i, name, found, sample_size(width))
             split = (some.holders > 1, part is not None)
             like = None if found is None or self.exchange is not None else (found.dtype, found.device)
@@ -319,8 +318,8 @@ class RowStage:
         asked: list[Tensor] = []
         for i in fed:
             found, part = input_rows(calls.get(i, ())), self.cols(i, "h_in")
-            width = self._features(i, "h_in")
-            some = self._chosen(i, "h_in", found, rows_worth(self._members[i].layer.layout))
+            width = self.feature_count(i, "h_in")
+            some = self._chosen(i, "h_in", found, rows_worth(self.members[i].layer.layout))
             mine = some.get()
             rows = torch.zeros(some.total, width, device=self.exchange.device)
             if mine is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from spectral_monitor.engine.results.edge import NO_LOSS, OTHER_LOSS, edge
+from spectral_monitor.engine.results.noise import settle_noise
 from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, Raw
 from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row
 from spectral_monitor.engine.results.summary import equilibrium_steps, properties
@@ -42,6 +43,7 @@ class Measured:
         changed = [value for name, value in network.items() if name.startswith("g.changed")]
         facts.rewritten, facts.clipped = any(some[0] for some in changed), any(some[1] for some in changed)
         rows, errors, missing = [], [], {}
+        noise = settle_noise(raw, facts)
         for i, layer in enumerate(self.layers):
             row, why = layer_row(i, layer, keys, raw, facts)
             rows.append(row)
@@ -53,6 +55,8 @@ class Measured:
             for key in (errors[0] if errors else ())
         }
         summary = summarize(values, self.layers, raw)
+        summary.update({key: value for key, (value, _) in noise.items()})
+        missing.update({f"{key}/{SUMMARY}": reason for key, (_, reason) in noise.items() if reason})
         if "feature_change" in values:
             pairs = [(error["feature_change"], row["feature_change"]) for error, row in zip(errors, rows, strict=True)]
             known = (error / change for error, change in pairs if change > 0 and not math.isnan(error))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from spectral_monitor.capture.replay.feature_change import PARTS
 from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay
 from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
@@ -21,6 +22,7 @@ UNCHOSEN = "none of its max_rows rows is of the samples that are run again: rais
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
 REPLACED = "since training began its weight was replaced, pruned or parametrized"
 NOT_QUERIES = "it does not make the queries of an attention block, where those of a block are reported"
+ONE_HOT = "an embedding's inputs are one-hot"
 UNFIT = "its outputs are not its inputs times its weight"
 NO_DECAY = WeightDecay(math.nan, math.nan)
 SHARED = "all samples have its output in common, and only some were run eagerly: replay_samples=None runs all"
@@ -33,6 +35,10 @@ roundings are spread over a third of their bound. Angles need more: see ``Quanti
 
 DRIFTS = ("feature_drift", "kernel_drift")
 """Changes since the start, relative to what was there."""
+OVER_OUTPUTS = PARTS | {"feature_change_local"}
+"""Quantities that are read off inputs, but relative to outputs."""
+OF_READOUTS = frozenset({"log_z", "readout_row"})
+"""Quantities of output layers alone."""
 ATTENTION = frozenset(entry.key for entry in attention.ENTRIES)
 """Quantities of attention blocks."""
 
@@ -73,6 +79,7 @@ class StepContext:
         decay: layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter.
         attention: layer index -> what must be known of the values of the attention block reported there, by quantity.
         no_moments: layer index -> why its optimizer has no moments like Adam's.
+        no_gradient: layer index -> why its gradient is no matrix.
         why_not: (quantity, layer index or NETWORK for all of them) -> why it is missing.
     """
 
@@ -107,6 +114,7 @@ class StepContext:
     decay: dict[int, WeightDecay] = field(default_factory=dict)
     attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     no_moments: Mapping[int, str] = field(default_factory=dict)
+    no_gradient: Mapping[int, str] = field(default_factory=dict)
     why_not: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
@@ -141,6 +149,8 @@ def layer_row(
 def _value(key: str, scalars: LayerScalars, facts: StepContext) -> float:
     value = QUANTITIES[key].formula(scalars)
     # b was the gradient of the divided and scaled loss.
+    if key == "backward_rms":
+        return value * facts.accumulated / facts.loss_scale
     return value * facts.loss_scale / facts.accumulated if key == "sensitivity" else value
 
 
@@ -177,6 +187,8 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
         return "the output of a module has features only, and no weight"
     if key in ATTENTION and i not in facts.attention:
         return NOT_QUERIES
+    if key in OF_READOUTS and role != "readout":
+        return "it is no output layer"
     updated = needs & {"dW", "g", "dqk", "state"}
     if (updated or key in ("lr", "lr_multiplier")) and i not in facts.lr:
         return "no optimizer updates it" if facts.lr else "no optimizer made a step"
@@ -193,7 +205,9 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
     if key == "lr" and math.isnan(facts.lr[i]):
         return "the parameters it is computed from have different learning rates"
     if key == "contribution":
-        return _no_contribution(layer, facts)
+        return f"counted at {layer.tied_to}, whose parameter it is" if layer.tied_to else _no_gradient(facts)
+    if key == "gradient_natural":
+        return ONE_HOT if role == "embedding" else facts.no_gradient.get(i, "") or _no_gradient(facts)
     if key in ("decay_share", "equilibrium"):
         return _no_decay(key, i, layer, facts)
     if needs & {"h", "b", "dh", "probe"}:
@@ -201,9 +215,7 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
     return ""
 
 
-def _no_contribution(layer: Layer, facts: StepContext) -> str:
-    if layer.tied_to:
-        return f"counted at {layer.tied_to}, whose parameter it is"
+def _no_gradient(facts: StepContext) -> str:
     if facts.closures > 1:
         return f"the closure ran {facts.closures} times: the gradient is not that of the weights before the step"
     if facts.rewritten:
@@ -234,7 +246,7 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     if facts.unseen or facts.moved:
         return facts.unseen or MOVED
     if layer.info.role == "embedding" and entry.of_inputs:
-        return "an embedding's inputs are one-hot"
+        return ONE_HOT
     if i in facts.unfit:
         return UNFIT
     if i in facts.hidden:
@@ -254,13 +266,14 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return facts.no_drift or missed or tiny or (ROUNDED if rounded else "")
     if key == "feature_change_local" and layer.layout.taps > 1:
         return "the taps of a convolution overlap: what one adds, another may take away"
-    if needs & {"h", "dh"} and (not entry.of_inputs or key == "feature_change_local") and i not in facts.lasted:
+    if needs & {"h", "dh"} and (not entry.of_inputs or key in OVER_OUTPUTS) and i not in facts.lasted:
         return "its outputs were overwritten in this step; from the next measured one on they are copied"
     if "b" in needs and i in facts.shared:
         return SHARED
     if "b" in needs and i not in facts.graded:
         return "no gradient arrived at its output, or more than one, or it was overwritten"
-    if key == "backward_speed" and 0 < scalars.get("db.norm") < CHANGE_MARGIN * facts.eps[i] * scalars.get("b.norm"):
+    changed = {"backward_speed": "b", "dual_bfa_cos": "b", "gradient_change": "g"}.get(key, "")
+    if changed and 0 < scalars.get(f"d{changed}.norm") < entry.margin * facts.eps[i] * scalars.get(f"{changed}.norm"):
         return "its change is too close to the rounding of its gradients"
     if "dh" not in needs:
         return ""
@@ -270,8 +283,16 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return missed or "called differently when the forward was run again"
     if tiny:
         return tiny
+    if key in PARTS:
+        return _no_part(scalars, facts.eps[i])
     if key == "feature_cancellation":
         return ""  # a change that is rounded away cancels nothing
     if scalars.get("dh.norm") > 0 and not scalars.above_rounding(facts.eps[i], entry.margin):
         return ROUNDED
     return ""
+
+
+def _no_part(scalars: LayerScalars, eps: float) -> str:
+    if math.isnan(scalars.get("W.dh")) and scalars.sound():
+        return "known of single matrices that are trained, and whose inputs are at hand before and after the step"
+    return ROUNDED if 0 < scalars.get("dx.norm") < CHANGE_MARGIN * eps * scalars.get("x.norm") else ""

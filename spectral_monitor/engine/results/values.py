@@ -16,7 +16,7 @@ from spectral_monitor.quantities.quantity import Norm
 
 RATIOS = frozenset(
     {"alignment", "update_alignment", "feature_change", "feature_drift", "feature_cancellation", "kernel_change"}
-    | {"activation_ratio", "sample_share", "linearity", "kernel_drift", "kernel_alignment"}
+    | {"activation_ratio", "sample_share", "linearity", "kernel_drift", "kernel_alignment", "kurtosis", "outliers"}
 )
 """Raw scalars that divide by a norm: NaN where that is zero, and then nothing is wrong."""
 
@@ -95,6 +95,12 @@ class LayerScalars:
         """Spectral or Frobenius norm."""
         norms = self._norms(name, norm)
         return math.nan if any(math.isnan(value) for value in norms) else max(norms)
+
+    def gradient_natural(self) -> float:
+        """Spectral norm of the gradient in the units that are dual to those of the natural norm."""
+        pairs = zip(self.layer.layout.fan_outs, self._norms("g", "sigma"), strict=True)
+        norms = [math.sqrt(fan_out / self.layer.layout.fan_in) * norm for fan_out, norm in pairs]
+        return _largest(norms)
 
     def natural(self, name: str) -> float:
         """Natural norm by the layer's role; of each block by its own fans."""
@@ -180,11 +186,16 @@ class LayerScalars:
         lengths = self.get("b.compared") * self.get("dh.norm")
         return min(max(-self.get("b.dh") / lengths, -1.0), 1.0) if lengths else math.nan
 
-    def local_change(self) -> float:
-        """RMS length of ``dW h'`` over that of ``h``."""
+    def part_of_change(self, name: str) -> float:
+        """RMS length of ``dW h'``, ``W dh'`` or ``dW dh'`` over that of ``h``."""
         length = self.get("h.norm") / math.sqrt(rows) if (rows := self.get("h.rows")) else math.nan
-        squares = self._raw.get("dW.h", [math.nan])  # of each block, the mean over rows
+        squares = self._raw.get(name, [math.nan])  # of each block, the mean over rows
         return math.sqrt(float(sum(squares))) / length if length else math.nan
+
+    def dual_cosine(self) -> float:
+        """Cosine of the angle between the features and minus the change of their gradients."""
+        lengths = self.get("h.beside_db") * self.get("db.norm")
+        return min(max(-self.get("db.h") / lengths, -1.0), 1.0) if lengths else math.nan
 
     def sensitivity(self) -> float:
         """Feature change per loss decrease; rows that were not compared are taken to add as much to it as others."""

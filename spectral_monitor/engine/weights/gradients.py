@@ -15,6 +15,7 @@ from spectral_monitor.state.dtensor import is_distributed, local_part
 
 CHUNK = 1 << 18
 """Entries of an update that are there at a time."""
+SUMMED = "its gradient has yet to be summed over processes (sequence parallelism)"
 
 
 def _dense(gradient: Tensor) -> Tensor:

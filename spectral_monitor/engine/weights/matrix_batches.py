@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spectral_monitor.engine.weights.gradients import gradient_here
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import AllReduce, Shard, ShardedStack, compute_dtype
 from spectral_monitor.linalg.lanczos import BLOCK, MORE_ROOM, ROOM
@@ -168,6 +169,18 @@ class MatrixBatch:
         """Return the weights as they are now; ``in_place``: in this memory."""
         stack = self._target(in_place)
         stack._refill(lambda i: self.members[i].contents(self.members[i].layer.weight()))
+        return stack
+
+    def gradients(self, *, in_place: bool) -> MatrixBatch:
+        """Return the gradients of parameters that are weights themselves, zeros where there are none; ``in_place``: in
+        this memory.
+        """
+        stack = self._target(in_place)
+        for buffer in stack.buffers:
+            buffer.zero_()
+        found = {i: gradient_here(m.layer.sources[0]) for i, m in self.members.items() if m.layer.compute is None}
+        there = {i: self.members[i].contents(g) for i, g in found.items() if g is not None and self.places[i]}
+        stack._refill(lambda i: there.get(i, stack.entries(i)))
         return stack
 
     def change(self, start: Start | None = None, *, in_place: bool) -> MatrixBatch:

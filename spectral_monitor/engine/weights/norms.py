@@ -13,7 +13,12 @@ from torch.nn.functional import pad
 from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.matrix_batches import MatrixBatch
-from spectral_monitor.functional.features import mean_alignment, mean_alignment_error, standard_error_of_mean
+from spectral_monitor.functional.features import (
+    mean_alignment,
+    mean_alignment_error,
+    standard_error_of_mean,
+    underflow_share,
+)
 from spectral_monitor.functional.standard_errors import GROUPS
 from spectral_monitor.functional.vector_norms import largest, lengths
 from spectral_monitor.layers import Layout
@@ -41,7 +46,8 @@ class Job(NamedTuple):
 
     Attributes:
         stack: the matrices.
-        name: of the raw scalars: ``W`` before the update, ``dW``, ``W1`` after it, ``drift`` or ``W0`` at the start.
+        name: of the raw scalars: ``W`` before the update, ``dW``, ``W1`` after it, ``drift`` or ``W0`` at the start, or
+            ``g``, the gradient.
     """
 
     stack: MatrixBatch
@@ -51,7 +57,7 @@ class Job(NamedTuple):
 Mapped = tuple[Job, Tensor, Tensor | None]
 """Matrices, lengths (K, R) of what they make of the inputs, and their norms (K,), if known."""
 
-NEEDS = {"W": "W", "dW": "dW", "W1": "W1", "drift": "W0", "W0": "W0"}
+NEEDS = {"W": "W", "dW": "dW", "W1": "W1", "drift": "W0", "W0": "W0", "g": "|g|"}
 """What a quantity needs that is read off these matrices."""
 MAPS = {"W": ("alignment", ""), "dW": ("update_alignment", "feature_change_local")}
 """Quantities that say what matrices make of the layers' inputs: how well they are aligned, and their length."""
@@ -80,7 +86,7 @@ class MatrixNorms:
         routines: list[Coroutine[Any]] = [
             spectral_estimates([job.stack.pieces for job in spectral], self._settings.tol, bounds=False),
             gather([job.stack.pieces.combined(frobenius, 2) for job in others]),
-            gather([self._row_norms(job) for job in wanted]),
+            gather([routine for job in wanted for routine in (self._row_norms(job), self._underflow(job))]),
             gather([self._mapped(job) for job in mapped]),
         ]
         estimates, fros, _, products = yield from gather(routines)
@@ -105,9 +111,10 @@ class MatrixNorms:
         return {key for key in self._settings.keys if NEEDS[job.name] in QUANTITIES[key].needs} - {"contribution"}
 
     def _row_norms(self, job: Job) -> Coroutine[None]:
-        """Put the largest RMS over the rows of embedding tables."""
+        """Put the largest RMS over the rows of embedding tables, and the largest row of output layers."""
         stack, across = job.stack, job.stack.split[1]
-        tables = [i for i, member in stack.members.items() if member.layer.info.role == "embedding"]
+        roles = {"embedding", "readout"} if job.name == "W" and "readout_row" in self._settings.keys else {"embedding"}
+        tables = [i for i, member in stack.members.items() if member.layer.info.role in roles]
         if not tables:
             return
         found = []
@@ -122,8 +129,25 @@ class MatrixNorms:
         if stack.exchange is not None:
             found = yield found
         for i, rows in zip(tables, found, strict=True):
-            longest = rows.amax()
-            self._out.put(i, f"{job.name}.row", (longest.sqrt() if across else longest) / stack.shape[2] ** 0.5)
+            longest = rows.amax().sqrt() if across else rows.amax()
+            if stack.members[i].layer.info.role == "readout":
+                self._out.put(i, "readout_row", longest * stack.shape[2] ** 0.5)
+            else:
+                self._out.put(i, f"{job.name}.row", longest / stack.shape[2] ** 0.5)
+
+    def _underflow(self, job: Job) -> Coroutine[None]:
+        """Put the share of entries that are lost in 8 bits; of several processes the mean over those with a part."""
+        stack = job.stack
+        if job.name != "W" or "underflow_weights" not in self._settings.keys:
+            return
+        shares = stack.like.new_zeros(len(stack.members), 2)
+        for k, i in enumerate(stack.members):
+            if stack.places[i]:
+                shares[k] = torch.stack([underflow_share(stack.entries(i), torch.float8_e4m3fn), shares.new_ones(())])
+        if stack.exchange is not None:
+            (shares,) = yield [shares]
+        for i, (total, count) in zip(stack.members, shares, strict=True):
+            self._out.put(i, "underflow_weights", total / count)
 
     def _mapped(self, job: Job) -> Coroutine[Tensor | None]:
         """Return lengths (K, R) of what the matrices make of the layers' inputs; ``None`` if there are no inputs."""

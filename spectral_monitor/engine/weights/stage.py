@@ -15,9 +15,15 @@ from torch.optim import Optimizer
 from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay, weight_decay
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.engine.weights.adam_state import adam_state
+from spectral_monitor.engine.weights.adam_state import COMPUTED, adam_state
 from spectral_monitor.engine.weights.clipping import Clipping, Unclipped
-from spectral_monitor.engine.weights.gradients import contribution_here, gradient_here, gradient_norms, summed_over
+from spectral_monitor.engine.weights.gradients import (
+    SUMMED,
+    contribution_here,
+    gradient_here,
+    gradient_norms,
+    summed_over,
+)
 from spectral_monitor.engine.weights.matrix_batches import BatchMember, MatrixBatch, Start, chunks, matrix_batches
 from spectral_monitor.engine.weights.norms import Job, MatrixNorms
 from spectral_monitor.functional.feature_speed import inner_sums
@@ -55,6 +61,8 @@ class MatrixStage:
         unused: layers that had no gradient.
         divided: layers whose parameters are stepped by several optimizers.
         no_moments: layer index -> why its optimizer has no moments like Adam's, where those are asked for.
+        no_gradient: layer index -> why its gradient is no matrix, where norms of gradients are asked for.
+        old: layer index -> its weight before the step, where parts of changes are asked for.
         rates: every parameter that is trained and the learning rate it meets, where kernels are asked for.
     """
 
@@ -90,6 +98,8 @@ class MatrixStage:
         self.unused: set[int] = set()
         self.divided: set[int] = set()
         self.no_moments: dict[int, str] = {}
+        self.no_gradient: dict[int, str] = {}
+        self.old: dict[int, Tensor] = {}
         self.rates: list[tuple[nn.Parameter, float]] = []
         self._stepper: dict[int, int] = {}
 
@@ -101,7 +111,9 @@ class MatrixStage:
         for i in mine:
             if self._stepper.setdefault(i, id(optimizer)) != id(optimizer):
                 self.divided.add(i)
-        held = _Held(mine, self._stacks(mine) if self.settings.needs & {"W", "dW", "W0"} else [])
+        if "Wdh" in self.settings.needs and self._exchange is None:
+            self.old.update({i: kept(m.layer.weight().detach(), self._host) for i, m in mine.items()})
+        held = _Held(mine, self._stacks(mine) if self.settings.needs & {"W", "dW", "W0", "|g|"} else [])
         for stack in held.stacks:
             stack.load(self._host)
         if "g" in self.settings.needs:
@@ -131,6 +143,10 @@ class MatrixStage:
             self.lr[i] = rates.pop() if len(rates) == 1 else math.nan
             if member.layer.compute is None:
                 self.decay[i] = weight_decay(optimizer, owned[id(member.layer.sources[0])])
+            if "|g|" in self.settings.needs and (
+                member.layer.compute is not None or summed_over(member.layer.sources[0])
+            ):
+                self.no_gradient[i] = SUMMED if member.layer.compute is None else COMPUTED
         if "J" in self.settings.needs:
             self.rates += [(p, float(group["lr"])) for group in optimizer.param_groups for p in group["params"]]
         self.unused.update(i for i, m in held.members.items() if all(p.grad is None for p in m.layer.sources))
@@ -152,13 +168,14 @@ class MatrixStage:
         self.stepped.update(held.members)
         shares: dict[int, Tensor] = {}
         inner: dict[int, Tensor] = {}
-        self._measure_all(held.stacks, partial(self._changes, shares=shares, inner=inner))
+        factor = None if held.clipping is None else held.clipping.factor
+        self._measure_all(held.stacks, partial(self._changes, shares=shares, inner=inner, factor=factor))
         if inner:
             self._sum(self._inner_products(inner))
         if shares:
             shares = dict(sorted(shares.items()))  # one order on every process, whichever gradients are here
-            if held.clipping is not None:
-                shares = {i: share * held.clipping.factor.to(share) for i, share in shares.items()}
+            if factor is not None:
+                shares = {i: share * factor.to(share) for i, share in shares.items()}
             self._sum(self._contributions(shares, self._arrivals(held, shares)))
         if "state" in self.settings.needs:
             self._sum(adam_state(optimizer, held.members, self._copies, self.no_moments, self._out))
@@ -181,14 +198,22 @@ class MatrixStage:
                 measure([stack.here()], self._host)
                 stack.buffers = []
             return
-        for portion in chunks(found, len(self.settings.needs & {"dW", "W0", "W1"})):
+        for portion in chunks(found, len(self.settings.needs & {"dW", "W0", "W1", "|g|"})):
             measure([stack.here() for stack in portion.stacks], portion.in_place)
             self._solve()
 
     def _changes(
-        self, found: Sequence[MatrixBatch], in_place: bool, shares: dict[int, Tensor], inner: dict[int, Tensor]
+        self,
+        found: Sequence[MatrixBatch],
+        in_place: bool,
+        shares: dict[int, Tensor],
+        inner: dict[int, Tensor],
+        factor: Tensor | None,
     ) -> None:
-        """Measure everything that is read off some layers, whose weights before the update these are."""
+        """Measure everything that is read off some layers, whose weights before the update these are.
+
+        ``factor``: by which gradients were larger before they were clipped, if they were.
+        """
         needs = self.settings.needs
         self._weights(found, in_place)
         if "dW" in needs:
@@ -203,6 +228,12 @@ class MatrixStage:
             self._do("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
         if "W1" in needs:
             self._do("W1", [stack.now(in_place=in_place) for stack in found], in_place)
+        if "|g|" in needs:
+            gradients = [stack.gradients(in_place=in_place) for stack in found]
+            if factor is not None:
+                for buffer in (buffer for stack in gradients for buffer in stack.buffers):
+                    buffer.mul_(factor.to(buffer))
+            self._do("g", gradients, in_place)
 
     @torch.no_grad()
     def rest(self) -> None:

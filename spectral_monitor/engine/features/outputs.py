@@ -1,0 +1,79 @@
+"""Outliers among features, the size of a classifier's outputs, and what formats of 8 bits lose of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.capture.records.calls import Call, joined
+from spectral_monitor.capture.replay.feature_change import Outputs
+from spectral_monitor.engine.features.stage import RowStage, gradient_rows, input_rows
+from spectral_monitor.engine.results.reasons import StepContext
+from spectral_monitor.functional.features import channel_sizes, feature_kurtosis, outlier_ratio, underflow_share
+from spectral_monitor.linalg import Coroutine, gather, rank_table
+
+FORMATS = {"underflow_inputs": torch.float8_e4m3fn, "underflow_backward": torch.float8_e5m2}
+"""Quantity -> the format that its rows are cast to."""
+CHANNELS = frozenset({"feature_kurtosis", "outlier_ratio"})
+OF_ROWS = CHANNELS | FORMATS.keys() | {"log_z"}
+"""Quantities that are measured here."""
+DIVIDED = "processes share out its outputs"
+
+Calls = Mapping[int, Sequence[Call]]
+
+
+def measure_outputs(
+    rows: RowStage, keys: frozenset[str], calls: Calls, outputs: Outputs, facts: StepContext
+) -> Coroutine[None]:
+    """Put those of some quantities that are asked for."""
+    lasted = sorted(rows.census.wherever_called("lasted"))
+    features = {i: joined([call.h for call in outputs.get(i, ())]) for i in lasted}
+    routines = [_channels(rows, features)] if keys & CHANNELS else []
+    if "log_z" in keys:
+        heads = {i: found for i, found in features.items() if rows.members[i].layer.info.role == "readout"}
+        divided = {i for i in heads if rows.cols(i, "h") is not None}
+        facts.why_not.update({("log_z", i): DIVIDED for i in divided})
+        mine = {i: None if h is None else h.logsumexp(1).mean() for i, h in heads.items() if i not in divided}
+        routines.append(_means(rows, "log_z", mine))
+    for key, name, some in (("underflow_inputs", "fed", input_rows), ("underflow_backward", "graded", gradient_rows)):
+        if key in keys:
+            found = {i: some(calls.get(i, ())) for i in sorted(rows.census.wherever_called(name))}
+            shares = {i: None if x is None else underflow_share([x], FORMATS[key]) for i, x in found.items()}
+            routines.append(_means(rows, key, shares))
+    yield from gather(routines)
+
+
+def _channels(rows: RowStage, features: Mapping[int, Tensor | None]) -> Coroutine[None]:
+    """Put what sizes of channels say, over the rows of all processes."""
+    tables = []
+    for i, h in features.items():
+        table = torch.zeros(2, rows.feature_count(i, "h"), device=None if h is None else h.device)
+        if h is not None:
+            table = table.to(h.dtype)
+            table[:, slice(*(rows.cols(i, "h") or (0, table.shape[1])))] = channel_sizes(h)
+        tables.append(table[None] if rows.exchange is None else rank_table(table, rows.exchange))
+    if rows.exchange is not None:
+        tables = yield tables
+    for i, table in zip(features, tables, strict=True):
+        rows.out.put(i, "kurtosis", feature_kurtosis(table[:, 0].sum(0)))
+        rows.out.put(i, "outliers", outlier_ratio(table[:, 1].amax(0)))
+
+
+def _means(rows: RowStage, name: str, found: Mapping[int, Tensor | None]) -> Coroutine[None]:
+    """Put the mean over processes of what each has found of its rows."""
+    if not found:
+        return
+    there = [x for x in found.values() if x is not None]
+    device = there[0].device if there else torch.device("cpu")
+    sums = torch.stack(
+        [
+            torch.zeros(2, device=device) if x is None else torch.stack([x, torch.ones_like(x)]).to(device)
+            for x in found.values()
+        ]
+    )
+    if rows.exchange is not None:
+        (sums,) = yield [sums]
+    for i, (total, count) in zip(found, sums, strict=True):
+        rows.out.put(i, name, total / count)

@@ -1,0 +1,139 @@
+"""The noise of gradients over samples, from the rows that a layer's gradient is made of."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spectral_monitor.functional.standard_errors import STUDENT
+from spectral_monitor.functional.vector_norms import largest
+from spectral_monitor.linalg import compute_dtype
+
+CHUNK = 1 << 22
+"""Entries of products that are there at a time."""
+LEAST = 4
+"""Samples that are needed to say how far the noise is known."""
+
+
+@torch.no_grad()
+def sample_products(h_in: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the squared norm of each sample's gradient, and its inner product with the sum of all of them.
+
+    The gradient of a matrix by sample i is ``c_i = sum_t b_it h'_it^T``. Only the sum of them is ever formed:
+    ``|c_i|^2 = sum_ts <b_it, b_is> <h'_it, h'_is>``, or ``c_i`` itself, a few at a time, where that is less work.
+
+    Args:
+        h_in: (samples, rows, n) inputs of a matrix.
+        b: (samples, rows, m) gradients of its outputs.
+
+    Returns:
+        Two tensors (samples,) in float64.
+
+    Example:
+        >>> sample_products(torch.ones(2, 1, 3), torch.tensor([[[1.0]], [[3.0]]]))
+        (tensor([ 3., 27.], dtype=torch.float64), tensor([12., 36.], dtype=torch.float64))
+    """
+    dtype = torch.promote_types(compute_dtype(h_in.dtype), compute_dtype(b.dtype))
+    x, y = h_in.to(dtype), b.to(dtype)
+    sizes = largest(x), largest(y)  # squares of small gradients would leave the range of float32
+    x, y = x / sizes[0], y / sizes[1]
+    (_, T, n), m = x.shape, y.shape[2]
+    by_rows = T * (m + n) <= m * n
+    step = max(1, CHUNK // max(T * T if by_rows else m * n, T * n, 1))
+    with torch.autocast(x.device.type, enabled=False):
+        total = y.flatten(0, 1).T @ x.flatten(0, 1)  # (m, n)
+        squares, along = [], []
+        for some, gradients in zip(x.split(step), y.split(step), strict=True):
+            if by_rows:
+                products = (some @ some.mT) * (gradients @ gradients.mT)
+            else:
+                products = (gradients.mT @ some).square()
+            squares.append(products.sum((1, 2), dtype=torch.float64))
+            along.append(((gradients @ total) * some).sum((1, 2), dtype=torch.float64))
+    factor = (sizes[0].double() * sizes[1].double()).square()
+    return torch.cat(squares) * factor, torch.cat(along) * factor
+
+
+@torch.no_grad()
+def noise_moments(squares: Tensor, along: Tensor) -> Tensor:
+    """Return what samples say of the size of their gradients and of their mean, as float64 (6,).
+
+    Args:
+        squares: (samples,) squared norms of the samples' gradients.
+        along: (samples,) their inner products with the sum of all gradients.
+
+    Returns:
+        The number of samples. The mean squared norm ``A``, which estimates ``|G|^2 + tr Sigma``. Over ``A`` the mean
+        inner product ``P`` of two different samples, which estimates ``|G|^2`` without a bias. Over ``A^2`` the
+        variance of ``A``, its covariance with ``P``, and the variance of ``P``, by the jackknife over samples. Zeros of
+        fewer than 4 samples.
+    """
+    S, found = len(squares), squares.new_zeros(6)
+    if S < LEAST:
+        return found
+    total, whole = squares.sum(), along.sum()
+    size, product = total / S, (whole - total) / (S * (S - 1))
+    rest = total - squares  # without one sample
+    sizes = rest / (S - 1)
+    products = (whole - 2 * along + squares - rest) / ((S - 1) * (S - 2))
+    off = torch.stack([sizes - sizes.mean(), products - products.mean()])
+    variances = (S - 1) / S * (off @ off.T)
+    scale = torch.where(size > 0, size, 1.0)
+    parts = torch.stack([product / scale, variances[0, 0], variances[0, 1], variances[1, 1]])
+    parts[1:] /= scale.square()
+    return torch.cat([torch.stack([torch.full_like(size, S), size]), parts])
+
+
+class NoiseScale(NamedTuple):
+    """A noise scale with an interval.
+
+    Attributes:
+        value: ``tr Sigma / |G|^2``; NaN where the estimate of ``|G|^2`` is not above 0.
+        low, high: an interval that holds it in 95 of 100 cases; ``high`` is infinite where ``G`` may be 0.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+def noise_scale(moments: Tensor) -> NoiseScale:
+    """Return the noise scale from moments (processes, 6) of different samples.
+
+    The interval is Fieller's: all ratios ``r`` for which ``A - r P`` is within two standard errors of 0, more of them
+    where samples are few.
+
+    Source: McCandlish et al., "An Empirical Model of Large-Batch Training", Eq. 2.9; Fieller 1954.
+
+    Example:
+        >>> gradients = torch.tensor([[4.0, 0.0], [4.0, 1.0], [4.0, -1.0], [4.0, 0.0]], dtype=torch.float64)
+        >>> G = gradients.sum(0)
+        >>> moments = noise_moments(gradients.square().sum(1), gradients @ G)
+        >>> round(noise_scale(moments[None]).value, 4)
+        0.042
+    """
+    rows = [row for row in moments.tolist() if row[0] and row[1]]
+    if not rows or not math.isfinite(sum(map(sum, rows))):
+        return NoiseScale(math.nan, math.nan, math.nan)
+    # Pairs of samples are those of one process, whose moments are relative to its own A.
+    samples = sum(row[0] for row in rows)
+    pairs = sum(row[0] * (row[0] - 1) for row in rows)
+    A = sum(row[0] * row[1] for row in rows) / samples
+    P = aa = ap = pp = 0.0
+    for count, size, product, *variances in rows:
+        of_size, of_product, relative = count / samples, count * (count - 1) / pairs, size / A
+        P += of_product * product * relative
+        aa += of_size**2 * variances[0] * relative**2
+        ap += of_size * of_product * variances[1] * relative**2
+        pp += of_product**2 * variances[2] * relative**2
+    free = int(samples) - len(rows)
+    z = 2 * (STUDENT[free - 1] if free <= len(STUDENT) else 1.0)
+    # (1 - r P)^2 <= z^2 (aa - 2 r ap + r^2 pp), in units of A
+    first, second, last = P**2 - z**2 * pp, P - z**2 * ap, 1 - z**2 * aa
+    root = math.sqrt(max(second**2 - first * last, 0.0))
+    low = last / (second + root) if second + root > 0 else 1.0
+    high = (second + root) / first if first > 0 and P > 0 else math.inf
+    return NoiseScale(1 / P - 1 if P > 0 else math.nan, max(low - 1, 0.0), high - 1)
