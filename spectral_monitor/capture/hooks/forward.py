@@ -110,7 +110,7 @@ class FeatureCapture(CallRecorder):
 
     def _weight_hooks(self) -> list[Removable]:
         """Register hooks where gradients of weights arrive: in the graph, so that parameters show no trace of them."""
-        weights = {i: layer.sources[0] for i, layer in self.layers.items() if layer.compute is None}
+        weights = {i: layer.sources[0] for i, layer in self.layers.items() if layer.sources and layer.compute is None}
         nodes = {i: get_gradient_edge(p).node for i, p in weights.items() if p.requires_grad}
         self._nodes = list(nodes.values())  # else they would be made again, without hooks
         return [node.register_prehook(partial(self._weight_gradient, i)) for i, node in nodes.items()]
