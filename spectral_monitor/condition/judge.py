@@ -289,7 +289,7 @@ class Judge:
         if all(math.isnan(x) for x in moves):
             key = next((key for key in ("update_natural", "update_ratio") if key in measurement.values), "")
             return measurement.why(key, row.info.name) or "its update was not measured"
-        if not looked and row.settings.sizes_own_steps:
+        if row.settings.sizes_own_steps:
             return f"{row.settings.optimizer} sizes its steps itself"
         return "" if looked else "no other layer to compare it with"
 

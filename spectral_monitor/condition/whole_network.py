@@ -26,9 +26,9 @@ SETTLED = 16
 RACING = 0.35
 """A relative update of the median layer that few healthy networks reach, and only in their first steps."""
 RETURN, PROGRESS = 3.0, 0.9
-"""A loss this many times the lowest so far, where that was half of the first or less, has been lost again; one above
-this part of the first has not been lowered. Both are a matter of the learning rate in networks that race only: targets
-that move, as in reinforcement learning, do the same.
+"""A loss this many times the lowest so far is back, if it is no small part of the first; one above this part of the
+first has not been lowered. Both are a matter of the learning rate in networks that race only: targets that move, as in
+reinforcement learning, do the same.
 """
 FEATURE_LIMIT = 25.0
 """Root mean square of a layer's outputs at the start; of healthy networks at most 2.5."""
@@ -134,7 +134,7 @@ class Whole:
         first, lowest = self._losses
         if min(loss, lowest) > 0 and network.step >= SETTLED and self.pace > RACING:
             limits = [(PROGRESS * first, f"it began with {first:.2g}")]
-            if lowest <= first / 2 and loss >= first / 4:
+            if loss >= first / 4:
                 limits.append((RETURN * lowest, f"it was {lowest:.2g} before"))
             limit, against = min(limits)
             yield Finding("loss_returns", NETWORK, "loss", loss, limit, (0.0, 1.0), 1.5, against)

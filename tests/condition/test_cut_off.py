@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from synthetic import LAYERS, measured, set_by
@@ -12,13 +14,13 @@ from spectral_monitor.condition import Judge, SpectralCondition
 
 
 class Net(nn.Module):
-    """Three layers and a head; the first ``cut`` of them are detached, and one more layer is called for nothing."""
+    """Three layers and a head; the first ``cut`` of them are detached, and some more layers are called for nothing."""
 
-    def __init__(self, cut, spare=False):
+    def __init__(self, cut, spare=0):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.spare = nn.Linear(16, 16) if spare else None
+        self.spare = nn.Sequential(*(nn.Linear(16, 16) for _ in range(spare)))
         self.head, self.cut = nn.Linear(16, 4), cut
 
     def forward(self, x):
@@ -26,8 +28,7 @@ class Net(nn.Module):
             x = layer(x).relu()
             if k + 1 == self.cut:
                 x = x.detach()
-        if self.spare is not None:
-            self.spare(x)
+        self.spare(x)
         return self.head(x)
 
 
@@ -53,7 +54,7 @@ def test_detached_layers_are_named_together_at_the_second_measurement():
 def test_nothing_is_said_of_a_network_that_is_whole_or_of_one_layer():
     assert causes(Net(cut=0)) == [{}] * 4
     assert causes(Net(cut=1)) == [{}] * 4, "of a single layer it may be meant"
-    assert causes(Net(cut=0, spare=True)) == [{}] * 4, "its outputs are not used, as those of a pooler"
+    assert causes(Net(cut=0, spare=2)) == [{}] * 4, "outputs are not used, as those of a pooler"
 
 
 def test_layers_that_no_optimizer_holds_or_that_are_frozen_are_left_alone():
@@ -78,26 +79,39 @@ def test_a_gradient_that_comes_later_lifts_it():
         assert ("cut_off" in {verdict.cause for verdict in probe.latest.verdicts}) == (1 <= step <= 3), step
 
 
-def owned(rates, families=("Adam", "Adam")):
-    """Settings of layers a and b under one optimizer, c and the head under another."""
+def test_layers_that_have_moved_before_are_not_cut_off():
+    """As where some are trained by turns."""
+    model = Net(cut=0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, mode="observe")
+    for step in range(6):
+        model.cut = 2 if step else 0
+        with probe.step():
+            optimizer.zero_grad()
+            model(torch.randn(32, 16)).square().mean().backward()
+            optimizer.step()
+    assert not probe.latest.verdicts
+
+
+def owned(rates, families=("Adam", "Adam"), now=1.0):
+    """Settings of layers a and b under one optimizer, c and the head under another; ``now``: of the schedule."""
     one, two = set_by(families[0], owner=0), set_by(families[1], owner=1)
     found = {name: (one if name[0] in "tab" else two)[name] for name in LAYERS}
     for name, setting in found.items():
         rate = rates[setting.owner]
-        found[name] = type(setting)(**{**vars(setting), "lr": rate, "peak": rate})
+        found[name] = replace(setting, lr=rate * now, peak=rate)
     return found
 
 
-def apart(rates, slow=0.0005, families=("Adam", "Adam"), **changed):
-    """The causes, with their layers, where the layers of one optimizer move by a smaller part of themselves."""
-    settings = owned(rates, families)
-    small = min(rates)
-    still = {name: slow for name, setting in settings.items() if setting.lr == small}
+def apart(rates, slow=0.0005, families=("Adam", "Adam"), now=1.0, **changed):
+    """The roots, where the layers of one optimizer move by a smaller part of themselves."""
+    settings = owned(rates, families, now)
+    still = {name: slow for name, setting in settings.items() if setting.peak == min(rates)}
     lr = {name: setting.lr for name, setting in settings.items()}
     judge = Judge(SpectralCondition())
     for step in range(1, 4):
         verdicts = judge.judge(measured(step, lr=lr, update_ratio=still, **changed), settings)
-    return {(verdict.cause, verdict.layers) for verdict in verdicts if verdict.is_root}
+    return [verdict for verdict in verdicts if verdict.is_root]
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -106,8 +120,9 @@ def test_networks_trained_side_by_side_have_rates_of_one_order(slow):
     rates = [0.001, 0.001]
     rates[slow] /= 100
     found = apart(rates)
-    assert {cause for cause, _ in found} == {"lr_too_small"}
-    named = {name for _, layers in found for name in layers}
+    assert {verdict.cause for verdict in found} == {"lr_too_small"}
+    assert all(verdict.remedy.value == pytest.approx(0.001) for verdict in found)
+    named = {name for verdict in found for name in verdict.layers}
     assert named >= ({"a", "b"} if slow == 0 else {"c", "head"})
     assert not named & ({"c", "head"} if slow == 0 else {"a", "b"})
 
@@ -116,3 +131,11 @@ def test_ten_times_apart_other_optimizers_or_steps_that_are_alike_are_left_alone
     assert not apart([0.001, 0.0001], slow=0.005)
     assert not apart([0.001, 0.00001], families=("Adam", "SGD"))
     assert not apart([0.001, 0.00001], slow=0.05), "as after a decay of one of them"
+    trained = {"weight_natural": dict.fromkeys(LAYERS, 20.0), "drift_ratio": dict.fromkeys(LAYERS, 0.1)}
+    assert not apart([0.001, 0.00001], **trained), "some may be fine-tuned"
+
+
+def test_under_a_warm_up_the_advice_is_of_its_peak():
+    verdict = apart([0.00001, 0.001], now=0.1)[0]
+    assert (verdict.cause, verdict.remedy.action) == ("lr_too_small", "set_lr")
+    assert verdict.remedy.value == pytest.approx(0.001)

@@ -366,7 +366,7 @@ def test_a_loss_that_does_not_fall_is_of_steps_that_are_too_large_where_they_are
 @pytest.mark.parametrize(
     "values",
     [
-        (2.0, *[0.2] * 15, *[0.45] * 9),  # a noisy loss, far below the first
+        (2.0, *[0.1] * 15, *[0.45] * 9),  # a noisy loss, far below the first
         (2.0, *[1.1] * 15, *[1.75] * 9),  # that has not fallen by half
         (2.0, *[-1.0] * 15, *[1.4] * 9),  # below 0: nothing can be said of ratios
         (2.0, *[math.nan] * 20),
@@ -408,3 +408,21 @@ def test_steps_of_ordinary_size_that_all_point_one_way_are_not_called_too_large(
 def test_what_tells_one_direction_is_the_size_of_steps_and_the_part_of_their_sum(ratio, way, cause):
     changes = [every(ratio, "update_ratio") | every(way * ratio * (900 + k), "drift_ratio") for k in range(6)]
     assert set(told(*changes, start=900)[-1]) == {cause}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "cause"),
+    [
+        (losses(2.0, *[0.2] * 15), losses(1.4)[0], "rates_too_large"),
+        ([distances(500.0)], {}, "target_scale"),
+    ],
+)
+def test_what_the_loss_was_is_part_of_the_state(before, now, cause):
+    one, other = Judge(SpectralCondition()), Judge(SpectralCondition())
+    for step, change in enumerate(before, 1):
+        one.judge(measured(step, **change))
+    state = one.state_dict()
+    other.load_state_dict(state | {"records": []})  # it is found again, not remembered
+    now = now or {"summary": {"loss_distance": 1.0}}
+    verdicts = other.judge(measured(len(before) + 1, **now))
+    assert [verdict.cause for verdict in verdicts] == [cause]
