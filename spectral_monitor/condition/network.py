@@ -311,7 +311,7 @@ class Network:
 
     @cached_property
     def drift(self) -> float:
-        """How far the median layer has moved since the start, relative to its size then; NaN of fewer than two."""
+        """The way of the median layer since the start, relative to its size then; NaN of fewer than two layers."""
         drifts = [row.get("drift_ratio") for row in self.moved_by_rate if row.info.name not in self.from_zero]
         return geometric_median(drifts) if sum(drift > 0 for drift in drifts) > 1 else math.nan
 

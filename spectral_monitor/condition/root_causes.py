@@ -24,7 +24,7 @@ BEGINNING = frozenset(
 """Causes that were there before the first step."""
 DYNAMIC = frozenset({"rates_too_large", "one_direction", "global_lr_too_large", "nothing_trains", "logits_exploding"})
 """Causes that the whole network, or its attention, shows while it trains."""
-DEAD = frozenset({"cut_off", "dead", "unmoved"})
+DEAD = frozenset({"dead", "unmoved"})
 """Causes of layers without a gradient."""
 CUT_OFF = frozenset({"dead_input", "dead_above"})
 """Causes of layers that another one keeps gradients from."""

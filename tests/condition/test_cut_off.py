@@ -48,7 +48,7 @@ def causes(model, optimizer=None, steps=4):
 
 def test_detached_layers_are_named_together_at_the_second_measurement():
     found = causes(Net(cut=2))
-    assert found == [{}] + [{"cut_off": {"layers.0", "layers.1"}}] * 3
+    assert found == [{}] + [{"dead": {"layers.0", "layers.1"}}] * 3
 
 
 def test_nothing_is_said_of_a_network_that_is_whole_or_of_one_layer():
@@ -67,7 +67,7 @@ def test_layers_that_no_optimizer_holds_or_that_are_frozen_are_left_alone():
 def test_a_gradient_that_comes_later_lifts_it():
     model = Net(cut=2)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    assert "cut_off" in causes(model, optimizer)[-1]
+    assert "dead" in causes(model, optimizer)[-1]
     probe = SpectralProbe(model, optimizer, mode="observe")
     x = torch.randn(32, 16)
     for step in range(8):
@@ -76,7 +76,7 @@ def test_a_gradient_that_comes_later_lifts_it():
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
             optimizer.step()
-        assert ("cut_off" in {verdict.cause for verdict in probe.latest.verdicts}) == (1 <= step <= 3), step
+        assert ("dead" in {verdict.cause for verdict in probe.latest.verdicts}) == (1 <= step <= 3), step
 
 
 def test_layers_that_have_moved_before_are_not_cut_off():

@@ -29,7 +29,6 @@ CAUSES = {
     "exploding": "steps as large as the weights, or weights that grow without end",
     "rounding": "updates are lost to the precision of the weights",
     "dead": "no gradient arrives: it is dead, or cut off from the loss",
-    "cut_off": "no gradient ever reaches the first layers, though an optimizer holds them",
     "dead_input": "its inputs are all zero",
     "dead_above": "no gradient arrives, for a later layer is dead",
     "unmoved": "it has a learning rate but does not move",

@@ -124,7 +124,7 @@ def _dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
 
 def _cut_off(finding: Finding, row: Row, network: Network) -> Explanation | None:
     return Explanation(
-        "cut_off",
+        "dead",
         "its optimizer holds it and its outputs are computed, but no gradient has ever reached it: they are detached, "
         "or computed under no_grad; if that is meant, freeze it with requires_grad_(False)",
         Remedy("check", (row.info.name,)),
