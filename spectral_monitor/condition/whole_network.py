@@ -37,7 +37,7 @@ GROWN_LIMIT = 50.0
 GROWTH = 4.0
 """What was large from the start has grown if it is this many times as large."""
 DISTANCE_LIMIT = 25.0
-"""``loss_distance`` at the start over the size of the outputs, or over 1 where they are smaller; at most 2.2 in healthy
+"""``loss_distance`` at the start over the size of the outputs, or over 1 where they are smaller; at most 2.3 in healthy
 networks.
 """
 FEATURE_LEAST = 1e-4

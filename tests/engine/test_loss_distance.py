@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from spectral_monitor import SpectralProbe
+from spectral_monitor.engine.results.loss_distance import loss_distance
+from spectral_monitor.engine.results.reasons import StepContext
+from spectral_monitor.layers import dissect
 
 OUTPUTS = 3
 SQUARED = {  # every way to reduce a squared error
@@ -153,3 +157,16 @@ def test_a_loss_that_is_changed_afterwards_is_the_one_that_was_told():
         loss.data.mul_(100)
         optimizer.step()
     assert probe.latest.summary["loss"] == pytest.approx(before)
+
+
+@pytest.mark.parametrize(("scale", "accumulated"), [(1.0, 1), (1024.0, 1), (1.0, 8), (1024.0, 8)])
+def test_what_the_loss_was_multiplied_by_or_divided_by_is_taken_out(scale, accumulated):
+    """Ten rows of three outputs; half of the rows are measured."""
+    layer = dissect(nn.Linear(4, 3)).layers[0]
+    layer = replace(layer, info=replace(layer.info, role="readout"))
+    b = 3.0 * scale / accumulated  # of each row
+    raw = {0: {"b.fro": [b * math.sqrt(5)], "b.rows": [5.0], "h.rows": [10.0], "h.size": [30.0]}}
+    facts = StepContext({}, set(), set(), called={0}, graded={0}, loss_scale=scale, accumulated=accumulated)
+    value, why = loss_distance(60.0, [layer], raw, facts)
+    assert not why
+    assert value == pytest.approx(60 / (math.sqrt(10 * 9) * math.sqrt(30)))
