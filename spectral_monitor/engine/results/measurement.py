@@ -66,8 +66,8 @@ class Measured:
             unknown = [key for key in ("loss", "loss_change") if math.isnan(summary[key])]
             missing.update({f"{key}/{SUMMARY}": no_loss for key in unknown})
             if {"feature_rms", "backward_stable_rank"} <= values.keys():
-                summary["loss_distance"], why = loss_distance(begun, self.layers, raw, facts)
-                missing.update({f"loss_distance/{SUMMARY}": why} if why else {})
+                summary["loss_distance"], unknown_distance = loss_distance(begun, self.layers, raw, facts)
+                missing.update({f"loss_distance/{SUMMARY}": unknown_distance} if unknown_distance else {})
             if "loss_change_predicted" in summary:
                 found, unknown_edge = edge(summary, loss, no_loss, len(changed), facts)
                 summary.update(found)
