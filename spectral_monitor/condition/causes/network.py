@@ -108,9 +108,9 @@ def _targets(finding: Finding, network: Network, pace: float, first: str) -> Exp
     far = short(finding.value)
     return Explanation(
         "target_scale",
-        f"outputs must move by {far} times their usual size before the loss can be 0, at the slope it begins with: "
-        "standardize targets or rewards to mean 0 and variance 1 (if they are so already, the loss hardly depends on "
-        "the outputs: look at its temperature)",
+        f"outputs must move by {far} times their usual size before the loss can be 0: standardize targets or rewards "
+        "to mean 0 and variance 1 (if they are so already, the loss hardly depends on the outputs: look at its "
+        "temperature)",
         Remedy("check"),
     )
 
