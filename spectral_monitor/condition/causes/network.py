@@ -15,8 +15,8 @@ from spectral_monitor.functional.medians import geometric_median
 ORDINARY = 0.1
 """Relative updates of the median layer that many healthy networks reach."""
 ONE_WAY = (0.7, 2.0)
-"""How far weights have come, over the sum of as many steps of the largest size; healthy networks come at most 0.65 of
-it, and what comes further has taken larger steps than those that were measured.
+"""The way of weights that are beyond a healthy pace, over the sum of as many steps of the largest size: about 1 if all
+point one way. What has come further has taken larger steps than those that were measured.
 """
 SLOWEST = 0.05
 """The root of the fastest layer's relative update times the median layer's natural one in healthy networks."""
