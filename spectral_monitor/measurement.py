@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LOST = "a gradient arrives, but nothing of it is left in the update"
 """The reason that goes with a contribution of exactly 0 where no layer is dead."""
+UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
+"""The reason that a layer has no update although its optimizer made a step."""
 
 
 SUMMARY = "summary"

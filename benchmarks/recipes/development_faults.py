@@ -72,14 +72,14 @@ WHOLE = (
     fault(
         "gradients never cleared",
         "plain CNN, SGD",
-        ("stale_gradients", "momentum", *LARGE, "dead"),
+        ("one_direction", "momentum", *LARGE, "dead"),
         setting(zero_grad=False),
         mend=setting(zero_grad=True),
     ),
     fault(
         "gradients never cleared",
         "autoencoder, Adam",
-        ("stale_gradients", "momentum", *LARGE),
+        ("one_direction", "momentum", *LARGE),
         setting(zero_grad=False),
         mend=setting(zero_grad=True),
     ),

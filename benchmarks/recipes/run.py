@@ -177,7 +177,9 @@ def train(run: Run, *, every: int | str = DEFAULT, mode: str = "observe", steps:
             for group, lr in zip(run.groups(), base, strict=True):
                 group["lr"] = lr * factor
             with probe.step():
-                run.step()
+                loss = run.step()
+                if loss is not None:
+                    probe.report_loss(loss)
             run.after_step()
             taken = step + 1
             if len(probe.measurements) > len(settings):

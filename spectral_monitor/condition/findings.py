@@ -38,8 +38,8 @@ class Finding:
     """A value, what it is held against and how far from that it may be.
 
     Attributes:
-        check: which check it is: ``"dead"``, ``"rate"``, ``"exploding"``, ``"grown"``, ``"rounding"``, ``"reference"``,
-            ``"weights"`` or ``"embedding"``.
+        check: which check it is: ``"dead"``, ``"cut_off"``, ``"rate"``, ``"exploding"``, ``"grown"``, ``"rounding"``,
+            ``"reference"``, ``"weights"`` or ``"embedding"``.
         layer: its name.
         quantity: what was looked at.
         value: of it.
@@ -99,6 +99,7 @@ def findings(network: Network, condition: SpectralCondition) -> Iterator[Finding
     for row in network.rows:
         for finding in (
             _dead(network, row),
+            _cut_off(network, row),
             _rate(network, row) if condition.profile is None else None,  # which has every layer's own
             _exploding(network, row),
             _grown(row),
@@ -126,6 +127,14 @@ def _dead(network: Network, row: Row) -> Finding | None:
     return Finding("dead", row.info.name, quantity, abs(row.get(quantity)), 1.0, (SMALLEST, math.inf), 2.0)
 
 
+def _cut_off(network: Network, row: Row) -> Finding | None:
+    """Return whether gradients reach it; only of layers whose outputs are known."""
+    if math.isnan(unused := row.get("unused")):
+        return None
+    value = 0.0 if unused and row.info.name in network.cut_off else 1.0
+    return Finding("cut_off", row.info.name, "feature_rms", value, 1.0, (SMALLEST, math.inf), 2.0, "a gradient")
+
+
 def _rate(network: Network, row: Row) -> Finding | None:
     """Return a learning rate beside those of the others; that needs no measurement but is certain."""
     rate = network.rates.get(row.info.name)
@@ -139,14 +148,14 @@ def _rate(network: Network, row: Row) -> Finding | None:
 
 
 def _exploding(network: Network, row: Row) -> Finding | None:
-    if row.info.name in network.from_zero or row.gain < GAINS[0]:
+    if row.info.name in network.from_zero or row.gain < GAINS[0] or row.settings.sizes_own_steps:
         return None  # the first steps of a matrix that began next to zero are as large as itself
     limits = (0.0, UPDATE_LIMIT)
     return Finding("exploding", row.info.name, "update_ratio", row.get("update_ratio"), 1.0, limits, 4.0, "its size")
 
 
 def _grown(row: Row) -> Finding | None:
-    if not row.dense or math.isnan(drift := row.get("drift_ratio")):
+    if not row.dense or row.settings.sizes_own_steps or math.isnan(drift := row.get("drift_ratio")):
         return None
     high = SIZE_LIMIT if drift > DRIFT_LIMIT else math.inf
     return Finding("grown", row.info.name, "weight_natural", row.weight, 1.0, (0.0, high), 2.0, "a healthy one")

@@ -31,6 +31,8 @@ NAMED_BY = {
     "reference": "updates",
     "embedding": "embeddings",
     "grown": "exploding",
+    "cut_off": "dead",
+    "loss_returns": "rates_too_large",
     "sgd_rule": "rates",
     "ntk": "rates",
     "features_vanish": "features",
@@ -289,6 +291,8 @@ class Judge:
         if all(math.isnan(x) for x in moves):
             key = next((key for key in ("update_natural", "update_ratio") if key in measurement.values), "")
             return measurement.why(key, row.info.name) or "its update was not measured"
+        if row.settings.sizes_own_steps:
+            return f"{row.settings.optimizer} sizes its steps itself"
         return "" if looked else "no other layer to compare it with"
 
     def state_dict(self) -> dict[str, Any]:

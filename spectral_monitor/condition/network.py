@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from spectral_monitor.condition.optimizers.across import rates_of
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
-from spectral_monitor.condition.optimizers.rates import LEVEL, RULES, Rate, Rated, follows, rates, rule_of
+from spectral_monitor.condition.optimizers.rates import LEVEL, RULES, Rate, Rated, follows, rule_of
 from spectral_monitor.functional.medians import geometric_median
-from spectral_monitor.measurement import LOST, LayerInfo, Measurement
+from spectral_monitor.measurement import LOST, UNUSED, LayerInfo, Measurement
 
 WIDE = 32
 """Fewer inputs than this tell entries of size 1 from entries of size 1/sqrt(fan_in) badly."""
@@ -38,7 +39,8 @@ Columns = Mapping[str, Mapping[str, float]]
 def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
     """Return what a measurement has of :data:`READ`; NaN is left out.
 
-    ``lost`` stands beside contributions: 1 where that is 0 although a gradient arrives, else 0.
+    ``lost`` stands beside contributions: 1 where that is 0 although a gradient arrives, else 0; ``unused`` beside
+    outputs: 1 where these were computed but no gradient came back, else 0.
     """
     names = [info.name for info in measurement.layers]
     given = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
@@ -48,6 +50,10 @@ def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
             name: measurement.why("contribution", name) if x == 0 else "" for name, x in found["contribution"].items()
         }
         found["lost"] = {name: float(reason == LOST) for name, reason in why.items()}
+    if "feature_rms" in found:
+        found["unused"] = {
+            name: float(measurement.why("update_natural", name) == UNUSED) for name in found["feature_rms"]
+        }
     return found
 
 
@@ -196,29 +202,29 @@ class Network:
         """Operators and readouts, compared with each other."""
         return tuple(row for row in self.rows if row.dense and row.info.name in self.compared)
 
+    @cached_property
+    def moved_by_rate(self) -> tuple[Row, ...]:
+        """Peers whose steps follow from a learning rate."""
+        return tuple(row for row in self.peers if not row.settings.sizes_own_steps)
+
     def peers_of(self, row: Row) -> tuple[Row, ...]:
-        """Return the layers that a layer is compared with, itself included: those of the same optimizer."""
+        """Return the layers that a layer is compared with, itself included: those of the same optimizer.
+
+        None are, where the optimizer sizes the steps of every entry by itself.
+        """
         return self._by_owner.get((row.settings.owner, row.settings.family), ())
 
     @cached_property
     def _by_owner(self) -> dict[tuple[int, str], tuple[Row, ...]]:
         found: dict[tuple[int, str], list[Row]] = defaultdict(list)
-        for row in self.peers:
+        for row in self.moved_by_rate:
             found[row.settings.owner, row.settings.family].append(row)
         return {key: tuple(some) for key, some in found.items()}
 
     @cached_property
     def rates(self) -> dict[str, Rate]:
         """Every matrix's learning rate beside the usual one of its optimizer."""
-        found: dict[str, Rate] = {}
-        groups: dict[tuple[int, str], list[Rated]] = defaultdict(list)
-        for row in self.rows:
-            if row.lr > 0 and not row.settings.frozen:
-                groups[row.settings.owner, row.settings.family].append((row.info, row.lr))
-        for (owner, _), some in groups.items():
-            others = [row.lr for row in self.vectors.values() if row.settings.owner == owner]
-            found |= rates(some, self.expected, self.largest_steps, geometric_median(others))
-        return found
+        return rates_of(self)
 
     def relative_size(self, row: Row) -> float:
         """Return the size of a layer's update over the typical one, 1 for the median layer; NaN if it has no peers.
@@ -302,6 +308,25 @@ class Network:
         middle = self.others("weight_natural", row)
         low, high = GAINS
         return min(max(middle, low), high) if middle > 0 else math.nan
+
+    @cached_property
+    def drift(self) -> float:
+        """The way of the median layer since the start, relative to its size then; NaN of fewer than two layers."""
+        drifts = [row.get("drift_ratio") for row in self.moved_by_rate if row.info.name not in self.from_zero]
+        return geometric_median(drifts) if sum(drift > 0 for drift in drifts) > 1 else math.nan
+
+    @cached_property
+    def cut_off(self) -> frozenset[str]:
+        """The first layers of the model, two or more, that an optimizer holds but no gradient has ever reached.
+
+        Others move. A single layer may be one whose outputs nobody uses.
+        """
+        still = [row for row in self.rows if row.get("unused") == 1 and row.get("drift_ratio") == 0 and row.lr > 0]
+        names = [row.info.name for row in still if not row.settings.frozen]
+        hidden = [row for row in self.rows if row.info.role != "readout"]
+        moves = any(row.get("update_ratio") > 0 for row in self.rows)
+        first = bool(hidden) and hidden[0].info.name in names
+        return frozenset(names) if first and moves and len(names) > 1 else frozenset()
 
     @cached_property
     def exploded(self) -> bool:

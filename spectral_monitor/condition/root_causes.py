@@ -16,10 +16,13 @@ SETTINGS = frozenset(
 )
 """Causes that stand in the optimizer's settings."""
 BEGINNING = frozenset(
-    {"readout_init", "weights_too_large", "weights_too_small", "embedding_scale", "input_scale", "rounding"}
+    {
+        *("readout_init", "weights_too_large", "weights_too_small", "embedding_scale"),
+        *("input_scale", "target_scale", "rounding"),
+    }
 )
 """Causes that were there before the first step."""
-DYNAMIC = frozenset({"rates_too_large", "global_lr_too_large", "nothing_trains", "logits_exploding"})
+DYNAMIC = frozenset({"rates_too_large", "one_direction", "global_lr_too_large", "nothing_trains", "logits_exploding"})
 """Causes that the whole network, or its attention, shows while it trains."""
 DEAD = frozenset({"dead", "unmoved"})
 """Causes of layers without a gradient."""

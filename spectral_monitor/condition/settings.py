@@ -31,6 +31,7 @@ CHECKS = (
     "global_lr_too_large",
     "rates_too_small",
     "features",
+    "targets",
     "eps",
     "momentum",
     "width",

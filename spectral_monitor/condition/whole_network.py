@@ -23,12 +23,23 @@ NARROW = 32
 """Layers with fewer inputs take steps that are as much smaller at the rates that people use for them."""
 SETTLED = 16
 """From this step on a network that hardly moves is said to."""
+RACING = 0.35
+"""A relative update of the median layer that few healthy networks reach, and only in their first steps."""
+RETURN, PROGRESS = 3.0, 0.9
+"""A loss this many times the lowest so far is back, if it is no small part of the first; one above this part of the
+first has not been lowered. Both are a matter of the learning rate in networks that race only: targets that move, as in
+reinforcement learning, do the same.
+"""
 FEATURE_LIMIT = 25.0
 """Root mean square of a layer's outputs at the start; of healthy networks at most 2.5."""
 GROWN_LIMIT = 50.0
 """The same of hidden layers later on, at most 6 in healthy networks."""
 GROWTH = 4.0
 """What was large from the start has grown if it is this many times as large."""
+DISTANCE_LIMIT = 25.0
+"""``loss_distance`` at the start over the size of the outputs, or over 1 where they are smaller; at most 2.3 in healthy
+networks.
+"""
 FEATURE_LEAST = 1e-4
 """The same of the smallest outputs, at least 0.0026."""
 HEAVY = 5.0
@@ -48,7 +59,7 @@ that goes well; hence the loss is looked at too.
 """
 USUAL_EPS = 3e-8
 """What is not larger is not to blame."""
-FAST = ("adamax", "adafactor", "adagrad", "lion", "rprop", "rmsprop", "sign")
+FAST = ("adamax", "adafactor", "adagrad", "lion", "rmsprop", "sign")
 """Parts of names of optimizers of Adam's family whose eps does not work like Adam's."""
 
 
@@ -67,6 +78,8 @@ class Whole:
         self._looked = 0
         self._edges: list[tuple[float, float]] = []  # the latest ones that are known, and the losses there
         self._first: dict[str, float] = {}  # RMS of features at the first measurement
+        self._distance = 0.0  # of the loss, at the first measurement that has one; 0 if none is known
+        self._losses: tuple[float, ...] = ()  # the first and the lowest, if they are known
         self.pace = math.nan
         self.large_outputs = ""
 
@@ -82,10 +95,12 @@ class Whole:
                 return
         yield from _parametrization(network)
         yield from self._speed(network)
+        yield from self._lost_ground(measurement, network)
         yield from self._overshooting(measurement)
         yield from self._growth(network)
         yield from self._slowness(network)
         yield from self._features(network)
+        yield from self._targets(measurement, network)
         yield from _eps(network)
 
     def _diverged(self, measurement: Measurement, network: Network) -> Finding:
@@ -101,15 +116,29 @@ class Whole:
 
     def _speed(self, network: Network) -> Iterator[Finding]:
         """Yield how far the median layer has moved since the start, for so many steps."""
-        ratios = [row.get("update_ratio") for row in network.peers if row.info.name not in network.from_zero]
+        ratios = [row.get("update_ratio") for row in network.moved_by_rate if row.info.name not in network.from_zero]
         ratio = geometric_median(ratios)
         self.pace = self.pace if self.pace >= ratio or math.isnan(ratio) else ratio
-        drifts = [row.get("drift_ratio") for row in network.peers if row.info.name not in network.from_zero]
-        drift = geometric_median(drifts)
-        if len([x for x in drifts if x > 0]) < 2 or not drift > 0:
+        if network.drift > 0:
+            usual = SPEED_LIMIT * math.sqrt(network.step)
+            against = "a healthy pace"
+            yield Finding("rates_too_large", NETWORK, "drift_ratio", network.drift, usual, (0.0, 1.0), 2.0, against)
+
+    def _lost_ground(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
+        """Yield the loss beside the first and the lowest one, in a network whose steps are large."""
+        loss = measurement.summary.get("loss", math.nan)
+        if not self._losses and network.step <= EARLY and not math.isnan(loss):
+            self._losses = loss, loss
+        if not self._losses or math.isnan(loss):
             return
-        usual = SPEED_LIMIT * math.sqrt(network.step)
-        yield Finding("rates_too_large", NETWORK, "drift_ratio", drift, usual, (0.0, 1.0), 2.0, "a healthy pace")
+        first, lowest = self._losses
+        if min(loss, lowest) > 0 and network.step >= SETTLED and self.pace > RACING:
+            limits = [(PROGRESS * first, f"it began with {first:.2g}")]
+            if loss >= first / 4:
+                limits.append((RETURN * lowest, f"it was {lowest:.2g} before"))
+            limit, against = min(limits)
+            yield Finding("loss_returns", NETWORK, "loss", loss, limit, (0.0, 1.0), 1.5, against)
+        self._losses = first, min(loss, lowest)
 
     def _overshooting(self, measurement: Measurement) -> Iterator[Finding]:
         """Yield how long steps have been along their own lines, once there are enough; 1 where the loss falls."""
@@ -128,7 +157,8 @@ class Whole:
 
     def _slowness(self, network: Network) -> Iterator[Finding]:
         """Yield how large steps have been so far, if the network was not trained before and has taken its time."""
-        own = [row for row in network.peers if row.info.name not in network.from_zero and row.get("update_ratio") > 0]
+        moving = [row for row in network.moved_by_rate if row.get("update_ratio") > 0]
+        own = [row for row in moving if row.info.name not in network.from_zero]
         rises, self._rate = network.top_lr > 1.01 * self._rate, network.top_lr
         if not own:
             return
@@ -164,9 +194,19 @@ class Whole:
             band = (FEATURE_LEAST, math.inf)
             yield Finding("features_vanish", NETWORK, "feature_rms", smallest, 1.0, band, 1.5, "usual")
 
+    def _targets(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
+        """Yield how far the loss wanted the outputs to move at the start, beside what networks begin with: size 1."""
+        distance = measurement.summary.get("loss_distance", math.nan)
+        if not self._distance and distance > 0 and network.step <= EARLY:
+            sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "readout"]
+            self._distance = distance / max([1.0, *(size for size in sizes if size >= 0)])
+        if self._distance > 0:
+            limits = (0.0, DISTANCE_LIMIT)
+            yield Finding("targets", NETWORK, "loss_distance", self._distance, 1.0, limits, 1.5, "usual")
+
     def _growth(self, network: Network) -> Iterator[Finding]:
         """Yield the largest outputs of a hidden layer after the first steps: too large steps let them grow."""
-        sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "operator"]
+        sizes = [row.get("feature_rms") for row in network.moved_by_rate if row.info.role == "operator"]
         largest = max((size for size in sizes if size >= 0), default=math.nan)
         limit = max(GROWN_LIMIT, GROWTH * max(self._first.values(), default=0.0))
         if network.step > EARLY and largest >= 0:
@@ -181,6 +221,8 @@ class Whole:
             "rate": self._rate,
             "looked": self._looked,
             "first": dict(self._first),
+            "distance": self._distance,
+            "losses": list(self._losses),
             "edges": [list(pair) for pair in self._edges],
             "large_outputs": self.large_outputs,
         }
@@ -192,6 +234,8 @@ class Whole:
         self.large_outputs = str(state["large_outputs"])
         self._edges = [(float(edge), float(loss)) for edge, loss in state.get("edges", ())]
         self._first, self.pace = dict(state["first"]), float(state["pace"])
+        self._distance = float(state.get("distance", 0.0))
+        self._losses = tuple(map(float, state.get("losses", ())))
 
 
 def _parametrization(network: Network) -> Iterator[Finding]:

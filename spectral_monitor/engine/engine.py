@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,7 +32,7 @@ from spectral_monitor.engine.features.kernels import ALONE, BACKWARD, FullStage
 from spectral_monitor.engine.features.noise import measure_noise
 from spectral_monitor.engine.features.outputs import OF_ROWS, measure_outputs
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
-from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs
+from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs, loss_begun
 from spectral_monitor.engine.features.stage import RowStage, input_rows
 from spectral_monitor.engine.observation import sights, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
@@ -40,7 +41,7 @@ from spectral_monitor.engine.preconditions import check_supported, full_precisio
 from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.noise import DIVIDED
 from spectral_monitor.engine.results.noise import KEY as NOISE
-from spectral_monitor.engine.results.raw import NETWORK, RawScalars
+from spectral_monitor.engine.results.raw import LOSS, NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import ATTENTION, FEATURES, Settings
 from spectral_monitor.engine.state import COMPARED, START, EngineState
@@ -284,7 +285,7 @@ class Engine(EngineState):
     def _measure(self, step: int, given: StepInputs) -> Measurement | None:
         stage, out = self._stage, self._out
         outputs: Outputs = {}
-        again, before, no_replay, part = None, None, "", NO
+        again, before, begun, no_replay, part = None, None, None, "", NO
         seen_here, prints = [LayerObservation() for _ in self.layers], torch.zeros(len(self.layers), 2)
         with self._harmless("looking at what was seen"):
             stage.rest()
@@ -292,6 +293,7 @@ class Engine(EngineState):
             if self.watches_features:
                 outputs = self.features.outputs()
                 again, before, no_replay = self._replays.choose(given, self._moved, self._warn)
+                begun = loss_begun(given, before)
                 part = self._replays.look(again, self._warn)
             noise, apart = self._replays.slices.noise, self.processes is not None
             seen_here = sights(len(self.layers), self.features, stage, outputs, noise, apart)
@@ -313,6 +315,7 @@ class Engine(EngineState):
             part=part,
             samples=self._replays.slices.samples,
             apart=0.0 if self.budget is None else self.budget.wait,
+            begun=math.nan if begun is None or self.processes is None else float(begun),
         )
         seen = self._run(census(mine, seen_here, prints, self.processes))
         self._apart = None if self.processes is None else seen.steps[0].apart
@@ -339,6 +342,10 @@ class Engine(EngineState):
         rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out)
         agreed(self._before_replay(rows, outputs, facts), self.processes)
         if self.watches_features:
+            if self.processes is not None:
+                out.note(NETWORK, LOSS, seen.begun)
+            elif begun is not None:
+                out.put(NETWORK, LOSS, begun)
             full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn, stage.old)
             full.checks()
             part = min(int(some.part) for some in seen.steps)

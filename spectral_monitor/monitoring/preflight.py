@@ -204,7 +204,7 @@ def _probed(
     )
     for _ in range(STEPS):
         with probe.step():
-            trial.step()
+            probe.report_loss(trial.step())
     if len(probe.measurements) < STEPS:
         raise ValueError("the optimizer did not step: nothing was measured")
     return probe

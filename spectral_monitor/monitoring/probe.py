@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
@@ -188,6 +188,7 @@ class SpectralProbe(MeasuredRun):
         self._engine.start()
         self._begun = self._open = False
         self._keys: frozenset[str] = frozenset()
+        self._loss: Tensor | None = None
 
     @property
     def anatomy(self) -> Anatomy:
@@ -259,9 +260,22 @@ class SpectralProbe(MeasuredRun):
         if self._keys:
             self._engine.arm(self._keys)
 
+    def report_loss(self, loss: Tensor) -> None:
+        """Tell the loss on which ``backward`` is called in this step; there is no need to where the model returns it.
+
+        With it ``summary/loss_distance`` is known, and verdicts can tell targets that are far too large.
+
+        Raises:
+            ValueError: it is not a scalar.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(f"report_loss needs the scalar tensor that backward is called on, got {loss!r}")
+        if self._keys:
+            self._loss = loss.detach().reshape(()).clone()
+
     def abandon_step(self) -> None:
         """Give up a step that was begun, such as one that raised; safe to call at any time."""
-        self._keys, self._open = frozenset(), False
+        self._keys, self._open, self._loss = frozenset(), False, None
         self._engine.disarm()
         self._supervisor.disarm()
 
@@ -275,11 +289,12 @@ class SpectralProbe(MeasuredRun):
             clipped: whether the gradients were clipped; ``edge``, which needs them as they were, is then NaN.
         """
         keys, self._keys, self._open = self._keys, frozenset(), False
+        loss, self._loss = self._loss, None
         self._supervisor.disarm()
         if not keys:
             return
         measurement = self._engine.finish(
-            self.steps, accumulated=accumulated, loss_parts=loss_parts, clipped_before=clipped
+            self.steps, loss=loss, accumulated=accumulated, loss_parts=loss_parts, clipped_before=clipped
         )
         if measurement is None:
             return

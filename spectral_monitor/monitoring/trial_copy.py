@@ -68,17 +68,19 @@ class TrialCopy:
         self._steps_itself = loss is None and hasattr(self.model, "training_step")
         self.root = _Whole(self.model, self._training_step) if self._steps_itself else self.model
 
-    def step(self) -> None:
-        """Train on the batch once.
+    def step(self) -> Tensor:
+        """Train on the batch once; return the loss before it.
 
         Raises:
             ValueError: the model returns no loss.
         """
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        self._forward().backward()
+        loss = self._forward()
+        loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
+        return loss.detach()
 
     def timed(self) -> float:
         """Return the seconds that a step takes, until the device is done."""

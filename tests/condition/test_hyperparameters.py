@@ -40,6 +40,7 @@ def read(model, *optimizers):
         (["LAMB"], "lamb"),
         (["LARS", "SGD"], "lamb"),
         (["Rocket", "Optimizer"], ""),
+        (["Rprop", "Optimizer"], ""),
         ([], ""),
     ],
 )

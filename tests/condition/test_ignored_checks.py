@@ -26,6 +26,7 @@ FAULTS = {  # what is found by a check: changes of the measurement, and of all s
     "global_lr_too_large": ({"summary": {"edge": 4.0}}, {}),
     "rates_too_small": ({key: dict.fromkeys(LAYERS, 1e-5) for key in ("update_natural", "update_ratio")}, {}),
     "features": ({"feature_rms": dict.fromkeys(LAYERS, 1.0) | {"a": 400.0}}, {}),
+    "targets": ({"summary": {"loss_distance": 500.0}}, {}),
     "eps": ({"update_fro": dict.fromkeys(LAYERS, 1e-4)}, {"eps": 0.1}),
     "momentum": ({}, {"momentum": 0.999}),
     "logits_exploding": ([{"attention_logit_max": {"b": logit}} for logit in (5.0, 20.0, 70.0, 200.0, 500.0)], {}),

@@ -10,8 +10,8 @@ from synthetic import LAYERS, ZERO, measured, nothing, set_by
 from spectral_monitor.condition import Judge, SpectralCondition
 
 STEPS = [
-    {"update_natural": {"b": 1.7}},
-    {"update_natural": {"b": 1.7}},
+    {"update_natural": {"b": 1.7}, "summary": {"loss": 2.0, "loss_distance": 30.0}},
+    {"update_natural": {"b": 1.7}, "summary": {"loss": 0.5}},
     {"update_natural": {"b": 10.0}, "lr": {"b": 1.0}},
     {"update_natural": {"b": 10.0}, "update_ratio": {"c": 3.0}, "lr": {"b": 1.0}},
     {"update_natural": {"b": 0.6}},

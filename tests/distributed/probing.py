@@ -118,7 +118,10 @@ class Loop:
             with nullcontext() if probe is None else probe.step(accumulated=self.accumulate):
                 for i, batch in enumerate(micro):
                     with unsynced(self.model, i == len(micro) - 1):
-                        (self.loss(batch) / self.accumulate).backward()
+                        loss = self.loss(batch) / self.accumulate
+                        loss.backward()
+                        if probe is not None:
+                            probe.report_loss(loss)
                 self.optimizer.step()
             self.optimizer.zero_grad()
             yield step

@@ -173,3 +173,10 @@ def test_the_oracle_knows_another_matrix():
 @pytest.mark.parametrize("network", ["perceptron", "transformer"])
 def test_there_are_verdicts_to_compare(network):
     assert all(measurement["verdicts"] for measurement in alone(network)["measurements"])
+
+
+@pytest.mark.parametrize("network", ["perceptron", "transformer", "mixture"])
+def test_there_are_losses_to_compare(network):
+    """Half of the residuals' size or so: they are known, of outputs that are of order 1."""
+    for measurement in alone(network)["measurements"]:
+        assert 0 < measurement["summary"]["loss_distance"] < 10

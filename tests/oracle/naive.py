@@ -522,6 +522,16 @@ def edge(record: Record) -> float:
     return 2 * (1 - (record.loss[1] - record.loss[0]) / slope)
 
 
+def loss_distance(record: Record) -> float:
+    """The loss over the length of its gradient at the outputs, for each entry."""
+    (head,) = [layer for layer in record.layers if layer.role == "readout"]
+    b = record.b[head.name]
+    if record.loss is None or b is None:
+        return math.nan
+    length = math.sqrt(sum(float(x) ** 2 for x in b.flatten()))
+    return record.loss[0] / length / math.sqrt(b.size)
+
+
 def critical_lr(record: Record) -> float:
     return 2 * max(record.lr.values()) / edge(record) if edge(record) > 0 else math.nan
 
@@ -530,6 +540,7 @@ SUMMARY: dict[str, Callable[[Record], float]] = {
     "loss_change_predicted": predicted,
     "loss": lambda r: math.nan if r.loss is None else r.loss[0],
     "loss_change": lambda r: math.nan if r.loss is None else r.loss[1] - r.loss[0],
+    "loss_distance": loss_distance,
     "edge": edge,
     "critical_lr": critical_lr,
     "contribution_spread": spread,

@@ -124,6 +124,15 @@ def _dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
     )
 
 
+def _cut_off(finding: Finding, row: Row, network: Network) -> Explanation | None:
+    return Explanation(
+        "dead",
+        "its optimizer holds it and its outputs are computed, but no gradient has ever reached it: they are detached, "
+        "or computed under no_grad; if that is meant, freeze it with requires_grad_(False)",
+        Remedy("check", (row.info.name,)),
+    )
+
+
 def _silent(row: Row) -> bool:
     """Return whether no gradient arrives: it contributes nothing, and not because its update was lost."""
     return row.get("contribution") == 0 and not row.get("lost") > 0
@@ -281,6 +290,7 @@ def _collapsed(finding: Finding, row: Row, network: Network) -> Explanation | No
 Explainer = Callable[[Finding, Row, Network], Explanation | None]
 _BY_CHECK: dict[str, tuple[Explainer, ...]] = {
     "dead": (_lr_zero, _dead),
+    "cut_off": (_cut_off,),
     "rate": (_rate,),
     "exploding": (_rate, _embedding, _exploding),
     "grown": (_rate, _grown),

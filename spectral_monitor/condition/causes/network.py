@@ -12,6 +12,12 @@ from spectral_monitor.condition.optimizers.rates import HEALTHY_STEP
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.functional.medians import geometric_median
 
+ORDINARY = 0.1
+"""Relative updates of the median layer that many healthy networks reach."""
+ONE_WAY = (0.7, 2.0)
+"""The way of weights that are beyond a healthy pace, over the sum of as many steps of the largest size: about 1 if all
+point one way. What has come further has taken larger steps than those that were measured.
+"""
 SLOWEST = 0.05
 """The root of the fastest layer's relative update times the median layer's natural one in healthy networks."""
 
@@ -30,6 +36,8 @@ def of_network(finding: Finding, network: Network, pace: float, first: str) -> E
 
 def _far(finding: Finding, network: Network) -> str:
     """Return how far the network has come, in words."""
+    if finding.quantity == "loss":
+        return f"the loss is {finding.value:.2g} at step {network.step}, and {finding.against}"
     if finding.quantity == "feature_rms":
         return f"the outputs of a hidden layer have grown to RMS {short(finding.value)} by step {network.step}"
     return f"weights have moved {short(finding.value)} times the size they began with by step {network.step}"
@@ -37,6 +45,14 @@ def _far(finding: Finding, network: Network) -> str:
 
 def _too_large(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
     seen = _far(finding, network)
+    low, high = ONE_WAY
+    if finding.quantity == "drift_ratio" and 0 < pace < ORDINARY and low < finding.value / (pace * network.step) < high:
+        return Explanation(
+            "one_direction",
+            f"{seen}, by steps of ordinary size ({short(pace)} of the weights) that all point one way: gradients that "
+            "are not cleared, several steps for each batch, or targets or rewards far larger than the outputs",
+            Remedy("check"),
+        )
     by = max(3.0, float(f"{max(pace / HEALTHY_STEP, 1.0):.1g}")) if pace > 0 else 10.0
     return Explanation(
         "rates_too_large",
@@ -84,6 +100,17 @@ def _features(finding: Finding, network: Network, pace: float, first: str) -> Ex
         "input_scale",
         f"the outputs of {first} begin with RMS {short(finding.value)}, where about 1 is usual, though its weights are "
         "of ordinary size: its inputs are too large; normalize them to mean 0 and variance 1",
+        Remedy("check"),
+    )
+
+
+def _targets(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+    far = short(finding.value)
+    return Explanation(
+        "target_scale",
+        f"outputs must move by {far} times their usual size before the loss can be 0: standardize targets or rewards "
+        "to mean 0 and variance 1 (if they are so already, the loss hardly depends on the outputs: look at its "
+        "temperature)",
         Remedy("check"),
     )
 
@@ -152,12 +179,14 @@ def _readout(finding: Finding, network: Network, pace: float, first: str) -> Exp
 _OF_NETWORK: dict[str, Callable[[Finding, Network, float, str], Explanation]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
+    "loss_returns": _too_large,
     "global_lr_too_large": _overshoots,
     "rates_too_small": _too_small,
     "diverged": _diverged,
     "nothing_trains": _nothing,
     "features": _features,
     "features_vanish": _features_vanish,
+    "targets": _targets,
     "eps": _eps,
     "momentum": _momentum,
     "sgd_rule": _sgd_rule,

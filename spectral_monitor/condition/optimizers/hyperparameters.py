@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "muon": ("muon", "shampoo", "soap", "scion"),
     "lamb": ("lamb", "lars"),
-    "adam": ("adam", "lion", "adafactor", "adagrad", "rmsprop", "adopt", "signsgd", "sign_sgd", "rprop", "prodigy"),
+    "adam": ("adam", "lion", "adafactor", "adagrad", "rmsprop", "adopt", "signsgd", "sign_sgd", "prodigy"),
     "sgd": ("sgd", "asgd"),
 }
 """Family -> parts of class names, the first family that fits counts."""
@@ -51,6 +51,11 @@ class Hyperparameters:
     weight_decay: float = 0.0
     frozen: bool = False
     resolution: float = torch.finfo(torch.float32).eps
+
+    @property
+    def sizes_own_steps(self) -> bool:
+        """True if the learning rate is that of the first step only, as of Rprop: then it explains no later one."""
+        return "rprop" in self.optimizer.lower()
 
     def to_row(self) -> dict[str, Any]:
         """Return a plain dict."""

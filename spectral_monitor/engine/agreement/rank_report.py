@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -66,6 +67,7 @@ class StepObservation:
         part: whether the first samples will do where the forward is run again: 0 no, 1 that is to be seen, 2 yes.
         samples: how many those would be; 0 for all.
         apart: steps from the measured step before to the next one, at least, by this process's clock.
+        begun: the loss that the backward pass began with, NaN if it is not known.
     """
 
     failed: float = 0.0
@@ -80,6 +82,7 @@ class StepObservation:
     part: float = 0.0
     samples: float = 0.0
     apart: float = 0.0
+    begun: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,12 @@ class RankReports:
     def first_of_batch(self) -> bool:
         """True if this process is the one that reports for its batch."""
         return self.batches.index(self.batches[self.rank]) == self.rank
+
+    @property
+    def begun(self) -> float:
+        """The loss that the backward pass began with, the mean over batches; NaN if one is not known."""
+        of_batch = {batch: some.begun for batch, some in zip(self.batches, self.steps, strict=True)}
+        return sum(of_batch.values()) / len(of_batch)
 
     def layers(self, attribute: str) -> list[list[float]]:
         """Layer by layer the values of all processes."""

@@ -310,6 +310,18 @@ def _check_part(part: Replayable, replay: Replay) -> None:
         raise RuntimeError("for the first samples alone, layers are called differently")
 
 
+def loss_begun(given: StepInputs, before: Tensor | None) -> Tensor | None:
+    """Return the loss that the backward pass began with, before it was divided; ``None`` or NaN if it is not known.
+
+    Args:
+        given: what the training loop knows of the step.
+        before: the loss that the forward returned, as :func:`trained_on` has it.
+    """
+    if given.loss is not None:
+        return given.loss * given.accumulated
+    return None if before is None else before * given.loss_parts
+
+
 def trained_on(root: Replayable, given: StepInputs) -> Tensor | None:
     """Return the loss of a forward; NaN if training uses another one, or one of which that is a part."""
     if not isinstance(root, RootCall):

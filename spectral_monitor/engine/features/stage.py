@@ -282,10 +282,11 @@ class RowStage:
 
     def _solve(self, batch: Sequence[tuple[Sequence[tuple[int, str]], ShardedStack]]) -> Coroutine[None]:
         found = yield from spectral_estimates([pieces for _, pieces in batch], ROW_TOLERANCE, bounds=False)
-        for (keys, _), estimate in zip(batch, found, strict=True):
+        for (keys, pieces), estimate in zip(batch, found, strict=True):
             for k, (i, name) in enumerate(keys):
                 self.out.put(i, f"{name}.sigma", estimate.sigma[k])
                 self.out.put(i, f"{name}.fro", estimate.fro[k])
+                self.out.note(i, f"{name}.rows", float(pieces.shape[1]))
 
     def _pieces(self, chosen: Mapping[tuple[int, str], _Chosen], kind: _Kind) -> ShardedStack:
         """Return the rows chosen of layers of one kind, as one stack."""

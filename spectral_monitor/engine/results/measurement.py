@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from spectral_monitor.engine.results.edge import NO_LOSS, OTHER_LOSS, edge
+from spectral_monitor.engine.results.loss_distance import loss_distance
 from spectral_monitor.engine.results.noise import settle_noise
-from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, Raw
+from spectral_monitor.engine.results.raw import LOSS, LOSS_CHANGE, NETWORK, Raw
 from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row
 from spectral_monitor.engine.results.summary import equilibrium_steps, properties
 from spectral_monitor.engine.results.values import sound, summarize
@@ -40,6 +41,7 @@ class Measured:
         keys, facts, network = self.asked.keys, self.facts, raw.get(NETWORK, {})
         no_loss = facts.no_replay or (OTHER_LOSS if LOSS_CHANGE in network else NO_LOSS)
         change, loss = network.pop(LOSS_CHANGE, [math.nan, math.nan])
+        begun = float(network.pop(LOSS, [math.nan])[0])
         changed = [value for name, value in network.items() if name.startswith("g.changed")]
         facts.rewritten, facts.clipped = any(some[0] for some in changed), any(some[1] for some in changed)
         rows, errors, missing = [], [], {}
@@ -64,13 +66,16 @@ class Measured:
         if facts.rewritten or facts.clipped or facts.closures > 1:
             summary["loss_change_predicted"] = math.nan
         if "dh" in self.asked.needs:
-            summary["loss"], summary["loss_change"] = loss, change
+            summary["loss"], summary["loss_change"] = begun if math.isnan(loss) else loss, change
             unknown = [key for key in ("loss", "loss_change") if math.isnan(summary[key])]
             missing.update({f"{key}/{SUMMARY}": no_loss for key in unknown})
+            if {"feature_rms", "backward_stable_rank"} <= values.keys():
+                summary["loss_distance"], unknown_distance = loss_distance(begun, self.layers, raw, facts)
+                missing.update({f"loss_distance/{SUMMARY}": unknown_distance} if unknown_distance else {})
             if "loss_change_predicted" in summary:
-                found, why = edge(summary, loss, no_loss, len(changed), facts)
+                found, unknown_edge = edge(summary, loss, no_loss, len(changed), facts)
                 summary.update(found)
-                missing.update({f"{key}/{SUMMARY}": reason for key, reason in why.items()})
+                missing.update({f"{key}/{SUMMARY}": reason for key, reason in unknown_edge.items()})
         if missing != reasons.get(keys):
             reasons[keys] = missing
         if "equilibrium" in values:

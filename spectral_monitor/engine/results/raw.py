@@ -10,6 +10,8 @@ from torch import Tensor
 NETWORK = -1
 """Stands for a layer's index where a value is of the whole network."""
 
+LOSS = "loss"
+"""Name of the loss that the backward pass began with."""
 LOSS_CHANGE = "loss.change"
 """Name of the loss after the step less that before it, and of that before it."""
 

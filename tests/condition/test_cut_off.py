@@ -1,0 +1,141 @@
+"""Layers that an optimizer holds and no gradient ever reaches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from synthetic import LAYERS, measured, set_by
+from torch import nn
+
+from spectral_monitor import SpectralProbe
+from spectral_monitor.condition import Judge, SpectralCondition
+
+
+class Net(nn.Module):
+    """Three layers and a head; the first ``cut`` of them are detached, and some more layers are called for nothing."""
+
+    def __init__(self, cut, spare=0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.spare = nn.Sequential(*(nn.Linear(16, 16) for _ in range(spare)))
+        self.head, self.cut = nn.Linear(16, 4), cut
+
+    def forward(self, x):
+        for k, layer in enumerate(self.layers):
+            x = layer(x).relu()
+            if k + 1 == self.cut:
+                x = x.detach()
+        self.spare(x)
+        return self.head(x)
+
+
+def causes(model, optimizer=None, steps=4):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, mode="observe")
+    generator, found = torch.Generator().manual_seed(0), []
+    for _ in range(steps):
+        with probe.step():
+            optimizer.zero_grad()
+            x = torch.randn(32, 16, generator=generator)
+            nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            optimizer.step()
+        found.append({verdict.cause: set(verdict.layers) for verdict in probe.latest.roots})
+    return found
+
+
+def test_detached_layers_are_named_together_at_the_second_measurement():
+    found = causes(Net(cut=2))
+    assert found == [{}] + [{"dead": {"layers.0", "layers.1"}}] * 3
+
+
+def test_nothing_is_said_of_a_network_that_is_whole_or_of_one_layer():
+    assert causes(Net(cut=0)) == [{}] * 4
+    assert causes(Net(cut=1)) == [{}] * 4, "of a single layer it may be meant"
+    assert causes(Net(cut=0, spare=2)) == [{}] * 4, "outputs are not used, as those of a pooler"
+
+
+def test_layers_that_no_optimizer_holds_or_that_are_frozen_are_left_alone():
+    model = Net(cut=2)
+    assert causes(model, torch.optim.AdamW([*model.layers[2].parameters(), *model.head.parameters()], 1e-3)) == [{}] * 4
+    model.layers[:2].requires_grad_(False)
+    assert causes(model) == [{}] * 4
+
+
+def test_a_gradient_that_comes_later_lifts_it():
+    model = Net(cut=2)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    assert "dead" in causes(model, optimizer)[-1]
+    probe = SpectralProbe(model, optimizer, mode="observe")
+    x = torch.randn(32, 16)
+    for step in range(8):
+        model.cut = 0 if step > 3 else 2
+        with probe.step():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            optimizer.step()
+        assert ("dead" in {verdict.cause for verdict in probe.latest.verdicts}) == (1 <= step <= 3), step
+
+
+def test_layers_that_have_moved_before_are_not_cut_off():
+    """As where some are trained by turns."""
+    model = Net(cut=0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, mode="observe")
+    for step in range(6):
+        model.cut = 2 if step else 0
+        with probe.step():
+            optimizer.zero_grad()
+            model(torch.randn(32, 16)).square().mean().backward()
+            optimizer.step()
+    assert not probe.latest.verdicts
+
+
+def owned(rates, families=("Adam", "Adam"), now=1.0):
+    """Settings of layers a and b under one optimizer, c and the head under another; ``now``: of the schedule."""
+    one, two = set_by(families[0], owner=0), set_by(families[1], owner=1)
+    found = {name: (one if name[0] in "tab" else two)[name] for name in LAYERS}
+    for name, setting in found.items():
+        rate = rates[setting.owner]
+        found[name] = replace(setting, lr=rate * now, peak=rate)
+    return found
+
+
+def apart(rates, slow=0.0005, families=("Adam", "Adam"), now=1.0, **changed):
+    """The roots, where the layers of one optimizer move by a smaller part of themselves."""
+    settings = owned(rates, families, now)
+    still = {name: slow for name, setting in settings.items() if setting.peak == min(rates)}
+    lr = {name: setting.lr for name, setting in settings.items()}
+    judge = Judge(SpectralCondition())
+    for step in range(1, 4):
+        verdicts = judge.judge(measured(step, lr=lr, update_ratio=still, **changed), settings)
+    return [verdict for verdict in verdicts if verdict.is_root]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_networks_trained_side_by_side_have_rates_of_one_order(slow):
+    """A generator at a hundredth of the discriminator's rate, or the other way round."""
+    rates = [0.001, 0.001]
+    rates[slow] /= 100
+    found = apart(rates)
+    assert {verdict.cause for verdict in found} == {"lr_too_small"}
+    assert all(verdict.remedy.value == pytest.approx(0.001) for verdict in found)
+    named = {name for verdict in found for name in verdict.layers}
+    assert named >= ({"a", "b"} if slow == 0 else {"c", "head"})
+    assert not named & ({"c", "head"} if slow == 0 else {"a", "b"})
+
+
+def test_ten_times_apart_other_optimizers_or_steps_that_are_alike_are_left_alone():
+    assert not apart([0.001, 0.0001], slow=0.005)
+    assert not apart([0.001, 0.00001], families=("Adam", "SGD"))
+    assert not apart([0.001, 0.00001], slow=0.05), "as after a decay of one of them"
+    trained = {"weight_natural": dict.fromkeys(LAYERS, 20.0), "drift_ratio": dict.fromkeys(LAYERS, 0.1)}
+    assert not apart([0.001, 0.00001], **trained), "some may be fine-tuned"
+
+
+def test_under_a_warm_up_the_advice_is_of_its_peak():
+    verdict = apart([0.00001, 0.001], now=0.1)[0]
+    assert (verdict.cause, verdict.remedy.action) == ("lr_too_small", "set_lr")
+    assert verdict.remedy.value == pytest.approx(0.001)

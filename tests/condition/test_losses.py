@@ -1,0 +1,126 @@
+"""What the loss tells of the network as a whole, and what the way of its weights does where no loss is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from synthetic import LAYERS, measured
+from test_whole import every, told
+
+from spectral_monitor.condition import Judge, SpectralCondition
+
+
+def distances(distance, outputs=0.3, **more):
+    change = {"feature_rms": dict.fromkeys(LAYERS, 1.0) | {"head": outputs}, "summary": {"loss_distance": distance}}
+    return change | more
+
+
+def test_targets_that_are_far_from_the_outputs_are_named_at_once_and_stay_the_root():
+    race = every(9.0, "drift_ratio")  # by themselves a sign of steps that are too large
+    found = told(distances(500.0), distances(400.0, **race), *[distances(1.0, **race)] * 6)
+    assert [set(some) for some in found] == [{"target_scale"}] * 8
+    verdict = found[0]["target_scale"]
+    assert (verdict.quantity, verdict.value, verdict.remedy.action) == ("loss_distance", 500.0, "check")
+    assert "outputs must move by 500 times their usual size" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("distance", "outputs", "named"),
+    [(24.0, 0.3, False), (38.0, 0.3, True), (24.0, 0.0, False), (500.0, 50.0, False), (3000.0, 50.0, True)],
+)
+def test_targets_are_held_against_the_outputs_or_against_one(distance, outputs, named):
+    assert ("target_scale" in told(distances(distance, outputs))[0]) == named
+
+
+def test_only_the_first_distance_counts():
+    assert not any(told(distances(1.0), *[distances(500.0)] * 6)), "where the loss is flat it grows without end"
+    assert not told(distances(500.0), start=100)[-1], "of a run that goes on"
+
+
+def losses(*values, ratio=0.5):
+    return [{"summary": {"loss": value}, **every(ratio, "update_ratio")} for value in values]
+
+
+def test_a_loss_that_comes_back_is_of_steps_that_are_too_large():
+    found = told(*losses(2.0, 0.2, 1.4, 1.2), start=15)
+    assert not any(found), "what it began with is not known"
+    found = told(*losses(2.0, *[0.2] * 15, 1.4, 1.2))
+    assert [set(some) for some in found[-2:]] == [{"rates_too_large"}] * 2
+    verdict = found[-2]["rates_too_large"]
+    assert (verdict.quantity, verdict.value) == ("loss", 1.4)
+    assert verdict.band == (0.0, pytest.approx(0.6))
+    assert "the loss is 1.4 at step 17, and it was 0.2 before" in verdict.sentence
+    assert verdict.remedy.value == pytest.approx(1 / 8), "to a healthy step: 0.5 / 0.06"
+
+
+def test_a_loss_that_does_not_fall_is_of_steps_that_are_too_large_where_they_are():
+    found = told(*losses(*[2.0] * 15, 2.4, 2.5, 2.6))
+    assert "rates_too_large" in found[-1]
+    assert "it began with 2" in found[-1]["rates_too_large"].sentence
+    assert not any(told(*losses(*[2.0] * 15, *[1.7] * 9)))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (2.0, *[0.1] * 15, *[0.45] * 9),  # a noisy loss, far below the first
+        (2.0, *[1.1] * 15, *[1.75] * 9),  # that has not fallen by half
+        (2.0, *[-1.0] * 15, *[1.4] * 9),  # below 0: nothing can be said of ratios
+        (2.0, *[math.nan] * 20),
+    ],
+)
+def test_losses_that_say_nothing(values):
+    assert not any(told(*losses(*values)))
+
+
+def test_a_loss_that_comes_back_under_steps_of_ordinary_size_is_left_alone():
+    """As where targets move, in reinforcement learning."""
+    assert not any(told(*losses(2.0, *[0.2] * 15, *[1.4] * 9, ratio=0.05)))
+
+
+def test_steps_of_ordinary_size_that_all_point_one_way_are_not_called_too_large():
+    way = [every(0.05, "update_ratio") | every(0.05 * step, "drift_ratio") for step in range(1, 900, 40)]
+    judge, found = Judge(SpectralCondition()), []
+    for k, change in enumerate(way):
+        verdicts = judge.judge(measured(1 + 40 * k, **change))
+        found.append({verdict.cause: verdict for verdict in verdicts})
+    assert set(found[-1]) == {"one_direction"}
+    verdict = found[-1]["one_direction"]
+    assert verdict.remedy.action == "check"
+    assert "by steps of ordinary size (0.05 of the weights) that all point one way" in verdict.sentence
+    fast = told(*[every(0.05, "update_ratio") | every(0.05 * k, "drift_ratio") for k in range(1, 9)], start=1)
+    assert not any(fast), "a straight beginning is healthy"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "way", "cause"),
+    [
+        (0.09, 0.8, "one_direction"),
+        (0.12, 0.8, "rates_too_large"),
+        (0.09, 0.6, "rates_too_large"),
+        (0.09, 1.9, "one_direction"),
+        (0.09, 2.1, "rates_too_large"),
+    ],
+)
+def test_what_tells_one_direction_is_the_size_of_steps_and_the_part_of_their_sum(ratio, way, cause):
+    changes = [every(ratio, "update_ratio") | every(way * ratio * (900 + k), "drift_ratio") for k in range(6)]
+    assert set(told(*changes, start=900)[-1]) == {cause}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "cause"),
+    [
+        (losses(2.0, *[0.2] * 15), losses(1.4)[0], "rates_too_large"),
+        ([distances(500.0)], {}, "target_scale"),
+    ],
+)
+def test_what_the_loss_was_is_part_of_the_state(before, now, cause):
+    one, other = Judge(SpectralCondition()), Judge(SpectralCondition())
+    for step, change in enumerate(before, 1):
+        one.judge(measured(step, **change))
+    state = one.state_dict()
+    other.load_state_dict(state | {"records": []})  # it is found again, not remembered
+    now = now or {"summary": {"loss_distance": 1.0}}
+    verdicts = other.judge(measured(len(before) + 1, **now))
+    assert [verdict.cause for verdict in verdicts] == [cause]
