@@ -219,6 +219,14 @@ def test_vanishing_outputs_are_the_weights_fault():
     assert told(features(head=1.1e-4)) == [{}]
 
 
+def test_without_the_size_of_weights_no_factor_is_named():
+    nothing = {"weight_natural": dict.fromkeys(LAYERS, math.nan), "weight_fro": dict.fromkeys(LAYERS, math.nan)}
+    (found,) = told(features(a=1e-2, b=1e-4, head=1e-6) | nothing)
+    verdict = found["weights_too_small"]
+    assert "nan" not in verdict.sentence
+    assert verdict.remedy.action == "check"
+
+
 def adam(share, start, **fields):
     """Updates whose entries have this part of the learning rate."""
     sizes = {name: share * 0.01 * math.sqrt(info.fan_out * info.fan_in) for name, info in LAYERS.items()}

@@ -117,6 +117,9 @@ def _targets(finding: Finding, network: Network, pace: float, first: str) -> Exp
 
 def _features_vanish(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
     gain = geometric_median(row.gain for row in network.peers)
+    if not gain > 0:  # weights were not measured
+        how = f"the smallest outputs of a layer begin with RMS {short(finding.value)}: initial weights are too small"
+        return Explanation("weights_too_small", how, Remedy("check"))
     return Explanation(
         "weights_too_small",
         f"the smallest outputs of a layer begin with RMS {short(finding.value)}: weights multiply the size of features "
