@@ -181,7 +181,6 @@ OTHERS = (
         "targets x1000",
         targets(1000),
         "target_scale",
-        "one_direction",
         "readout_init",
         "rates_too_small",
         "lr_too_small",

@@ -16,8 +16,13 @@ The suite in `benchmarks/recipes` has recipes with the hyper-parameters that peo
 people make. Rules and limits of the judge were found on one half of it. This page is about the other half, which was
 run once they were fixed: {recipes} healthy recipes in {healthy} runs and {faults} faults, measured at the default
 schedule (steps 1, 2, 4, 8, ... and every 100). It is made by `python benchmarks/recipes.py --width --write
-docs/verdict_quality.md`; `--half development` makes the same of the first half. The
-same runs were judged again after bugs of the judge were mended; no figure moved.
+docs/verdict_quality.md`; `--half development` makes the same of the first half.
+
+This half is no longer unseen. When it was first run, 40 of 47 faults that ruin a run were found, 64 of 67 causes were
+right, and 2 of 62 pieces of advice made it worse. Later the judge learned of targets out of scale, of optimizers with
+rates far apart and of first layers that are cut off. Those rules were found on the first half and on 21 recipes written
+for the purpose, but after the misses of this half were known. The figures are of the judge as it is now, and the runs
+tell it their loss, as Lightning does.
 """
 
 MEANING = """
