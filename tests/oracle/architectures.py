@@ -85,7 +85,7 @@ class Network(nn.Module):
 
     def __init__(self, seed: int, kind: str) -> None:
         super().__init__()
-        self.draw, self.kind = random.Random(f"{kind} {seed}"), kind
+        self.draw, self.kind, self.halved = random.Random(f"{kind} {seed}"), kind, 0
         torch.manual_seed(seed)
         draw, self.returns_loss = self.draw, self.draw.random() < 0.5
         width = draw.choice(WIDTHS[1:]) if kind != "images" else draw.choice((2, 4))
@@ -131,15 +131,18 @@ class Network(nn.Module):
     def image_piece(self, width: int) -> tuple[nn.Module, int]:
         """Return a piece for images, and how many channels it gives."""
         draw, new = self.draw, self.draw.choice((2, 4, 6))
-        kind = draw.choice(["conv", "conv", "patches", "up", "residual", "branches", "batch norm", "group norm"])
+        kinds = ["conv", "conv", "up", "residual", "branches", "batch norm", "group norm"]
+        kind = draw.choice([*kinds, "patches"] if self.halved < 2 else kinds)
         sides = draw.choice([(1, 1), (2, 2), (3, 3), (3, 1)])
         if kind == "conv":
-            rest = {"stride": draw.choice([1, 2]), "dilation": draw.choice([1, 2]), "groups": draw.choice([1, 2])}
+            stride = draw.choice([1, 2]) if self.halved < 2 else 1
+            self.halved += stride > 1
+            rest = {"stride": stride, "dilation": draw.choice([1, 2]), "groups": draw.choice([1, 2])}
             mode = draw.choice(["zeros", "circular"])
             layer = nn.Conv2d(width, new, sides, padding=2, padding_mode=mode, bias=draw.random() < 0.5, **rest)
             return Activated(layer, draw), new
         if kind == "patches":
-            groups = draw.choice([1, 2])
+            groups, self.halved = draw.choice([1, 2]), self.halved + 1
             return Activated(nn.Conv2d(width, new, 2, stride=2, groups=groups), draw), new
         if kind == "up":
             return nn.ConvTranspose2d(width, new, sides, stride=draw.choice([1, 2]), groups=draw.choice([1, 2])), new

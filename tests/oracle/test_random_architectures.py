@@ -15,6 +15,8 @@ from spectral_monitor import SpectralProbe
 STEPS, DRIFT_EVERY = 3, 2
 QUICK, SLOW = 8, 150
 """Networks of each kind."""
+ROWS = {"rel": 0.1}
+"""Tolerance of ranks of rows, whose largest singular value is known to a twentieth."""
 EXACT = {"tol": 1e-6, "replay_samples": None, "max_rows": None, "mode": "observe", "drift_every": DRIFT_EVERY}
 
 
@@ -41,7 +43,7 @@ def compare(kind, seed):
             optimizer.step()
     assert_same_weights(watched, model)
     for measurement, record in zip(probe.measurements, records, strict=True):
-        assert_agrees(measurement, record, torch.float64)
+        assert_agrees(measurement, record, torch.float64, of_rows=ROWS)
     return sum(math.isfinite(value) for m in probe.measurements for value in m.scalars().values())
 
 
