@@ -193,9 +193,8 @@ class AnyOrder(RuleBasedStateMachine):
         with self.watched.alone():
             probe.abandon_step()
             probe.close()
-        left = {path: n for path, n in hooks(self.watched.model, self.watched.optimizer).items()}
-        own = {path: n for path, n in hooks(self.plain.model, self.plain.optimizer).items()}
-        assert left == own, "but for those of pruning"
+        left, own = (hooks(loop.model, loop.optimizer) for loop in self.loops)
+        assert left == own, "those of pruning"
 
 
 # The quick profile tries a handful of runs of a loop, the other one hundreds.
