@@ -146,7 +146,8 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss.item():.4f}, no update more than {worst:.2g}x from typical")
 
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=args.out / "checkpoint")
+    writer = dcp.FileSystemWriter(args.out / "checkpoint", overwrite=True)
+    dcp.save({"model": weights, "optimizer": moments}, storage_writer=writer)
     torch.save(probe.state_dict(), parted)
     probe.close()
     if RANK == 0:
