@@ -62,10 +62,6 @@ def test_on_two_processes(name, tmp_path):
     check(name, 2, tmp_path)
 
 
-def test_nanogpt_stopped_and_resumed(tmp_path):
-    check_resumed("nanogpt", 1, tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "more"),
@@ -86,7 +82,8 @@ def test_torchtitan_with_tensor_parallelism(processes, more, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "processes", "more"), [("nanogpt", 2, ()), ("torchtitan", 2, ()), ("torchtitan", 4, ("--tp", "2"))]
+    ("name", "processes", "more"),
+    [("nanogpt", 1, ()), ("nanogpt", 2, ()), ("torchtitan", 2, ()), ("torchtitan", 4, ("--tp", "2"))],
 )
 def test_stopped_and_resumed(name, processes, more, tmp_path):
     check_resumed(name, processes, tmp_path, *more)

@@ -13,7 +13,7 @@ from test_every_quantity import assert_agrees, assert_same_weights, make_batches
 from spectral_monitor import SpectralProbe
 
 STEPS, DRIFT_EVERY = 3, 2
-QUICK, SLOW = 8, 150
+QUICK, SLOW = 5, 150
 """Networks of each kind."""
 ROWS = {"rel": 0.1}
 """Tolerance of ranks of rows, whose largest singular value is known to a twentieth."""
