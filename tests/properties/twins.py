@@ -130,11 +130,12 @@ class Loop:
     def build(self, pruned: Sequence[str], frozen: Sequence[str]) -> None:
         """Make the model, the optimizer and the scaler, as a script does when it starts."""
         self.model, self.second, self.probe = Net(), None, None
+        # Before pruning gives weights another place among the parameters, as it was when training began.
+        self.optimizer = Adam(self.model.parameters(), lr=0.01)
         for name in pruned:
             prune.identity(getattr(self.model, name), "weight")
         for name in frozen:
             getattr(self.model, name).requires_grad_(False)
-        self.optimizer = Adam(self.model.parameters(), lr=0.01)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=3)
 
     def watch(self) -> None:
