@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from spectral_monitor.cli.parser import COMMANDS, make_parser
+from spectral_monitor.cli.text import say
 from spectral_monitor.suggestions import did_you_mean
 
 
@@ -39,6 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (OSError, ValueError, ImportError) as error:
-        print(f"spectral-monitor: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     return int(status or 0)

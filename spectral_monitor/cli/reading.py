@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
+from spectral_monitor.cli.text import say
 from spectral_monitor.reporting.files.records import Record, read_records
 from spectral_monitor.reporting.files.runs import LoggedMeasurement, run_file, settled_in
 from spectral_monitor.reporting.logged_run import Run, read_run
@@ -95,8 +95,3 @@ def matching(pattern: str | None, names: Collection[str], what: str = "layer") -
 def first(items: Iterable[T], wanted: Callable[[T], bool]) -> T | None:
     """Return the first item that is wanted."""
     return next(filter(wanted, items), None)
-
-
-def say(text: str) -> None:
-    """Say something on stderr, so that what is printed can go to a file."""
-    print(f"spectral-monitor: {text}", file=sys.stderr)

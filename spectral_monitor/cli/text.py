@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 
@@ -45,3 +46,8 @@ def printable(text: str) -> str:
         red\x1b[31m
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def say(text: str) -> None:
+    """Say something on stderr in one line, so that what is printed can go to a file."""
+    print(f"spectral-monitor: {printable(text)}", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -273,12 +273,20 @@ class Network:
         """Return the geometric median over the peers but one."""
         if quantity not in self._logs:
             known = {peer.info.name: self._read(peer, quantity) for peer in self._measures(quantity)}
-            self._logs[quantity] = {name: math.log(value) for name, value in known.items() if 0 < value < math.inf}
-        logs = [log for name, log in self._logs[quantity].items() if name != row.info.name]
-        return math.exp(statistics.median(logs)) if logs else math.nan
+            found = {name: math.log(value) for name, value in known.items() if 0 < value < math.inf}
+            self._logs[quantity] = found, sorted(found.values())
+        logs, ordered = self._logs[quantity]
+        own = logs.get(row.info.name)
+        count = len(ordered) - (own is not None)
+        if not count:
+            return math.nan
+        # The place of its own is passed over, for sorting the others of each of thousands would take seconds.
+        place = len(ordered) if own is None else bisect_left(ordered, own)
+        low, high = (ordered[k + (k >= place)] for k in ((count - 1) // 2, count // 2))
+        return math.exp((low + high) / 2)
 
     @cached_property
-    def _logs(self) -> dict[str, dict[str, float]]:
+    def _logs(self) -> dict[str, tuple[dict[str, float], list[float]]]:
         return {}
 
     @staticmethod

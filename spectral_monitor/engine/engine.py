@@ -204,7 +204,7 @@ class Engine(EngineState):
         self._replays.needs = self.asked.needs
         self._replays.looked, self._replays.unseen, self._replays.whole = False, "", None
         with self._harmless("setting up"):
-            self._replaced = replaced(self._whereabouts, self.anatomy.layers, self._warn)
+            self._replaced = self._stage.replaced = replaced(self._whereabouts, self.anatomy.layers, self._warn)
             if self.watches_features:
                 self.features.look_for(self.asked.keys if self._alone else {NOISE} & set(self.asked.keys))
                 self.features.watch_gradients = bool(BACKWARD & set(self.asked.keys))

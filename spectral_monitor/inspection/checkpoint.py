@@ -42,7 +42,9 @@ def weights_in(path: Path) -> dict[str, Tensor]:
                 "it yourself and call spectral_monitor.inspect(state_dict)"
             ) from error
         raise ValueError(f"{str(path)!r} is no checkpoint; {WHAT_TO_GIVE}") from error
-    except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, UnicodeDecodeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # whatever an unpickler meets in bytes that are no pickle
         raise ValueError(f"{str(path)!r} is no checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
     found = _found(held)
     if not found:

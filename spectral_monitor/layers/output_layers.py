@@ -6,7 +6,7 @@ and a discriminator, an actor and a critic), and networks that nobody trains (a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -52,6 +52,16 @@ class Operator:
     def outputs(self) -> int:
         """Features it writes, of all blocks."""
         return sum(self.layout.fan_outs)
+
+    @property
+    def read(self) -> tuple[bool, int]:
+        """All of it that says who can feed it."""
+        return self.is_convolution, self.inputs
+
+    @property
+    def written(self) -> tuple[bool, int]:
+        """All of it that says whom it can feed."""
+        return self.is_convolution, self.outputs
 
     def feeds(self, other: Operator) -> bool:
         """Return whether ``other`` can read these outputs; those of a convolution may be flattened on the way."""
@@ -121,10 +131,15 @@ def _networks(
     node = _branching(root, operators)
     parts = _parts(node, operators)
     groups = _Groups(range(len(parts)))
+    children = {id(module): child for child in reversed(list(node.children())) for module in child.modules()}
     for held in optimized:
         ids = set(held)
         owned = [k for k, part in enumerate(parts) if any(operator.parameters & ids for operator in part)]
-        owned += [k for k, part in enumerate(parts) if any(id(p) in ids for p in _parameters(node, part))]
+        # Biases and gains included, of the child that a part is.
+        of = [children.get(id(part[0].module)) for part in parts]
+        owned += [
+            k for k, child in enumerate(of) if child is not None and any(id(p) in ids for p in child.parameters())
+        ]
         groups.join(owned)
     if not optimized or _composes(node):
         groups.join(range(len(parts)))
@@ -137,13 +152,25 @@ def _apart(parts: Sequence[list[Operator]]) -> list[list[Operator]]:
     Parts that look apart may also be concatenated on the way to another one, which then reads something else.
     """
     groups = _Groups(range(len(parts)))
-    for a, first in enumerate(parts):
-        groups.join([a, *(b for b, second in enumerate(parts) if b != a and first[-1].feeds(second[0]))])
+    # Of thousands of parts most have the same shape at an end, and feed the same parts.
+    writers, readers = _alike(part[-1].written for part in parts), _alike(part[0].read for part in parts)
+    for first in writers.values():
+        fed = [k for second in readers.values() if parts[first[0]][-1].feeds(parts[second[0]][0]) for k in second]
+        if fed:
+            groups.join([*first, *fed])
     networks = [[operator for k in group for operator in parts[k]] for group in groups.sets()]
     alike = len({network[0].inputs for network in networks}) == 1
     if alike and all(len(network) > 1 for network in networks):
         return networks
     return [[operator for part in parts for operator in part]]
+
+
+def _alike(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
+    """Return key -> the places that have it."""
+    found: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(keys):
+        found.setdefault(key, []).append(place)
+    return found
 
 
 def _last(network: Sequence[Operator]) -> tuple[str, str]:
@@ -175,15 +202,6 @@ def _parts(node: nn.Module, operators: Sequence[Operator]) -> list[list[Operator
     for operator in operators:
         parts.setdefault(owner.get(id(operator.module), -1), []).append(operator)
     return list(parts.values())
-
-
-def _parameters(node: nn.Module, part: Sequence[Operator]) -> Iterable[nn.Parameter]:
-    """Return the parameters, biases and gains included, of the child of ``node`` that a part is."""
-    held = id(part[0].module)
-    for child in node.children():
-        if any(id(module) == held for module in child.modules()):
-            return child.parameters()
-    return ()
 
 
 def _composes(node: nn.Module) -> bool:

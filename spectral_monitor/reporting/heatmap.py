@@ -17,6 +17,7 @@ from spectral_monitor.reporting.content.history import History, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named
 from spectral_monitor.reporting.content.tally import off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL
+from spectral_monitor.reporting.text.lines import printable
 
 WIDTH = 640
 ROW, ROWS_LOW, ROWS_HIGH = 20, 140, 600
@@ -154,14 +155,14 @@ def _draw(
     rows, columns = shown.shape
     high = min(max(ROW * rows, ROWS_LOW), ROWS_HIGH)
     written = named([info.name in outside for info in layers], high // LINE)
-    left = 25 + LETTER * max(len(short[layers[i].name]) for i in written)
+    texts = {i: printable(short[layers[i].name]) for i in written}  # a line that ends would end the drawing
+    left = 25 + LETTER * max(map(len, texts.values()))
     right, bottom = WIDTH - BAR, ABOVE + high
     labels = [_Label(WIDTH / 2, ABOVE / 2, scale.title, size=13)]
     labels.append(_Label((left + right) / 2, bottom + 33, "optimizer step", size=12))
-    for i in written:
-        y, name = ABOVE + (i + 0.5) * high / rows, layers[i].name
-        out = name in outside
-        labels.append(_Label(left - 10, y, short[name], anchor="rm", bold=out, colour=RED if out else BLACK))
+    for i, text in texts.items():
+        y, out = ABOVE + (i + 0.5) * high / rows, layers[i].name in outside
+        labels.append(_Label(left - 10, y, text, anchor="rm", bold=out, colour=RED if out else BLACK))
     for k in sorted({round(k) for k in np.linspace(0, columns - 1, min(TICKS, columns))}):
         labels.append(_Label(left + (k + 0.5) * (right - left) / columns, bottom + 11, str(steps[k])))
     for tick, text in zip(scale.ticks, scale.labels, strict=True):

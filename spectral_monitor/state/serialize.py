@@ -224,6 +224,8 @@ def _put_module(live: Any, parts: list[Any], device: torch.device, where: str) -
         part = modules[name]
         space = part.__dict__
         stored = {key for key, _ in plain}
+        if parameters := sorted(stored & part._parameters.keys()):  # then it was pruned, and is no longer
+            raise NotPlainError(f"{here}.{parameters[0]} is a parameter now")
         for key in [key for key in space if _users(key) and key not in stored]:
             if _StatePacker().value(space[key], here)[0] != "left":  # what the packed module did not have yet
                 del space[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from spectral_monitor.layers import dissect
+from spectral_monitor.layers.output_layers import Operator
 from spectral_monitor.reporting.text.role_table import NOTES, role_table
 
 IN_PLACE = "readout by its place: the last operator registered"
@@ -722,3 +724,33 @@ def test_the_role_table_lists_matrices_and_what_is_not_measured():
     assert "not measured (6):" in text
     for name in MODELS["parametrized"][2]:
         assert name in text
+
+
+def test_of_layers_that_are_alike_few_are_compared(monkeypatch):
+    """So that a model of 10,000 takes seconds, not minutes."""
+    compared = []
+    feeds = Operator.feeds
+    monkeypatch.setattr(Operator, "feeds", lambda one, other: compared.append(1) or feeds(one, other))
+    layers = [nn.Linear(8, 8) for _ in range(50)] + [nn.Linear(8, 4), nn.Linear(4, 2)]
+    anatomy = dissect(nn.ModuleList(layers), optimized=[{id(p) for layer in layers for p in layer.parameters()}])
+    assert [layer.info.name for layer in anatomy.layers if layer.info.role == "readout"] == ["51"]
+    assert 0 < len(compared) <= 9
+
+
+def test_parts_that_do_not_feed_each_other_are_networks_however_they_lie():
+    """Against every pair compared with every other, for a hundred sets of random shapes."""
+    draw = random.Random(0)
+    for _ in range(100):
+        shapes = [[draw.choice([2, 3, 4]) for _ in range(3)] for _ in range(draw.randint(2, 5))]
+        parts = [nn.Sequential(nn.Linear(a, b), nn.Linear(b, c)) for a, b, c in shapes]
+        joined = [{k} for k in range(len(parts))]
+        for a, (_, _, outputs) in enumerate(shapes):
+            for b, (inputs, _, _) in enumerate(shapes):
+                if a != b and inputs == outputs:
+                    both = next(s for s in joined if a in s) | next(s for s in joined if b in s)
+                    joined = [s for s in joined if not s & both] + [both]
+        if len({shapes[min(s)][0] for s in joined}) > 1:
+            joined = [set(range(len(parts)))]
+        readouts = {f"{max(s)}.1" for s in joined}
+        anatomy = dissect(nn.ModuleList(parts))
+        assert {layer.info.name for layer in anatomy.layers if layer.info.role == "readout"} == readouts, shapes

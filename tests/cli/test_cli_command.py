@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -134,6 +135,17 @@ def header(run):
     return (run / FILE).read_bytes().splitlines(keepends=True)[0]
 
 
+def changed(old, new):
+    """The file with something else in its place."""
+
+    def change(run):
+        content = (run / FILE).read_bytes()
+        assert old in content
+        return content.replace(old, new, 1)
+
+    return change
+
+
 BROKEN = {
     "empty": lambda run: b"",
     "another text": lambda run: b"hello\nworld\n",
@@ -147,6 +159,25 @@ BROKEN = {
     "another version": lambda run: header(run).replace(b'"version":2', b'"version":99') + b"{}\n",
     "a line torn in the middle": lambda run: (run / FILE).read_bytes().replace(b"\n", b'\n{"step":1,\n', 1),
     "too few values": lambda run: (run / FILE).read_bytes().replace(b'"values":{"', b'"values":{"x":[1],"'),
+    "a nest without an end": lambda run: b"[" * 2000,
+    "a number without an end": lambda run: header(run) + b'{"step":' + b"9" * 5000 + b"}\n",
+    **{
+        f"{what}: {new[:30]}": changed(old, new)
+        for what, old, new in [
+            ("a step", b'"step":10', b'"step":"10"'),
+            ("a step", b'"step":10', b'"step":1e999'),
+            ("a value", b"[1.0,", b"[true,"),
+            ("a value", b"[1.0,", b"[" + b"9" * 400 + b","),
+            ("a state", b'"states":[', b'"states":[["healthy","",[9]]'),
+            ("a state", b'"states":[', b'"states":[[["healthy"],"",[0]]'),
+            ("a reason", b'"reasons":{', b'"reasons":{"a":1'),
+            ("a flag", b'"flags":{', b'"flags":{"a":"b"'),
+            ("a verdict", b'"verdicts":[', b'"verdicts":[7,'),
+            ("a name", b'"name":"first"', b'"name":7'),
+            ("a shape", b'"shape":[64,64]', b'"shape":64'),
+            ("a field", b'"blocks":1', b'"lumps":1'),
+        ]
+    },
 }
 
 
@@ -165,6 +196,12 @@ def test_a_file_that_cannot_be_read(kind, command, run, capsys):
     err = fails(on(command, run), capsys)
     assert str(run / FILE) in err
     assert "give the folder of a run that SpectralMonitor has logged" in err
+
+
+def test_a_sentence_about_a_name_with_line_ends_is_one_line(run, capsys):
+    renamed = json.dumps("update\u2028natural\n\x1b[2J").encode()
+    (run / FILE).write_bytes((run / FILE).read_bytes().replace(b'"update_natural":[', renamed + b":[0,"))
+    assert "values of update\\u2028natural\\n\\x1b[2J for" in fails(["show", run], capsys)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

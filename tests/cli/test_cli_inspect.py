@@ -73,6 +73,7 @@ def test_nothing_is_executed(tmp_path, capsys):
         (b"hello", "a.ckpt"),
         (bytes(range(256)) * 9, "a.pt"),
         (b"hello", "a.safetensors"),
+        *((opcode, "a.pt") for opcode in (b"t", b"s", b"r", b"q")),  # of a pickle, with nothing to work on
         (None, "a.pt"),
     ],
 )

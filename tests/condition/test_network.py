@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -211,3 +212,16 @@ def test_columns_have_no_nan_and_know_lost_gradients():
     assert set(found["update_natural"]) == set(LAYERS) - {"a"}
     assert {name: lost for name, lost in found["lost"].items() if lost} == {"b": 1.0}
     assert "lost" not in columns(measured(1, only=["lr"], reasons={"*/*": ZERO}))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_the_median_of_the_others_is_that_of_the_list_without_one(count):
+    """With ties, and with a layer that has no size."""
+    generator = torch.Generator().manual_seed(count)
+    matrices = {f"{i}": torch.randn(4, 4, generator=generator) * (i % 3) for i in range(count)}
+    network = network_of(matrices, "sgd")
+    sizes = {name: float(torch.tensor(natural(m))) for name, m in matrices.items()}  # as float32 holds them
+    for row in network.peers:
+        others = [math.log(size) for name, size in sizes.items() if name != row.info.name and size > 0]
+        expected = math.exp(statistics.median(others)) if others else math.nan
+        assert network.others("update_natural", row) == pytest.approx(expected, rel=1e-12, nan_ok=True)

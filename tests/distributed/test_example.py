@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "distributed.py")
 
 
-def start(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def start(processes: int, *arguments: str, example: str = EXAMPLE) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
@@ -25,7 +25,7 @@ def start(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(torchrun if processes > 1 else []), EXAMPLE, *arguments]
+    command = [sys.executable, *(torchrun if processes > 1 else []), example, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 

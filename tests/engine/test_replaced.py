@@ -147,3 +147,30 @@ def test_names_are_few():
         given_another_weight([None, None, layer])
     with pytest.warns(SpectralMonitorWarning, match="any more: 0, 1, 2, 3, 4 and 2 more; since"):
         run.step()
+
+
+def unparametrized(net):
+    parametrize.remove_parametrizations(net[2], "weight")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(pruned, lambda net: prune.remove(net[2], "weight")), (parametrized, unparametrized)],
+    ids=["pruning", "parametrization"],
+)
+def test_what_a_weight_was_computed_by_may_go(before, after):
+    """That layer is measured no more; the others are."""
+    net = network()
+    before(net)
+    run = Run(net)
+    run.step()
+    after(net)
+    start = net[0].weight.detach().clone()
+    with pytest.warns(SpectralMonitorWarning, match="not measured any more: 2; since training began") as caught:
+        latest = run.step()
+    assert len(caught) == 1
+    assert latest.step == 2
+    assert latest.value("update_fro", "0") == pytest.approx(float((net[0].weight.detach() - start).norm()), rel=1e-4)
+    for key in latest.values:
+        assert math.isnan(latest.value(key, "2"))
+        assert latest.why(key, "2")

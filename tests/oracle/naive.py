@@ -9,7 +9,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,10 @@ def to_numpy(x: torch.Tensor) -> Array:
 
 @dataclass(frozen=True)
 class NaiveLayer:
-    """A parameter, what it is, and the module whose calls are its features (empty for biases and gains)."""
+    """A parameter, what it is, and the module whose calls are its features (empty for biases and gains).
+
+    ``tied``: an earlier layer has the same parameter, and counts what it contributes.
+    """
 
     name: str
     role: str
@@ -40,11 +43,19 @@ class NaiveLayer:
     blocks: int
     fan_out: int
     fan_in: int
+    tied: bool = False
+
+
+def reads_patches(conv: nn.Module) -> bool:
+    """Whether it reads each input once, in patches of several."""
+    apart = conv.stride == conv.kernel_size and not any(conv.padding) and math.prod(conv.stride) > 1
+    return apart and conv.groups == 1 and all(step == 1 for step in conv.dilation)
 
 
 def list_layers(model: nn.Module, readout: str, fused: Mapping[str, int]) -> list[NaiveLayer]:
     """Every parameter of a model made of Linear, Conv, Embedding and modules that only have gains and biases."""
     layers = []
+    names = {id(p): name for name, p in model.named_parameters()}  # of tied ones the first
     for owner, module in model.named_modules():
         for key, p in module.named_parameters(recurse=False):
             parameter = f"{owner}.{key}"
@@ -61,7 +72,7 @@ def list_layers(model: nn.Module, readout: str, fused: Mapping[str, int]) -> lis
                 k = module.groups
                 fans = module.out_channels // k, module.in_channels // k
                 row = NaiveLayer(owner, role, "conv", parameter, owner, k, *fans)
-                if module.stride == module.kernel_size and not any(module.padding) and math.prod(module.stride) > 1:
+                if reads_patches(module):
                     row = NaiveLayer(owner, role, "patches", parameter, owner, 1, fans[0], p[0].numel())
             elif isinstance(module, TRANSPOSED):
                 k = module.groups
@@ -69,6 +80,8 @@ def list_layers(model: nn.Module, readout: str, fused: Mapping[str, int]) -> lis
                 row = NaiveLayer(owner, role, "conv_transposed", parameter, owner, k, *fans)
             else:
                 raise TypeError(f"{parameter} of {type(module).__name__}")
+            if names[id(p)] != parameter:
+                row = replace(row, parameter=names[id(p)], tied=True)
             layers.append(row)
     return layers
 
@@ -224,16 +237,19 @@ class NaiveTrainer:
     def features(
         self, model: nn.Module, batch: Any, seed: int
     ) -> tuple[float, dict[str, Array], dict[str, Array], dict[str, Array | None]]:
-        """Loss, input rows, output rows and the loss's gradient with respect to the output rows, by layer name."""
+        """Loss, input rows, output rows and the loss's gradient with respect to the output rows, by layer name.
+
+        Rows of a layer that is called several times are those of all calls.
+        """
         model = copy.deepcopy(model)
-        inputs: dict[str, torch.Tensor] = {}
-        outputs: dict[str, torch.Tensor] = {}
+        inputs: dict[str, list[torch.Tensor]] = defaultdict(list)
+        outputs: dict[str, list[torch.Tensor]] = defaultdict(list)
         watched = [layer for layer in self.layers if layer.module]
         for layer in watched:
 
             def keep(module: nn.Module, args: Any, output: torch.Tensor, name: str = layer.name) -> None:
-                assert name not in outputs, f"{name} was called twice"
-                inputs[name], outputs[name] = args[0].detach().clone(), output
+                inputs[name].append(args[0].detach().clone())
+                outputs[name].append(output)
 
             model.get_submodule(layer.module).register_forward_hook(keep)
         torch.manual_seed(seed)
@@ -241,12 +257,13 @@ class NaiveTrainer:
         loss = self.loss_of(model(x, y), y)
         h_in, h, b = {}, {}, {}
         for layer in watched:
-            out = outputs[layer.name]
-            gradient = torch.autograd.grad(loss, out, retain_graph=True)[0] if out.requires_grad else None
-            h[layer.name] = rows(layer, out)
-            b[layer.name] = None if gradient is None else rows(layer, gradient)
+            module, outs = model.get_submodule(layer.module), outputs[layer.name]
+            known = all(out.requires_grad for out in outs)
+            gradients = torch.autograd.grad(loss, outs, retain_graph=True) if known else ()
+            h[layer.name] = np.concatenate([rows(layer, out) for out in outs])
+            b[layer.name] = np.concatenate([rows(layer, gradient) for gradient in gradients]) if known else None
             if layer.role != "embedding":
-                h_in[layer.name] = rows_in(layer, inputs[layer.name], model.get_submodule(layer.module))
+                h_in[layer.name] = np.concatenate([rows_in(layer, x, module) for x in inputs[layer.name]])
         return loss.item(), h_in, h, b
 
 
@@ -384,6 +401,8 @@ def applies(key: str, layer: NaiveLayer, record: Record) -> bool:
         return False
     if key in OF_OWNED and layer.parameter not in record.lr:
         return False
+    if key == "contribution" and layer.tied:
+        return False
     if key in OF_UPDATES and not record.updated(layer):
         return False
     if key in OF_GRADIENTS and record.b[layer.name] is None:
@@ -487,7 +506,7 @@ def spread(record: Record) -> float:
     """Over modules with parameters; those of a module count together, as here none has two matrices or parts."""
     parts: dict[str, float] = defaultdict(float)
     for layer in record.layers:
-        if record.updated(layer):
+        if record.updated(layer) and not layer.tied:
             parts[layer.parameter.rpartition(".")[0]] += contribution(record, layer)
     shares = list(parts.values())
     return max(shares) / min(shares) if shares and min(shares) > 0 else math.nan

@@ -248,3 +248,11 @@ def test_no_window_system_is_touched():
         "assert not {'matplotlib.pyplot', 'matplotlib.figure'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "\r", "\x1b[31m", "\u2028"])
+def test_a_name_with_line_ends_is_drawn_in_one_line(name):
+    drawn = heatmap(history("update_natural", [[1.0, 2.0]], names=[name, "b"]), "update_natural")
+    escaped = name.encode("unicode_escape").decode()
+    expected = heatmap(history("update_natural", [[1.0, 2.0]], names=[escaped, "b"]), "update_natural")
+    assert np.array_equal(drawn, expected)

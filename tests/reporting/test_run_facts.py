@@ -33,6 +33,12 @@ def test_model_and_hyperparameters(file):
     assert len(read_run(file)) == 1, "the file can still be read"
 
 
+@pytest.mark.parametrize("line", ["[" * 2000, "[]", "{", ""], ids=["nest", "list", "cut", "empty"])
+def test_a_first_line_that_is_none_says_nothing(file, line):
+    file.write_text(line)
+    assert set(run_facts(file).about) == {"date", "run"}
+
+
 def test_the_loss_of_a_csv_logger(file):
     (file.parent / "metrics.csv").write_text("epoch,step,train_loss,val_loss\n0,0,2.5,\n0,1,,9\n0,1,2.25,\n")
     facts = run_facts(file)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from resuming import Loop, measured
 from torch import nn
+from torch.nn.utils import prune
 
 from spectral_monitor import LRCorrection, SpectralMonitorWarning, SpectralProbe
 
@@ -120,3 +121,19 @@ def test_those_of_a_run_that_was_saved_before_its_first_step_too():
     rest = Corrected().load(state).train(range(3))
     for p, q in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_batch_of_a_model_that_was_pruned_then_leaves_nothing_on_one_that_is_not():
+    """The weight of the pruned one was an attribute, which would hide the parameter of the other."""
+    run = Run()
+    prune.random_unstructured(run.model[0], "weight", amount=0.5)
+    with pytest.warns(SpectralMonitorWarning, match="not measured any more: 0"):
+        run.train(range(2))
+    prune.remove(run.model[0], "weight")
+    state, other = run.state(), Run()
+    with pytest.warns(SpectralMonitorWarning, match=r"feature_drift is counted from here .*0.weight is a parameter"):
+        other.load(state)
+    assert "weight" not in vars(other.model[0])
+    before = other.model[0].weight.detach().clone()
+    other.train(range(2, 4))
+    assert not torch.equal(other.model[0].weight, before)

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 
 from spectral_monitor.cli.parser import command
-from spectral_monitor.cli.reading import records, say
-from spectral_monitor.cli.text import columns, printable
+from spectral_monitor.cli.reading import records
+from spectral_monitor.cli.text import columns, printable, say
 from spectral_monitor.reporting.files.records import RUN_FILE, Record
 from spectral_monitor.reporting.files.runs import WHAT_TO_GIVE, run_files
 

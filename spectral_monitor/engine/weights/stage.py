@@ -57,6 +57,7 @@ class MatrixStage:
     Attributes:
         lr: layer index -> learning rate at the update.
         decay: layer index -> weight decay at the update.
+        replaced: layers that are not what they were when training began.
         stepped: layers whose optimizer has stepped.
         unused: layers that had no gradient.
         divided: layers whose parameters are stepped by several optimizers.
@@ -94,6 +95,7 @@ class MatrixStage:
         self._unclipped: dict[int, Unclipped] = {}
         self.lr: dict[int, float] = {}
         self.decay: dict[int, WeightDecay] = {}
+        self.replaced: set[int] = set()
         self.stepped: set[int] = set()
         self.unused: set[int] = set()
         self.divided: set[int] = set()
@@ -107,7 +109,7 @@ class MatrixStage:
     def before(self, optimizer: Optimizer) -> None:
         """Copy what the update is about to change."""
         owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        mine = {i: m for i, m in self.members.items() if any(id(p) in owned for p in m.layer.sources)}
+        mine = {i: m for i, m in self._there() if any(id(p) in owned for p in m.layer.sources)}
         for i in mine:
             if self._stepper.setdefault(i, id(optimizer)) != id(optimizer):
                 self.divided.add(i)
@@ -239,10 +241,14 @@ class MatrixStage:
     def rest(self) -> None:
         """Measure the weights and the drift of what no optimizer has stepped."""
         if self.settings.needs & {"W", "W0"}:
-            found = self._stacks({i: m for i, m in self.members.items() if i not in self.stepped})
+            found = self._stacks({i: m for i, m in self._there() if i not in self.stepped})
             for stack in found:
                 stack.load()
             self._measure_all(found, self._unchanged)
+
+    def _there(self) -> list[tuple[int, BatchMember]]:
+        """Return the layers whose weights can be had: what one was computed by may be gone."""
+        return [(i, m) for i, m in self.members.items() if i not in self.replaced or m.layer.compute is None]
 
     def _unchanged(self, found: Sequence[MatrixBatch], in_place: bool) -> None:
         self._weights(found, in_place)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any, BinaryIO
+from dataclasses import is_dataclass
+from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
 from spectral_monitor.measurement import LayerInfo
 
@@ -22,14 +22,76 @@ def plain(value: float) -> float | str | None:
     return str(value) if math.isinf(value) else value
 
 
-def value_of(value: float | str | None) -> float:
-    """Return the number that :func:`plain` was given."""
-    return math.nan if value is None else float(value)
+def value_of(value: Any) -> float:
+    """Return the number that :func:`plain` was given.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is another text than those of infinity.
+
+    Example:
+        >>> value_of(None), value_of("-inf"), value_of(2)
+        (nan, -inf, 2.0)
+    """
+    if type(value) is float:  # most of all
+        return value
+    if value is None:
+        return math.nan
+    if type(value) not in (int, str):
+        raise TypeError(f"{_shown(value)} is not a number")
+    return float(value)
 
 
-def layers_from(rows: Iterable[Mapping[str, Any]]) -> tuple[LayerInfo, ...]:
+def read_as(kind: Any, value: Any) -> Any:
+    """Return what was written as this JSON.
+
+    Args:
+        kind: its type: ``str``, ``int``, ``float``, a tuple of them, a dataclass of them; or one of them or ``None``.
+        value: as ``json.loads`` returns it.
+
+    Raises:
+        TypeError: it is of another type.
+        KeyError: a field that the dataclass does not have.
+        ValueError: a tuple of another length.
+
+    Example:
+        >>> read_as(tuple[int, ...], [4, 3])
+        (4, 3)
+        >>> read_as(int, "4")
+        Traceback (most recent call last):
+        ...
+        TypeError: '4' is not of type int
+    """
+    if kind is float:
+        return value_of(value)
+    if is_dataclass(kind):
+        fields = get_type_hints(kind)
+        return kind(**{key: read_as(fields[key], item) for key, item in _typed(dict, value).items()})  # type: ignore[operator]
+    kinds = get_args(kind)
+    if get_origin(kind) is tuple:
+        items = _typed(list, value)
+        kinds = kinds[:1] * len(items) if kinds[-1] is Ellipsis else kinds
+        return tuple(read_as(each, item) for each, item in zip(kinds, items, strict=True))
+    if kinds:
+        return None if value is None else read_as(kinds[0], value)
+    return _typed(kind, value)
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{_shown(value)} is not of type {kind.__name__}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value that may be anything."""
+    return f"{value!r:.40}"
+
+
+def layers_from(rows: Any) -> tuple[LayerInfo, ...]:
     """Layers that were written by ``dataclasses.asdict``."""
-    return tuple(LayerInfo(**{**row, "shape": tuple(row["shape"])}) for row in rows)
+    found: tuple[LayerInfo, ...] = read_as(tuple[LayerInfo, ...], rows)
+    return found
 
 
 def is_torn(file: BinaryIO) -> bool:

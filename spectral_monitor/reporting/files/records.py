@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
+from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
-from spectral_monitor.reporting.files.json_values import layers_from, value_of
+from spectral_monitor.reporting.files.json_values import layers_from, read_as, value_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,12 +117,13 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[Record]:
                 elif layers is None:
                     raise ValueError("measurements before any layers")
                 else:
-                    reasons = {key: text for key, text in {**reasons, **row["reasons"]}.items() if text is not None}
+                    told = {key: read_as(str | None, text) for key, text in row["reasons"].items()}
+                    reasons = {key: text for key, text in {**reasons, **told}.items() if text is not None}
                     there = row["values"].keys() | row["summary"].keys()
                     quantities |= there
                     others = quantities - there
                     record = _record(row, layers, concerning(reasons, others))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 broken = broken or ValueError(
                     f"{str(path)!r}, line {number}: not what spectral_monitor writes ({type(error).__name__}: {error})"
                 )
@@ -153,13 +154,13 @@ def _record(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: dict[st
     if any(len(limits) != 3 for rows in row["bands"].values() for limits in rows):
         raise ValueError("a band that is not three numbers")
     return Record(
-        step=int(row["step"]),
+        step=read_as(int, row["step"]),
         layers=layers,
         values={key: list(map(value_of, column)) for key, column in row["values"].items()},
         summary={key: value_of(value) for key, value in row["summary"].items()},
-        verdicts=tuple(map(_verdict, row["verdicts"])),
+        verdicts=read_as(tuple[Verdict, ...], row["verdicts"]),
         reasons=reasons,
-        flags=row["flags"],
+        flags={key: value_of(value) for key, value in row["flags"].items()},
         states=_states(row.get("states", []), layers),
         bands={key: [list(map(value_of, limits)) for limits in rows] for key, rows in row["bands"].items()},
     )
@@ -167,15 +168,6 @@ def _record(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: dict[st
 
 def _states(rows: list[list[Any]], layers: tuple[LayerInfo, ...]) -> dict[str, LayerState]:
     """Return the state of each layer that has one, in the order of the layers."""
-    known = {place: LayerState(state, reason) for state, reason, places in rows for place in places}
+    several = read_as(tuple[tuple[str, str, tuple[int, ...]], ...], rows)
+    known = {place: LayerState(state, reason) for state, reason, places in several for place in places}
     return {layers[place].name: known[place] for place in sorted(known)}
-
-
-def _verdict(row: dict[str, Any]) -> Verdict:
-    read = dict(row)
-    read |= {key: value_of(row[key]) for key in ("value", "ratio")}
-    read |= {key: tuple(row[key]) for key in ("layers", "consequences") if key in row}
-    read["band"] = tuple(map(value_of, row["band"]))
-    if (remedy := row.get("remedy")) is not None:
-        read["remedy"] = Remedy(remedy["action"], tuple(remedy["layers"]), value_of(remedy["value"]))
-    return Verdict(**read)

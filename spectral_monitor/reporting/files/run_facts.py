@@ -72,7 +72,7 @@ def _header(file: Path) -> dict[str, str]:
         with file.open(errors="replace") as lines:
             row = json.loads(lines.readline())
         return {str(key): str(value) for key, value in row.get("run", {}).items()}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
 
 
