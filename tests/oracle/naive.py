@@ -513,8 +513,10 @@ def spread(record: Record) -> float:
 
 
 def readout_share(record: Record) -> float:
-    """Of the network's only readout, its bias included, in what the step should take off the loss."""
+    """Of the network's only readout, its bias included, in what the step should take off the loss; NaN if it is tied."""
     (head,) = [layer for layer in record.layers if layer.role == "readout"]
+    if head.tied:
+        return math.nan
     parts = [x for x in record.layers if x.parameter.rpartition(".")[0] == head.module and record.updated(x)]
     decrease = -predicted(record)
     return sum(contribution(record, x) for x in parts) / decrease if decrease > 0 else math.nan
