@@ -513,7 +513,7 @@ def spread(record: Record) -> float:
 
 
 def readout_share(record: Record) -> float:
-    """Of the network's only readout, its bias included, in what the step should take off the loss; NaN if it is tied."""
+    """Of the only readout, its bias included, in what the step should take off the loss; NaN if it is tied."""
     (head,) = [layer for layer in record.layers if layer.role == "readout"]
     if head.tied:
         return math.nan
