@@ -71,8 +71,9 @@ def test_there_are_verdicts_and_values_to_compare():
 
 def test_the_rows_of_one_process_would_give_other_numbers(monkeypatch):
     """So the comparison tells."""
+    expected = alone("perceptron")
     monkeypatch.setattr(probing, "part", lambda way: (0, 2))
-    found = differences(alone("perceptron"), probing.measure("", "perceptron")["measurements"])
+    found = differences(expected, probing.measure("", "perceptron")["measurements"])
     kinds = {text.split(": ")[1].partition("/")[0] for text in found if text.startswith("step 1")}
     assert {"update_norm", "contribution", "feature_rms", "feature_change", "alignment"} <= kinds
 
