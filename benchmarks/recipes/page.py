@@ -28,8 +28,8 @@ tell it their loss, as Lightning does.
 MEANING = """
 A fault *ruins* a run whose loss ends more than 10 % above the healthy one's, or diverges. The advice of the first
 verdict is followed to the letter in a separate run. It made things *worse* where the loss ends more than 3 % higher
-than without it. Where it did with the first seed, the mean of five counts. Advice to look at something that no setting mends
-counts as followed where the cause is right.
+than without it. Where it did with the first seed, the mean of five counts. Advice to look at something that no
+setting mends counts as followed where the cause is right.
 """
 
 
