@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from spectral_monitor.limits.neurons import DRAWN, drawn_points
-from spectral_monitor.limits.scales import GOES_WITH_WIDTH, limit_scales, of_limit
+from spectral_monitor.limits.scales import WITHOUT_LIMIT, limit_scales, of_limit
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.rules import Parametrization
 
@@ -78,7 +78,7 @@ class NeuronTwin:
                     values[key][place] = math.nan
                     reasons[f"{key}/{info.name}"] = "outputs are 0 at the start"
             if info.name.split(".")[-2:] != [readout, "bias"]:  # k numbers, which do not depend on the width
-                for key in GOES_WITH_WIDTH & values.keys():
+                for key in WITHOUT_LIMIT & values.keys():
                     values[key][place] = math.nan
         found = of_limit(measured, values)
         return replace(found, reasons={**found.reasons, **reasons})

@@ -11,8 +11,13 @@ from torch import Tensor
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.rules import Parametrization, Power, Rule
 
-GOES_WITH_WIDTH = frozenset({"weight_norm", "weight_fro", "update_norm", "update_fro", "lr"})
+GOES_WITH_WIDTH = frozenset({"weight_norm", "weight_fro", "update_norm", "update_fro", "lr", "backward_rms"})
 """Quantities that have no limit: they grow or vanish with the width."""
+OF_ENTRIES = frozenset(
+    {"feature_kurtosis", "outlier_ratio", "underflow_inputs", "underflow_weights", "underflow_backward"}
+)
+"""Quantities of single entries, which a twin's are not."""
+WITHOUT_LIMIT = GOES_WITH_WIDTH | OF_ENTRIES
 
 
 class NoLimitError(ValueError):
@@ -68,7 +73,11 @@ def limit_scales(parametrization: Parametrization, lr: float, fan_in: int, k: in
 
 def of_limit(measured: Measurement, values: dict[str, Tensor]) -> Measurement:
     """Return a measurement with values at infinite width; verdicts and bands are left out."""
-    reasons = {**measured.reasons, **{f"{key}/*": "it goes with the width" for key in GOES_WITH_WIDTH & values.keys()}}
+    reasons = {
+        **measured.reasons,
+        **{f"{key}/*": "it goes with the width" for key in GOES_WITH_WIDTH & values.keys()},
+        **{f"{key}/*": "the twin's entries are not those of a network" for key in OF_ENTRIES & values.keys()},
+    }
     kept = ("loss_change", "loss_change_predicted", "contribution_spread", "readout_share")
     summary = {key: value for key, value in measured.summary.items() if key in kept}
     return Measurement(measured.step, measured.layers, values, summary, reasons=reasons)

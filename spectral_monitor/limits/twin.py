@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spectral_monitor.limits.neuron_twin import NeuronTwin, has_activation, neuron_twin
-from spectral_monitor.limits.scales import GOES_WITH_WIDTH, limit_scales, of_limit
+from spectral_monitor.limits.scales import WITHOUT_LIMIT, limit_scales, of_limit
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.rules import Parametrization
 
@@ -29,7 +29,7 @@ SUPPORTED = (
 OUTPUT_SIZE = frozenset({"feature_rms", "sensitivity"})
 """Quantities in units of a layer's outputs, as a root mean square."""
 
-NATURAL = frozenset({"weight_natural", "update_natural"})
+NATURAL = frozenset({"weight_natural", "update_natural", "readout_row"})
 """Quantities in units of outputs over inputs, both as a root mean square."""
 
 
@@ -164,17 +164,19 @@ def at_infinite_width(key: str, value: float, *, layer: Layer, size: int) -> flo
         size: width d + k of the twin.
 
     Returns:
-        The value; NaN for norms that go with the width, which have no limit.
+        The value; NaN for what has no limit.
 
     Example:
         >>> at_infinite_width("feature_rms", 0.5, layer="hidden", size=16)
         2.0
     """
-    if key in GOES_WITH_WIDTH:
+    if key in WITHOUT_LIMIT:
         return math.nan
     scale = math.sqrt(size) if layer == "hidden" else 1 / math.sqrt(size)
     if key in NATURAL:
         return value * scale
+    if key == "gradient_natural":  # in units of the loss over a natural norm of weights
+        return value / scale
     if key in OUTPUT_SIZE and layer == "hidden":
         return value * scale
     return value

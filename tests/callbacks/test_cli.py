@@ -63,6 +63,7 @@ ARGUMENTS = {
     "roles": {"net.0": "readout", "net.6": "operator"},
     "blocks": {"net.2": 2},
     "heads": {},
+    "nodes": ["net.1"],
     "max_rows": None,
     "replay_samples": 3,
     "tol": 0.01,
@@ -126,13 +127,14 @@ def test_every_argument_from_a_file(tmp_path, defaults):
         ["net.2", "operator", 2],
         ["net.4", "operator", 1],
         ["net.6", "operator", 1],
+        ["net.1", "node", 1],
     ]
 
 
 def test_the_example_sets_what_there_is(defaults):
     """What is in the file, commented out or not, are arguments; the values shown are valid."""
     text = (EXAMPLES / "config.yaml").read_text()
-    shown = re.sub(r"# (roles|blocks|heads|correction|sinks|on_verdict)", r"\1", text)
+    shown = re.sub(r"# (roles|blocks|heads|nodes|correction|sinks|on_verdict)", r"\1", text)
     shown = shown.replace("mode: warn", "mode: correct")
     (monitor,) = yaml.safe_load(shown)["trainer"]["callbacks"]
     assert monitor["class_path"] == "spectral_monitor.SpectralMonitor"

@@ -12,7 +12,7 @@ from torch import nn
 from spectral_monitor import SpectralProbe
 from spectral_monitor.limits import WeightedNeurons, neuron_twin
 from spectral_monitor.limits.neuron_twin import RELATIVE_TO_START
-from spectral_monitor.limits.scales import GOES_WITH_WIDTH
+from spectral_monitor.limits.scales import GOES_WITH_WIDTH, OF_ENTRIES
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.scaling import MUP, NTP, reference_run
 
@@ -86,6 +86,8 @@ def test_every_quantity_is_that_of_a_wide_module(bias):
             if key in GOES_WITH_WIDTH and layer != "second.bias":
                 assert math.isnan(ours)
                 assert found.why(key, layer) in ("it goes with the width", at_twin.why(key, layer))
+            elif key in OF_ENTRIES:
+                assert math.isnan(ours)
             elif key in RELATIVE_TO_START and layer == "second":
                 assert math.isnan(ours)
                 assert found.why(key, layer) == "outputs are 0 at the start"

@@ -12,7 +12,7 @@ from torch import nn
 from spectral_monitor import SpectralProbe
 from spectral_monitor.limits import at_infinite_width, infinite_width, twin
 from spectral_monitor.limits.neuron_twin import RELATIVE_TO_START
-from spectral_monitor.limits.scales import GOES_WITH_WIDTH
+from spectral_monitor.limits.scales import GOES_WITH_WIDTH, OF_ENTRIES
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.scaling import MUP, NTP, SP
 
@@ -152,6 +152,8 @@ def test_every_quantity_is_that_of_a_wide_module():
             if key in GOES_WITH_WIDTH:
                 assert math.isnan(ours)
                 assert found.why(key, layer) in ("it goes with the width", at_twin.why(key, layer))
+            elif key in OF_ENTRIES:
+                assert math.isnan(ours)
             elif key in RELATIVE_TO_START and layer == "second":
                 assert math.isnan(ours)  # outputs are 0 at the start: what they drift by is without limit
             elif math.isfinite(theirs) and key != "lr_multiplier":
@@ -161,5 +163,6 @@ def test_every_quantity_is_that_of_a_wide_module():
                 if at_twin.value(key, layer) != ours:
                     scaled.add(key)
     assert len(compared) >= 25
-    assert scaled == {"feature_rms", "sensitivity", "weight_natural", "update_natural"}
+    natural = {"weight_natural", "update_natural", "gradient_natural", "readout_row"}
+    assert scaled == {"feature_rms", "sensitivity", *natural}
     assert {layer for layer in ("first", "second") if found.value("weight_natural", layer) > 1} == {"first", "second"}

@@ -487,7 +487,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("sweep over width 8 .. 32, 1 seed, step 1: ")
     assert (tmp_path / "sweep.png").exists()
     found = list(commands(page))
-    assert len(found) == 6
+    assert len(found) == 7
     for words in found:
         assert main(words) == 0, words
     out = capsys.readouterr().out

@@ -74,7 +74,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help=f"or one of {', '.join(TIERS)}; default: {','.join(QUANTITIES)}",
     )
     parser.add_argument(
-        "--parametrization", choices=PARAMETRIZATIONS, help="redraws the weights and sets the learning rates"
+        "--parametrization",
+        choices=PARAMETRIZATIONS,
+        metavar="NAME",
+        help=f"redraws the weights and sets the learning rates; {', '.join(PARAMETRIZATIONS)}",
     )
     parser.add_argument("--optimizer", choices=["sgd", "adam"], help="with --parametrization; default: sgd")
     parser.add_argument("--lr", type=float, metavar="X", help="with --parametrization, the rate that it scales")
