@@ -145,7 +145,8 @@ of their own in tables and charts, with quantities of features only, and nothing
 SpectralMonitor(nodes=["blocks.*", "norm"])
 ```
 
-A `*` stands for one part of a name: `blocks.*` means the blocks, `blocks.*.mlp` what is in them. The first tensor of an
+A `*` stands for one part of a name: `blocks.*` means the blocks, `blocks.*.mlp` what is in them. A module that is a
+measured layer is none, for its numbers are there already. The first tensor of an
 output counts. Its last dimension is the features; of four dimensions and more the second is, as in images. Where several
 processes share a batch (tensor parallelism), nodes are NaN and say so.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from spectral_monitor.condition.causes import Explanation
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
-from spectral_monitor.condition.verdict import NETWORK, Verdict
+from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 
 SETTINGS = frozenset(
     {"lr_zero", "lr_too_large", "lr_too_small", "momentum", "width", "sgd_rule_under_adam", "ntk_scaling", "eps"}
@@ -63,7 +63,8 @@ def rank(code: str) -> int:
 def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     """Return roots first, the worst first, then what follows from them.
 
-    A layer has one verdict. Causes of the first kind that there is are roots; others follow from the worst of these.
+    A layer has one verdict. Causes of the first kind that there is are roots; others follow from the worst of these. But
+    divergence is a root beside what was wrong from the beginning: whoever waits for it is to hear of it.
     """
     best: dict[str, Case] = {}
     for case in sorted(cases, key=_order):
@@ -72,12 +73,16 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     if not best:
         return ()
     first = min(rank(case.told.code) for case in best.values())
+    for key, case in best.items():  # a cause that was there from the beginning is to be mended first
+        if case.told.code == "diverged" and first == 1:
+            best[key] = replace(case, told=_after_the_cause(case.told))
     groups: dict[object, list[Case]] = defaultdict(list)
     followers: list[Case] = []
     beginning = [case for case in best.values() if rank(case.told.code) == 1]
     many = {code for code in BEGINNING if sum(case.told.code == code for case in beginning) >= TOGETHER}
     for case in best.values():
-        if rank(case.told.code) == first or (first == 0 and case.told.code in BEGINNING - {"rounding"}):
+        root = rank(case.told.code) == first or (first == 0 and case.told.code in BEGINNING - {"rounding"})
+        if root or (first == 1 and case.told.code == "diverged"):
             groups[_group(case, network, many)].append(case)
         else:
             followers.append(case)
@@ -89,6 +94,12 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     )
     roots[0] = replace(roots[0], consequences=names)
     return (*roots, *(replace(_verdict(case, network), root=roots[0].layer) for case in followers))
+
+
+def _after_the_cause(told: Explanation) -> Explanation:
+    """Return what divergence means where its cause is known."""
+    seen = told.sentence.partition(":")[0]
+    return Explanation(told.code, f"{seen}: go back to a checkpoint when its cause is mended", Remedy("check"))
 
 
 def _order(case: Case) -> tuple[int, float, str]:

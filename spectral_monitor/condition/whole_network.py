@@ -88,6 +88,7 @@ class Whole:
         diverged = self._diverged(measurement, network)
         yield diverged
         if not diverged.inside():
+            yield from self._targets(measurement, network)  # which may be why
             return
         if (still := _still(measurement, network)) is not None:
             yield still

@@ -157,11 +157,12 @@ class Corrector:
     @property
     def expected(self) -> dict[str, float]:
         """Return operators whose updates are meant to be of another size than those of others -> how much."""
-        if self.correction.policy != "target":
-            return {}
-        dense = [layer for layer in self._layers if layer.info.role in DENSE]
-        shares = {layer.info.name: self._share(layer) * self._relative.get(layer.info.name, 1.0) for layer in dense}
-        return {name: share for name, share in shares.items() if share != 1}
+        found = {self._layers[i].info.name: factor for i, factor in self._clip.factors.items()}
+        if self.correction.policy == "target":
+            for layer in (layer for layer in self._layers if layer.info.role in DENSE):
+                name = layer.info.name
+                found[name] = self._share(layer) * self._relative.get(name, 1.0) * found.get(name, 1.0)
+        return {name: share for name, share in found.items() if share != 1}
 
     def by_layer(self) -> dict[int, float]:
         """Return the multipliers by index of the layer, at the learning rates of now."""

@@ -82,7 +82,11 @@ class LRCorrection:
         norm: object = self.spectral_init
         if norm != "auto" and not (isinstance(norm, Real) and 0 <= float(norm) < math.inf):
             raise ValueError(f'spectral_init is True, False, "auto" or a natural norm, got {norm!r}')
-        if len(self.limits) != 2 or not 0 < self.limits[0] <= 1 <= self.limits[1] < math.inf:
+        if (
+            not isinstance(self.limits, Sequence)
+            or len(self.limits) != 2
+            or not 0 < self.limits[0] <= 1 <= self.limits[1] < math.inf
+        ):
             raise ValueError(f"limits are two positive numbers around 1, got {self.limits!r}")
 
     @property

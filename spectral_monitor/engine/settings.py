@@ -76,7 +76,7 @@ class Settings:
             ):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                others = " or 'auto'" if name == "replay_samples" else ""
+                others = {"replay_samples": ", None or 'auto'", "max_rows": " or None"}.get(name, "")
                 raise ValueError(f"{name} must be an integer >= 1{others}, got {value!r}")
         tol = self.tol
         if isinstance(tol, bool) or not isinstance(tol, int | float) or not 0 < tol < 1:

@@ -31,9 +31,12 @@ def node_layers(
     Raises:
         ValueError: a pattern that matches no module.
     """
-    modules = {name: module for name, module in named_modules(root) if name}
+    boxes = (nn.ModuleList, nn.ModuleDict)  # which are never called
+    modules = {name: module for name, module in named_modules(root) if name and not isinstance(module, boxes)}
     for pattern in patterns:
-        check_patterns("nodes", [pattern], [name for name in modules if _as_deep(pattern, name)] or modules, "module")
+        if not any(_as_deep(pattern, name) and matches([pattern], name) for name in modules):
+            others = [name for name in modules if not matches([pattern], name)]
+            check_patterns("nodes", [pattern], others or ["none"], "module")
     return tuple(
         Layer(
             info=LayerInfo(name, NODE, 1, 1, ()),

@@ -168,6 +168,8 @@ class SpectralProbe(MeasuredRun):
             low_memory=low_memory,
             max_overhead=max_overhead,
         )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
         given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
         optimizers = [unwrap_optimizer(item) for item in given]
         if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):

@@ -305,8 +305,8 @@ class Parametrization:
 
 
 def _check_depth(depth: int | None) -> None:
-    if depth is not None and not 1 <= depth < math.inf:
-        raise ValueError(f"depth must be a number of matrices, >= 1, got {depth!r}")
+    if depth is not None and not (isinstance(depth, int | float) and 1 <= depth < math.inf):
+        raise ValueError(f"depth must be a number of matrices or blocks, >= 1, got {depth!r}")
 
 
 def _check_outputs(outputs: str) -> None:

@@ -110,6 +110,27 @@ def test_impossible_limits_are_refused(limit):
         LRCorrection(qk_clip=limit)
 
 
+def test_a_limit_that_is_tight_is_no_fault_of_the_layers_it_slows():
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=TOKENS
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection("balance", qk_clip=0.05))
+    flagged = set()
+    for ids in text(8):
+        optimizer.zero_grad()
+        with probe.step():
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+        flagged |= {name for verdict in probe.latest.verdicts for name in verdict.layers}
+    slow = probe.multipliers["model.layers.0.self_attn.q_proj"]
+    assert slow < 1 / 30
+    assert not flagged & set(FAST)
+
+
 def test_logits_are_measured_only_if_they_are_limited():
     assert "attention_logit_max" not in LRCorrection().quantities
     assert "attention_logit_max" in LRCorrection(qk_clip=100).quantities

@@ -22,7 +22,17 @@ def test_targets_that_are_far_from_the_outputs_are_named_at_once_and_stay_the_ro
     assert [set(some) for some in found] == [{"target_scale"}] * 8
     verdict = found[0]["target_scale"]
     assert (verdict.quantity, verdict.value, verdict.remedy.action) == ("loss_distance", 500.0, "check")
-    assert "outputs must move by 500 times their usual size" in verdict.sentence
+    assert "outputs must move by at least 500 times their usual size" in verdict.sentence
+
+
+def test_a_run_that_diverges_keeps_the_cause_that_was_there_before():
+    found = told(distances(500.0), every(math.inf, "weight_natural"), every(math.inf, "weight_natural"))
+    assert [set(some) for some in found] == [{"target_scale"}, *[{"target_scale", "diverged"}] * 2]
+    diverged = found[-1]["diverged"]
+    assert "divide every learning rate" not in diverged.sentence
+    assert diverged.remedy.action == "check"
+    (alone,) = told(every(math.inf, "weight_natural"))
+    assert "divide every learning rate by 10" in alone["diverged"].sentence
 
 
 @pytest.mark.parametrize(

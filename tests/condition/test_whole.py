@@ -219,6 +219,11 @@ def test_vanishing_outputs_are_the_weights_fault():
     assert told(features(head=1.1e-4)) == [{}]
 
 
+def test_of_rates_far_too_small_no_factor_is_claimed():
+    found = told(*[every(1e-7, "update_ratio", "update_natural")] * 40)
+    assert "multiply every learning rate by 100 or more" in found[-1]["rates_too_small"].sentence
+
+
 def test_without_the_size_of_weights_no_factor_is_named():
     nothing = {"weight_natural": dict.fromkeys(LAYERS, math.nan), "weight_fro": dict.fromkeys(LAYERS, math.nan)}
     (found,) = told(features(a=1e-2, b=1e-4, head=1e-6) | nothing)

@@ -227,6 +227,8 @@ def test_names_that_there_are_not_are_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"nodes: pattern 'block\.\*' matches no module\. Did you mean 'blocks"):
         SpectralProbe(model, optimizer, nodes=["block.*"])
+    with pytest.raises(ValueError, match=r"nodes: pattern 'blocks' matches no module\. Did you mean 'blocks\.[01]'"):
+        SpectralProbe(model, optimizer, nodes=["blocks"])  # a list of modules is never called
     with pytest.raises(TypeError, match=r"nodes must be a list of patterns, such as \['blocks"):
         SpectralProbe(model, optimizer, nodes="norm")
 

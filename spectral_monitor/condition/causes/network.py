@@ -77,7 +77,7 @@ def _too_small(finding: Finding, network: Network, pace: float, first: str) -> E
     return Explanation(
         "rates_too_small",
         f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply every "
-        f"learning rate by about {by:.0f}, or clip gradients less",
+        f"learning rate by {'100 or more' if by == 100 else f'about {by:.0f}'}, or clip gradients less",
         Remedy("scale_lr", (), by),
     )
 
@@ -108,8 +108,8 @@ def _targets(finding: Finding, network: Network, pace: float, first: str) -> Exp
     far = short(finding.value)
     return Explanation(
         "target_scale",
-        f"outputs must move by {far} times their usual size before the loss can be 0: standardize targets or rewards "
-        "to mean 0 and variance 1 (if they are so already, the loss hardly depends on the outputs: look at its "
+        f"outputs must move by at least {far} times their usual size before the loss can be 0: standardize targets or "
+        "rewards to mean 0 and variance 1 (if they are so already, the loss hardly depends on the outputs: look at its "
         "temperature)",
         Remedy("check"),
     )

@@ -27,9 +27,9 @@ TERMS = {
     "hidden, output, embedding": "the role of a layer: most are hidden, the last one gives the network's outputs, "
     "embeddings turn tokens into vectors.",
     VS_TYPICAL: "the size of a layer's update over that of a typical layer of the network, mostly their median. 1 is "
-    "typical; healthy is 1/8 to 8 unless the page says otherwise.",
+    "typical; the legend says what is healthy.",
     "band": "the values within which a layer counts as healthy. Green on this page.",
-    "off": "outside its band for three measurements in a row.",
+    "off": "outside its band, far enough or for long enough.",
     "disturbed": "off because of another layer. Fix that one first; this one follows.",
     "not judged": "not enough is known: too few measurements, or nothing to compare with.",
     "family": "the same layer in every block, such as h.*.mlp.c_fc: charts show its lowest, median and highest value.",

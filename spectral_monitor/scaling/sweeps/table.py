@@ -109,6 +109,11 @@ def _answer(result: SweepResult) -> str:
     for verdict, words in (("unclear", "unclear"), ("no slope", "without a slope")):
         count = sum(slope.verdict == verdict for slope in judged)
         parts += [f"{count} {words}"] if count else []
+    moving = [
+        slope for slope in result.slopes if math.isnan(slope.predicted) and slope.verdict in ("grows", "vanishes")
+    ]
+    if foretold and moving:
+        parts.append(f"{len(moving)} others grow or vanish with {result.axis}")
     if off:
         named = ", ".join(f"{slope.layer} {slope.quantity} {_short(slope)}" for slope in off[:NAMED])
         parts.append(f"{len(off)} off: {named}{', ...' if len(off) > NAMED else ''}")
