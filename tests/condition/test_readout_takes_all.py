@@ -15,12 +15,12 @@ from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
 from spectral_monitor.condition.optimizers.recipe import describe
 
 
-def told(shares, settings=None, judge=None, **changed):
+def told(shares, settings=None, judge=None, every=20, first=1, **changed):
     """The causes after each measurement with a readout that has these shares."""
     judge, found = judge or Judge(SpectralCondition()), []
-    for step, share in enumerate(shares, 1):
+    for k, share in enumerate(shares, first):
         summary = {} if share is None else {"readout_share": share}
-        found.append({v.cause: v for v in judge.judge(measured(step, summary=summary, **changed), settings)})
+        found.append({v.cause: v for v in judge.judge(measured(every * k, summary=summary, **changed), settings)})
     return found
 
 
@@ -42,6 +42,12 @@ def test_it_must_last():
 )
 def test_for_a_while_or_unknown_is_no_verdict(shares):
     assert not any(told(shares))
+
+
+def test_a_few_steps_are_no_verdict():
+    """Such as the first ones of a readout that begins at zero."""
+    assert not any(told([0.99] * 50, every=2))
+    assert told([0.99] * 52, every=2)[-1]
 
 
 def test_it_ends():
@@ -75,10 +81,10 @@ def test_it_goes_on_from_its_state():
     told([0.97] * 7, judge=first)
     state = first.state_dict()
     second.load_state_dict(state)
-    assert told([0.97], judge=second)[-1]
+    assert told([0.97], judge=second, first=8)[-1]
     del state["readout"]  # of a judge that knew no shares
     second.load_state_dict(state)
-    assert not told([0.97], judge=second)[-1]
+    assert not told([0.97], judge=second, first=8)[-1]
 
 
 def train(hidden, readout, steps=10):

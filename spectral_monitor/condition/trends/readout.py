@@ -18,13 +18,15 @@ Theorem 6.3 of the Feature Speed paper asks that hidden layers keep a share of t
 """
 LONG = 8
 """Measurements in a row that this must last."""
+STEPS = 100
+"""Steps that it must last: where a readout begins at zero, hidden layers have no gradient before it has grown."""
 
 
 class ReadoutTrend:
     """Counts the measurements in a row at which the readout takes nearly all."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._count = self._since = 0  # measurements in a row, and the step of the first
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the readout's share, healthy or not, where hidden layers are there to learn from the start."""
@@ -32,18 +34,20 @@ class ReadoutTrend:
         if math.isnan(share) or not _is_to_learn(network):
             return
         self._count = self._count + 1 if share > LIMIT else 0
-        band = (0.0, LIMIT if self._count >= LONG else math.inf)
+        self._since = measurement.step if self._count <= 1 else self._since
+        lasts = self._count >= LONG and measurement.step - self._since >= STEPS
+        band = (0.0, LIMIT if lasts else math.inf)
         yield Finding(
             "readout_takes_all", NETWORK, "readout_share", max(share, 0.0), 1.0, band, 1.0 + 1e-9, "all of the decrease"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        return {"count": self._count}
+        return {"count": self._count, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; from nothing where a judge of before knew no shares."""
-        self._count = int(state.get("count", 0))
+        self._count, self._since = int(state.get("count", 0)), int(state.get("since", 0))
 
 
 def _is_to_learn(network: Network) -> bool:
