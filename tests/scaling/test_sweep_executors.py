@@ -316,7 +316,7 @@ def test_process_pools(own, tmp_path, alone):
     with pytest.raises(RuntimeError, match=r"of 15 points did not come back .*: a process died: out of memory, or"):
         quiet(factory, **given, **({"processes": 2} if own else {"executor": SPAWNS(2)}))
     kept = len(given["path"].read_text().splitlines())
-    assert kept >= 6
+    assert kept >= 5  # of the six that come before the one that dies the other process may still be at the last
     begun = witnesses(tmp_path)[0].total()
     result = quiet(factory, **given, **({"processes": 2} if own else {"executor": SPAWNS(2)}))
     assert witnesses(tmp_path)[0].total() == begun + 15 - kept
