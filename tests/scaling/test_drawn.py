@@ -74,7 +74,7 @@ REFUSED = [
     (FSC, {"scale": math.inf}, r"scale .* got inf"),
     (FSC, {"scale": -1.0}, r"scale .* got -1.0"),
     (FSC, {"scale": 0}, r"scale .* got 0"),
-    (FSC, {"depth": 0}, r"depth must be a number of matrices, >= 1, got 0"),
+    (FSC, {"depth": 0}, r"depth must be a number of matrices or blocks, >= 1, got 0"),
     (FSC, {"depth": -2}, r"depth .* got -2"),
 ]
 

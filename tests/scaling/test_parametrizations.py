@@ -307,7 +307,7 @@ def test_misuse_is_refused():
         fsc_resnet(Power(depth=-0.25))
     with pytest.raises(ValueError, match="muP says nothing of residual branches: its networks have none"):
         MUP.branch_multiplier(4)
-    with pytest.raises(ValueError, match="depth must be a number of matrices, >= 1, got 0"):
+    with pytest.raises(ValueError, match="depth must be a number of matrices or blocks, >= 1, got 0"):
         COMPLETE_P.branch_multiplier(0)
     with pytest.raises(
         ValueError, match="eps must be a number > 0 and goes with optimizer=\"adam\"; got 1e-08 and 'sgd'"
