@@ -26,8 +26,8 @@ LBFGS = partial(optim.LBFGS, lr=0.1, max_iter=3)
 @pytest.mark.parametrize("name", ["every_n_steps", "drift_every", "history", "max_rows"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "5"])
 def test_numbers_out_of_range(name, value):
-    also = {"max_rows": " or None", "replay_samples": ", None or 'auto'"}.get(name, "")
-    with pytest.raises(ValueError, match=rf"{name} must be an integer >= 1{also}, got {value!r}"):
+    also = " or None" if name == "max_rows" else ""
+    with pytest.raises(ValueError, match=rf"{name} must be an integer >= 1{also},.* got {value!r}"):
         SpectralMonitor(**{name: value})
 
 
