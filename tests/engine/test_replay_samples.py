@@ -661,5 +661,5 @@ def test_errors_hold_what_all_samples_say():
 
 @pytest.mark.parametrize("wrong", ["few", "Auto", 0, -1, 2.5, True])
 def test_what_is_no_number_of_samples(wrong):
-    with pytest.raises(ValueError, match="replay_samples must be an integer >= 1 or 'auto'"):
+    with pytest.raises(ValueError, match="replay_samples must be an integer >= 1, None or 'auto'"):
         trained(Net, steps=1, replay_samples=wrong)
