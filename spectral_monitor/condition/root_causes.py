@@ -64,7 +64,7 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     """Return roots first, the worst first, then what follows from them.
 
     A layer has one verdict. Causes of the first kind that there is are roots; others follow from the worst of these.
-    Divergence is a root beside what was wrong from the beginning too: whoever waits for it is to hear of it.
+    Divergence stays a root beside what was wrong from the beginning, so that alerts and ``stop_on`` see it.
     """
     best: dict[str, Case] = {}
     for case in sorted(cases, key=_order):

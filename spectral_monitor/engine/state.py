@@ -144,7 +144,7 @@ class EngineState:
         return {
             "version": VERSION,
             "layers": layer_list(self.anatomy.layers),
-            **({"nodes": layer_list(self.anatomy.nodes)} if self.anatomy.nodes else {}),
+            "nodes": layer_list(self.anatomy.nodes),
             "measured": self.measured,
             "drifts": self.drifts,
             "comparisons": self.comparisons,

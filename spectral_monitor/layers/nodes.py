@@ -31,8 +31,8 @@ def node_layers(
     Raises:
         ValueError: a pattern that matches no module.
     """
-    boxes = (nn.ModuleList, nn.ModuleDict)  # which are never called
-    modules = {name: module for name, module in named_modules(root) if name and not isinstance(module, boxes)}
+    containers = (nn.ModuleList, nn.ModuleDict)  # which are never called
+    modules = {name: module for name, module in named_modules(root) if name and not isinstance(module, containers)}
     for pattern in patterns:
         if not any(_as_deep(pattern, name) and matches([pattern], name) for name in modules):
             others = [name for name in modules if not matches([pattern], name)]

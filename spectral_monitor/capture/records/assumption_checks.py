@@ -130,7 +130,7 @@ class Checks:
         checked.rows = None
         if rows is None:
             return
-        b = rows_of(local_part(gradient), layer.channels_first, len(layer.info.shape) - 2)
+        b = rows_of(local_part(gradient), *layer.features_of(gradient))
         if len(b) != len(rows):
             return
         if self._shares and _is_one_matrix(layer):
@@ -164,7 +164,7 @@ def _matrix_inputs(x: Tensor, layer: Layer) -> Tensor | None:
         return None
     if layout.kind == "patches":
         return rows_of(patches_of(x, layout.shape[2:]), False, 0)
-    return rows_of(x, layer.channels_first, len(layer.info.shape) - 2) if is_pointwise(layer) else None
+    return rows_of(x, *layer.features_of(x)) if is_pointwise(layer) else None
 
 
 def is_pointwise(layer: Layer) -> bool:

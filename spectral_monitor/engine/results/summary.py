@@ -36,7 +36,8 @@ def properties(
     """
     hidden = [i for i, layer in enumerate(layers) if layer.info.role == "operator"]
     readouts = [i for i, layer in enumerate(layers) if layer.info.role == "readout"]
-    features = [i for i, layer in enumerate(layers) if layer.info.role not in ("readout", NODE)]
+    own = [i for i, layer in enumerate(layers) if layer.info.role != NODE]
+    features = [i for i in own if i not in readouts]
     sizes = [size for i in hidden if math.isfinite(size := float(values["feature_rms"][i]))]
     found = {
         "property_sp": max(sizes, key=lambda size: abs(math.log(size)) if size > 0 else math.inf, default=math.nan),
@@ -45,7 +46,7 @@ def properties(
         "property_bc": summary["contribution_spread"],
         "property_rfl": math.nan,
         "property_fs": _largest(values["feature_change"][features]),
-        "property_bs": _largest(values["backward_speed"][[i for i in range(len(layers)) if layers[i].sources]]),
+        "property_bs": _largest(values["backward_speed"][own]),
     }
     if len(readouts) == 1:
         seen = raw.get(readouts[0], {})
