@@ -91,3 +91,9 @@ def helpful(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, 
         init(self, *args, **kwargs)
 
     return checked
+
+
+def helpful_settings(settings: type[S]) -> type[S]:
+    """Return a class of settings, a dataclass, whose ``__init__`` is :func:`helpful`."""
+    setattr(settings, "__init__", helpful(settings.__init__))  # noqa: B010  (mypy forbids the plain assignment)
+    return settings

@@ -201,7 +201,7 @@ class Judge:
         cases = []
         for key, record in self._records.items():
             if record.flagged and key in found:
-                told = cause(found[key], network, self._whole.pace, self._whole.large_outputs)
+                told = cause(found[key], network, self._whole.history)
                 cases.append(Case(found[key], told, record.since, record.outside))
         return verdicts([*self._width(), *cases], network)
 
@@ -229,7 +229,8 @@ class Judge:
     def _tell(self, result: tuple[Verdict, ...]) -> None:
         """Note which roots are new: a layer, or a cause of the network, that was none before.
 
-        A layer that only follows now, or has no value this time, is not over.
+        A layer that only follows now, or has no value this time, is not over; nor is a cause of the network that
+        gives way to another one, as steps that are too large do to divergence and back.
         """
         roots = [verdict for verdict in result if verdict.is_root]
         now = {(name, verdict.cause) for verdict in roots for name in (verdict.layer, *verdict.layers)}
@@ -243,6 +244,7 @@ class Judge:
             if (verdict.layer, verdict.cause) not in self._told and not layers & set(verdict.layers)
         )
         self.ended = tuple(sorted(layers - lasting))
+        lasting |= {NETWORK} & off
         self._told = now | {(layer, code) for layer, code in self._told if layer in lasting}
 
     def _states(

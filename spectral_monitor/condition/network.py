@@ -88,6 +88,11 @@ class Row:
         return max(1.0, factor) if factor < math.inf else 1.0
 
     @property
+    def has_gradient(self) -> bool:
+        """False if its step was that of momentum or decay alone, which says nothing of its learning rate."""
+        return self.get("contribution") != 0 or self.get("lost") > 0
+
+    @property
     def taps(self) -> int:
         """Spatial positions of a convolution's kernel; 1 for other layers."""
         shape = self.info.shape
@@ -238,7 +243,8 @@ class Network:
         """Return the sizes of the updates of a layer's peers, by name, and their median."""
         key = (row.settings.owner, row.settings.family)
         if key not in self._sized:
-            some = {other.info.name: self._size(other) / self._meant(other) for other in self.peers_of(row)}
+            moved = [other for other in self.peers_of(row) if other.has_gradient]
+            some = {other.info.name: self._size(other) / self._meant(other) for other in moved}
             sizes = {name: size for name, size in some.items() if 0 < size < math.inf}
             self._sized[key] = sizes, geometric_median(sizes.values()) if len(sizes) > 1 else math.nan
         return self._sized[key]

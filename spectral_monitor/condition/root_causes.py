@@ -12,9 +12,12 @@ from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 
 SETTINGS = frozenset(
-    {"lr_zero", "lr_too_large", "lr_too_small", "momentum", "width", "sgd_rule_under_adam", "ntk_scaling", "eps"}
+    {
+        *("lr_zero", "lr_too_large", "lr_too_small", "momentum", "width", "sgd_rule_under_adam", "ntk_scaling", "eps"),
+        "stale_gradients",
+    }
 )
-"""Causes that stand in the optimizer's settings."""
+"""Causes that stand in the optimizer's settings, or in the loop around it."""
 BEGINNING = frozenset(
     {
         *("readout_init", "weights_too_large", "weights_too_small", "embedding_scale"),

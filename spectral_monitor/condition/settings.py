@@ -11,6 +11,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameter
 from spectral_monitor.condition.profile import Profile, load_profile
 from spectral_monitor.layers.naming import check_patterns, matches
 from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.suggestions import did_you_mean, helpful_settings
 
 Band = tuple[float, float]
 
@@ -27,6 +28,7 @@ CHECKS = (
     "rounding",
     "diverged",
     "nothing_trains",
+    "stale_gradients",
     "rates_too_large",
     "global_lr_too_large",
     "rates_too_small",
@@ -42,6 +44,7 @@ CHECKS = (
 """What is looked at, by name; ``SpectralCondition(ignore=[...])`` turns checks off."""
 
 
+@helpful_settings
 @dataclass(frozen=True)
 class SpectralCondition:
     """The limits beyond which a layer or the network counts as off.
@@ -101,7 +104,8 @@ class SpectralCondition:
                 raise ValueError(f"expected[{pattern!r}] must be a factor above 0, got {factor!r}")
         if isinstance(self.ignore, str) or (unknown := [name for name in self.ignore if name not in CHECKS]):
             given = self.ignore if isinstance(self.ignore, str) else ", ".join(map(repr, unknown))
-            raise ValueError(f"ignore is a list of checks, got {given}; valid checks: {', '.join(CHECKS)}")
+            hint = "" if isinstance(self.ignore, str) else did_you_mean(unknown[0], CHECKS)
+            raise ValueError(f"ignore is a list of checks, got {given}{hint}; valid checks: {', '.join(CHECKS)}")
         object.__setattr__(self, "ignore", tuple(self.ignore))  # a list from a file is the same condition
         if self.reference in ("balance", "theory"):
             return

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from spectral_monitor.condition.causes import History
 from spectral_monitor.condition.findings import SMALLEST, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
@@ -15,9 +16,10 @@ from spectral_monitor.measurement import Measurement
 
 SPEED_LIMIT = 1.1
 """Healthy weights have moved by less than this, times the root of the number of steps, of the size they began with."""
-SLOW = 0.013
+SLOW = 0.0065
 """The root of the fastest layer's relative update times the median layer's natural one, at the learning rate's peak:
-more than twice this in networks that train from the start.
+more than four times this in networks that are tuned for the steps they have, about this at published rates that are
+meant for many more steps than a small network needs.
 """
 NARROW = 32
 """Layers with fewer inputs take steps that are as much smaller at the rates that people use for them."""
@@ -68,6 +70,7 @@ class Whole:
 
     Attributes:
         pace: the largest relative update of the median layer so far; NaN if none is known.
+        first_pace: of the first measurement that has one, when steps are not yet larger for being large.
         large_outputs: the first layer whose outputs were far too large at the first measurement; empty if none.
     """
 
@@ -80,11 +83,19 @@ class Whole:
         self._first: dict[str, float] = {}  # RMS of features at the first measurement
         self._distance = 0.0  # of the loss, at the first measurement that has one; 0 if none is known
         self._losses: tuple[float, ...] = ()  # the first and the lowest, if they are known
-        self.pace = math.nan
+        self._stale = 0.0  # 1 if gradients are used again, as far as is known
+        self._share = 0.0  # of its learning rate that Adam moved an entry by in the first steps; 0 if unknown
+        self.pace = self.first_pace = math.nan
         self.large_outputs = ""
+
+    @property
+    def history(self) -> History:
+        """The run so far, as causes need it."""
+        return History(self.pace, self.first_pace, self.large_outputs)
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield what can be said of the network at a measurement, healthy or not."""
+        yield from self._reused(measurement)
         diverged = self._diverged(measurement, network)
         yield diverged
         if not diverged.inside():
@@ -102,7 +113,14 @@ class Whole:
         yield from self._slowness(network)
         yield from self._features(network)
         yield from self._targets(measurement, network)
-        yield from _eps(network)
+        yield from self._eps(network)
+
+    def _reused(self, measurement: Measurement) -> Iterator[Finding]:
+        """Yield whether an optimizer uses gradients again; what was seen once holds until they are seen cleared."""
+        seen = measurement.summary.get("stale_gradient", math.nan)
+        self._stale = self._stale if math.isnan(seen) else seen
+        value = 4.0 if self._stale else 1.0
+        yield Finding("stale_gradients", NETWORK, "stale_gradient", value, 1.0, (0.5, 2.0), 2.0, "a new gradient")
 
     def _diverged(self, measurement: Measurement, network: Network) -> Finding:
         """Return the largest weight or output, inf where some are not finite any more."""
@@ -120,6 +138,7 @@ class Whole:
         ratios = [row.get("update_ratio") for row in network.moved_by_rate if row.info.name not in network.from_zero]
         ratio = geometric_median(ratios)
         self.pace = self.pace if self.pace >= ratio or math.isnan(ratio) else ratio
+        self.first_pace = ratio if math.isnan(self.first_pace) else self.first_pace
         if network.drift > 0:
             usual = SPEED_LIMIT * math.sqrt(network.step)
             against = "a healthy pace"
@@ -205,6 +224,15 @@ class Whole:
             limits = (0.0, DISTANCE_LIMIT)
             yield Finding("targets", NETWORK, "loss_distance", self._distance, 1.0, limits, 1.5, "usual")
 
+    def _eps(self, network: Network) -> Iterator[Finding]:
+        """Yield how much of its learning rate an optimizer like Adam moved an entry by in the first steps."""
+        eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=0.0)
+        share = _share_of_rate(network)
+        if share > 0 and (network.step <= EARLY or share > self._share > 0):  # gradients have grown beyond eps since
+            self._share = share
+        if eps > USUAL_EPS and self._share > 0:
+            yield Finding("eps", NETWORK, "update_fro", self._share, EFFICIENT, (1.0, math.inf), 2.0, "Adam's usual")
+
     def _growth(self, network: Network) -> Iterator[Finding]:
         """Yield the largest outputs of a hidden layer after the first steps: too large steps let them grow."""
         sizes = [row.get("feature_rms") for row in network.moved_by_rate if row.info.role == "operator"]
@@ -217,6 +245,9 @@ class Whole:
         """Return plain types."""
         return {
             "pace": self.pace,
+            "first_pace": self.first_pace,
+            "stale": self._stale,
+            "share": self._share,
             "fastest": self._fastest,
             "natural": self._natural,
             "rate": self._rate,
@@ -235,6 +266,8 @@ class Whole:
         self.large_outputs = str(state["large_outputs"])
         self._edges = [(float(edge), float(loss)) for edge, loss in state.get("edges", ())]
         self._first, self.pace = dict(state["first"]), float(state["pace"])
+        self.first_pace = float(state.get("first_pace", math.nan))
+        self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("share", 0.0))
         self._distance = float(state.get("distance", 0.0))
         self._losses = tuple(map(float, state.get("losses", ())))
 
@@ -299,10 +332,3 @@ def _share_of_rate(network: Network) -> float:
         and not any(part in row.settings.optimizer.lower() for part in FAST)
         and row.info.name not in network.from_zero
     )
-
-
-def _eps(network: Network) -> Iterator[Finding]:
-    """Yield how much of its learning rate an optimizer like Adam moves an entry by, in the first steps."""
-    eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=0.0)
-    if network.step <= EARLY and eps > USUAL_EPS and (share := _share_of_rate(network)) > 0:
-        yield Finding("eps", NETWORK, "update_fro", share, EFFICIENT, (1.0, math.inf), 2.0, "Adam's usual")

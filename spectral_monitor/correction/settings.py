@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
 
+from spectral_monitor.suggestions import helpful_settings
+
 Policy = Literal["target", "balance", "reference", "fsc"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 
+@helpful_settings
 @dataclass(frozen=True)
 class LRCorrection:
     """Settings of a learning-rate correction.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.hooks.gradient_reuse import GradientReuse
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.hooks.recording import nothing
 from spectral_monitor.capture.hooks.tensor_version import Marks, marks
@@ -41,7 +42,7 @@ from spectral_monitor.engine.preconditions import check_supported, full_precisio
 from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.noise import DIVIDED
 from spectral_monitor.engine.results.noise import KEY as NOISE
-from spectral_monitor.engine.results.raw import LOSS, NETWORK, RawScalars
+from spectral_monitor.engine.results.raw import LOSS, NETWORK, REUSED, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import ATTENTION, FEATURES, Settings
 from spectral_monitor.engine.state import COMPARED, START, EngineState
@@ -115,6 +116,7 @@ class Engine(EngineState):
         if settings.needs & FEATURES:
             check_supported(optimizers)
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
+        self._reuse = GradientReuse()
         wanted = range(len(self.layers)) if settings.needs & FEATURES else ()
         room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
         # Where the weights of a forward lie is no one's but FSDP's affair.
@@ -218,12 +220,15 @@ class Engine(EngineState):
                 self.features.arm()
             if not self.features.hidden_layers:
                 self._attention.arm(self.asked)
+            if self.processes is None and "contribution" in self.asked.keys:
+                self._reuse.arm(self.optimizers.optimizers, self._harmless)
             self.optimizers.arm()
 
     def disarm(self) -> None:
         """Remove every hook and forget what was recorded; safe to call at any time."""
         self.armed = False
         self.optimizers.disarm()
+        self._reuse.disarm()
         self.features.disarm()
         self._clear()
 
@@ -447,6 +452,8 @@ class Engine(EngineState):
 
     def _ready(self, optimizer: Optimizer) -> None:
         with self._harmless("looking at the gradients"):
+            if (reused := self._reuse.stepping(optimizer)) is not None:
+                self._out.put(NETWORK, f"{REUSED}.{self._reuse.steps}", reused)
             self._stage.ready(optimizer)
             if self.watches_features and not self._replays.looked:
                 self._replays.look_aside(self._own_warn, self._looking_aside)
@@ -465,6 +472,7 @@ class Engine(EngineState):
         with self._harmless("measuring the update"), full_precision():
             if not self._failed:
                 self._stage.after(optimizer)
+            self._reuse.stepped(optimizer)
             self.features.settled |= self._stage.stepped
 
     @contextmanager

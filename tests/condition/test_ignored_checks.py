@@ -22,6 +22,7 @@ FAULTS = {  # what is found by a check: changes of the measurement, and of all s
     "rounding": ({"update_fro": dict.fromkeys(LAYERS, 0.01) | {"b": 1e-4}}, {"resolution": HALF}),
     "diverged": ({"weight_natural": {"tok": float("inf")}}, {}),
     "nothing_trains": ({key: dict.fromkeys(LAYERS, 0.0) for key in ("update_natural", "lr")}, {}),
+    "stale_gradients": ({"summary": {"stale_gradient": 1.0}}, {}),
     "rates_too_large": ({"drift_ratio": dict.fromkeys(LAYERS, 9.0)}, {}),
     "global_lr_too_large": ({"summary": {"edge": 4.0}}, {}),
     "rates_too_small": ({key: dict.fromkeys(LAYERS, 1e-5) for key in ("update_natural", "update_ratio")}, {}),

@@ -120,12 +120,12 @@ def small(size):
 
 
 def test_steps_are_too_small_where_neither_relative_nor_natural_ones_are_large():
-    """The root of the fastest relative and the median natural one; 0.013 is the least."""
-    assert not any(told(*[small(0.0131)] * 20))
-    found = told(*[small(0.013 / 1.5)] * 20)
+    """The root of the fastest relative and the median natural one; 0.0065 is the least."""
+    assert not any(told(*[small(0.00651)] * 20))
+    found = told(*[small(0.0065 / 1.5)] * 20)
     assert [set(some) for some in found] == [set()] * 15 + [{"rates_too_small"}] * 5, "from step 16 on"
-    assert found[-1]["rates_too_small"].value == pytest.approx(0.013 / 1.5)
-    assert "multiply every learning rate by about 6" in found[-1]["rates_too_small"].sentence
+    assert found[-1]["rates_too_small"].value == pytest.approx(0.0065 / 1.5)
+    assert "multiply every learning rate by about 10" in found[-1]["rates_too_small"].sentence
     assert not any(told(*[every(0.001, "update_natural") | every(0.5, "update_ratio")] * 20))
 
 
@@ -203,7 +203,7 @@ def test_narrow_layers_take_smaller_steps_at_the_rates_that_people_use():
     narrow = {name: replace(info, fan_in=min(info.fan_in, 8)) for name, info in LAYERS.items()}
     judge = {width: Judge(SpectralCondition()) for width in ("wide", "narrow")}
     for step in range(1, 20):
-        sizes = small(0.013 / 2)
+        sizes = small(0.0065 / 2)
         wide = judge["wide"].judge(measured(step, **sizes))
         assert not judge["narrow"].judge(measured(step, layers=narrow, **sizes))
     assert [verdict.cause for verdict in wide] == ["rates_too_small"]

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
-
 from spectral_monitor.condition.causes.explanation import CAUSES, Explanation
 from spectral_monitor.condition.causes.layers import of_layer
-from spectral_monitor.condition.causes.network import of_network
+from spectral_monitor.condition.causes.network import History, of_network
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
 
-__all__ = ["CAUSES", "Explanation", "cause"]
+__all__ = ["CAUSES", "Explanation", "History", "cause"]
+
+UNKNOWN = History()
 
 
-def cause(finding: Finding, network: Network, pace: float = math.nan, first: str = "") -> Explanation:
+def cause(finding: Finding, network: Network, history: History = UNKNOWN) -> Explanation:
     """Return the first explanation that fits, the most certain first.
 
     Args:
         finding: what was seen.
         network: at the same measurement.
-        pace: largest relative update of the median layer so far.
-        first: first layer whose outputs were too large at the start.
+        history: of the run up to there.
 
     Example:
         >>> from spectral_monitor import LayerInfo
@@ -35,6 +34,6 @@ def cause(finding: Finding, network: Network, pace: float = math.nan, first: str
         its learning rate is 0.1, that of the other layers 0.001: use 0.001
     """
     if finding.layer == NETWORK:
-        return of_network(finding, network, pace, first)
+        return of_network(finding, network, history)
     row = network.row(finding.layer)
     return Explanation("unknown", "it is not measured any more") if row is None else of_layer(finding, row, network)

@@ -12,6 +12,7 @@ CAUSES = {
     "lr_too_small": "its learning rate is smaller than that of the others",
     "rates_too_large": "the steps of the whole network are too large",
     "global_lr_too_large": "steps are so long that the loss rises along them",
+    "stale_gradients": "gradients are used in a second step",
     "one_direction": "steps of ordinary size that all point one way",
     "rates_too_small": "the whole network hardly moves",
     "momentum": "momentum so close to 1 that steps add up to too large ones",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from spectral_monitor.condition.causes.explanation import Explanation
 from spectral_monitor.condition.findings import Finding
@@ -22,16 +23,34 @@ SLOWEST = 0.05
 """The root of the fastest layer's relative update times the median layer's natural one in healthy networks."""
 
 
-def of_network(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+class History(NamedTuple):
+    """The run so far, as causes need it.
+
+    Attributes:
+        pace: largest relative update of the median layer so far.
+        first_pace: of the first measurement that has one.
+        large_outputs: first layer whose outputs were too large at the start.
+    """
+
+    pace: float = math.nan
+    first_pace: float = math.nan
+    large_outputs: str = ""
+
+
+def of_network(finding: Finding, network: Network, history: History) -> Explanation:
     """Return what a check of the network as a whole means.
 
     Args:
         finding: what was seen.
         network: at the same measurement.
-        pace: largest relative update of the median layer so far.
-        first: first layer whose outputs were too large at the start.
+        history: of the run up to there.
     """
-    return _OF_NETWORK[finding.check](finding, network, pace, first)
+    return _OF_NETWORK[finding.check](finding, network, history)
+
+
+def _divisor(pace: float, least: float) -> float:
+    """Return what learning rates are divided by for steps of a healthy size, one digit of it, at least ``least``."""
+    return max(least, float(f"{max(pace / HEALTHY_STEP, 1.0):.1g}")) if 0 < pace < math.inf else max(least, 10.0)
 
 
 def _far(finding: Finding, network: Network) -> str:
@@ -43,8 +62,8 @@ def _far(finding: Finding, network: Network) -> str:
     return f"weights have moved {short(finding.value)} times the size they began with by step {network.step}"
 
 
-def _too_large(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
-    seen = _far(finding, network)
+def _too_large(finding: Finding, network: Network, history: History) -> Explanation:
+    seen, pace = _far(finding, network), history.pace
     low, high = ONE_WAY
     if finding.quantity == "drift_ratio" and 0 < pace < ORDINARY and low < finding.value / (pace * network.step) < high:
         return Explanation(
@@ -53,7 +72,7 @@ def _too_large(finding: Finding, network: Network, pace: float, first: str) -> E
             "are not cleared, several steps for each batch, or targets or rewards far larger than the outputs",
             Remedy("check"),
         )
-    by = max(3.0, float(f"{max(pace / HEALTHY_STEP, 1.0):.1g}")) if pace > 0 else 10.0
+    by = _divisor(pace, 3.0)
     return Explanation(
         "rates_too_large",
         f"{seen}: steps are too large; divide every learning rate by about {by:.0f}",
@@ -61,7 +80,7 @@ def _too_large(finding: Finding, network: Network, pace: float, first: str) -> E
     )
 
 
-def _overshoots(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+def _overshoots(finding: Finding, network: Network, history: History) -> Explanation:
     best = network.top_lr / finding.value
     rates = f" ({network.top_lr:.2g} -> {best:.2g})" if best > 0 else ""
     return Explanation(
@@ -72,7 +91,7 @@ def _overshoots(finding: Finding, network: Network, pace: float, first: str) -> 
     )
 
 
-def _too_small(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+def _too_small(finding: Finding, network: Network, history: History) -> Explanation:
     by = min(100.0, max(3.0, float(f"{SLOWEST / finding.value:.1g}"))) if finding.value > 0 else 100.0
     return Explanation(
         "rates_too_small",
@@ -82,29 +101,39 @@ def _too_small(finding: Finding, network: Network, pace: float, first: str) -> E
     )
 
 
-def _diverged(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+def _diverged(finding: Finding, network: Network, history: History) -> Explanation:
+    by = _divisor(history.first_pace, 10.0)
     return Explanation(
         "diverged",
         "weights, updates or outputs are not finite or on their way there: go back to a checkpoint and divide every "
-        "learning rate by 10",
-        Remedy("scale_lr", (), 0.1),
+        f"learning rate by {by:.0f}",
+        Remedy("scale_lr", (), 1 / by),
     )
 
 
-def _nothing(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
-    return Explanation("nothing_trains", f"no parameter moves: {finding.against}", Remedy("check"))
-
-
-def _features(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+def _reused(finding: Finding, network: Network, history: History) -> Explanation:
     return Explanation(
-        "input_scale",
-        f"the outputs of {first} begin with RMS {short(finding.value)}, where about 1 is usual, though its weights are "
-        "of ordinary size: its inputs are too large; normalize them to mean 0 and variance 1",
+        "stale_gradients",
+        "a step used the gradients of the step before again: call optimizer.zero_grad() before each backward pass, and "
+        "optimizer.step() once for each",
         Remedy("check"),
     )
 
 
-def _targets(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+def _nothing(finding: Finding, network: Network, history: History) -> Explanation:
+    return Explanation("nothing_trains", f"no parameter moves: {finding.against}", Remedy("check"))
+
+
+def _features(finding: Finding, network: Network, history: History) -> Explanation:
+    return Explanation(
+        "input_scale",
+        f"the outputs of {history.large_outputs} begin with RMS {short(finding.value)}, where about 1 is usual, though "
+        "its weights are of ordinary size: its inputs are too large; normalize them to mean 0 and variance 1",
+        Remedy("check"),
+    )
+
+
+def _targets(finding: Finding, network: Network, history: History) -> Explanation:
     far = short(finding.value)
     return Explanation(
         "target_scale",
@@ -115,7 +144,7 @@ def _targets(finding: Finding, network: Network, pace: float, first: str) -> Exp
     )
 
 
-def _features_vanish(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+def _features_vanish(finding: Finding, network: Network, history: History) -> Explanation:
     gain = geometric_median(row.gain for row in network.peers)
     if not gain > 0:  # weights were not measured
         how = f"the smallest outputs of a layer begin with RMS {short(finding.value)}: initial weights are too small"
@@ -128,7 +157,7 @@ def _features_vanish(finding: Finding, network: Network, pace: float, first: str
     )
 
 
-def _eps(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+def _eps(finding: Finding, network: Network, history: History) -> Explanation:
     eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=math.nan)
     return Explanation(
         "eps",
@@ -138,7 +167,7 @@ def _eps(finding: Finding, network: Network, pace: float, first: str) -> Explana
     )
 
 
-def _momentum(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+def _momentum(finding: Finding, network: Network, history: History) -> Explanation:
     momentum = max(row.settings.momentum for row in network.peers)
     return Explanation(
         "momentum",
@@ -148,7 +177,7 @@ def _momentum(finding: Finding, network: Network, pace: float, first: str) -> Ex
     )
 
 
-def _sgd_rule(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+def _sgd_rule(finding: Finding, network: Network, history: History) -> Explanation:
     return Explanation(
         "sgd_rule_under_adam",
         "learning rates are proportional to fan_out/fan_in, the rule for SGD; under Adam updates then grow with "
@@ -157,7 +186,7 @@ def _sgd_rule(finding: Finding, network: Network, pace: float, first: str) -> Ex
     )
 
 
-def _ntk(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+def _ntk(finding: Finding, network: Network, history: History) -> Explanation:
     seen = "hidden layers hardly learn while the readout does, the more so the wider they are"
     if network.ntk_rates:
         how = f"learning rates go with 1/fan_in, under SGD: {seen}; make them proportional to fan_out/fan_in"
@@ -169,7 +198,7 @@ def _ntk(finding: Finding, network: Network, pace: float, first: str) -> Explana
     return Explanation("ntk_scaling", how, Remedy("check"))
 
 
-def _readout(finding: Finding, network: Network, pace: float, first: str) -> Explanation:
+def _readout(finding: Finding, network: Network, history: History) -> Explanation:
     return Explanation(
         "readout_takes_all",
         f"the readout takes {short(100 * finding.value)} % of what a step takes off the loss, for long: hidden layers "
@@ -179,7 +208,7 @@ def _readout(finding: Finding, network: Network, pace: float, first: str) -> Exp
     )
 
 
-_OF_NETWORK: dict[str, Callable[[Finding, Network, float, str], Explanation]] = {
+_OF_NETWORK: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
     "loss_returns": _too_large,
@@ -195,4 +224,5 @@ _OF_NETWORK: dict[str, Callable[[Finding, Network, float, str], Explanation]] = 
     "sgd_rule": _sgd_rule,
     "ntk": _ntk,
     "readout_takes_all": _readout,
+    "stale_gradients": _reused,
 }

@@ -8,11 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from spectral_monitor.condition.optimizers.rates import LEVEL, ONE_KIND, Rate, rates
+from spectral_monitor.condition.optimizers.rates import LEVEL, Rate, rates
 from spectral_monitor.functional.medians import geometric_median
 
 if TYPE_CHECKING:
     from spectral_monitor.condition.network import Network, Row
+
+APART = 20.0
+"""Rates of two optimizers of one kind that are further apart are not meant so: twice what people publish (10, of the
+actor and the critic of DDPG), and less than a hundredth is where the other way round would be right (4, of GANs).
+"""
 
 
 def rates_of(network: Network) -> dict[str, Rate]:
@@ -51,5 +56,5 @@ def _apart(groups: Sequence[Sequence[Row]], largest: Mapping[str, float]) -> Ite
         peaks = [geometric_median(row.lr * row.to_peak for row in some) for some in several]
         steps = [geometric_median(largest.get(row.info.name, math.nan) for row in some) for some in several]
         slow, fast = (pick(range(len(several)), key=peaks.__getitem__) for pick in (min, max))
-        if peaks[fast] > ONE_KIND * peaks[slow] and steps[fast] > LEVEL * steps[slow]:
+        if peaks[fast] > APART * peaks[slow] and steps[fast] > LEVEL * steps[slow]:
             yield [row for some in several for row in some]

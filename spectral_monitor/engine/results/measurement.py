@@ -10,7 +10,7 @@ import torch
 from spectral_monitor.engine.results.edge import NO_LOSS, OTHER_LOSS, edge
 from spectral_monitor.engine.results.loss_distance import loss_distance
 from spectral_monitor.engine.results.noise import settle_noise
-from spectral_monitor.engine.results.raw import LOSS, LOSS_CHANGE, NETWORK, Raw
+from spectral_monitor.engine.results.raw import LOSS, LOSS_CHANGE, NETWORK, REUSED, Raw
 from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row
 from spectral_monitor.engine.results.summary import equilibrium_steps, properties
 from spectral_monitor.engine.results.values import sound, summarize
@@ -18,6 +18,8 @@ from spectral_monitor.engine.settings import Settings
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import SUMMARY, LayerInfo, Measurement
 from spectral_monitor.quantities import TIERS
+
+NO_TWO_STEPS = "it takes two steps in a row that are measured, of one process"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Measured:
         change, loss = network.pop(LOSS_CHANGE, [math.nan, math.nan])
         begun = float(network.pop(LOSS, [math.nan])[0])
         changed = [value for name, value in network.items() if name.startswith("g.changed")]
+        reused = [float(network.pop(name)[0]) for name in list(network) if name.startswith(REUSED)]
         facts.rewritten, facts.clipped = any(some[0] for some in changed), any(some[1] for some in changed)
         rows, errors, missing = [], [], {}
         noise = settle_noise(raw, facts)
@@ -63,6 +66,9 @@ class Measured:
             pairs = [(error["feature_change"], row["feature_change"]) for error, row in zip(errors, rows, strict=True)]
             known = (error / change for error, change in pairs if change > 0 and not math.isnan(error))
             summary["feature_error"] = max(known, default=math.nan)
+        if "contribution" in values:
+            summary["stale_gradient"] = max((x for x in reused if not math.isnan(x)), default=math.nan)
+            missing.update({f"stale_gradient/{SUMMARY}": NO_TWO_STEPS} if math.isnan(summary["stale_gradient"]) else {})
         if facts.rewritten or facts.clipped or facts.closures > 1:
             summary["loss_change_predicted"] = math.nan
         if "dh" in self.asked.needs:

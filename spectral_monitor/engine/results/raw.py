@@ -15,6 +15,9 @@ LOSS = "loss"
 LOSS_CHANGE = "loss.change"
 """Name of the loss after the step less that before it, and of that before it."""
 
+REUSED = "g.reused"
+"""Begins the names of what is known of gradients that a step uses again: 1, 0, or NaN."""
+
 MANY = 64
 """Values beyond which they are kept as a tensor: of a depthwise convolution there are thousands."""
 

@@ -1,0 +1,93 @@
+"""Gradients that an optimizer is given twice: never cleared, or stepped with again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from spectral_monitor.state.dtensor import is_distributed
+
+
+class GradientReuse:
+    """Looks at one small parameter of each optimizer, while armed.
+
+    The gradient that a step leaves behind is kept. If the next backward pass finds that very gradient, and it is still
+    there when the optimizer steps, it is used again. A loop that clears gradients between two backward passes, as those
+    of a GAN do, has none of the first left when it steps.
+
+    Attributes:
+        steps: of optimizers that were looked at since it was armed.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._handles: list[RemovableHandle] = []
+        self._nodes: list[Any] = []
+        self._watched: dict[int, Tensor] = {}  # optimizer -> its parameter
+        self._left: dict[int, tuple[Tensor, Tensor]] = {}  # optimizer -> parameter and gradient after its latest step
+        self._found: dict[int, Tensor] = {}  # since its latest step: 1 used before, 0 new, NaN unknown
+
+    def arm(self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any]) -> None:
+        """Register the hooks: in the graph, so that parameters show no trace of them."""
+        self.disarm()
+        self._harmless = harmless
+        for optimizer in optimizers:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            some = [p for p in held if p.requires_grad and p.is_leaf and p.numel() > 1 and not is_distributed(p)]
+            if some:
+                self._watched[id(optimizer)] = p = min(some, key=Tensor.numel)
+                self._nodes.append(node := get_gradient_edge(p).node)  # else it would be made again, without hooks
+                self._handles.append(node.register_prehook(partial(self._arrive, id(optimizer))))
+
+    def disarm(self) -> None:
+        """Remove the hooks; safe to call at any time."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._nodes.clear()
+        self._watched.clear()
+        self._found.clear()
+        self.steps = 0
+
+    def _arrive(self, key: int, _: Any) -> None:
+        """Look at what is there already when a gradient arrives."""
+        with self._harmless("looking at gradients that were not cleared"):
+            held, known = self._watched[key].grad, self._found.get(key)
+            new = torch.zeros((), device=self._watched[key].device)
+            if held is None or held.is_sparse:
+                self._found[key] = new if held is None else new.fill_(torch.nan)
+            elif known is None:
+                self._found[key] = self._again(key, held)
+            else:  # cleared in between, perhaps
+                self._found[key] = torch.where(held.any(), known, new)
+
+    def _again(self, key: int, held: Tensor) -> Tensor:
+        """Return 1 if a gradient is the one that was left behind, 0 if there is none, NaN otherwise; no waiting."""
+        p, left = self._left.get(key, (None, held))
+        unknown = torch.full((), torch.nan, device=held.device)
+        same = unknown if p is not self._watched[key] else torch.where((held == left).all(), 1.0, unknown)
+        return torch.where(held.any(), same, torch.zeros_like(unknown))
+
+    def stepping(self, optimizer: Optimizer) -> Tensor | None:
+        """Return what is known of the gradients that an optimizer is about to use; ``None`` if nothing is."""
+        key = id(optimizer)
+        if key not in self._watched:
+            return None
+        self.steps += 1
+        held = self._watched[key].grad
+        if key in self._found or held is None or held.is_sparse:
+            return self._found.pop(key, None)
+        return self._again(key, held)  # no backward pass since the latest step
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Keep what a step leaves behind."""
+        p = self._watched.get(id(optimizer))
+        self._left.pop(id(optimizer), None)
+        if p is not None and p.grad is not None and not p.grad.is_sparse:
+            self._left[id(optimizer)] = p, p.grad.detach().clone()
