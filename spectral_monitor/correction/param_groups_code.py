@@ -14,6 +14,11 @@ from spectral_monitor.correction.peak_rates import NAMES
 _OWN = frozenset({"params", "lr", "name", "param_names", "parameter_names", *NAMES, "min_lr"})
 """Options of a group that are not taken over: what is written again, and what schedules note."""
 
+WARM_UP = (
+    "# Training from scratch, reach these rates as the correction did, by a warm-up like this one:",
+    "# torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=32)",
+)
+
 
 def param_groups_code(
     names: Iterable[tuple[str, nn.Parameter]], optimizers: Sequence[Optimizer], rates: Mapping[nn.Parameter, float]
@@ -39,6 +44,8 @@ def param_groups_code(
             [{**group, "params": [named[name] for name in group["params"]]} for group in groups],
             weight_decay=0.1,
         )
+        # Training from scratch, reach these rates as the correction did, by a warm-up like this one:
+        # torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=32)
     """
     known = {parameter: name for name, parameter in names}
     lines = ["named = dict(self.named_parameters())"]
@@ -62,7 +69,7 @@ def param_groups_code(
             *(f"    {key}={_code(value)}," for key, value in _given(optimizer).items()),
             ")",
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *WARM_UP])
 
 
 def _by_rate(
