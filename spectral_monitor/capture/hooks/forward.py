@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -73,6 +74,7 @@ class FeatureCapture(CallRecorder):
         self.watch_losses = self.watch_gradients = self.watch_weights = False
         self._model = model
         self.redirected = False
+        self._tables = {i for i, layer in self.layers.items() if layer.info.role == "embedding"}
         self.begin()
 
     def begin(self) -> None:
@@ -96,6 +98,7 @@ class FeatureCapture(CallRecorder):
         self.begin()
         self._handles += [] if self.hidden_layers else self._layer_hooks()
         self._handles += self._weight_hooks() if self.watch_weights else []
+        self._handles += self._table_hooks() if self.hidden_layers or self.refined else []
         for module in self._roots:
             if getattr(module, "_compiled_call_impl", None) is not None:
                 self._handles.append(WrappedCall(module, self._enter, self._leave))
@@ -111,9 +114,29 @@ class FeatureCapture(CallRecorder):
     def _weight_hooks(self) -> list[Removable]:
         """Register hooks where gradients of weights arrive: in the graph, so that parameters show no trace of them."""
         weights = {i: layer.sources[0] for i, layer in self.layers.items() if layer.sources and layer.compute is None}
+        return self._hooks_at(weights, self._weight_gradient)
+
+    def _table_hooks(self) -> list[Removable]:
+        """Do the same for tables of embeddings, which all samples may have in common when some of them run aside."""
+        held = Counter(id(source) for layer in self.layers.values() for source in layer.sources)
+        tables = {i: self._hooked[i] for i in self._tables}
+        alone = {
+            i: table.weight
+            for i, table in tables.items()
+            if isinstance(table, nn.Embedding) and held[id(table.weight)] == 1 and table.padding_idx is None
+        }
+        return self._hooks_at(alone, self._table_gradient)
+
+    def _hooks_at(self, weights: Mapping[int, Tensor], hook: Callable[..., None]) -> list[Removable]:
         nodes = {i: get_gradient_edge(p).node for i, p in weights.items() if p.requires_grad}
-        self._nodes = list(nodes.values())  # else they would be made again, without hooks
-        return [node.register_prehook(partial(self._weight_gradient, i)) for i, node in nodes.items()]
+        self._nodes += nodes.values()  # else they would be made again, without hooks
+        return [node.register_prehook(partial(hook, i)) for i, node in nodes.items()]
+
+    def _table_gradient(self, i: int, gradients: Sequence[Tensor | None]) -> None:
+        apart = self.hidden_layers or self.halved  # known by now
+        if apart and self.backward_open and not self._looking and gradients[0] is not None:
+            with self._harmless(f"the gradient of {self.layers[i].info.name}"):
+                self.of_all[i] = None if i in self.of_all else gradients[0].detach().clone()
 
     def _weight_gradient(self, i: int, gradients: Sequence[Tensor | None]) -> None:
         if self.backward_open and not self._looking and gradients[0] is not None:
@@ -158,6 +181,7 @@ class FeatureCapture(CallRecorder):
         first served to train a discriminator.
         """
         self.weight_gradients.clear()
+        self.of_all.clear()
         everything = [call for calls in self.calls.values() for call in calls]
         reached = {id(call.root) for call in everything if call.b is not None}
         self._waiting = waiting = {id(call.root) for call in everything if call.watched} - reached
@@ -273,6 +297,8 @@ class FeatureCapture(CallRecorder):
                 handle.remove()
             for call in (call for calls in self.calls.values() for call in calls):
                 call.arrival = None
+        # Of a large table that some samples look up themselves no copy is made again.
+        self._tables &= {i for i, call in self._portion.common} if self._portion is not None else self._tables
         loss = loss_in(output)
         again.first_loss = None if portion is not None or loss is None else loss.detach()
         self.looked, self.looked_at = again, 0 if portion is None else portion.samples

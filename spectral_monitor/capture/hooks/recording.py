@@ -57,6 +57,7 @@ class CallRecorder:
         hidden: layers that were called inside a transform of ``torch.func``, where features cannot be seen.
         unfit: layers whose outputs are not their inputs times their weight, seen at a first call.
         shared: layers with an output that all samples have in common, and of whose gradient a part was seen.
+        of_all: layer index -> the gradient of a table of embeddings over all samples, where some of them run aside.
         checks: what else looks at calls and gradients, if anything does.
         traced: whether it is recorded where outputs are in the graph.
     """
@@ -87,6 +88,7 @@ class CallRecorder:
         self.backward_pass = -1
         self.hidden: set[int] = set()
         self.shared: set[int] = set()
+        self.of_all: dict[int, Tensor | None] = {}
         self._backward_seen = False
         if self.checks is not None:
             self.checks.forget()
@@ -177,7 +179,12 @@ class CallRecorder:
             if self.checks is not None and not is_node:
                 call.checked = self.checks.forward(layer, given, whole, self._samples)
             if self._looking and self._portion is not None and (i, n) in self._portion.common:
-                self.shared.add(i)  # its gradient is a sum over samples, of which only some are here
+                # Its gradient is a sum over samples, of which only some are here; a table's is known all the same.
+                of_all = table_rows(self.of_all.get(i), given) if n == 0 else None
+                if of_all is None or of_all.shape != (count, call.features):
+                    self.shared.add(i)
+                else:
+                    call.b, call.b_count = GuardedTensor(rows_of(of_all, False, 0, index)), 1
             else:
                 self._watch(i, call, whole)
 
@@ -319,3 +326,14 @@ def _first_rows(x: Tensor, first: int, count: int) -> Tensor:
 
 def nothing(root: RootCall) -> None:
     """Foresees nothing."""
+
+
+def table_rows(gradient: Tensor | None, tokens: Tensor | None) -> Tensor | None:
+    """Return the gradient of what a table of embeddings gave for these tokens, a row for each; ``None`` if unknown.
+
+    The gradient of a row of the table is the sum over all places that looked it up: of one, if no token comes twice.
+    """
+    if gradient is None or tokens is None or gradient.is_sparse or tokens.is_floating_point():
+        return None
+    tokens = local_part(tokens).reshape(-1)
+    return gradient[tokens] if len(tokens.unique()) == len(tokens) else None
