@@ -109,6 +109,11 @@ class Row:
         return self.get("weight_natural") / math.sqrt(self.taps)
 
     @property
+    def update(self) -> float:
+        """The same of the update."""
+        return self.get("update_natural") / math.sqrt(self.taps)
+
+    @property
     def gain(self) -> float:
         """RMS of the outputs for independent inputs of RMS 1, which is alike in layers as they are usually drawn."""
         gain = self.get("weight_fro") / math.sqrt(self.info.fan_out)
@@ -313,7 +318,7 @@ class Network:
     @cached_property
     def finished(self) -> bool:
         """Return whether no layer gets a gradient although they have moved: the loss of this batch is exactly 0."""
-        silent = [row.get("contribution") == 0 and not row.get("lost") > 0 for row in self.peers]
+        silent = [not row.has_gradient for row in self.peers]
         drift = geometric_median(row.get("drift_ratio") for row in self.peers)
         return bool(silent) and all(silent) and drift > 0.01
 

@@ -184,7 +184,7 @@ class Whole:
             return
         self._looked += 1
         self._fastest = max(self._fastest, *(row.get("update_ratio") * row.to_peak for row in own), 0.0)
-        natural = geometric_median(row.get("update_natural") / math.sqrt(row.taps) * row.to_peak for row in own)
+        natural = geometric_median(row.update * row.to_peak for row in own)
         self._natural = max(self._natural, natural if natural > 0 else 0.0)
         if network.step < SETTLED or self._looked < 4 or rises or not network.fresh:
             return

@@ -306,7 +306,7 @@ class Corrector:
         """Return the layers whose learning rates policy ``"balance"`` begins to correct; ``None``: all."""
         if self.correction.policy != "balance":
             return None
-        roots = [verdict for verdict in measurement.roots if verdict.cause in MENDED]
+        roots = [verdict for verdict in measurement.roots if verdict.cause in MENDED and verdict.remedy is not None]
         if any(verdict.layer == NETWORK for verdict in roots):
             return {layer.info.name for layer in self._layers if layer.info.role in DENSE}
         return {name for verdict in roots for name in verdict.layers}

@@ -51,8 +51,39 @@ def test_remedies_are_at_the_peak_of_the_schedule():
     """At a tenth of the warm-up rates are a tenth; what is written in the optimizer's settings is the peak."""
     lr = dict.fromkeys(LAYERS, 0.001) | {"b": 0.1}
     settings = set_by(lr=lr, peak=0.01) | {"b": replace(ADAM["b"], lr=0.1, peak=1.0)}
-    verdict = only_verdict(lr=lr, settings=settings)
+    verdict = only_verdict(lr=lr, settings=settings, update_natural={"b": 10.0})
     assert verdict.sentence == "its learning rate is 1, that of the other layers 0.01: use 0.01"
+
+
+def told_of_rate(factor, size, **changed):
+    """What is said of b, whose learning rate is so many times the others' 0.01, and its update so many times theirs."""
+    lr = dict.fromkeys(LAYERS, 0.01) | {"b": 0.01 * factor}
+    updates = dict.fromkeys(LAYERS, 0.1) | {"b": 0.1 * size}
+    return only_verdict(lr=lr, settings=set_by(lr=lr), update_natural=updates, **changed)
+
+
+@pytest.mark.parametrize(("factor", "size"), [(30.0, 3.0), (30.0, 5.0), (1 / 30, 0.4), (1 / 30, 4.0)])
+def test_a_rate_that_brings_the_update_nearer_to_the_others_may_be_meant(factor, size):
+    """In the natural norm: at the others' rate it would be further off, and the spectral condition asks for less."""
+    verdict = told_of_rate(factor, size)
+    assert verdict.cause == ("lr_too_large" if factor > 1 else "lr_too_small")
+    assert verdict.remedy is None
+    assert "may be meant" in verdict.sentence
+    assert f"expected={{'b': {factor:.3g}}}" in verdict.sentence
+
+
+@pytest.mark.parametrize(("factor", "size"), [(30.0, 6.0), (30.0, 30.0), (1 / 30, 0.1), (1 / 30, 1 / 30)])
+def test_a_rate_that_takes_the_update_away_from_the_others_is_to_be_changed(factor, size):
+    """From 1.8 or 0.18 times theirs at their own rate on; the root of the factor is where both are equally far."""
+    verdict = told_of_rate(factor, size)
+    assert verdict.remedy.action == "set_lr"
+    assert verdict.remedy.value == pytest.approx(0.01)
+    assert verdict.sentence.endswith("use 0.01")
+
+
+def test_a_rate_that_was_declared_is_held_to_it():
+    verdict = told_of_rate(1.0, 1.0, condition={"expected": {"b": 100}})
+    assert verdict.sentence.endswith("use 1")
 
 
 @pytest.mark.parametrize("frozen", ["a", "tok"])

@@ -67,7 +67,8 @@ def test_a_root_of_several_layers_says_so_and_its_remedy_is_for_all():
     lr = dict.fromkeys("ab", 1.0)
     settings = set_by(layers=MANY, lr=lr)
     settings["b"] = replace(settings["b"], group=settings["a"].group)
-    (root,) = judged([measured(1, layers=MANY, lr=lr)], settings=settings)[1]
+    updates = dict.fromkeys("ab", 10.0)
+    (root,) = judged([measured(1, layers=MANY, lr=lr, update_natural=updates)], settings=settings)[1]
     assert set(root.layers) == set(root.remedy.layers) == {"a", "b"}
     assert root.sentence.endswith("use 0.01")
 

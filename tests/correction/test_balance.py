@@ -8,7 +8,7 @@ from test_corrector import LR, batch, last, perceptron
 from torch import nn
 
 from spectral_monitor import LRCorrection, Measurement, SpectralProbe
-from spectral_monitor.condition import CAUSES, NETWORK, Verdict
+from spectral_monitor.condition import CAUSES, NETWORK, Remedy, Verdict
 from spectral_monitor.correction.corrector import MENDED, Corrector
 from spectral_monitor.layers import dissect
 
@@ -69,13 +69,17 @@ def acted_on(*verdicts):
     return {change.layer: change.after for change in corrector.update(measure(*verdicts))}
 
 
-def verdict(layer, cause, *others, root=""):
+def verdict(layer, cause, *others, root="", remedy=Remedy("check")):
     layers = () if layer == NETWORK else (layer, *others)
-    return Verdict(layer, "update_natural", 1.0, (0.1, 1.0), 9.0, 1, 3, cause, "", layers=layers, root=root)
+    return Verdict(layer, "update_natural", 1.0, (0.1, 1.0), 9.0, 1, 3, cause, "", layers, root, remedy=remedy)
 
 
 def test_without_a_verdict_nothing_is_touched():
     assert acted_on() == {}
+
+
+def test_a_rate_that_may_be_meant_is_left_alone():
+    assert acted_on(verdict("2", "lr_too_large", remedy=None)) == {}
 
 
 @pytest.mark.parametrize("cause", CAUSES)

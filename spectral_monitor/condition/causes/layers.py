@@ -9,7 +9,9 @@ from itertools import takewhile
 from spectral_monitor.condition.causes.explanation import Explanation
 from spectral_monitor.condition.findings import SUSPECT, Finding
 from spectral_monitor.condition.network import MOVED, Network, Row
+from spectral_monitor.condition.optimizers.rates import Rate
 from spectral_monitor.condition.verdict import Remedy, short
+from spectral_monitor.functional.medians import geometric_median
 
 HEAVY = 5.0
 """Weights this many times the median are a cause."""
@@ -58,11 +60,27 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
     others = [network.rates[peer.info.name] for peer in network.peers_of(row) if peer.info.name in network.rates]
     if not known and not all(math.isclose(usual, other.usual, rel_tol=0.05) for other in others):
         whose = "by the rule of the others it would be"
+    code, seen = "lr_too_large" if factor > 1 else "lr_too_small", f"its learning rate is {_number(mine)}, {whose}"
+    judged = known or finding.check == "exploding" or row.info.name in network.expected
+    if not judged and (size := _nearer(row, rate, network)):
+        return Explanation(
+            code,
+            f"{seen} {_number(theirs)}; its update is {short(size)} times theirs in the natural norm, and would be "
+            f"{short(size / factor)} times at that rate: it may be meant, and then expected={{{row.info.name!r}: "
+            f"{_number(factor)}}} says so",
+        )
     return Explanation(
-        "lr_too_large" if factor > 1 else "lr_too_small",
-        f"its learning rate is {_number(mine)}, {whose} {_number(theirs)}: use {_number(theirs)}",
-        Remedy("set_lr", (row.info.name,), theirs),
+        code, f"{seen} {_number(theirs)}: use {_number(theirs)}", Remedy("set_lr", (row.info.name,), theirs)
     )
+
+
+def _nearer(row: Row, rate: Rate, network: Network) -> float:
+    """Return a layer's update over those of layers at their usual rates in the natural norm, 0 unless its own rate
+    brings it nearer to them: the spectral condition itself asks for such a rate.
+    """
+    others = [peer for peer in network.peers_of(row) if (its := network.rates.get(peer.info.name)) and its.factor == 1]
+    size = row.update / geometric_median(peer.update for peer in others if peer is not row)
+    return size if size > 0 and abs(math.log(size)) < abs(math.log(size / rate.factor)) else 0.0
 
 
 def _number(value: float) -> str:
@@ -92,7 +110,7 @@ def _lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None
 
 def _dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Find which of a chain of dead layers is to blame: the last one whose bias is dead too, if that is measured."""
-    dead = [other for other in network.rows if _silent(other) and other.lr != 0]
+    dead = [other for other in network.rows if not other.has_gradient and other.lr != 0]
     if row.get("lost") > 0:
         return Explanation(
             "rounding",
@@ -133,15 +151,10 @@ def _cut_off(finding: Finding, row: Row, network: Network) -> Explanation | None
     )
 
 
-def _silent(row: Row) -> bool:
-    """Return whether no gradient arrives: it contributes nothing, and not because its update was lost."""
-    return row.get("contribution") == 0 and not row.get("lost") > 0
-
-
 def _bias(row: Row, network: Network) -> bool:
     """Return whether a gradient arrives at its bias; not if it has none or that was not measured."""
     bias = network.vectors.get(f"{row.info.name}.bias")
-    return bias is not None and not math.isnan(bias.get("contribution")) and not _silent(bias)
+    return bias is not None and not math.isnan(bias.get("contribution")) and bias.has_gradient
 
 
 def _frobenius(finding: Finding, row: Row, network: Network) -> Explanation | None:
