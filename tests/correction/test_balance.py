@@ -69,7 +69,10 @@ def acted_on(*verdicts):
     return {change.layer: change.after for change in corrector.update(measure(*verdicts))}
 
 
-def verdict(layer, cause, *others, root="", remedy=Remedy("check")):
+CHECK = Remedy("check")
+
+
+def verdict(layer, cause, *others, root="", remedy=CHECK):
     layers = () if layer == NETWORK else (layer, *others)
     return Verdict(layer, "update_natural", 1.0, (0.1, 1.0), 9.0, 1, 3, cause, "", layers, root, remedy=remedy)
 
