@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spectral_monitor.condition.network import GAINS, Network, Row
+from spectral_monitor.condition.network import GAINS, Network
+from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.settings import Band, SpectralCondition
 
 UPDATE_LIMIT = 1.0

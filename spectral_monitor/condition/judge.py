@@ -10,14 +10,15 @@ from typing import Any
 
 from spectral_monitor.condition.causes import Explanation, cause
 from spectral_monitor.condition.findings import Finding, findings
-from spectral_monitor.condition.network import Network, Row, columns
+from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.root_causes import Case, verdicts
+from spectral_monitor.condition.row import Row, columns
 from spectral_monitor.condition.settings import SpectralCondition
 from spectral_monitor.condition.trends.attention import AttentionTrend
 from spectral_monitor.condition.trends.readout import ReadoutTrend
+from spectral_monitor.condition.trends.warmup import WarmupGate
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
-from spectral_monitor.condition.warmup import WarmupGate
 from spectral_monitor.condition.whole_network import Whole, why_still
 from spectral_monitor.condition.width_transfer import THRESHOLD, WINDOW, WidthComparison, compare_widths, find_width
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement

@@ -12,8 +12,9 @@ from functools import cached_property
 from spectral_monitor.condition.optimizers.across import rates_of
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
 from spectral_monitor.condition.optimizers.rates import LEVEL, RULES, Rate, Rated, follows, rule_of
+from spectral_monitor.condition.row import Columns, Row
 from spectral_monitor.functional.medians import geometric_median
-from spectral_monitor.measurement import LOST, UNUSED, LayerInfo, Measurement
+from spectral_monitor.measurement import Measurement
 
 WIDE = 32
 """Fewer inputs than this tell entries of size 1 from entries of size 1/sqrt(fan_in) badly."""
@@ -25,111 +26,6 @@ MOVED = 1.0
 """Weights that have come this many times the norm they began with are not a matter of initialisation."""
 EXPLODED = 1.0
 """A step that is larger than the weights, which no healthy run comes near (0.25), has nothing left of them."""
-READ = frozenset(
-    {"weight_natural", "weight_fro", "update_natural", "update_norm", "update_fro", "update_ratio"}
-    | {"drift_ratio", "contribution", "lr", "lr_multiplier", "feature_rms"}
-    | {"attention_logit_max", "attention_entropy_lowest"}
-)
-"""Quantities that verdicts and their causes are read off."""
-
-Columns = Mapping[str, Mapping[str, float]]
-"""Quantity -> layer -> value, of layers that have one."""
-
-
-def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
-    """Return what a measurement has of :data:`READ`; NaN is left out.
-
-    ``lost`` stands beside contributions: 1 where that is 0 although a gradient arrives, else 0; ``unused`` beside
-    outputs: 1 where these were computed but no gradient came back, else 0.
-    """
-    names = [info.name for info in measurement.layers]
-    given = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
-    found = {key: {n: x for n, x in zip(names, some, strict=True) if not math.isnan(x)} for key, some in given.items()}
-    if "contribution" in found:
-        why = {
-            name: measurement.why("contribution", name) if x == 0 else "" for name, x in found["contribution"].items()
-        }
-        found["lost"] = {name: float(reason == LOST) for name, reason in why.items()}
-    if "feature_rms" in found:
-        found["unused"] = {
-            name: float(measurement.why("update_natural", name) == UNUSED) for name in found["feature_rms"]
-        }
-    return found
-
-
-@dataclass(frozen=True)
-class Row:
-    """One layer, its values and its optimizer's settings."""
-
-    info: LayerInfo
-    values: Mapping[str, float]
-    settings: Hyperparameters = UNKNOWN
-
-    def get(self, quantity: str) -> float:
-        """Return a value, NaN if it was not measured."""
-        return self.values.get(quantity, math.nan)
-
-    @property
-    def dense(self) -> bool:
-        """Return whether it maps dense features, and so is compared with others."""
-        return self.info.role in ("operator", "readout")
-
-    @property
-    def lr(self) -> float:
-        """The learning rate as the user's schedule has it, without a correction's multiplier; NaN if unknown."""
-        multiplier = self.values.get("lr_multiplier", 1.0)
-        measured = self.get("lr") / multiplier if multiplier > 0 else math.nan
-        return self.settings.lr if math.isnan(measured) else measured
-
-    @property
-    def to_peak(self) -> float:
-        """The factor from the learning rate of now to the highest that the schedule is known to reach."""
-        factor = self.settings.peak / self.lr if self.lr > 0 else math.nan
-        return max(1.0, factor) if factor < math.inf else 1.0
-
-    @property
-    def has_gradient(self) -> bool:
-        """False if its step was that of momentum or decay alone, which says nothing of its learning rate."""
-        return self.get("contribution") != 0 or self.get("lost") > 0
-
-    @property
-    def taps(self) -> int:
-        """Spatial positions of a convolution's kernel; 1 for other layers."""
-        shape = self.info.shape
-        folded = self.info.fan_in * self.info.fan_out * self.info.blocks >= math.prod(shape)
-        return 1 if len(shape) < 3 or folded else math.prod(shape[2:])
-
-    @property
-    def weight(self) -> float:
-        """The natural norm of the weight; of a convolution about that of the operator, by random signs of its taps.
-
-        The sum over taps is an upper bound, larger than the operator's norm by up to their number, for kernels with
-        independent entries by its root.
-        """
-        return self.get("weight_natural") / math.sqrt(self.taps)
-
-    @property
-    def update(self) -> float:
-        """The same of the update."""
-        return self.get("update_natural") / math.sqrt(self.taps)
-
-    @property
-    def gain(self) -> float:
-        """RMS of the outputs for independent inputs of RMS 1, which is alike in layers as they are usually drawn."""
-        gain = self.get("weight_fro") / math.sqrt(self.info.fan_out)
-        return self.weight if math.isnan(gain) else gain
-
-    @property
-    def size(self) -> float:
-        """The size of the update in units that are alike in healthy layers of one optimizer.
-
-        Under an optimizer like Adam every entry moves by about the learning rate: the RMS entry. Otherwise the natural
-        norm over the root of the number of inputs, taps counted: relative to weights as they are usually drawn.
-        """
-        entries = self.get("update_fro") / math.sqrt(self.info.fan_out * self.info.fan_in * self.taps)
-        if self.settings.family == "adam" and not math.isnan(entries):
-            return entries
-        return self.get("update_natural") / math.sqrt(self.info.fan_in * self.taps)
 
 
 @dataclass(frozen=True)

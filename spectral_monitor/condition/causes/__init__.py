@@ -26,7 +26,7 @@ def cause(finding: Finding, network: Network, history: History = UNKNOWN) -> Exp
         >>> from spectral_monitor import LayerInfo
         >>> infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abc"]
         >>> rates = {"a": 0.001, "b": 0.001, "c": 0.1}
-        >>> from spectral_monitor.condition.network import Row
+        >>> from spectral_monitor.condition.row import Row
         >>> rows = tuple(Row(info, {"lr": rates[info.name]}) for info in infos)
         >>> network = Network(10, rows, compared=frozenset("abc"))
         >>> finding = Finding("rate", "c", "lr", 0.1, 0.001, (0.1, 10.0), 2.0)

@@ -8,8 +8,9 @@ from itertools import takewhile
 
 from spectral_monitor.condition.causes.explanation import Explanation
 from spectral_monitor.condition.findings import SUSPECT, Finding
-from spectral_monitor.condition.network import MOVED, Network, Row
+from spectral_monitor.condition.network import MOVED, Network
 from spectral_monitor.condition.optimizers.rates import Rate
+from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.functional.medians import geometric_median
 

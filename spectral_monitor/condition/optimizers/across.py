@@ -12,7 +12,8 @@ from spectral_monitor.condition.optimizers.rates import LEVEL, Rate, rates
 from spectral_monitor.functional.medians import geometric_median
 
 if TYPE_CHECKING:
-    from spectral_monitor.condition.network import Network, Row
+    from spectral_monitor.condition.network import Network
+    from spectral_monitor.condition.row import Row
 
 APART = 20.0
 """Rates of two optimizers of one kind that are further apart are not meant so: twice what people publish (10, of the
