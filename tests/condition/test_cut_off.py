@@ -127,6 +127,21 @@ def test_networks_trained_side_by_side_have_rates_of_one_order(slow):
     assert not named & ({"c", "head"} if slow == 0 else {"a", "b"})
 
 
+def test_a_name_that_all_of_a_network_share_makes_no_purpose():
+    """A generator at a hundredth of its rate, which is four times the discriminator's: 25 times apart."""
+    names = {"a": "generator.0", "b": "generator.3", "c": "judge.0", "head": "judge.3"}
+    layers = {names[name]: replace(LAYERS[name], name=names[name]) for name in names}
+    settings = owned([0.00004, 0.001])
+    settings = {names[name]: settings[name] for name in names}
+    lr = {name: setting.lr for name, setting in settings.items()}
+    steps = {name: 0.002 if name.startswith("generator") else 0.02 for name in layers}
+    found = Judge(SpectralCondition()).judge(measured(1, layers=layers, lr=lr, update_ratio=steps), settings)
+    assert {(verdict.layer, verdict.cause) for verdict in found} == {
+        ("generator.0", "lr_too_small"),
+        ("generator.3", "lr_too_small"),
+    }
+
+
 def test_ten_times_apart_other_optimizers_or_steps_that_are_alike_are_left_alone():
     assert not apart([0.001, 0.0001], slow=0.005)
     assert not apart([0.001, 0.00001], families=("Adam", "SGD"))

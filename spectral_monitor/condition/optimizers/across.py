@@ -38,7 +38,9 @@ def rates_of(network: Network) -> dict[str, Rate]:
     for several in _apart(list(groups.values()), steps):
         names = {row.info.name for row in several}
         rows = [row for row in network.rows if row.info.name in names]  # in the order of the model
-        peaks = rates([(row.info, row.lr * row.to_peak) for row in rows], network.expected, steps)
+        rated = [(row.info, row.lr * row.to_peak) for row in rows]
+        # All of a network of its own have a name in common, which makes no purpose.
+        peaks = rates(rated, network.expected, steps, one_kind=1.0)
         for row in rows:
             rate = peaks[row.info.name]
             found[row.info.name] = replace(rate, lr=row.lr, usual=rate.usual / row.to_peak)

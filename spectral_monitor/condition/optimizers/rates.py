@@ -85,6 +85,7 @@ def rates(
     expected: Mapping[str, float] | None = None,
     steps: Mapping[str, float] | None = None,
     vectors: float = math.nan,
+    one_kind: float = ONE_KIND,
 ) -> dict[str, Rate]:
     """Return every layer's learning rate beside the usual one.
 
@@ -96,6 +97,7 @@ def rates(
         expected: layer -> factor that the user has declared; its layer is judged by what deviates from that.
         steps: layer -> largest relative update so far, at the peak of its learning rate.
         vectors: learning rate that most biases and gains have; NaN if there are none.
+        one_kind: largest factor that all matrices with a part of their names in common may have on purpose.
 
     Example:
         >>> infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abcd"]
@@ -110,7 +112,7 @@ def rates(
     if len(dense) < FEW:  # as under Muon, which leaves embeddings and the readout to another optimizer
         dense, tables = given, []
     ends = _ends(dense, vectors)
-    rule, usual, purposes = _of_matrices(dense, steps or {}, ends)
+    rule, usual, purposes = _of_matrices(dense, steps or {}, ends, one_kind)
     for info, lr in dense:
         if info.name in ends and not _same(lr, usual[info.name]):
             purposes.setdefault(info.name, "an input or output layer with the rate of biases, as in muP")
@@ -136,7 +138,7 @@ def _ends(given: Sequence[Rated], vectors: float) -> frozenset[str]:
 
 
 def _of_matrices(
-    given: Sequence[Rated], steps: Mapping[str, float], ends: frozenset[str]
+    given: Sequence[Rated], steps: Mapping[str, float], ends: frozenset[str], one_kind: float
 ) -> tuple[str, dict[str, float], dict[str, str]]:
     """Return the rule of operators and readouts, their usual learning rates, and why some differ from them."""
     if not given:
@@ -148,7 +150,7 @@ def _of_matrices(
         rule, usual = "one rate", ladder
     factors = {info.name: lr / usual[info.name] for info, lr in given if not _same(lr, usual[info.name])}
     purposes: dict[str, str] = {}
-    for purpose, names in _purposes(given, factors):
+    for purpose, names in _purposes(given, factors, one_kind):
         purposes |= {name: purpose for name in names if name not in purposes}
     return rule, usual, purposes
 
@@ -220,7 +222,7 @@ def _layerwise(given: Sequence[Rated]) -> dict[str, float]:
     return {}
 
 
-def _purposes(given: Sequence[Rated], factors: Mapping[str, float]) -> Iterator[tuple[str, list[str]]]:
+def _purposes(given: Sequence[Rated], factors: Mapping[str, float], one_kind: float) -> Iterator[tuple[str, list[str]]]:
     """Yield why some layers, which stand out by one factor, may do so on purpose."""
     order = [info.name for info, _ in given]
     readouts = {info.name for info, _ in given if info.role == "readout"}
@@ -232,7 +234,7 @@ def _purposes(given: Sequence[Rated], factors: Mapping[str, float]) -> Iterator[
             yield "new layers with a rate of their own", names
         elif len(chosen) > 1 and chosen == set(order[: len(chosen)]) and 1 / ON_PURPOSE <= factor < 1:
             yield "a backbone with a rate of its own", names
-        elif (kind := _one_kind(chosen, order)) and 1 / ONE_KIND <= factor <= ONE_KIND:
+        elif (kind := _one_kind(chosen, order)) and 1 / one_kind <= factor <= one_kind:
             yield f"all of {kind!r} have a rate of their own", names
 
 
