@@ -95,7 +95,7 @@ def test_values_lie_in_their_ranges():
     torch.manual_seed(0)
     model = ReturnsLoss(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities="full", drift_every=1, exclude=["*.bias"])
+    probe = SpectralProbe(model, optimizer, quantities=list(QUANTITIES), drift_every=1, exclude=["*.bias"])
     for _ in range(3):
         with probe.step():
             optimizer.zero_grad()

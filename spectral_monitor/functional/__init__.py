@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from spectral_monitor.functional.feature_speed import (
         backward_feature_angle,
         backward_feature_cosine,
+        backward_speed,
         contribution,
         sensitivity,
     )
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
     )
     from spectral_monitor.functional.kernels import (
         activation_ratio,
-        backward_speed,
+        bfk_extremes,
         bfk_moments,
         bfk_ratio,
+        dual_bfk_moments,
         feature_cancellation,
-        kernel_change,
         sample_share,
         weight_cancellation,
     )
-    from spectral_monitor.functional.laziness import kernel_alignment, linearity
+    from spectral_monitor.functional.laziness import kernel_alignment, kernel_change, linearity
     from spectral_monitor.functional.norms import (
         drift_fro_ratio,
         drift_ratio,
@@ -46,11 +47,13 @@ __all__ = [
     "backward_feature_angle",
     "backward_feature_cosine",
     "backward_speed",
+    "bfk_extremes",
     "bfk_moments",
     "bfk_ratio",
     "contribution",
     "drift_fro_ratio",
     "drift_ratio",
+    "dual_bfk_moments",
     "feature_cancellation",
     "feature_rms",
     "frobenius_norm",
@@ -73,17 +76,19 @@ _WHERE = {
     "alignment": "features",
     "backward_feature_angle": "feature_speed",
     "backward_feature_cosine": "feature_speed",
-    "backward_speed": "kernels",
+    "backward_speed": "feature_speed",
+    "bfk_extremes": "kernels",
     "bfk_moments": "kernels",
     "bfk_ratio": "kernels",
     "contribution": "feature_speed",
     "drift_fro_ratio": "norms",
     "drift_ratio": "norms",
+    "dual_bfk_moments": "kernels",
     "feature_cancellation": "kernels",
     "feature_rms": "features",
     "frobenius_norm": "norms",
     "kernel_alignment": "laziness",
-    "kernel_change": "kernels",
+    "kernel_change": "laziness",
     "linearity": "laziness",
     "natural_norm": "norms",
     "relative_change": "features",

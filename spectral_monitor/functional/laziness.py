@@ -45,6 +45,39 @@ def linearity(h_start: Tensor, h_now: Tensor, h_tangent: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def kernel_change(h_before: Tensor, h_after: Tensor) -> Tensor:
+    r"""Relative change :math:`\|F_{after} - F_{before}\|_F / \|F_{before}\|_F` of the feature kernel
+    ``F = H H^T / m``, the inner products of all pairs of rows.
+
+    Args:
+        h_before: (rows, m) features before the step.
+        h_after: (rows, m) features of the same inputs after it.
+
+    Returns:
+        A scalar >= 0; 0 also where the features only rotate; NaN if all features are zero.
+
+    Raises:
+        ValueError: not (rows, features), or shapes differ.
+
+    Source: "Feature Learning in Infinite-Width Neural Networks": features are learnt where this kernel evolves.
+
+    Example:
+        >>> import torch
+        >>> kernel_change(torch.eye(3), 2 * torch.eye(3))
+        tensor(3.)
+    """
+    before, after = as_rows(h_before, "h_before"), as_rows(h_after, "h_after")
+    if before.shape != after.shape:
+        raise ValueError(f"h_before {tuple(before.shape)} and h_after {tuple(after.shape)} must have one shape")
+    dtype = common_dtype(before, after)
+    size = largest(before)
+    before, change = before.to(dtype) / size, (after.to(dtype) - before.to(dtype)) / size
+    with torch.autocast(before.device.type, enabled=False):
+        mixed = change @ before.T  # F after less F before cancels; its parts do not
+        return ratio(whole_length(mixed + mixed.T + change @ change.T), whole_length(before @ before.T)).to(dtype)
+
+
+@torch.no_grad()
 def kernel_alignment(h_start: Tensor, h_now: Tensor) -> Tensor:
     r"""Return the cosine of two centered feature kernels, ``<C F_0 C, C F_t C> / (|C F_0 C|_F |C F_t C|_F)``.
 

@@ -23,21 +23,25 @@ from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.functional.features import mean_ratio
-from spectral_monitor.functional.kernels import bfk_moments, kernel_change, length, signs
-from spectral_monitor.functional.laziness import kernel_alignment
-from spectral_monitor.functional.vector_norms import lengths, whole_length
+from spectral_monitor.functional.kernels import bfk_extremes, bfk_moments, signs
+from spectral_monitor.functional.laziness import kernel_alignment, kernel_change
+from spectral_monitor.functional.vector_norms import length, lengths, whole_length
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.messages import WarnOnce
-from spectral_monitor.quantities import assumptions, laziness
+from spectral_monitor.quantities import TIERS, assumptions, laziness
 from spectral_monitor.state.snapshot import preserved
 
 PROBES = 4
-"""Random vectors for the kernel of each layer; each takes two passes."""
+"""Random vectors for the moments of the kernel of each layer; each takes two passes."""
+LANCZOS_STEPS = 8
+"""Products with the kernel of each layer for its extreme eigenvalues; each takes two passes."""
 SEED = 3
 """Of the private generator they are drawn from: the same ones in every step, so that their noise is no change."""
 
 ALONE = frozenset(q.key for q in (*assumptions.ENTRIES, *laziness.ENTRIES) if q.needs & {"h", "b"})
 """Quantities that are measured in a single process only."""
+MOMENTS, EXTREMES = frozenset({"bfk_ratio", "bfk_peak"}), frozenset({"bfk_peak", "bfk_guarantee"})
+"""Those of the backward-to-feature kernel: by its moments, and by its extreme eigenvalues."""
 OF_OUTPUTS = frozenset({"backward_speed", "dual_bfa_cos"})
 """Those that gradients of outputs in a second backward pass say."""
 BACKWARD = OF_OUTPUTS | {"gradient_change"}
@@ -90,7 +94,8 @@ class FullStage:
         ``portion``: the samples it is run on, if that is not all.
         """
         layers = self._features.layers
-        read = {i for i, layer in layers.items() if layer.info.role == "readout"} if self._keys == ALONE else set()
+        tier = self._keys >= ALONE & set(TIERS["full"])
+        read = {i for i, layer in layers.items() if layer.info.role == "readout"} if tier else set()
         read |= {i for i, layer in layers.items() if is_pointwise(layer)} if self._keys & PARTS else set()
         inputs = {i: rows for k in sorted(read) for i, rows in self._features.inputs(k).items()} or None
         if portion is not None:
@@ -176,36 +181,44 @@ class FullStage:
             outputs: of the layers, before it, with their gradients.
             rates: the parameters that are trained, and their learning rates.
         """
-        if "bfk_ratio" in self._keys:
+        if (MOMENTS | EXTREMES) & self._keys:
             self._kernels(again, rates, given.context)
         if BACKWARD & self._keys:
             self._backwards(again, given, outputs, [p for p, _ in rates])
 
     def _kernels(self, again: Replayable | None, rates: Sequence[tuple[nn.Parameter, float]], context: Context) -> None:
-        """Moments of the layers' backward-to-feature kernels, at the weights after the step."""
+        """Moments and extreme eigenvalues of backward-to-feature kernels, at the weights after the step."""
+        keys = (MOMENTS | EXTREMES) & self._keys
         reason = ACCUMULATED if self._facts.accumulated > 1 else ""
         trained = [(p, rate) for p, rate in rates if p.requires_grad]
 
         def work(graph: Graph, loss: Tensor | None) -> None:
-            for i in self._as_before({"bfk_ratio"}, graph):
+            for i in self._as_before(keys, graph):
                 self._kernel(i, graph.outputs[i], trained)
 
         with sdpa_kernel(SDPBackend.MATH):  # of attention's ways the one that can be differentiated twice
-            self._trace({"bfk_ratio"}, again, reason, [p for p, _ in rates], context, Graph(copies=True), work)
+            self._trace(keys, again, reason, [p for p, _ in rates], context, Graph(copies=True), work)
 
     def _kernel(self, i: int, outputs: Sequence[Tensor], trained: Sequence[tuple[nn.Parameter, float]]) -> None:
+        keys = (MOMENTS | EXTREMES) & self._keys
         if not all(out.requires_grad for out in outputs):
-            self._facts.why_not["bfk_ratio", i] = NO_GRAPH
+            self._missing(keys, i, NO_GRAPH)
             return
         generator = torch.Generator().manual_seed(SEED)
         probes = [[signs(out.shape, generator) for out in outputs] for _ in range(PROBES)]
+        parameters, rates = [p for p, _ in trained], [rate for _, rate in trained]
+        found: dict[str, Tensor] = {}
         try:
-            first, second = bfk_moments(outputs, [p for p, _ in trained], [rate for _, rate in trained], probes)
+            if MOMENTS & keys:
+                found["K.1"], found["K.2"] = bfk_moments(outputs, parameters, rates, probes)
+            if EXTREMES & keys:
+                extremes = bfk_extremes(outputs, parameters, rates, probes[0], LANCZOS_STEPS)
+                found["K.smallest"], found["K.largest"] = extremes
         except Exception as error:
-            self._facts.why_not["bfk_ratio", i] = f"no second derivatives ({type(error).__name__}: {error})"
+            self._missing(keys, i, f"no second derivatives ({type(error).__name__}: {error})")
             return
-        self._out.put(i, "K.1", first)
-        self._out.put(i, "K.2", second)
+        for name, value in found.items():
+            self._out.put(i, name, value)
 
     def _backwards(
         self, again: Replayable | None, given: StepInputs, outputs: Outputs, parameters: Sequence[nn.Parameter]

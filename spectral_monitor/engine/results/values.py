@@ -176,6 +176,11 @@ class LayerScalars:
         first, second = self.get("K.1"), self.get("K.2")
         return min(first / math.sqrt(second), 1.0) if second > 0 else math.nan
 
+    def quotient(self, above: str, below: str) -> float:
+        """Return a single number over another; NaN where that is zero."""
+        divisor = self.get(below)
+        return self.get(above) / divisor if divisor else math.nan
+
     def root_mean_square(self, name: str) -> float:
         """RMS of the entries of a matrix of rows."""
         size = self.get(f"{name}.size")
