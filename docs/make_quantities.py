@@ -222,6 +222,12 @@ In the first layer, and wherever weights are fewer than outputs, `K` has eigenva
 `dual_bfa_cos` and `gradient_change` come from the same pass. `gradient_change` compares gradients of weights where they
 arrive, so clipping and earlier micro-batches do not count.
 
+`dual_bfk_ratio` is to `dual_bfa_cos` what `bfk_ratio` is to `bfa_cos`. Its kernel `K~` is the sum of `lr B B^T` over the
+weights behind a layer, `B` being the derivative of `b` by each at fixed features `h`. With a linear loss and a network of
+ReLU without biases behind the layer, gradient descent changes `b` by `-K~ h`. With other losses and activations it is still
+that sum, and no more. Weights that lead to the layer too, such as tied ones, are left out. It is NaN where `bfk_ratio`
+or `backward_speed` is, and at the output layer, which no weight is behind. It is in no tier.
+
 A layer's change has three parts, `dh = dW h' + W dh' + dW dh'`, but for its bias: its own update
 (`feature_change_local`), what it inherits from the layers below (`feature_change_inherited`), and both together
 (`feature_change_joint`). Each is a root mean square over rows, relative to that of `h`. They are vectors: their sizes
@@ -303,13 +309,15 @@ def cost(q: Quantity) -> str:
             parts.append("a cast of the rows")
         if {"W", "dW"} & q.needs:
             parts.append("`" + ("W" if "W" in q.needs else "dW") + "` times 256 rows")
-    if {"dh", "J", "K", "db"} & q.needs:
+    if {"dh", "J", "K", "db", "B"} & q.needs:
         parts.append("one more forward")
     if "Wdh" in q.needs:
         parts.append(f"a copy of `W`, two products with {KERNEL_ROWS} rows")
     if {"J", "K"} & q.needs:
         passes = 2 * PROBES * ("J" in q.needs) + 2 * LANCZOS_STEPS * ("K" in q.needs)
         parts.append(f"{passes} passes backward from each layer to the first")
+    if "B" in q.needs:
+        parts.append(f"{2 * PROBES + 3} passes from the loss to each layer, all but one of second derivatives")
     if "db" in q.needs:
         parts.append("one more backward")
     if "J0" in q.needs:

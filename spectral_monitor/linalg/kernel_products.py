@@ -47,7 +47,10 @@ def feature_to_backward(
 
     Raises:
         ValueError: the loss does not depend on all outputs; not as many rates as parameters.
+        RuntimeError: the two ways differ, because an operation cannot be differentiated twice.
     """
+    if len(parameters) != len(rates):
+        raise ValueError(f"{len(rates)} rates for {len(parameters)} parameters")
     places = [get_gradient_edge(out) if isinstance(out, Tensor) else out for out in outputs]
     before = _leading_to(places)
     behind = [(p, rate) for p, rate in zip(parameters, rates, strict=True) if rate and id(p) not in before]
@@ -59,16 +62,33 @@ def feature_to_backward(
         raise ValueError(f"the loss must depend on all of the {len(places)} outputs")
     used = [(p, g, r) for (p, r), g in zip(behind, found[len(b) :], strict=True) if g is not None and g.requires_grad]
 
-    def multiply(probe: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        z = [part.to(like) for part, like in zip(probe, b, strict=True)]
+    def transposed(z: Sequence[Tensor]) -> list[Tensor | None]:
         changing = [(part, some) for part, some in zip(b, z, strict=True) if part.requires_grad]
         with torch.autocast(loss.device.type, enabled=False):
-            Bz = _grad([part for part, _ in changing], [p for p, _, _ in used], [some for _, some in changing])
-            known = [(x, g, rate) for x, (_, g, rate) in zip(Bz, used, strict=True) if x is not None]
-            scaled = [(x * rate).to(x) for x, _, rate in known]
-            image = _grad([g for _, g, _ in known], places, scaled)
-        return _halfway([(x, rate) for x, _, rate in known], scaled, z), _whole(image, z)
+            return [*_grad([part for part, _ in changing], [p for p, _, _ in used], [some for _, some in changing])]
 
+    def forward(y: Sequence[Tensor | None]) -> list[Tensor]:
+        known = [(g, (some * rate).to(g)) for some, (_, g, rate) in zip(y, used, strict=True) if some is not None]
+        with torch.autocast(loss.device.type, enabled=False):
+            return _whole(_grad([g for g, _ in known], places, [some for _, some in known]), b)
+
+    def product(x: Sequence[Tensor | None], y: Sequence[Tensor | None]) -> Tensor:
+        pairs = [
+            (one, other * rate)
+            for one, other, (_, _, rate) in zip(x, y, used, strict=True)
+            if one is not None and other is not None
+        ]
+        return _sum((_inner(one.detach(), other.detach()) for one, other in pairs), b)
+
+    def multiply(probe: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        z = [part.to(like) for part, like in zip(probe, b, strict=True)]
+        y = transposed(z)
+        return product(y, y), forward(y)
+
+    # <z, K~ z> does not show when B^T z has lost what comes from a parameter: then K~ z has lost it too.
+    gradients = [g.detach() for _, g, _ in used]
+    moved = forward(gradients)
+    check_ways([(inner(moved, moved), product(transposed(moved), gradients))], b)
     return b, multiply
 
 

@@ -105,7 +105,9 @@ def test_tiers():
         *("feature_change_inherited", "feature_change_joint"),
     ] == FULL
     assert TIERS["full"] == tuple(key for key, quantity in QUANTITIES.items() if not quantity.by_name)
-    assert {key for key, quantity in QUANTITIES.items() if quantity.by_name} == {"bfk_peak", "bfk_guarantee"}
+    assert {key for key, quantity in QUANTITIES.items() if quantity.by_name} == {
+        *("bfk_peak", "bfk_guarantee", "dual_bfk_ratio")
+    }
     modules = (assumptions, attention, laziness, optimizers, signals)
     only_full = {entry.key for module in modules for entry in module.ENTRIES}
     assert set(TIERS["standard"]) == set(QUANTITIES) - only_full

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_full import LAYERS, fresh, outputs_of, rates, step
+from test_full import LAYERS, Homogeneous, fresh, outputs_of, rates, step
 from torch import nn
 
 from spectral_monitor import SpectralProbe
@@ -102,3 +102,60 @@ def test_reasons():
         optimizer.step()
     assert {probe.latest.why(key, "0") for key in EXTREMES} == {full.NO_GRAPH}
     assert all(math.isfinite(probe.latest.value(key, "2")) for key in EXTREMES)
+
+
+BEHIND = {"first": ["second", "third", "head"], "second": ["third", "head"], "third": ["head"]}
+
+
+def dual_kernel(model, x, y, layer):
+    """The sum of lr B B^T over trained weights behind a layer, B row by row from the graph of b."""
+    outs, loss = outputs_of(model, x, y)
+    (b,) = torch.autograd.grad(loss, outs[layer], create_graph=True)
+    names = {id(p): name for name, p in model.named_parameters()}
+    trained = [(p, group["lr"]) for group in rates(model) for p in group["params"]]
+    trained = [(p, rate) for p, rate in trained if names[id(p)].partition(".")[0] in BEHIND[layer]]
+    rows = [torch.autograd.grad(e, [p for p, _ in trained], retain_graph=True, allow_unused=True) for e in b.flatten()]
+    K = 0
+    for k, (p, rate) in enumerate(trained):
+        B = torch.stack([torch.zeros_like(p) if row[k] is None else row[k] for row in rows]).flatten(1)
+        K = K + rate * B @ B.T
+    return K.numpy()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize("layer", list(BEHIND))
+def test_dual_kernel_by_the_matrix_written_out(layer, factor):
+    """At the weights after the step, under its dropout, with the probes that are said, whatever factor the loss has."""
+    model, optimizer = fresh()
+    measurement, _, (x, y) = step(model, optimizer, quantities=["dual_bfk_ratio"], factor=factor)
+    K = dual_kernel(model, x, y, layer)
+    generator = torch.Generator().manual_seed(full.SEED)
+    shape = outputs_of(model, x, y)[0][layer].shape
+    Z = torch.stack([signs(shape, generator).flatten() for _ in range(full.PROBES)]).double().numpy()
+    expected = np.mean(np.sum((Z @ K) * Z, 1)) / math.sqrt(np.mean(np.sum((Z @ K) ** 2, 1)) * len(K))
+    assert measurement.value("dual_bfk_ratio", layer) == pytest.approx(expected, rel=1e-6)
+
+
+def test_of_the_output_of_a_linear_loss_there_is_no_dual_kernel():
+    torch.manual_seed(2)
+    model = Homogeneous().double()
+    x, y = torch.randn(1, 6, dtype=torch.float64), torch.randn(1, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    probe = SpectralProbe(model, optimizer, quantities=["dual_bfk_ratio", "dual_bfa_cos"])
+    with probe.step():
+        model(x, y).backward()
+        optimizer.step()
+    assert probe.latest.why("dual_bfk_ratio", "layers.3").startswith("undefined")
+    assert all(0 < probe.latest.value("dual_bfk_ratio", f"layers.{k}") <= 1 for k in range(3))
+
+
+def test_reasons_of_the_dual_kernel():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, quantities=["dual_bfk_ratio"])
+    for accumulated, reason in ((2, full.ACCUMULATED), (1, full.NO_LOSS)):
+        with probe.step(accumulated=accumulated):
+            (model(torch.randn(6, 4)).square().mean() / accumulated).backward()
+            optimizer.step()
+        assert probe.latest.why("dual_bfk_ratio", "0") == reason

@@ -23,7 +23,7 @@ from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.functional.features import mean_ratio
-from spectral_monitor.functional.kernels import bfk_extremes, bfk_moments, signs
+from spectral_monitor.functional.kernels import bfk_extremes, bfk_moments, dual_bfk_moments, signs
 from spectral_monitor.functional.laziness import kernel_alignment, kernel_change
 from spectral_monitor.functional.vector_norms import length, lengths, whole_length
 from spectral_monitor.linalg import compute_dtype
@@ -44,8 +44,12 @@ MOMENTS, EXTREMES = frozenset({"bfk_ratio", "bfk_peak"}), frozenset({"bfk_peak",
 """Those of the backward-to-feature kernel: by its moments, and by its extreme eigenvalues."""
 OF_OUTPUTS = frozenset({"backward_speed", "dual_bfa_cos"})
 """Those that gradients of outputs in a second backward pass say."""
-BACKWARD = OF_OUTPUTS | {"gradient_change"}
+CHANGES = OF_OUTPUTS | {"gradient_change"}
 """All that the second backward pass is for."""
+DUAL = "dual_bfk_ratio"
+"""What passes through the graph of gradients say."""
+BACKWARD = CHANGES | {DUAL}
+"""All that takes the loss, and where its backward pass began."""
 
 SEVERAL = "measured in a single process only"
 ACCUMULATED = "gradients are accumulated: it is not this batch alone that moves the features"
@@ -183,8 +187,10 @@ class FullStage:
         """
         if (MOMENTS | EXTREMES) & self._keys:
             self._kernels(again, rates, given.context)
-        if BACKWARD & self._keys:
+        if CHANGES & self._keys:
             self._backwards(again, given, outputs, [p for p, _ in rates])
+        if DUAL in self._keys:
+            self._dual_kernels(again, given, [(p, rate) for p, rate in rates if p.requires_grad])
 
     def _kernels(self, again: Replayable | None, rates: Sequence[tuple[nn.Parameter, float]], context: Context) -> None:
         """Moments and extreme eigenvalues of backward-to-feature kernels, at the weights after the step."""
@@ -224,7 +230,7 @@ class FullStage:
         self, again: Replayable | None, given: StepInputs, outputs: Outputs, parameters: Sequence[nn.Parameter]
     ) -> None:
         """Measure how far the gradients of the layers' outputs and weights have moved."""
-        keys, seen = self._keys & BACKWARD, self._features.weight_gradients
+        keys, seen = self._keys & CHANGES, self._features.weight_gradients
         run, start = _with_loss(again, given)
 
         def work(graph: Graph, loss: Tensor | None) -> None:
@@ -243,13 +249,46 @@ class FullStage:
             for i, g in zip(before, found, strict=bool(edges)):
                 self._gradient(i, before[i], g)
 
-        reason = NO_LOSS if again is not None and run is None else ""
-        if isinstance(self._features.looked, RootCall) and self._features.looked.halves:
-            reason = reason or HALVED
+        reason = self._no_backward(again, run)
         self._facts.why_not.update(
             {("gradient_change", i): NO_WEIGHT for i in self._features.layers if seen.get(i) is None}
         )
         self._trace(keys, run, reason, parameters, given.context, Graph(copies=False), work)
+
+    def _no_backward(self, again: Replayable | None, run: Replayable | None) -> str:
+        if again is not None and run is None:
+            return NO_LOSS
+        return HALVED if isinstance(self._features.looked, RootCall) and self._features.looked.halves else ""
+
+    def _dual_kernels(
+        self, again: Replayable | None, given: StepInputs, rates: Sequence[tuple[nn.Parameter, float]]
+    ) -> None:
+        """Put moments of the layers' feature-to-backward kernels, at the weights after the step."""
+        run, start = _with_loss(again, given)
+        parameters = [p for p, _ in rates]
+
+        def work(graph: Graph, loss: Tensor | None) -> None:
+            if loss is None or not loss.requires_grad:
+                raise ValueError("no graph leads to its loss")
+            begun = (loss * torch.as_tensor(start).to(loss)).sum()
+            for i in self._as_before({DUAL}, graph):
+                places = [edge for edge in graph.edges[i] if edge is not None]
+                if len(places) < len(graph.edges[i]):
+                    self._missing({DUAL}, i, NO_GRAPH)
+                    continue
+                generator = torch.Generator().manual_seed(SEED)
+                probes = [[signs(out.shape, generator) for out in graph.outputs[i]] for _ in range(PROBES)]
+                try:
+                    first, second = dual_bfk_moments(begun, places, parameters, [rate for _, rate in rates], probes)
+                except Exception as error:
+                    self._missing({DUAL}, i, f"no second derivatives ({type(error).__name__}: {error})")
+                    continue
+                self._out.put(i, "dual.1", first)
+                self._out.put(i, "dual.2", second)
+
+        reason = (ACCUMULATED if self._facts.accumulated > 1 else "") or self._no_backward(again, run)
+        with sdpa_kernel(SDPBackend.MATH):
+            self._trace({DUAL}, run, reason, parameters, given.context, Graph(copies=True), work)
 
     def _backward(self, i: int, after: Sequence[Tensor | None], outputs: Outputs) -> None:
         layer, parts = self._features.layers[i], []

@@ -171,9 +171,9 @@ class LayerScalars:
         before = self.get(f"{name}.norm")
         return self.get(f"d{name}.norm") / before if before else math.nan
 
-    def kernel_ratio(self) -> float:
-        """First moment of the kernel over the root of the second."""
-        first, second = self.get("K.1"), self.get("K.2")
+    def kernel_ratio(self, name: str = "K") -> float:
+        """First moment of a kernel over the root of the second."""
+        first, second = self.get(f"{name}.1"), self.get(f"{name}.2")
         return min(first / math.sqrt(second), 1.0) if second > 0 else math.nan
 
     def quotient(self, above: str, below: str) -> float:
