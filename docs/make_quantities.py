@@ -324,6 +324,10 @@ def cost(q: Quantity) -> str:
         parts.append(
             "all parameters of the start kept on the host, one more forward at their values, with derivatives, and one more forward at present ones"
         )
+    if "w0" in q.needs:
+        parts.append(
+            "all parameters of the start kept on the host, one more forward at their values and one more forward at present ones, shared with `linearity`"
+        )
     if "probe" in q.needs:
         parts.append("one more forward at every 5th measured step, the first batch kept on the host")
     if q.by_name:

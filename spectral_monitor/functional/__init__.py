@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         sample_share,
         weight_cancellation,
     )
-    from spectral_monitor.functional.laziness import kernel_alignment, kernel_change, linearity
+    from spectral_monitor.functional.laziness import kernel_alignment, kernel_change, linearity, output_parts
     from spectral_monitor.functional.norms import (
         drift_fro_ratio,
         drift_ratio,
@@ -61,6 +61,7 @@ __all__ = [
     "kernel_change",
     "linearity",
     "natural_norm",
+    "output_parts",
     "relative_change",
     "sample_share",
     "sensitivity",
@@ -91,6 +92,7 @@ _WHERE = {
     "kernel_change": "laziness",
     "linearity": "laziness",
     "natural_norm": "norms",
+    "output_parts": "laziness",
     "relative_change": "features",
     "sample_share": "kernels",
     "sensitivity": "feature_speed",

@@ -17,7 +17,7 @@ from spectral_monitor.capture.replay.graph_replay import Graph, sees_all_modules
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.capture.row_sampling import rows_of
-from spectral_monitor.engine.features.linearization import Linearization
+from spectral_monitor.engine.features.linearization import SINCE_START, Linearization
 from spectral_monitor.engine.features.replays import Context, Probe, StepInputs, trained_on
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
@@ -159,20 +159,22 @@ class FullStage:
                 self._out.put(i, "kernel_alignment", kernel_alignment(*change.pairs))
 
     def linearized(self, probe: Probe | None, start: Mapping[str, Tensor], context: Context) -> None:
-        """Compare the probe batch's outputs with their linearization at the start of the run, if they are due.
+        """Compare the probe batch's outputs with those of the start and their linearization, if they are due.
 
         ``start``: parameters then, by name.
         """
-        if "linearity" not in self._keys or self._facts.no_drift or probe is None:
-            return
+        keys = SINCE_START & self._keys
         found = Linearization(self._model, self._features, start, self._host, self._out)
-        try:
-            why = found.measure(probe, context, self._facts.eps)
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._facts.why_not["linearity", NETWORK] = f"the probe batch has no derivative in forward mode ({said})"
-            return
-        self._facts.why_not.update({("linearity", i): reason for i, reason in why.items()})
+        while keys and not self._facts.no_drift and probe is not None:
+            failed = {"linearity"} & keys or keys
+            try:
+                self._facts.why_not.update(found.measure(keys, probe, context, self._facts.eps))
+                return
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}".splitlines()[0]
+                way = "has no derivative in forward mode" if "linearity" in failed else "could not be run again"
+                self._missing(failed, NETWORK, f"the probe batch {way} ({said})")
+            keys -= failed  # the others take no derivative
 
     def graphs(
         self, again: Replayable | None, given: StepInputs, outputs: Outputs, rates: Sequence[tuple[nn.Parameter, float]]
