@@ -85,7 +85,7 @@ ENTRIES = (
         range=">= 0",
         source="Infinite-Width Limits, App. B",
         meaning="of the output's change since the start: what the readout learned from features that were learned",
-        healthy="alike at any width where features are learned; in a lazy network it falls like 1 / sqrt(width)",
+        healthy="alike at any width where features are learned; in a lazy network it falls like 1 / width",
         misleads="the first steps, when it is the product of two small changes",
     ),
 )
