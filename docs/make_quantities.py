@@ -8,7 +8,7 @@ from pathlib import Path
 from spectral_monitor.capture.records.assumption_checks import NOISE_SAMPLES, SHARE_ROWS
 from spectral_monitor.capture.replay.feature_change import KERNEL_ROWS
 from spectral_monitor.engine.features.attention import ROWS, SEQUENCES
-from spectral_monitor.engine.features.kernels import PROBES
+from spectral_monitor.engine.features.kernels import LANCZOS_STEPS, PROBES
 from spectral_monitor.engine.features.outputs import FORMATS
 from spectral_monitor.quantities import QUANTITIES, Quantity
 
@@ -207,11 +207,26 @@ good to a few percent; where a single one rules, and the ratio is close to `1 / 
 30 %. It is NaN under gradient accumulation, and for layers that come after an operation that cannot be differentiated
 twice.
 
+`bfk_peak` and `bfk_guarantee` are about how unequal the eigenvalues of `K` are, and in no tier: they take
+{lanczos} products with `K` for every layer, by Lanczos from the first of these vectors, twice the work of `bfk_ratio`. Theorem 3.2 says that
+under gradient descent `bfa_cos` is at least `lmin / lmax`, whatever the loss. Few products bracket that from inside: the
+largest value found is at most `lmax`, and mostly within 10 %, the smallest one at least `lmin`. So `bfk_guarantee`, their
+ratio, is an upper bound of what is guaranteed; where it is small, nothing is. `bfk_peak` is `lmax` over the mean
+eigenvalue `M1`. It is 1 where all directions of the outputs move alike, and the number of entries of the output where
+one alone moves. Its inverse too is above `lmin / lmax`, and it is at least `1 / bfk_ratio^2` but for the errors of both.
+In the first layer, and wherever weights are fewer than outputs, `K` has eigenvalues of 0.
+
 `backward_speed` needs the loss after the step: the model has to return the loss it is trained on, or Lightning's
 `training_step` is run again. It takes `b` from a second backward pass and contains no formula.
 
 `dual_bfa_cos` and `gradient_change` come from the same pass. `gradient_change` compares gradients of weights where they
 arrive, so clipping and earlier micro-batches do not count.
+
+`dual_bfk_ratio` is to `dual_bfa_cos` what `bfk_ratio` is to `bfa_cos`. Its kernel `K~` is the sum of `lr B B^T` over the
+weights behind a layer, `B` being the derivative of `b` by each at fixed features `h`. With a linear loss and a network of
+ReLU without biases behind the layer, gradient descent changes `b` by `-K~ h`. With other losses and activations it is still
+that sum, and no more. Weights that lead to the layer too, such as tied ones, are left out. It is NaN where `bfk_ratio`
+or `backward_speed` is, and at the output layer, which no weight is behind. It is in no tier.
 
 A layer's change has three parts, `dh = dW h' + W dh' + dW dh'`, but for its bias: its own update
 (`feature_change_local`), what it inherits from the layers below (`feature_change_inherited`), and both together
@@ -294,20 +309,29 @@ def cost(q: Quantity) -> str:
             parts.append("a cast of the rows")
         if {"W", "dW"} & q.needs:
             parts.append("`" + ("W" if "W" in q.needs else "dW") + "` times 256 rows")
-    if {"dh", "J", "db"} & q.needs:
+    if {"dh", "J", "K", "db", "B"} & q.needs:
         parts.append("one more forward")
     if "Wdh" in q.needs:
         parts.append(f"a copy of `W`, two products with {KERNEL_ROWS} rows")
-    if "J" in q.needs:
-        parts.append(f"{2 * PROBES} passes backward from each layer to the first")
+    if {"J", "K"} & q.needs:
+        passes = 2 * PROBES * ("J" in q.needs) + 2 * LANCZOS_STEPS * ("K" in q.needs)
+        parts.append(f"{passes} passes backward from each layer to the first")
+    if "B" in q.needs:
+        parts.append(f"{2 * PROBES + 3} passes from the loss to each layer, all but one of second derivatives")
     if "db" in q.needs:
         parts.append("one more backward")
     if "J0" in q.needs:
         parts.append(
             "all parameters of the start kept on the host, one more forward at their values, with derivatives, and one more forward at present ones"
         )
+    if "w0" in q.needs:
+        parts.append(
+            "all parameters of the start kept on the host, one more forward at their values and one more forward at present ones, shared with `linearity`"
+        )
     if "probe" in q.needs:
         parts.append("one more forward at every 5th measured step, the first batch kept on the host")
+    if q.by_name:
+        parts.append("in no tier: by name only")
     return ", ".join(parts) or "none"
 
 
@@ -336,6 +360,7 @@ def page() -> str:
     return HEAD.format(**tiers) + TAIL.format(
         vectors=vectors,
         probes=PROBES,
+        lanczos=LANCZOS_STEPS,
         kernel_rows=KERNEL_ROWS,
         attention_rows=ROWS,
         attention_sequences=SEQUENCES,

@@ -115,7 +115,7 @@ class EngineState:
 
     @property
     def _linearized(self) -> bool:
-        return "J0" in self.settings.needs and self.processes is None
+        return bool({"J0", "w0"} & self.settings.needs) and self.processes is None
 
     def _begin(self, start: dict[int, list[Tensor]]) -> None:
         self._start = start

@@ -223,3 +223,30 @@ def contribution(g: Tensor, dW: Tensor) -> Tensor:
     """
     require_alike(g=g, dW=dW)
     return -inner(g, dW)
+
+
+@torch.no_grad()
+def backward_speed(b_before: Tensor, b_after: Tensor) -> Tensor:
+    r"""Relative change :math:`\|b_{after} - b_{before}\| / \|b_{before}\|` of the gradient of the loss with respect to
+    a layer's features.
+
+    Args:
+        b_before: before the step, any shape; all entries count as one vector.
+        b_after: after it, the same shape.
+
+    Returns:
+        A scalar >= 0; NaN if the gradient was zero.
+
+    Raises:
+        ValueError: shapes differ, or not real floating point.
+
+    Source: "The Feature Speed Formula", Section 6, (BS); its Proposition 6.1 predicts it for homogeneous networks.
+
+    Example:
+        >>> import torch
+        >>> backward_speed(torch.ones(4), 1.5 * torch.ones(4))
+        tensor(0.5000)
+    """
+    require_alike(b_before=b_before, b_after=b_after)
+    dtype = common_dtype(b_before, b_after)
+    return ratio(whole_length(b_after.to(dtype) - b_before.to(dtype)), whole_length(b_before)).to(dtype)

@@ -1,4 +1,4 @@
-"""Kernels, and what the papers assume: moments of the backward-to-feature kernel, speeds, cancellation, shares."""
+"""Kernels of gradient descent, and what the papers assume: cancellation, activations, shares."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from spectral_monitor.functional.feature_speed import require_alike
 from spectral_monitor.functional.features import as_rows, mean_ratio
 from spectral_monitor.functional.norms import ratio, spectral_norm
-from spectral_monitor.functional.vector_norms import common_dtype, largest, lengths, whole_length
-from spectral_monitor.linalg import compute_dtype
-
-SAME = 0.01
-"""Relative difference up to which two ways to the same number agree."""
-
-
-def length(x: Tensor) -> Tensor:
-    """Root of the sum of squares, in the dtype ``x`` is measured in.
-
-    Of all that a step's passes show, and so as fast as can be: squares of float32 entries below 1e-19 or above 1e19
-    are lost. :func:`spectral_monitor.functional.vector_norms.whole_length` loses none, and takes several times as long.
-    """
-    x = x.to(compute_dtype(x.dtype))
-    norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1) if x.ndim else x)
-    return norm
+from spectral_monitor.functional.vector_norms import common_dtype, largest, lengths
+from spectral_monitor.linalg import extreme_ritz_values
+from spectral_monitor.linalg.kernel_products import (
+    Product,
+    backward_to_feature,
+    check_ways,
+    feature_to_backward,
+    inner,
+)
 
 
 def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -72,6 +66,124 @@ def bfk_moments(
         >>> m1, m2
         (tensor(0.9000), tensor(0.8100))
     """
+    _check(outputs, parameters, rates, probes)
+    _check_graph(outputs)
+    return _moments(backward_to_feature(outputs, parameters, rates), probes, outputs)
+
+
+def bfk_extremes(
+    outputs: Sequence[Tensor], parameters: Sequence[Tensor], rates: Sequence[float], start: Sequence[Tensor], steps: int
+) -> tuple[Tensor, Tensor]:
+    """Bracket inside the extreme eigenvalues of the backward-to-feature kernel, by Lanczos.
+
+    The cosine of the backward-feature angle is at least ``lambda_min / lambda_max``. The smaller value here is an upper
+    bound of ``lambda_min`` and the larger one a lower bound of ``lambda_max``, so that their ratio is an upper bound of
+    this guarantee. The larger one is close to ``lambda_max`` after a few steps. The smaller one need not be: many
+    kernels have eigenvalues near 0, which lie close together and are found last.
+
+    Args:
+        outputs, parameters, rates: as :func:`bfk_moments` takes them.
+        start: a tensor for every output, of its shape, such as random signs (:func:`signs`).
+        steps: products with the kernel, two passes each.
+
+    Returns:
+        Two scalars >= 0 on the CPU, float64.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`bfk_moments`.
+
+    Source: "The Feature Speed Formula", Theorem 3.2 (i).
+
+    Example:
+        >>> import torch
+        >>> w, x = torch.ones(2, requires_grad=True), torch.tensor([1.0, 2.0])
+        >>> low, high = bfk_extremes([w * x], [w], [1.0], [torch.ones(2)], 2)  # K is diagonal, the squares of x
+        >>> round(low.item(), 4), round(high.item(), 4)
+        (1.0, 4.0)
+    """
+    _check(outputs, parameters, rates, [start])
+    _check_graph(outputs)
+    multiply, dtype = backward_to_feature(outputs, parameters, rates), common_dtype(*outputs)
+    sizes = [out.numel() for out in outputs]
+    ways: list[tuple[Tensor, Tensor]] = []
+
+    def product(x: Tensor) -> Tensor:
+        probe = [part.view(out.shape) for part, out in zip(x.split(sizes), outputs, strict=True)]
+        square, image = multiply(probe)
+        ways.append((square, inner(probe, image)))
+        return torch.cat([part.flatten().to(dtype) for part in image])
+
+    first = torch.cat([part.flatten().to(outputs[0].device, dtype) for part in start])
+    low, high = extreme_ritz_values(product, first, steps).clamp(min=0)
+    check_ways(ways, outputs)
+    return low, high
+
+
+def dual_bfk_moments(
+    loss: Tensor,
+    outputs: Sequence[Tensor | GradientEdge],
+    parameters: Sequence[Tensor],
+    rates: Sequence[float],
+    probes: Sequence[Sequence[Tensor]],
+) -> tuple[Tensor, Tensor]:
+    r"""Moments ``M_p = tr K~^p / m``, p = 1, 2, of the feature-to-backward kernel, the dual of the kernel above.
+
+    What gradient descent does to the weights ``w_l`` behind a layer changes the gradient ``b`` of its features by
+    ``-sum_l lr_l B_l g_l`` for small rates: ``B_l`` is the derivative of ``b`` by ``w_l`` at fixed features ``f``, and
+    ``g_l`` the gradient of ``w_l``. Where the loss is linear and the network behind the layer positively homogeneous in
+    ``f``, so is ``g_l``, and Euler's identity with the symmetry of second derivatives says ``g_l = B_l^T f``. So
+    ``db/dt = -K~ f`` with ``K~ = sum_l lr_l B_l B_l^T``, the sum over the weights behind the layer. For a matrix of a
+    perceptron ``g_l = b_l h_l^T`` with inputs ``h_l``, and of ``B_l^T u = b_l (J_l u)^T``, ``J_l`` the derivative of
+    ``h_l`` by ``f``, comes the paper's form ``K~ = sum_l lr_l |b_l|^2 J_l^T J_l``. For other losses and activations
+    ``K~`` is still defined, as the sum of ``lr B B^T``; it is what is returned.
+
+    It is never formed. ``B^T u`` is one pass through the graph of ``b``, and ``B y`` one through that of ``g``, because
+    both are the same second derivatives of the loss.
+
+    Args:
+        loss: a scalar with the graph that leads to it, which is kept.
+        outputs: the features, m entries in all, or where they are in the graph.
+        parameters: weights; those that lead to the outputs, which are not behind them, are left out.
+        rates: the learning rate of each.
+        probes: each a tensor for every output, of its shape; as in :func:`bfk_moments`.
+
+    Returns:
+        Two scalars, 0 where no weight behind changes b.
+
+    Raises:
+        ValueError: no probes, not as many rates as parameters, a probe not like the outputs, a loss that does not
+            depend on the outputs.
+        RuntimeError: an operation in the graph that torch cannot differentiate twice.
+
+    Source: "The Feature Speed Formula", Eq. 14 and Lemma A.1, where the minus sign is left out.
+
+    Example:
+        >>> import torch
+        >>> W, f = torch.ones(1, 2, requires_grad=True), torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> m1, m2 = dual_bfk_moments(3 * (W @ f).sum(), [f], [W], [0.1], [[torch.tensor([1.0, -1.0])]])  # 0.1 * 3^2
+        >>> m1, m2
+        (tensor(0.9000), tensor(0.8100))
+    """
+    b, multiply = feature_to_backward(loss, outputs, parameters, rates)
+    _check(b, parameters, rates, probes)
+    return _moments(multiply, probes, b)
+
+
+def _moments(multiply: Product, probes: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    first, second, ways = [], [], []
+    for probe in probes:
+        square, image = multiply(probe)
+        first.append(square)
+        second.append(inner(image, image))
+        ways.append((square, inner(probe, image)))
+    check_ways(ways, like)
+    size = sum(out.numel() for out in like)
+    return torch.stack(first).mean() / size, torch.stack(second).mean() / size
+
+
+def _check(
+    outputs: Sequence[Tensor], parameters: Sequence[Tensor], rates: Sequence[float], probes: Sequence[Sequence[Tensor]]
+) -> None:
     if not probes or len(parameters) != len(rates):
         raise ValueError(
             f"{len(probes)} probes, {len(rates)} rates for {len(parameters)} parameters: need >= 1, and all"
@@ -80,33 +192,11 @@ def bfk_moments(
     for probe in probes:
         if [tuple(z.shape) for z in probe] != shapes:
             raise ValueError(f"probes must be like the outputs {shapes}, got {[tuple(z.shape) for z in probe]}")
+
+
+def _check_graph(outputs: Sequence[Tensor]) -> None:
     if not all(out.requires_grad for out in outputs):
-        raise ValueError(f"outputs {shapes} must have a graph that leads to them")
-    first, second, gaps = [], [], []
-    nothing = outputs[0].new_zeros((), dtype=compute_dtype(outputs[0].dtype))
-    with torch.enable_grad(), torch.autocast(outputs[0].device.type, enabled=False):
-        for probe in probes:
-            z = [part.to(out).requires_grad_() for part, out in zip(probe, outputs, strict=True)]
-            found = torch.autograd.grad(outputs, parameters, z, retain_graph=True, create_graph=True, allow_unused=True)
-            pairs = [(g, rate) for g, rate in zip(found, rates, strict=True) if g is not None and rate]
-            scaled = [(g.detach() * rate).to(g) for g, rate in pairs]
-            moved = torch.autograd.grad([g for g, _ in pairs], z, scaled, allow_unused=True) if pairs else ()
-            pushed = [(part.detach(), Kz) for part, Kz in zip(z, moved, strict=bool(pairs)) if Kz is not None]
-            first.append(sum((_inner(g.detach(), u) for (g, _), u in zip(pairs, scaled, strict=True)), nothing))
-            second.append(sum((_inner(Kz, Kz) for _, Kz in pushed), nothing))
-            gaps.append(sum((_inner(*pair) for pair in pushed), nothing) - first[-1])
-    trace, gap = torch.stack(first), torch.stack(gaps).abs().sum()
-    # <z, K z> in two ways. Some operations, instead of failing, drop out of the second pass without a word.
-    if gap > max(SAME, 10 * max(torch.finfo(out.dtype).eps for out in outputs)) * trace.sum():
-        raise RuntimeError("an operation on the way cannot be differentiated twice")
-    size = sum(out.numel() for out in outputs)
-    return trace.mean() / size, torch.stack(second).mean() / size
-
-
-def _inner(a: Tensor, b: Tensor) -> Tensor:
-    dtype = compute_dtype(a.dtype)
-    a, b = a.to_dense().to(dtype), b.to_dense().to(dtype)
-    return (a * b).sum(dtype=torch.float64).to(dtype)
+        raise ValueError(f"outputs {[tuple(out.shape) for out in outputs]} must have a graph that leads to them")
 
 
 def bfk_ratio(m1: Tensor, m2: Tensor) -> Tensor:
@@ -128,66 +218,6 @@ def bfk_ratio(m1: Tensor, m2: Tensor) -> Tensor:
         tensor(0.8944)
     """
     return ratio(m1, m2.sqrt())
-
-
-@torch.no_grad()
-def kernel_change(h_before: Tensor, h_after: Tensor) -> Tensor:
-    r"""Relative change :math:`\|F_{after} - F_{before}\|_F / \|F_{before}\|_F` of the feature kernel
-    ``F = H H^T / m``, the inner products of all pairs of rows.
-
-    Args:
-        h_before: (rows, m) features before the step.
-        h_after: (rows, m) features of the same inputs after it.
-
-    Returns:
-        A scalar >= 0; 0 also where the features only rotate; NaN if all features are zero.
-
-    Raises:
-        ValueError: not (rows, features), or shapes differ.
-
-    Source: "Feature Learning in Infinite-Width Neural Networks": features are learnt where this kernel evolves.
-
-    Example:
-        >>> import torch
-        >>> kernel_change(torch.eye(3), 2 * torch.eye(3))
-        tensor(3.)
-    """
-    before, after = as_rows(h_before, "h_before"), as_rows(h_after, "h_after")
-    if before.shape != after.shape:
-        raise ValueError(f"h_before {tuple(before.shape)} and h_after {tuple(after.shape)} must have one shape")
-    dtype = common_dtype(before, after)
-    size = largest(before)
-    before, change = before.to(dtype) / size, (after.to(dtype) - before.to(dtype)) / size
-    with torch.autocast(before.device.type, enabled=False):
-        mixed = change @ before.T  # F after less F before cancels; its parts do not
-        return ratio(whole_length(mixed + mixed.T + change @ change.T), whole_length(before @ before.T)).to(dtype)
-
-
-@torch.no_grad()
-def backward_speed(b_before: Tensor, b_after: Tensor) -> Tensor:
-    r"""Relative change :math:`\|b_{after} - b_{before}\| / \|b_{before}\|` of the gradient of the loss with respect to
-    a layer's features.
-
-    Args:
-        b_before: before the step, any shape; all entries count as one vector.
-        b_after: after it, the same shape.
-
-    Returns:
-        A scalar >= 0; NaN if the gradient was zero.
-
-    Raises:
-        ValueError: shapes differ, or not real floating point.
-
-    Source: "The Feature Speed Formula", Section 6, (BS); its Proposition 6.1 predicts it for homogeneous networks.
-
-    Example:
-        >>> import torch
-        >>> backward_speed(torch.ones(4), 1.5 * torch.ones(4))
-        tensor(0.5000)
-    """
-    require_alike(b_before=b_before, b_after=b_after)
-    dtype = common_dtype(b_before, b_after)
-    return ratio(whole_length(b_after.to(dtype) - b_before.to(dtype)), whole_length(b_before)).to(dtype)
 
 
 @torch.no_grad()

@@ -45,6 +45,83 @@ def linearity(h_start: Tensor, h_now: Tensor, h_tangent: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def output_parts(
+    W_start: Tensor, W_now: Tensor, x_start: Tensor, x_now: Tensor, change: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Return the sizes of the parts of a readout's change since the start, relative to the change of its outputs.
+
+    The outputs of a matrix change by ``W_0 dx + dW x_0 + dW dx``: what its inputs have learned, what it has learned
+    itself, and both together.
+
+    Args:
+        W_start, W_now: (m, n) the matrix at the start and now.
+        x_start, x_now: (rows, n) its inputs then and now, of the same samples.
+        change: (rows, m) of its outputs, that of a bias included.
+
+    Returns:
+        Three scalars >= 0: ``|W_0 dx|``, ``|dW x_0|`` and ``|dW dx|``, over ``|change|``. They are sizes of vectors
+        that may cancel: they need not add up to 1. NaN if nothing has changed.
+
+    Raises:
+        ValueError: shapes that do not fit.
+
+    Source: "Feature Learning in Infinite-Width Neural Networks", Def. 5.4, Prop. 5.5 and Appendix B.
+
+    Example:
+        >>> import torch
+        >>> one = torch.ones(1, 1)
+        >>> output_parts(one, 2 * one, one, 4 * one, 7 * one)
+        (tensor(0.4286), tensor(0.1429), tensor(0.4286))
+    """
+    x, dx = as_rows(x_start, "x_start"), as_rows(x_now, "x_now")
+    if W_start.shape != W_now.shape or x.shape != dx.shape or change.shape != (len(x), len(W_start)):
+        raise ValueError(
+            f"W_start {tuple(W_start.shape)}, W_now {tuple(W_now.shape)}, x_start {tuple(x.shape)}, x_now "
+            f"{tuple(dx.shape)} and change {tuple(change.shape)} do not fit"
+        )
+    dtype = common_dtype(W_start, x, change)
+    W, x, dW = W_start.to(dtype), x.to(dtype), W_now.to(dtype) - W_start.to(dtype)
+    dx = dx.to(dtype) - x
+    with torch.autocast(x.device.type, enabled=False):
+        parts = (dx @ W.T, x @ dW.T, dx @ dW.T)
+    first, second, both = (ratio(whole_length(part), whole_length(change)).to(dtype) for part in parts)
+    return first, second, both
+
+
+@torch.no_grad()
+def kernel_change(h_before: Tensor, h_after: Tensor) -> Tensor:
+    r"""Relative change :math:`\|F_{after} - F_{before}\|_F / \|F_{before}\|_F` of the feature kernel
+    ``F = H H^T / m``, the inner products of all pairs of rows.
+
+    Args:
+        h_before: (rows, m) features before the step.
+        h_after: (rows, m) features of the same inputs after it.
+
+    Returns:
+        A scalar >= 0; 0 also where the features only rotate; NaN if all features are zero.
+
+    Raises:
+        ValueError: not (rows, features), or shapes differ.
+
+    Source: "Feature Learning in Infinite-Width Neural Networks": features are learnt where this kernel evolves.
+
+    Example:
+        >>> import torch
+        >>> kernel_change(torch.eye(3), 2 * torch.eye(3))
+        tensor(3.)
+    """
+    before, after = as_rows(h_before, "h_before"), as_rows(h_after, "h_after")
+    if before.shape != after.shape:
+        raise ValueError(f"h_before {tuple(before.shape)} and h_after {tuple(after.shape)} must have one shape")
+    dtype = common_dtype(before, after)
+    size = largest(before)
+    before, change = before.to(dtype) / size, (after.to(dtype) - before.to(dtype)) / size
+    with torch.autocast(before.device.type, enabled=False):
+        mixed = change @ before.T  # F after less F before cancels; its parts do not
+        return ratio(whole_length(mixed + mixed.T + change @ change.T), whole_length(before @ before.T)).to(dtype)
+
+
+@torch.no_grad()
 def kernel_alignment(h_start: Tensor, h_now: Tensor) -> Tensor:
     r"""Return the cosine of two centered feature kernels, ``<C F_0 C, C F_t C> / (|C F_0 C|_F |C F_t C|_F)``.
 

@@ -54,3 +54,14 @@ def lengths(x: Tensor) -> Tensor:
 def whole_length(x: Tensor) -> Tensor:
     """Length of all entries of ``x`` as one vector, float64, right whatever their size."""
     return lengths(lengths(x if x.ndim else x[None]).flatten())
+
+
+def length(x: Tensor) -> Tensor:
+    """Root of the sum of squares, in the dtype ``x`` is measured in.
+
+    Of all that a step's passes show, and so as fast as can be: squares of float32 entries below 1e-19 or above 1e19
+    are lost. :func:`whole_length` loses none, and takes several times as long.
+    """
+    x = x.to(compute_dtype(x.dtype))
+    norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1) if x.ndim else x)
+    return norm

@@ -12,6 +12,7 @@ from spectral_monitor.linalg.collectives import (
     run_local,
     sequence,
 )
+from spectral_monitor.linalg.extreme_eigenvalues import extreme_ritz_values
 from spectral_monitor.linalg.scaling import compute_dtype, frobenius, tame
 from spectral_monitor.linalg.sharded_stack import Shard, ShardedStack
 from spectral_monitor.linalg.spectral_norms import (
@@ -32,6 +33,7 @@ __all__ = [
     "SpectralEstimate",
     "all_reduce_norm",
     "compute_dtype",
+    "extreme_ritz_values",
     "frobenius",
     "gather",
     "rank_table",

@@ -59,8 +59,11 @@ class Readings(Protocol):
     def speed(self, name: str) -> float:
         """Return the length of a change over that of what changed."""
 
-    def kernel_ratio(self) -> float:
-        """Return the first moment of the kernel over the root of the second."""
+    def kernel_ratio(self, name: str = "K") -> float:
+        """Return the first moment of a kernel over the root of the second."""
+
+    def quotient(self, above: str, below: str) -> float:
+        """Return a single number over another."""
 
     def root_mean_square(self, name: str) -> float:
         """Return the RMS of the entries of a matrix of rows."""
@@ -104,12 +107,14 @@ class Quantity:
         key: name in ``Measurement.values`` and in ``spectral_<key>/<layer>``.
         notation: its formula as the documentation writes it.
         formula: how it follows from what was measured of a layer.
-        needs: what must be captured, of ``W dW WdW W1 g |g| W0 h b dh Wdh probe J J0 db qk dqk logits state``, with
-            spaces between: ``WdW`` is the inner product of weight and update, ``W1`` the weight after the step, ``|g|``
-            a norm of the gradient, ``Wdh`` the weight before the step times the change of the inputs, ``J`` the
-            derivative of the outputs by the weights, ``J0`` that at the start along what the weights have moved since,
-            ``db`` the change of b, ``qk`` the queries and keys of an attention block, ``dqk`` their change, ``logits``
-            rows of what the block computes, ``state`` what the optimizer holds of a parameter.
+        needs: what must be captured, of ``W dW WdW W1 g |g| W0 h b dh Wdh probe J K J0 w0 db B qk dqk logits state``,
+            with spaces between: ``WdW`` is the inner product of weight and update, ``W1`` the weight after the step,
+            ``|g|`` a norm of the gradient, ``Wdh`` the weight before the step times the change of the inputs, ``J`` the
+            derivative of the outputs by the weights, ``K`` extreme eigenvalues of the kernel made of that, ``J0`` the
+            derivative at the start along what the weights have moved since, ``w0`` the parameters of the start, ``db``
+            the change of b, ``B`` the derivative of b by the weights behind the layer, ``qk`` the queries and keys of
+            an attention block, ``dqk`` their change, ``logits`` rows of what the block computes, ``state`` what the
+            optimizer holds of a parameter.
         tier: ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward;
             ``"full"`` forwards with a graph and passes through it, checks what the papers assume, or looks closely.
         unit: what it is counted in; ``"ratio"`` where units cancel.
@@ -122,6 +127,7 @@ class Quantity:
         of_vectors: whether biases and gains have it.
         of_inputs: whether it is read off a layer's inputs, so that the one-hot inputs of embeddings have none.
         by_frobenius: whether it takes Frobenius norms only, which read a matrix once.
+        by_name: whether it is measured where it is asked for by name only, being too dear for its tier.
         margin: how many times larger than their rounding features must change for it to be known.
         question: title of the panel that shows it; empty for none.
         title: of its charts in that panel.
@@ -145,6 +151,7 @@ class Quantity:
     of_vectors: bool = False
     of_inputs: bool = False
     by_frobenius: bool = False
+    by_name: bool = False
     margin: float = 2.0
     question: str = ""
     title: str = ""

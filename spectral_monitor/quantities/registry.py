@@ -33,7 +33,7 @@ def register(*entries: Quantity) -> None:
         if entry.key in QUANTITIES:
             raise ValueError(f"there is a quantity {entry.key!r} already")
         QUANTITIES[entry.key] = entry
-        for tier in _FROM[entry.tier]:
+        for tier in () if entry.by_name else _FROM[entry.tier]:
             TIERS[tier] = (*TIERS[tier], entry.key)
 
 

@@ -19,7 +19,7 @@ from spectral_monitor.functional.kernels import signs
 from spectral_monitor.quantities import QUANTITIES, TIERS, assumptions, attention, laziness, optimizers, signals
 
 torch.set_num_threads(1)
-FULL = [quantity.key for quantity in assumptions.ENTRIES]
+FULL = [quantity.key for quantity in assumptions.ENTRIES if not quantity.by_name]
 LAYERS = ("first", "second", "third", "head")
 
 
@@ -104,7 +104,10 @@ def test_tiers():
         *("bfk_ratio", "backward_speed", "dual_bfa_cos", "gradient_change"),
         *("feature_change_inherited", "feature_change_joint"),
     ] == FULL
-    assert TIERS["full"] == tuple(QUANTITIES)
+    assert TIERS["full"] == tuple(key for key, quantity in QUANTITIES.items() if not quantity.by_name)
+    assert {key for key, quantity in QUANTITIES.items() if quantity.by_name} == {
+        *("bfk_peak", "bfk_guarantee", "dual_bfk_ratio")
+    }
     modules = (assumptions, attention, laziness, optimizers, signals)
     only_full = {entry.key for module in modules for entry in module.ENTRIES}
     assert set(TIERS["standard"]) == set(QUANTITIES) - only_full

@@ -15,7 +15,7 @@ from spectral_monitor.engine.features import kernels as full
 from spectral_monitor.quantities import assumptions
 
 torch.set_num_threads(1)
-FULL = sorted(quantity.key for quantity in assumptions.ENTRIES)
+FULL = sorted(quantity.key for quantity in assumptions.ENTRIES if not quantity.by_name)
 
 
 def batch(rows=9):

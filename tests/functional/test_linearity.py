@@ -75,3 +75,19 @@ def test_rounding_does_not_take_alignment_out_of_its_range():
         d = torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]) * gaussian(1, 1, seed=seed, dtype=torch.float32)
         for first, second in ((a, b), (c, d), (c @ gaussian(3, 3, seed=seed).float(), d)):
             assert 0 <= F.kernel_alignment(first, second).item() <= 1
+
+
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_parts_of_the_output_by_hand(dtype, rel):
+    V0, V, x0, x = (gaussian(*shape, seed=k, dtype=dtype) for k, shape in enumerate(((3, 4), (3, 4), (6, 4), (6, 4))))
+    a, b, c, d = (z.double().numpy() for z in (V0, V, x0, x))
+    df = d @ b.T - c @ a.T + 0.3
+    parts = [(d - c) @ a.T, c @ (b - a).T, (d - c) @ (b - a).T]
+    np.testing.assert_allclose(sum(parts) + 0.3, df, rtol=1e-10)
+    found = F.output_parts(V0, V, x0, x, torch.as_tensor(df).to(dtype))
+    assert [part.item() for part in found] == pytest.approx(
+        [np.linalg.norm(p) / np.linalg.norm(df) for p in parts], rel
+    )
+    assert all(part.isnan() for part in F.output_parts(V0, V0, x0, x0, torch.zeros(6, 3)))
+    with pytest.raises(ValueError, match=r"change \(6, 4\) do not fit"):
+        F.output_parts(V0, V, x0, x, x)

@@ -71,6 +71,10 @@ def test_wide_modules_come_close_to_the_twin(activation, bias):
     assert distances[1] < distances[0] / 3
 
 
+FOUR_PROBES = 0.3
+"""Two standard deviations of the mean eigenvalue of a layer of nine outputs on 16 rows, by four random vectors."""
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_quantity_is_that_of_a_wide_module(bias):
     """What the probe says of the twin, against what it says of width 16,384."""
@@ -92,8 +96,10 @@ def test_every_quantity_is_that_of_a_wide_module(bias):
                 assert math.isnan(ours)
                 assert found.why(key, layer) == "outputs are 0 at the start"
             elif math.isfinite(theirs) and key != "lr_multiplier":
-                rounding = 1e-6 if key == "linearity" else 0.0  # of outputs that are linear in the weights it is 0
-                assert ours == pytest.approx(theirs, rel=0.07, abs=rounding), (key, layer)
+                # 0 but for rounding: of outputs that are linear in the weights, and of fewer inputs than samples
+                rounding = {"linearity": 1e-6, "bfk_guarantee": 1e-5}.get(key, 0.0)
+                rel = FOUR_PROBES if key == "bfk_peak" else 0.07
+                assert ours == pytest.approx(theirs, rel=rel, abs=rounding), (key, layer)
                 compared.add(key)
     assert len(compared) >= 25
     assert not found.verdicts

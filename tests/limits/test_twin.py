@@ -136,6 +136,10 @@ def measured(module, groups):
     return probe.measurements[-1]
 
 
+FOUR_PROBES = 0.3
+"""Two standard deviations of the mean eigenvalue of a layer of nine outputs on 16 rows, by four random vectors."""
+
+
 def test_every_quantity_is_that_of_a_wide_module():
     """What the probe says of the twin, converted, against what it says of width 16,384."""
     n = 2**14
@@ -157,8 +161,10 @@ def test_every_quantity_is_that_of_a_wide_module():
             elif key in RELATIVE_TO_START and layer == "second":
                 assert math.isnan(ours)  # outputs are 0 at the start: what they drift by is without limit
             elif math.isfinite(theirs) and key != "lr_multiplier":
-                rounding = 1e-6 if key == "linearity" else 0.0  # of outputs that are linear in the weights it is 0
-                assert ours == pytest.approx(theirs, rel=0.07, abs=rounding), (key, layer)
+                # 0 but for rounding: of outputs that are linear in the weights, and of fewer inputs than samples
+                rounding = {"linearity": 1e-6, "bfk_guarantee": 1e-5}.get(key, 0.0)
+                rel = FOUR_PROBES if key == "bfk_peak" else 0.07
+                assert ours == pytest.approx(theirs, rel=rel, abs=rounding), (key, layer)
                 compared.add(key)
                 if at_twin.value(key, layer) != ours:
                     scaled.add(key)

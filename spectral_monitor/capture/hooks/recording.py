@@ -28,7 +28,7 @@ from spectral_monitor.capture.row_sampling import (
     rows_of,
     sample_size,
 )
-from spectral_monitor.functional.kernels import length
+from spectral_monitor.functional.vector_norms import length
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import NODE
 from spectral_monitor.state.dtensor import local_part

@@ -17,31 +17,39 @@ from spectral_monitor.capture.replay.graph_replay import Graph, sees_all_modules
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.capture.row_sampling import rows_of
-from spectral_monitor.engine.features.linearization import Linearization
+from spectral_monitor.engine.features.linearization import SINCE_START, Linearization
 from spectral_monitor.engine.features.replays import Context, Probe, StepInputs, trained_on
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.functional.features import mean_ratio
-from spectral_monitor.functional.kernels import bfk_moments, kernel_change, length, signs
-from spectral_monitor.functional.laziness import kernel_alignment
-from spectral_monitor.functional.vector_norms import lengths, whole_length
+from spectral_monitor.functional.kernels import bfk_extremes, bfk_moments, dual_bfk_moments, signs
+from spectral_monitor.functional.laziness import kernel_alignment, kernel_change
+from spectral_monitor.functional.vector_norms import length, lengths, whole_length
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.messages import WarnOnce
-from spectral_monitor.quantities import assumptions, laziness
+from spectral_monitor.quantities import TIERS, assumptions, laziness
 from spectral_monitor.state.snapshot import preserved
 
 PROBES = 4
-"""Random vectors for the kernel of each layer; each takes two passes."""
+"""Random vectors for the moments of the kernel of each layer; each takes two passes."""
+LANCZOS_STEPS = 8
+"""Products with the kernel of each layer for its extreme eigenvalues; each takes two passes."""
 SEED = 3
 """Of the private generator they are drawn from: the same ones in every step, so that their noise is no change."""
 
 ALONE = frozenset(q.key for q in (*assumptions.ENTRIES, *laziness.ENTRIES) if q.needs & {"h", "b"})
 """Quantities that are measured in a single process only."""
+MOMENTS, EXTREMES = frozenset({"bfk_ratio", "bfk_peak"}), frozenset({"bfk_peak", "bfk_guarantee"})
+"""Those of the backward-to-feature kernel: by its moments, and by its extreme eigenvalues."""
 OF_OUTPUTS = frozenset({"backward_speed", "dual_bfa_cos"})
 """Those that gradients of outputs in a second backward pass say."""
-BACKWARD = OF_OUTPUTS | {"gradient_change"}
+CHANGES = OF_OUTPUTS | {"gradient_change"}
 """All that the second backward pass is for."""
+DUAL = "dual_bfk_ratio"
+"""What passes through the graph of gradients say."""
+BACKWARD = CHANGES | {DUAL}
+"""All that takes the loss, and where its backward pass began."""
 
 SEVERAL = "measured in a single process only"
 ACCUMULATED = "gradients are accumulated: it is not this batch alone that moves the features"
@@ -90,7 +98,8 @@ class FullStage:
         ``portion``: the samples it is run on, if that is not all.
         """
         layers = self._features.layers
-        read = {i for i, layer in layers.items() if layer.info.role == "readout"} if self._keys == ALONE else set()
+        tier = self._keys >= ALONE & set(TIERS["full"])
+        read = {i for i, layer in layers.items() if layer.info.role == "readout"} if tier else set()
         read |= {i for i, layer in layers.items() if is_pointwise(layer)} if self._keys & PARTS else set()
         inputs = {i: rows for k in sorted(read) for i, rows in self._features.inputs(k).items()} or None
         if portion is not None:
@@ -150,20 +159,22 @@ class FullStage:
                 self._out.put(i, "kernel_alignment", kernel_alignment(*change.pairs))
 
     def linearized(self, probe: Probe | None, start: Mapping[str, Tensor], context: Context) -> None:
-        """Compare the probe batch's outputs with their linearization at the start of the run, if they are due.
+        """Compare the probe batch's outputs with those of the start and their linearization, if they are due.
 
         ``start``: parameters then, by name.
         """
-        if "linearity" not in self._keys or self._facts.no_drift or probe is None:
-            return
+        keys = SINCE_START & self._keys
         found = Linearization(self._model, self._features, start, self._host, self._out)
-        try:
-            why = found.measure(probe, context, self._facts.eps)
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._facts.why_not["linearity", NETWORK] = f"the probe batch has no derivative in forward mode ({said})"
-            return
-        self._facts.why_not.update({("linearity", i): reason for i, reason in why.items()})
+        while keys and not self._facts.no_drift and probe is not None:
+            failed = {"linearity"} & keys or keys
+            try:
+                self._facts.why_not.update(found.measure(keys, probe, context, self._facts.eps))
+                return
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}".splitlines()[0]
+                way = "has no derivative in forward mode" if "linearity" in failed else "could not be run again"
+                self._missing(failed, NETWORK, f"the probe batch {way} ({said})")
+            keys -= failed  # the others take no derivative
 
     def graphs(
         self, again: Replayable | None, given: StepInputs, outputs: Outputs, rates: Sequence[tuple[nn.Parameter, float]]
@@ -176,42 +187,52 @@ class FullStage:
             outputs: of the layers, before it, with their gradients.
             rates: the parameters that are trained, and their learning rates.
         """
-        if "bfk_ratio" in self._keys:
+        if (MOMENTS | EXTREMES) & self._keys:
             self._kernels(again, rates, given.context)
-        if BACKWARD & self._keys:
+        if CHANGES & self._keys:
             self._backwards(again, given, outputs, [p for p, _ in rates])
+        if DUAL in self._keys:
+            self._dual_kernels(again, given, [(p, rate) for p, rate in rates if p.requires_grad])
 
     def _kernels(self, again: Replayable | None, rates: Sequence[tuple[nn.Parameter, float]], context: Context) -> None:
-        """Moments of the layers' backward-to-feature kernels, at the weights after the step."""
+        """Moments and extreme eigenvalues of backward-to-feature kernels, at the weights after the step."""
+        keys = (MOMENTS | EXTREMES) & self._keys
         reason = ACCUMULATED if self._facts.accumulated > 1 else ""
         trained = [(p, rate) for p, rate in rates if p.requires_grad]
 
         def work(graph: Graph, loss: Tensor | None) -> None:
-            for i in self._as_before({"bfk_ratio"}, graph):
+            for i in self._as_before(keys, graph):
                 self._kernel(i, graph.outputs[i], trained)
 
         with sdpa_kernel(SDPBackend.MATH):  # of attention's ways the one that can be differentiated twice
-            self._trace({"bfk_ratio"}, again, reason, [p for p, _ in rates], context, Graph(copies=True), work)
+            self._trace(keys, again, reason, [p for p, _ in rates], context, Graph(copies=True), work)
 
     def _kernel(self, i: int, outputs: Sequence[Tensor], trained: Sequence[tuple[nn.Parameter, float]]) -> None:
+        keys = (MOMENTS | EXTREMES) & self._keys
         if not all(out.requires_grad for out in outputs):
-            self._facts.why_not["bfk_ratio", i] = NO_GRAPH
+            self._missing(keys, i, NO_GRAPH)
             return
         generator = torch.Generator().manual_seed(SEED)
         probes = [[signs(out.shape, generator) for out in outputs] for _ in range(PROBES)]
+        parameters, rates = [p for p, _ in trained], [rate for _, rate in trained]
+        found: dict[str, Tensor] = {}
         try:
-            first, second = bfk_moments(outputs, [p for p, _ in trained], [rate for _, rate in trained], probes)
+            if MOMENTS & keys:
+                found["K.1"], found["K.2"] = bfk_moments(outputs, parameters, rates, probes)
+            if EXTREMES & keys:
+                extremes = bfk_extremes(outputs, parameters, rates, probes[0], LANCZOS_STEPS)
+                found["K.smallest"], found["K.largest"] = extremes
         except Exception as error:
-            self._facts.why_not["bfk_ratio", i] = f"no second derivatives ({type(error).__name__}: {error})"
+            self._missing(keys, i, f"no second derivatives ({type(error).__name__}: {error})")
             return
-        self._out.put(i, "K.1", first)
-        self._out.put(i, "K.2", second)
+        for name, value in found.items():
+            self._out.put(i, name, value)
 
     def _backwards(
         self, again: Replayable | None, given: StepInputs, outputs: Outputs, parameters: Sequence[nn.Parameter]
     ) -> None:
         """Measure how far the gradients of the layers' outputs and weights have moved."""
-        keys, seen = self._keys & BACKWARD, self._features.weight_gradients
+        keys, seen = self._keys & CHANGES, self._features.weight_gradients
         run, start = _with_loss(again, given)
 
         def work(graph: Graph, loss: Tensor | None) -> None:
@@ -230,13 +251,46 @@ class FullStage:
             for i, g in zip(before, found, strict=bool(edges)):
                 self._gradient(i, before[i], g)
 
-        reason = NO_LOSS if again is not None and run is None else ""
-        if isinstance(self._features.looked, RootCall) and self._features.looked.halves:
-            reason = reason or HALVED
+        reason = self._no_backward(again, run)
         self._facts.why_not.update(
             {("gradient_change", i): NO_WEIGHT for i in self._features.layers if seen.get(i) is None}
         )
         self._trace(keys, run, reason, parameters, given.context, Graph(copies=False), work)
+
+    def _no_backward(self, again: Replayable | None, run: Replayable | None) -> str:
+        if again is not None and run is None:
+            return NO_LOSS
+        return HALVED if isinstance(self._features.looked, RootCall) and self._features.looked.halves else ""
+
+    def _dual_kernels(
+        self, again: Replayable | None, given: StepInputs, rates: Sequence[tuple[nn.Parameter, float]]
+    ) -> None:
+        """Put moments of the layers' feature-to-backward kernels, at the weights after the step."""
+        run, start = _with_loss(again, given)
+        parameters = [p for p, _ in rates]
+
+        def work(graph: Graph, loss: Tensor | None) -> None:
+            if loss is None or not loss.requires_grad:
+                raise ValueError("no graph leads to its loss")
+            begun = (loss * torch.as_tensor(start).to(loss)).sum()
+            for i in self._as_before({DUAL}, graph):
+                places = [edge for edge in graph.edges[i] if edge is not None]
+                if len(places) < len(graph.edges[i]):
+                    self._missing({DUAL}, i, NO_GRAPH)
+                    continue
+                generator = torch.Generator().manual_seed(SEED)
+                probes = [[signs(out.shape, generator) for out in graph.outputs[i]] for _ in range(PROBES)]
+                try:
+                    first, second = dual_bfk_moments(begun, places, parameters, [rate for _, rate in rates], probes)
+                except Exception as error:
+                    self._missing({DUAL}, i, f"no second derivatives ({type(error).__name__}: {error})")
+                    continue
+                self._out.put(i, "dual.1", first)
+                self._out.put(i, "dual.2", second)
+
+        reason = (ACCUMULATED if self._facts.accumulated > 1 else "") or self._no_backward(again, run)
+        with sdpa_kernel(SDPBackend.MATH):
+            self._trace({DUAL}, run, reason, parameters, given.context, Graph(copies=True), work)
 
     def _backward(self, i: int, after: Sequence[Tensor | None], outputs: Outputs) -> None:
         layer, parts = self._features.layers[i], []

@@ -1,8 +1,8 @@
-"""The network's linearization at the start of the run, against where it has come since: is this run lazy?"""
+"""The network at the start of the run, linearized and in parts, against where it has come since: is this run lazy?"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +13,14 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.records.assumption_checks import is_pointwise
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs
 from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.capture.row_sampling import rows_of
 from spectral_monitor.engine.features.replays import Context, Probe
 from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.results.reasons import ROUNDED
-from spectral_monitor.functional.laziness import linearity
+from spectral_monitor.functional.laziness import linearity, output_parts
 from spectral_monitor.functional.vector_norms import whole_length
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import compute_dtype
@@ -28,12 +29,18 @@ from spectral_monitor.state.snapshot import preserved
 MARGIN = 0.01
 """Share of the change of the outputs that they may be off: two digits."""
 
+PARTS = ("output_drift_features", "output_drift_readout", "output_drift_joint")
+"""Of the change of a readout's outputs, in the order of :func:`~spectral_monitor.functional.output_parts`."""
+SINCE_START = frozenset({"linearity", *PARTS})
+"""Quantities that take the network of the start."""
+
 DIFFERENTLY = "called differently when the probe batch was run again"
 ELSEWHERE = (
     "with the weights of the start the probe batch gives other outputs than it did: weights are kept elsewhere than in "
     "parameters, or were moved before the first step"
 )
 NO_START = "the weights of the start are not known"
+NO_MATRIX = "known of readouts that are a single matrix, itself a parameter, and whose inputs are tensors of numbers"
 NEW_PARAMETERS = "parameters are trained that were not at the start"
 
 
@@ -44,16 +51,26 @@ class _Rows:
     Attributes:
         kept: what was kept of the calls.
         found: layer index -> of each call rows (R, m) and their derivatives; ``None`` if it was called differently.
+        inputs: readout's index -> of each call the inputs (R, n) of these rows; ``None`` if there are none.
     """
 
     kept: Outputs
     found: dict[int, list[tuple[Tensor, Tensor] | None]] = field(default_factory=dict)
+    inputs: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
         """Copy rows of one more call of layer ``i``."""
         calls, before = self.found.setdefault(i, []), self.kept.get(i, [])
-        rows = self._rows(out, layer, before[len(calls)]) if len(calls) < len(before) else None
-        calls.append(rows)
+        kept = before[len(calls)] if len(calls) < len(before) else None
+        calls.append(None if kept is None else self._rows(out, layer, kept))
+        if layer.info.role == "readout" and is_pointwise(layer):
+            self.inputs.setdefault(i, []).append(self._inputs(given, layer, kept))
+
+    def _inputs(self, given: Tensor | None, layer: Layer, kept: CallRows | None) -> Tensor | None:
+        if given is None or kept is None or not given.is_floating_point():
+            return None
+        value = forward_ad.unpack_dual(given).primal
+        return rows_of(value, *layer.features_of(value), kept.index)[: len(kept.h)].clone()
 
     def _rows(self, out: Tensor, layer: Layer, kept: CallRows) -> tuple[Tensor, Tensor] | None:
         value, derivative = forward_ad.unpack_dual(out)
@@ -72,6 +89,11 @@ class _Rows:
             return None
         rows, derivatives = zip(*calls, strict=True)
         return torch.cat(rows), torch.cat(derivatives)
+
+    def inputs_of(self, i: int) -> Tensor | None:
+        """Return the inputs of all calls of a readout, if they are known."""
+        calls = [call for call in self.inputs.get(i, ()) if call is not None]
+        return torch.cat(calls) if calls and len(calls) == len(self.inputs[i]) else None
 
 
 class _Whole(nn.Module):
@@ -92,7 +114,9 @@ def start_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Linearization:
-    """Compares how far layers' outputs on the probe batch have come with where the linearization has them."""
+    """Compares how far layers' outputs on the probe batch have come with where the linearization has them, and takes
+    the change of a readout's outputs apart.
+    """
 
     def __init__(
         self, model: nn.Module, features: FeatureCapture, start: Mapping[str, Tensor], host: bool, out: RawScalars
@@ -104,13 +128,16 @@ class Linearization:
         self._host = host
         self._out = out
 
-    def measure(self, probe: Probe, context: Context, eps: Mapping[int, float]) -> dict[int, str]:
-        """Put ``linearity`` of the layers; return for each that has none the reason.
+    def measure(
+        self, keys: Collection[str], probe: Probe, context: Context, eps: Mapping[int, float]
+    ) -> dict[tuple[str, int], str]:
+        """Put what is asked for of the layers; return for what is missing the reason.
 
-        Two forwards: one at the weights of the start, with its derivative along what the weights have moved since,
-        and one at the present weights.
+        Two forwards: one at the weights of the start, for ``linearity`` with its derivative along what the weights have
+        moved since, and one at the present weights.
 
         Args:
+            keys: some of :data:`SINCE_START`.
             probe: the batch, and what the layers gave for it at the start.
             context: the precision it is run under.
             eps: layer index -> rounding of its outputs.
@@ -120,14 +147,18 @@ class Linearization:
         """
         why = self._unknown()
         if why:
-            return dict.fromkeys(probe.outputs, why)
+            return {(key, i): why for key in keys for i in probe.outputs}
         begin, now = _Rows(probe.outputs), _Rows(probe.outputs)
         # Fused kernels of attention have no derivative in forward mode.
         with torch.inference_mode(False), torch.no_grad(), forward_ad.dual_level():
             with sdpa_kernel(SDPBackend.MATH):
-                self._run(probe.again, context, begin, self._moved())
+                self._run(probe.again, context, begin, self._begun("linearity" in keys))
             self._run(probe.again, context, now, {})
-        return {i: why for i in probe.outputs if (why := self._compare(i, probe.outputs[i], begin, now, eps.get(i, 0)))}
+        found: dict[tuple[str, int], str] = {}
+        for i, kept in probe.outputs.items():
+            missing = self._compare(keys, i, kept, begin, now, eps.get(i, 0))
+            found.update({(key, i): reason for key, reason in missing.items()})
+        return found
 
     def _unknown(self) -> str:
         if not self._start:
@@ -135,14 +166,15 @@ class Linearization:
         trained = {name for name, p in self._model.named_parameters() if p.requires_grad and p.is_floating_point()}
         return NEW_PARAMETERS if trained - self._start.keys() else ""
 
-    def _moved(self) -> dict[str, Tensor]:
-        """Return the parameters of the start with their change since as derivative."""
+    def _begun(self, moving: bool) -> dict[str, Tensor]:
+        """Return the parameters of the start; if they are ``moving``, with their change since as derivative."""
         now = dict(self._model.named_parameters())
         found = {}
         for name, old in self._start.items():
             p = now[name].detach()
             begin, dtype = old.to(p.device), compute_dtype(p.dtype)
-            found[name] = forward_ad.make_dual(begin, (p.to(dtype) - begin.to(dtype)).to(p.dtype))
+            change = (p.to(dtype) - begin.to(dtype)).to(p.dtype) if moving else None
+            found[name] = begin if change is None else forward_ad.make_dual(begin, change)
         return found
 
     def _run(self, again: Replayable, context: Context, watcher: _Rows, parameters: Mapping[str, Tensor]) -> None:
@@ -152,11 +184,13 @@ class Linearization:
                 whole = {f"model.{name}": p for name, p in parameters.items()}
                 functional_call(_Whole(self._model), whole, (again,))
 
-    def _compare(self, i: int, kept: list[CallRows], begin: _Rows, now: _Rows, eps: float) -> str:
-        """Put the value of a layer; or return why there is none."""
+    def _compare(
+        self, keys: Collection[str], i: int, kept: list[CallRows], begin: _Rows, now: _Rows, eps: float
+    ) -> dict[str, str]:
+        """Put the values of a layer; return why some are missing."""
         first, second = begin.of(i), now.of(i)
         if first is None or second is None:
-            return DIFFERENTLY
+            return dict.fromkeys(keys, DIFFERENTLY)
         (start, tangent), (rows, _) = first, second
         dtype = compute_dtype(rows.dtype)
         before = torch.cat([call.h for call in kept]).to(rows.device, dtype)
@@ -164,8 +198,27 @@ class Linearization:
         change, off, size = torch.stack(lengths).tolist()
         # What is off by no more than rounding is not, however little has changed.
         if off > max(MARGIN * change, eps * size / MARGIN):
-            return ELSEWHERE
+            return dict.fromkeys(keys, ELSEWHERE)
         if change and max(off, eps * size) > MARGIN * change:
-            return ROUNDED
-        self._out.put(i, "linearity", linearity(start, rows, tangent))
-        return ""
+            return dict.fromkeys(keys, ROUNDED)
+        if "linearity" in keys:
+            self._out.put(i, "linearity", linearity(start, rows, tangent))
+        asked, x, weights = set(PARTS) & set(keys), (begin.inputs_of(i), now.inputs_of(i)), self._weights(i)
+        if not asked or x[0] is None or x[1] is None or weights is None:
+            return dict.fromkeys(asked, NO_MATRIX)
+        for key, part in zip(PARTS, output_parts(*weights, x[0], x[1], rows.to(dtype) - start.to(dtype)), strict=True):
+            if key in asked:
+                self._out.put(i, key, part)
+        return {}
+
+    def _weights(self, i: int) -> tuple[Tensor, Tensor] | None:
+        """Return a readout's matrix (m, n) at the start and now; ``None`` if it is not a parameter itself."""
+        layer = self._features.layers[i]
+        if layer.info.role != "readout" or layer.compute is not None or not is_pointwise(layer):
+            return None
+        now = layer.weight()
+        name = next((name for name, p in self._model.named_parameters() if p is layer.sources[0]), "")
+        begun = self._start.get(name)
+        both = (now if begun is None else begun.to(now.device), now)  # what is not trained is as it was
+        begin, end = (layer.layout.stack(matrix).flatten(0, 2) for matrix in both)
+        return begin, end

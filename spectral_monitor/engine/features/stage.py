@@ -16,7 +16,7 @@ from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
-from spectral_monitor.functional.kernels import length
+from spectral_monitor.functional.vector_norms import length
 from spectral_monitor.linalg import (
     AllReduce,
     Coroutine,

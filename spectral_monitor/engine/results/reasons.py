@@ -36,7 +36,7 @@ DRIFTS = ("feature_drift", "kernel_drift")
 """Changes since the start, relative to what was there."""
 OVER_OUTPUTS = PARTS | {"feature_change_local"}
 """Quantities that are read off inputs, but relative to outputs."""
-OF_READOUTS = frozenset({"log_z", "readout_row"})
+OF_READOUTS = frozenset({"log_z", "readout_row", "output_drift_features", "output_drift_readout", "output_drift_joint"})
 """Quantities of output layers alone."""
 ATTENTION = frozenset(entry.key for entry in attention.ENTRIES)
 """Quantities of attention blocks."""

@@ -17,6 +17,7 @@ from spectral_monitor.quantities.quantity import Norm
 RATIOS = frozenset(
     {"alignment", "update_alignment", "feature_change", "feature_drift", "feature_cancellation", "kernel_change"}
     | {"activation_ratio", "sample_share", "linearity", "kernel_drift", "kernel_alignment", "kurtosis", "outliers"}
+    | {"output_drift_features", "output_drift_readout", "output_drift_joint"}
 )
 """Raw scalars that divide by a norm: NaN where that is zero, and then nothing is wrong."""
 
@@ -171,10 +172,15 @@ class LayerScalars:
         before = self.get(f"{name}.norm")
         return self.get(f"d{name}.norm") / before if before else math.nan
 
-    def kernel_ratio(self) -> float:
-        """First moment of the kernel over the root of the second."""
-        first, second = self.get("K.1"), self.get("K.2")
+    def kernel_ratio(self, name: str = "K") -> float:
+        """First moment of a kernel over the root of the second."""
+        first, second = self.get(f"{name}.1"), self.get(f"{name}.2")
         return min(first / math.sqrt(second), 1.0) if second > 0 else math.nan
+
+    def quotient(self, above: str, below: str) -> float:
+        """Return a single number over another; NaN where that is zero."""
+        divisor = self.get(below)
+        return self.get(above) / divisor if divisor else math.nan
 
     def root_mean_square(self, name: str) -> float:
         """RMS of the entries of a matrix of rows."""

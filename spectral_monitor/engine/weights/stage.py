@@ -149,7 +149,7 @@ class MatrixStage:
                 member.layer.compute is not None or summed_over(member.layer.sources[0])
             ):
                 self.no_gradient[i] = SUMMED if member.layer.compute is None else COMPUTED
-        if "J" in self.settings.needs:
+        if {"J", "K", "B"} & self.settings.needs:
             self.rates += [(p, float(group["lr"])) for group in optimizer.param_groups for p in group["params"]]
         self.unused.update(i for i, m in held.members.items() if all(p.grad is None for p in m.layer.sources))
         # A fused optimizer takes the loss scale out of the gradients by itself, in place; they are then the loss's.
