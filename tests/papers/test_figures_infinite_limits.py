@@ -11,6 +11,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "papers"))
+import infinite_width_accuracy
 import infinite_width_fig4
 import infinite_width_maml
 import infinite_width_max_lr
@@ -97,6 +98,61 @@ def test_an_edge_is_between_stable_and_unstable():
     edge = infinite_width_max_lr.edge("standard", 32, 0, x, y)
     assert infinite_width_max_lr.is_stable("standard", 32, 0, edge / 1.02, x, y)
     assert not infinite_width_max_lr.is_stable("standard", 32, 0, edge * 1.02, x, y)
+
+
+@pytest.mark.slow
+def test_right_edges_of_accuracy(tmp_path):
+    """The figure of section 1: the largest rate that trains falls in standard parametrization, and stays under muP."""
+    run(infinite_width_accuracy, tmp_path)
+    rows = jobs._read(tmp_path / "infinite_width_accuracy.jsonl")
+    found = infinite_width_accuracy.edges(rows)
+    assert -1 < found["standard"].slope < -0.3  # -1 in networks much wider than these
+    assert found["muP"].slope == pytest.approx(0, abs=0.15)
+    assert min(row["best"] for row in rows) > 0.25
+    for row in rows:  # no rate beyond the edge trains half as well as the best
+        beyond = [a for rate, a in zip(row["rates"], row["accuracies"], strict=True) if rate > row["edge"]]
+        assert max(beyond) - 0.1 <= (row["best"] - 0.1) / 2
+
+
+@pytest.fixture
+def few_images():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(200) % 10
+    x = torch.randn(10, infinite_width_accuracy.COMPONENTS, generator=generator)[labels]
+    return x + 1.5 * torch.randn(x.shape, generator=generator), labels
+
+
+@pytest.mark.parametrize("name", ["standard", "muP"])
+def test_accuracy_is_that_of_plain_sgd(name, few_images):
+    """In float64, by matrices; the rates of section 4 and of muP for inputs of norm sqrt(d), written out once more."""
+    (x, labels), n, lr, d = few_images, 48, 0.5 if name == "muP" else 1.0, infinite_width_accuracy.COMPONENTS
+    torch.manual_seed(4)
+    net, _ = infinite_width_accuracy.network(name, n)
+    U, W, V = (p.detach().double() for p in net.parameters())
+    root = 3**-0.5
+    assert [w.std().item() for w in (U, W, V)] == pytest.approx(
+        [root / d**0.5, root / n**0.5, root / (n if name == "muP" else n**0.5)], rel=0.1
+    )
+    rates = [n / d, 1.0, 10 / n] if name == "muP" else [1 / d, 1.0, 1.0]
+    y = torch.eye(10, dtype=torch.float64)[labels]
+    for _ in range(infinite_width_accuracy.EPOCHS):
+        for some in torch.randperm(len(x)).split(infinite_width_accuracy.BATCH):
+            h1 = x[some].double() @ U.T
+            h2 = h1.clamp(min=0) @ W.T
+            b3 = (h2.clamp(min=0) @ V.T - y[some]) / len(some)
+            b2 = b3 @ V * (h2 > 0)
+            b1 = b2 @ W * (h1 > 0)
+            V = V - lr * rates[2] * b3.T @ h2.clamp(min=0)
+            W = W - lr * rates[1] * b2.T @ h1.clamp(min=0)
+            U = U - lr * rates[0] * b1.T @ x[some].double()
+    right = ((x.double() @ U.T).clamp(min=0) @ W.T).clamp(min=0) @ V.T
+    expected = (right.argmax(1) == labels).double().mean().item()
+    assert 0.12 < expected < 1
+    assert infinite_width_accuracy.accuracy(name, n, 4, lr, x, labels) == pytest.approx(expected, abs=0.006)
+
+
+def test_accuracy_of_a_rate_that_blows_up_is_that_of_guessing(few_images):
+    assert infinite_width_accuracy.accuracy("standard", 32, 0, 1e4, *few_images) == 0.1
 
 
 def test_word2vec_learns_analogies_as_the_limit_does(tmp_path):
