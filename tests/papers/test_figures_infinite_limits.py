@@ -16,6 +16,7 @@ import infinite_width_fig4
 import infinite_width_maml
 import infinite_width_max_lr
 import infinite_width_pca
+import infinite_width_probe
 import infinite_width_word2vec
 import jobs
 import maml_kernels
@@ -153,6 +154,78 @@ def test_accuracy_is_that_of_plain_sgd(name, few_images):
 
 def test_accuracy_of_a_rate_that_blows_up_is_that_of_guessing(few_images):
     assert infinite_width_accuracy.accuracy("standard", 32, 0, 1e4, *few_images) == 0.1
+
+
+def test_a_probe_is_ridge_regression_by_its_normal_equations():
+    generator = torch.Generator().manual_seed(0)
+    learnt, asked, y = (torch.randn(n, k, generator=generator).double() for n, k in ((30, 7), (11, 7), (30, 5)))
+    weights = np.linalg.solve(learnt.T.numpy() @ learnt.numpy() + 0.3 * np.eye(7), learnt.T.numpy() @ y.numpy())
+    found = infinite_width_probe.probe(learnt, y, asked, 0.3)
+    np.testing.assert_allclose(found, asked.numpy() @ weights, rtol=1e-9)
+
+
+def given_tasks():
+    """Three sets of ten images each, which do not resemble one another."""
+    generator = torch.Generator().manual_seed(1)
+    y = torch.eye(5).repeat(2, 1)
+    return {name: (torch.randn(10, 64, generator=generator), y) for name in ("pretrain", "probe", "test")}
+
+
+@pytest.mark.parametrize("name", ["NTP", "muP"])
+def test_features_of_a_probe_are_those_of_plain_descent(name, monkeypatch):
+    """A network pretrained for three steps by matrices in float64, and the probes of its features."""
+    monkeypatch.setattr(infinite_width_probe, "STEPS", 3)
+    n, d, lr, given = 48, 64, infinite_width_probe.LR, given_tasks()
+    kept = {}
+
+    class Keeping(torch.nn.Sequential):
+        def forward(self, x):
+            if len(self) == 5:  # the whole network, not a part of it
+                kept.setdefault("weights", [p.detach().double().clone() for p in self.parameters()])
+            return super().forward(x)
+
+    monkeypatch.setattr(torch.nn, "Sequential", Keeping)
+    row = infinite_width_probe.transfer(name, n, 2, given)
+    U, W, V = kept["weights"]
+    (x, y), (probed, labels), (tested, _) = ((some.double(), one_hot.double()) for some, one_hot in given.values())
+
+    def features(some):
+        return ((some @ U.T).clamp(min=0) @ W.T).clamp(min=0) / n**0.5
+
+    ridge = 0.1 * features(probed).square().sum(1).mean()
+
+    def predictions():
+        phi = features(probed)
+        return features(tested) @ torch.linalg.solve(phi.T @ phi + ridge * torch.eye(n), phi.T @ labels)
+
+    before = predictions()
+    rates = [n / d, 1, 5 / n] if name == "muP" else [1 / d, 1 / n, 1 / n]
+    for _ in range(3):
+        h1, h2 = x @ U.T, (x @ U.T).clamp(min=0) @ W.T
+        b3 = (h2.clamp(min=0) @ V.T - y) / len(x)
+        b2 = b3 @ V * (h2 > 0)
+        b1 = b2 @ W * (h1 > 0)
+        steps = b1.T @ x, b2.T @ h1.clamp(min=0), b3.T @ h2.clamp(min=0)
+        U, W, V = (w - lr * rate * step for w, rate, step in zip((U, W, V), rates, steps, strict=True))
+    moved = ((predictions() - before).norm() / before.norm()).item()
+    assert row["predictions_moved"] == pytest.approx(moved, rel=1e-3)
+    assert moved > 0.01
+
+
+@pytest.mark.slow
+def test_pretraining_does_nothing_for_a_probe_in_the_kernel_regime(tmp_path):
+    rows = run(infinite_width_probe, tmp_path)
+
+    def mean(name, width, key):
+        some = [float(row[key]) for row in rows if (row["parametrization"], row["width"]) == (name, str(width))]
+        return sum(some) / len(some)
+
+    for name in ("muP", "NTP"):
+        assert mean(name, 256, "loss_last") < 0.6 * mean(name, 256, "loss_first")  # it is learned
+    ntp, mup = ([mean(name, n, "predictions_moved") for n in (64, 256)] for name in ("NTP", "muP"))
+    assert ntp[1] < 0.75 * ntp[0]
+    assert mup[1] > 0.8 * mup[0]
+    assert mup[1] > 3 * ntp[1]
 
 
 def test_word2vec_learns_analogies_as_the_limit_does(tmp_path):
