@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from common import arguments, save, slope
-from networks import parametrized_step
+from networks import moved, parametrized_step
 
 from spectral_monitor.scaling import FSC, MF_MUP, NTK, fsc_resnet
 
@@ -42,8 +42,7 @@ def sensitivities(panel: str, name: str, L: int, draws: int, m: int, d: int = 4)
     for seed in range(draws):
         torch.manual_seed(seed)
         measured, last, _ = parametrized_step(parametrization, d=d, m=m, L=L, beta=beta)
-        moved = measured.value("feature_rms", last) * measured.value("feature_change", last)  # one row: rms(dh)
-        found.append([moved / -measured.summary["loss_change"], measured.value("sensitivity", last)])
+        found.append([moved(measured, last) / -measured.summary["loss_change"], measured.value("sensitivity", last)])
     low, median, high = np.percentile(found, [25, 50, 75], axis=0)
     row = {"panel": panel, "scaling": name, "L": L, "m": m, "sensitivity": median[0], "low": low[0], "high": high[0]}
     return row | {"of_the_decrease_up_to_there": median[1]}

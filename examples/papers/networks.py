@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ class Network(nn.Module):
     """``f_1 = W_1 x``, ``f_l = sqrt(1 - beta^2) f_(l-1) + beta V_l relu(f_(l-1))``, output ``W_L f_(L-1)``.
 
     L counts the matrices. With ``beta`` None it is the perceptron, ``f_l = V_l relu(f_(l-1))``, and the readout is
-    given ``relu(f_(L-1))``. The loss is ``sum (output - y)^2 / (2 k)``. Nodes are counted from 0, which is f_1; all
-    signal passes through each.
+    given ``relu(f_(L-1))``. The loss is ``sum (output - y)^2 / (2 k)``, a mean over samples. Nodes are counted from 0,
+    which is f_1; all signal passes through each.
     """
 
     def __init__(self, d: int, m: int, L: int, beta: float | None = None, k: int = 1) -> None:
@@ -60,7 +60,7 @@ class Network(nn.Module):
             f = V(inputs) if self.beta is None else math.sqrt(1 - self.beta**2) * f + self.beta * V(inputs)
             f = self._seen(node, f) if node < len(self.V) else f
         f = self._seen(len(self.V), relu(f) if self.beta is None else f)
-        return (self.readout(f) - y).square().sum() / (2 * y.shape[-1])
+        return (self.readout(f) - y).square().sum() / (2 * y.numel())
 
 
 def equal_contributions(
@@ -89,23 +89,49 @@ def equal_contributions(
     return {node: probe.latest.value("bfa", f"window.{node}") for node in nodes}
 
 
-def parametrized_step(
-    parametrization: Parametrization, *, d: int, m: int, L: int, beta: float | None = None, eta: float = 1e-2
-) -> tuple[Measurement, str, float]:
-    """One step of SGD of all matrices from a new network, on one sample of norm 1 and its label 1.
+def one_sample(d: int) -> tuple[Tensor, Tensor]:
+    """An input (1, d) of norm 1 and its label 1."""
+    return nn.functional.normalize(torch.randn(1, d, dtype=torch.float64)), torch.ones(1, 1, dtype=torch.float64)
 
-    What the probe saw, the name of the window on the readout's input, and the loss before.
+
+def parametrized_step(
+    parametrization: Parametrization,
+    *,
+    d: int,
+    m: int,
+    L: int,
+    beta: float | None = None,
+    eta: float = 1e-2,
+    k: int = 1,
+    samples: Callable[[int], tuple[Tensor, Tensor]] = one_sample,
+    equal: bool = False,
+) -> tuple[Measurement, str, float]:
+    """One step of SGD of all matrices from a new network, on inputs (n, d) and labels (n, k).
+
+    With ``equal`` learning rates are not the parametrization's but ``eta / (L |g|^2)`` (Eq. 8), so that all matrices
+    contribute the same. What the probe saw, the name of the window on the readout's input, and the loss before.
     """
-    network = Network(d, m, L, beta)
+    network = Network(d, m, L, beta, k)
     parametrization.init_(network, depth=L)  # the paper counts all matrices, of residual nets too
-    optimizer = SGD(parametrization.param_groups(network, lr=eta, depth=L))
+    if equal:
+        optimizer = SGD([{"params": [p]} for p in network.parameters()])
+    else:
+        optimizer = SGD(parametrization.param_groups(network, lr=eta, depth=L))
     network.add_windows([L - 2])
-    x = nn.functional.normalize(torch.randn(1, d, dtype=torch.float64))
-    y = torch.ones(1, 1, dtype=torch.float64)
-    keys = ["contribution", "feature_rms", "feature_change", "bfa", "sensitivity"]
+    # At the rate 0: the parts of a change of features are measured for matrices that an optimizer has.
+    optimizer.add_param_group({"params": list(network.window.requires_grad_().parameters()), "lr": 0.0})
+    x, y = samples(d)
+    keys = ["contribution", "feature_rms", "feature_change_inherited", "bfa", "sensitivity"]
     probe = SpectralProbe(network, optimizer, quantities=keys, mode="observe")
     with probe.step():
         loss = network(x, y)
         loss.backward()
+        for group in optimizer.param_groups[:-1] if equal else ():
+            group["lr"] = eta / (L * group["params"][0].grad.square().sum().item())
         optimizer.step()
     return probe.latest, f"window.{L - 2}", loss.item()
+
+
+def moved(measured: Measurement, node: str) -> float:
+    """``rms(dh)`` over all rows at a window, whose matrix, the identity, passes on what its inputs did."""
+    return measured.value("feature_rms", node) * measured.value("feature_change_inherited", node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples" / "papers"))
 import feature_speed_decay
 import feature_speed_fig1
 import feature_speed_fig2
+import feature_speed_fig2_printed
 import networks
 
 from spectral_monitor.scaling import FSC, MF_MUP, NTK, fsc_resnet
@@ -86,23 +88,26 @@ def test_fig_1(tmp_path, monkeypatch):
             assert interpolated == pytest.approx(ANGLES[name][-1], abs=0.1)
 
 
-def naive_step(parametrization, d, m, L, beta, eta):
+def naive_step(parametrization, d, m, L, beta, eta, k=1, labels=None, equal=False):
     """The same draws, and the step by matrices: what the readout is given before and after, b, the loss twice, rates.
 
-    Learning rates are those of the paper's tables, written out once more.
+    Learning rates are those of the paper's tables, written out once more, or those of Eq. 8.
     """
-    network = networks.Network(d, m, L, beta)
+    network = networks.Network(d, m, L, beta, k)
     parametrization.init_(network)
     network.add_windows([L - 2])  # the identity, but made from random numbers
-    x = normalize(torch.randn(1, d, dtype=torch.float64))
+    if labels is None:
+        x, y = normalize(torch.randn(1, d, dtype=torch.float64)), 1
+    else:
+        x = torch.randn(200, d, dtype=torch.float64)
+        y = 1 if labels == "1" else torch.randn(200, 2, dtype=torch.float64)
     W = [p.detach().requires_grad_() for p in (network.first.weight, *(V.weight for V in network.V))]
     out = network.readout.weight.detach().requires_grad_()
     rate = {
-        "MF+muP": [m / (L**1.5 * d), L**-1.5, 1 / (L**1.5 * m)],
-        "NTK": [1 / (L * d), 1 / (L * m), 1 / (L * m)],
-        "FSC": [m / (L**2 * d), L**-2, 1 / (L * m)],
-    }.get(parametrization.name) or [m / (L * d), 1 / (beta**2 * L), 1 / (L * m)]
-    rates = [rate[0], *[rate[1]] * (L - 2), rate[2]]
+        "MF+muP": [m / (L**1.5 * d), L**-1.5, k / (L**1.5 * m)],
+        "NTK": [1 / (L * d), 1 / (L * m), k / (L * m)],
+        "FSC": [m / (L**2 * d), L**-2, k / (L * m)],
+    }.get(parametrization.name) or [m / (L * d), 1 / (beta**2 * L), k / (L * m)]
 
     def forward(weights):
         f = x @ weights[0].T
@@ -110,32 +115,48 @@ def naive_step(parametrization, d, m, L, beta, eta):
             update = relu(f) @ V.T
             f = update if beta is None else math.sqrt(1 - beta**2) * f + beta * update
         f = relu(f) if beta is None else f
-        return f, (f @ weights[-1].T - 1).square().sum() / 2
+        return f, (f @ weights[-1].T - y).square().mean() / 2
 
     h, loss = forward([*W, out])
     *g, b = torch.autograd.grad(loss, [*W, out, h])
+    rates = [1 / (L * float(gw.square().sum())) for gw in g] if equal else [rate[0], *[rate[1]] * (L - 2), rate[2]]
     stepped = [w.detach() - eta * r * gw for w, r, gw in zip([*W, out], rates, g, strict=True)]
     after, loss_after = forward(stepped)
     contributions = [eta * r * float(gw.square().sum()) for r, gw in zip(rates, g, strict=True)]
     return (after - h).detach(), b, loss.item(), loss_after.item(), contributions
 
 
-@pytest.mark.parametrize(
-    ("parametrization", "beta"), [(MF_MUP, None), (NTK, None), (FSC, None), (fsc_resnet(0.3), 0.3)]
-)
+CASES = [(MF_MUP, None), (NTK, None), (FSC, None), (fsc_resnet(0.3), 0.3)]
+
+
+@pytest.mark.parametrize(("parametrization", "beta"), CASES)
 def test_a_step_of_fig_2_by_hand(parametrization, beta):
+    compare(parametrization, beta, {}, {})
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("labels", ["1", "N(0, 1)"])
+@pytest.mark.parametrize(("parametrization", "beta"), CASES)
+def test_a_step_of_fig_2_as_printed_by_hand(parametrization, beta, labels, equal):
+    ours = {"k": 2, "samples": partial(feature_speed_fig2_printed.samples, labels=labels), "equal": equal}
+    measured = compare(parametrization, beta, ours, {"k": 2, "labels": labels, "equal": equal})
+    if equal:
+        matrices = ("first", *(f"V.{i}" for i in range(4)), "readout")
+        assert [measured.value("contribution", name) for name in matrices] == pytest.approx([1e-2 / 6] * 6)
+
+
+def compare(parametrization, beta, ours, naive):
     torch.manual_seed(3)
-    measured, last, loss = networks.parametrized_step(parametrization, d=4, m=32, L=6, beta=beta)
+    measured, last, loss = networks.parametrized_step(parametrization, d=4, m=32, L=6, beta=beta, **ours)
     torch.manual_seed(3)
-    dh, b, before, after, contributions = naive_step(parametrization, 4, 32, 6, beta, 1e-2)
+    dh, b, before, after, contributions = naive_step(parametrization, 4, 32, 6, beta, 1e-2, **naive)
     moved = dh.square().mean().sqrt().item()
     assert loss == pytest.approx(before, rel=1e-12)
     assert measured.summary["loss_change"] == pytest.approx(after - before, rel=1e-5)
-    assert measured.value("feature_rms", last) * measured.value("feature_change", last) == pytest.approx(
-        moved, rel=1e-5
-    )
+    assert networks.moved(measured, last) == pytest.approx(moved, rel=1e-5)
     assert measured.value("sensitivity", last) == pytest.approx(-moved / (b * dh).sum().item(), rel=1e-5)
     assert measured.summary["loss_change_predicted"] == pytest.approx(-sum(contributions), rel=1e-5)
+    return measured
 
 
 @pytest.mark.parametrize("beta", [0.2, 1.0])
@@ -185,6 +206,31 @@ def test_fig_2(tmp_path, monkeypatch):
 
 
 BRANCHES = ("1/sqrt L", "1/L")
+
+
+@pytest.mark.slow
+def test_fig_2_as_printed(tmp_path, monkeypatch):
+    rows = quick(feature_speed_fig2_printed, tmp_path, monkeypatch)
+
+    def medians(name, setting):
+        some = [row for row in rows if (row["scaling"], row["setting"]) == (name, setting)]
+        depths = sorted({row["L"] for row in some})
+        return depths, [np.median([row["sensitivity"] for row in some if row["L"] == L]) for L in depths]
+
+    slopes = {}
+    for setting in feature_speed_fig2_printed.STYLES:
+        for name in ("MF+muP", "NTK", "FSC"):
+            depths, slopes[name] = medians(name, setting)
+            slopes[name] = slope(depths, slopes[name])
+        # whatever the labels and the rates, the scale of the readout makes a factor of sqrt L between the two
+        assert slopes["MF+muP"] - slopes["FSC"] == pytest.approx(0.5, abs=0.12)
+        assert slopes["FSC"] < 0.35
+        assert max(medians("NTK", setting)[1]) < min(medians("MF+muP", setting)[1])
+    for name in BRANCHES:
+        for setting in ("labels 1", "labels 1, equal contributions"):
+            depths, found = medians(name, setting)
+            assert found[0] > 1.4 * max(found[1:])  # the first decrease
+            assert abs(slope(depths[1:], found[1:])) < 0.25
 
 
 @pytest.mark.slow

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "papers"))
+import infinite_width_accuracy
 import infinite_width_fig4
 import infinite_width_maml
 import infinite_width_max_lr
 import infinite_width_pca
+import infinite_width_probe
 import infinite_width_word2vec
 import jobs
 import maml_kernels
@@ -97,6 +99,133 @@ def test_an_edge_is_between_stable_and_unstable():
     edge = infinite_width_max_lr.edge("standard", 32, 0, x, y)
     assert infinite_width_max_lr.is_stable("standard", 32, 0, edge / 1.02, x, y)
     assert not infinite_width_max_lr.is_stable("standard", 32, 0, edge * 1.02, x, y)
+
+
+@pytest.mark.slow
+def test_right_edges_of_accuracy(tmp_path):
+    """The figure of section 1: the largest rate that trains falls in standard parametrization, and stays under muP."""
+    run(infinite_width_accuracy, tmp_path)
+    rows = jobs._read(tmp_path / "infinite_width_accuracy.jsonl")
+    found = infinite_width_accuracy.edges(rows)
+    assert -1 < found["standard"].slope < -0.3  # -1 in networks much wider than these
+    assert found["muP"].slope == pytest.approx(0, abs=0.15)
+    assert min(row["best"] for row in rows) > 0.25
+    for row in rows:  # no rate beyond the edge trains half as well as the best
+        beyond = [a for rate, a in zip(row["rates"], row["accuracies"], strict=True) if rate > row["edge"]]
+        assert max(beyond) - 0.1 <= (row["best"] - 0.1) / 2
+
+
+@pytest.fixture
+def few_images():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(200) % 10
+    x = torch.randn(10, infinite_width_accuracy.COMPONENTS, generator=generator)[labels]
+    return x + 1.5 * torch.randn(x.shape, generator=generator), labels
+
+
+@pytest.mark.parametrize("name", ["standard", "muP"])
+def test_accuracy_is_that_of_plain_sgd(name, few_images):
+    """In float64, by matrices; the rates of section 4 and of muP for inputs of norm sqrt(d), written out once more."""
+    (x, labels), n, lr, d = few_images, 48, 0.5 if name == "muP" else 1.0, infinite_width_accuracy.COMPONENTS
+    torch.manual_seed(4)
+    net, _ = infinite_width_accuracy.network(name, n)
+    U, W, V = (p.detach().double() for p in net.parameters())
+    root = 3**-0.5
+    assert [w.std().item() for w in (U, W, V)] == pytest.approx(
+        [root / d**0.5, root / n**0.5, root / (n if name == "muP" else n**0.5)], rel=0.1
+    )
+    rates = [n / d, 1.0, 10 / n] if name == "muP" else [1 / d, 1.0, 1.0]
+    y = torch.eye(10, dtype=torch.float64)[labels]
+    for _ in range(infinite_width_accuracy.EPOCHS):
+        for some in torch.randperm(len(x)).split(infinite_width_accuracy.BATCH):
+            h1 = x[some].double() @ U.T
+            h2 = h1.clamp(min=0) @ W.T
+            b3 = (h2.clamp(min=0) @ V.T - y[some]) / len(some)
+            b2 = b3 @ V * (h2 > 0)
+            b1 = b2 @ W * (h1 > 0)
+            V = V - lr * rates[2] * b3.T @ h2.clamp(min=0)
+            W = W - lr * rates[1] * b2.T @ h1.clamp(min=0)
+            U = U - lr * rates[0] * b1.T @ x[some].double()
+    right = ((x.double() @ U.T).clamp(min=0) @ W.T).clamp(min=0) @ V.T
+    expected = (right.argmax(1) == labels).double().mean().item()
+    assert 0.12 < expected < 1
+    assert infinite_width_accuracy.accuracy(name, n, 4, lr, x, labels) == pytest.approx(expected, abs=0.006)
+
+
+def test_accuracy_of_a_rate_that_blows_up_is_that_of_guessing(few_images):
+    assert infinite_width_accuracy.accuracy("standard", 32, 0, 1e4, *few_images) == 0.1
+
+
+def test_a_probe_is_ridge_regression_by_its_normal_equations():
+    generator = torch.Generator().manual_seed(0)
+    learnt, asked, y = (torch.randn(n, k, generator=generator).double() for n, k in ((30, 7), (11, 7), (30, 5)))
+    weights = np.linalg.solve(learnt.T.numpy() @ learnt.numpy() + 0.3 * np.eye(7), learnt.T.numpy() @ y.numpy())
+    found = infinite_width_probe.probe(learnt, y, asked, 0.3)
+    np.testing.assert_allclose(found, asked.numpy() @ weights, rtol=1e-9)
+
+
+def given_tasks():
+    """Three sets of ten images each, which do not resemble one another."""
+    generator = torch.Generator().manual_seed(1)
+    y = torch.eye(5).repeat(2, 1)
+    return {name: (torch.randn(10, 64, generator=generator), y) for name in ("pretrain", "probe", "test")}
+
+
+@pytest.mark.parametrize("name", ["NTP", "muP"])
+def test_features_of_a_probe_are_those_of_plain_descent(name, monkeypatch):
+    """A network pretrained for three steps by matrices in float64, and the probes of its features."""
+    monkeypatch.setattr(infinite_width_probe, "STEPS", 3)
+    n, d, lr, given = 48, 64, infinite_width_probe.LR, given_tasks()
+    kept = {}
+
+    class Keeping(torch.nn.Sequential):
+        def forward(self, x):
+            if len(self) == 5:  # the whole network, not a part of it
+                kept.setdefault("weights", [p.detach().double().clone() for p in self.parameters()])
+            return super().forward(x)
+
+    monkeypatch.setattr(torch.nn, "Sequential", Keeping)
+    row = infinite_width_probe.transfer(name, n, 2, given)
+    U, W, V = kept["weights"]
+    (x, y), (probed, labels), (tested, _) = ((some.double(), one_hot.double()) for some, one_hot in given.values())
+
+    def features(some):
+        return ((some @ U.T).clamp(min=0) @ W.T).clamp(min=0) / n**0.5
+
+    ridge = 0.1 * features(probed).square().sum(1).mean()
+
+    def predictions():
+        phi = features(probed)
+        return features(tested) @ torch.linalg.solve(phi.T @ phi + ridge * torch.eye(n), phi.T @ labels)
+
+    before = predictions()
+    rates = [n / d, 1, 5 / n] if name == "muP" else [1 / d, 1 / n, 1 / n]
+    for _ in range(3):
+        h1, h2 = x @ U.T, (x @ U.T).clamp(min=0) @ W.T
+        b3 = (h2.clamp(min=0) @ V.T - y) / len(x)
+        b2 = b3 @ V * (h2 > 0)
+        b1 = b2 @ W * (h1 > 0)
+        steps = b1.T @ x, b2.T @ h1.clamp(min=0), b3.T @ h2.clamp(min=0)
+        U, W, V = (w - lr * rate * step for w, rate, step in zip((U, W, V), rates, steps, strict=True))
+    moved = ((predictions() - before).norm() / before.norm()).item()
+    assert row["predictions_moved"] == pytest.approx(moved, rel=1e-3)
+    assert moved > 0.01
+
+
+@pytest.mark.slow
+def test_pretraining_does_nothing_for_a_probe_in_the_kernel_regime(tmp_path):
+    rows = run(infinite_width_probe, tmp_path)
+
+    def mean(name, width, key):
+        some = [float(row[key]) for row in rows if (row["parametrization"], row["width"]) == (name, str(width))]
+        return sum(some) / len(some)
+
+    for name in ("muP", "NTP"):
+        assert mean(name, 256, "loss_last") < 0.6 * mean(name, 256, "loss_first")  # it is learned
+    ntp, mup = ([mean(name, n, "predictions_moved") for n in (64, 256)] for name in ("NTP", "muP"))
+    assert ntp[1] < 0.75 * ntp[0]
+    assert mup[1] > 0.8 * mup[0]
+    assert mup[1] > 3 * ntp[1]
 
 
 def test_word2vec_learns_analogies_as_the_limit_does(tmp_path):
