@@ -83,8 +83,9 @@ def bfk_moments(
     if not all(out.requires_grad for out in outputs):
         raise ValueError(f"outputs {shapes} must have a graph that leads to them")
     first, second, gaps = [], [], []
-    nothing = outputs[0].new_zeros((), dtype=compute_dtype(outputs[0].dtype))
-    with torch.enable_grad(), torch.autocast(outputs[0].device.type, enabled=False):
+    one, *_ = outputs
+    nothing = one.new_zeros((), dtype=compute_dtype(one.dtype))
+    with torch.enable_grad(), torch.autocast(one.device.type, enabled=False):
         for probe in probes:
             z = [part.to(out).requires_grad_() for part, out in zip(probe, outputs, strict=True)]
             found = torch.autograd.grad(outputs, parameters, z, retain_graph=True, create_graph=True, allow_unused=True)

@@ -83,8 +83,9 @@ def test_half_precision_keeps_its_smallest_numbers():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(), (7,), (1, 700), (40, 30), (1, 30, 20), (3, 4, 5, 6), (0, 4), (4, 0), (0,)])
-def test_lengths_of_chunks_are_those_of_the_whole(shape, dtype, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 64)
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_lengths_of_chunks_are_those_of_the_whole(shape, dtype, chunk, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", chunk)
     x = gaussian(math.prod(shape), dtype=dtype).reshape(shape)
     exact = x.double()
     assert whole_length(x).item() == pytest.approx(exact.norm().item(), rel=1e-12)

@@ -17,6 +17,8 @@ Place = tuple[int, int]
 """Line and column."""
 SPEED = frozenset({"cache", "lru_cache", "no_grad", "cached_property", "runtime_checkable"})
 """Decorators without which the same numbers are found, if slower."""
+PORTIONS = frozenset({"CHUNK", "DEVICE_CHUNK", "_CHUNK", "_COPIED", "_SHORT"})
+"""How much is computed at a time: tests compute the same numbers with portions of one entry and of all of them."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,20 @@ class Mutant:
 
 
 def _idle(path: Path) -> list[tuple[Place, Place]]:
-    """Return what makes no difference to results: annotations, decorators for speed, ``strict=`` of a zip."""
+    """Return what makes no difference to results: annotations, decorators for speed, sizes of portions, guards.
+
+    Guards are ``strict=`` of a zip and ``frozen=`` of a dataclass, which only forbid.
+    """
     found: list[ast.AST] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.AnnAssign):
             found.append(node.annotation)
-        if isinstance(node, ast.keyword) and node.arg == "strict":
+        if isinstance(node, ast.keyword) and node.arg in ("strict", "frozen"):
             found.append(node.value)
+        if isinstance(node, ast.Assign) and PORTIONS.issuperset(
+            n.id for n in ast.walk(node) if isinstance(n, ast.Name)
+        ):
+            found.append(node)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
             found += [arg.annotation for arg in every if arg is not None and arg.annotation is not None]
