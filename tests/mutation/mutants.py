@@ -38,13 +38,14 @@ class Mutant:
     line: int
 
     def source(self) -> str | None:
-        """Return the module with the change; ``None`` if it is none, or no Python."""
+        """Return the module with the change; ``None`` if it is none, no Python, or what the linter refuses."""
         text = self.path.read_text()
         changed: str | None = mutate_code(text, cosmic_ray.plugins.get_operator(self.operator)(), self.occurrence)
         try:
-            return None if changed is None or ast.dump(ast.parse(changed)) == ast.dump(ast.parse(text)) else changed
+            tree = ast.parse(changed or text)
         except SyntaxError:
             return None
+        return None if ast.dump(tree) == ast.dump(ast.parse(text)) or _refused(tree) else changed
 
     def change(self) -> str:
         """Return the changed lines, before and after."""
@@ -53,6 +54,20 @@ class Mutant:
             return f"{before[self.line - 1].strip()} -> left out"
         both = [(a.strip(), b.strip()) for a, b in zip(before, after, strict=True) if a != b]
         return "; ".join(f"{a} -> {b}" for a, b in both)
+
+
+def _refused(tree: ast.Module) -> bool:
+    """Return whether something is compared with a text or a number by ``is``: ruff's F632, so ``make lint`` notices."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            for op, *pair in zip(node.ops, sides[:-1], sides[1:], strict=True):
+                literals = [side.value for side in pair if isinstance(side, ast.Constant)]
+                if isinstance(op, ast.Is | ast.IsNot) and any(
+                    isinstance(value, str | int | float) and not isinstance(value, bool) for value in literals
+                ):
+                    return True
+    return False
 
 
 def _idle(path: Path) -> list[tuple[Place, Place]]:
