@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from made import Made
-from scipy import stats
 
 from spectral_monitor.functional import noise
 from spectral_monitor.functional.noise import LEAST, noise_moments, noise_scale, sample_products
@@ -106,7 +105,7 @@ def fieller(processes):
     A = sum(len(c) / samples * parts(c)[0] for c in processes)
     P = sum(len(c) * (len(c) - 1) / pairs * parts(c)[1] for c in processes)
     freedom = samples - len(processes)
-    z = 2 * (float(stats.t.ppf(0.995, freedom)) / 3 if freedom <= len(STUDENT) else 1.0)
+    z = 2 * (*STUDENT, 1.0)[min(freedom - 1, len(STUDENT))]  # against scipy in test_errors.py
     left = [[parts(torch.cat([c[:i], c[i + 1 :]])) for i in range(len(c))] for c in processes]
 
     def off(ratio):
@@ -137,10 +136,8 @@ def test_the_interval_by_leaving_out_each_sample(counts):
     found = noise_scale(torch.stack([moments_of(c) for c in processes]))
     assert found.value == pytest.approx(ratio - 1, rel=1e-9)
     low, high = max(crossing(off, ratio, 0.0), 0.0), crossing(off, ratio, 20 * ratio)
-    # Student's quantiles are written down to three digits.
-    few = sum(counts) - len(counts) <= len(STUDENT)
-    assert found.low == pytest.approx(low, rel=1e-6, abs=0.01 * ratio if few else 0)
-    assert found.high == pytest.approx(high, rel=0.03 if few else 1e-6)
+    assert found.low == pytest.approx(low, rel=1e-6)
+    assert found.high == pytest.approx(high, rel=1e-6)
 
 
 def test_processes_without_samples_count_for_nothing():

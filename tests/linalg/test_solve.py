@@ -17,6 +17,8 @@ from spectral_monitor.linalg.spectral_norms import (
     PADDED,
     SMALL,
     _bases,
+    _look,
+    _ritz,
     spectral_estimate,
     spectral_estimates,
 )
@@ -202,6 +204,24 @@ def test_what_has_no_norm_becomes_zero_of_norm_one():
     assert scale[[0, 1, 3, 4, 5, 6]].tolist() == [1.0, math.inf, float(size), 1.0, 1.0, 1.0]
     assert scale[2].isnan()
     assert passes == [5, 1]
+
+
+def test_errors_and_what_is_unseen_are_those_of_the_leading_triplet():
+    """Of ``[[0, A], [A^T, 0]]`` the residual of ``(u, w) / sqrt(2)``, and the squares outside of the space."""
+    A = drawn(3, 120, 100)
+    fro = A.norm(dim=(1, 2))
+    space = KrylovSpace([ShardedStack.whole(A)], fro, 5)
+    for _ in range(5):
+        run_local(space.step(torch.empty(0)))
+    found = _ritz(_look(space, 0.01)._replace(done=torch.ones(3, dtype=torch.bool)))
+    for k, (B, V) in enumerate(zip((A / fro[:, None, None]).numpy(), space.V[:, :-BLOCK].numpy(), strict=True)):
+        w = V.T @ np.linalg.eigh(V @ B.T @ B @ V.T)[1][:, -1]
+        sigma = np.linalg.norm(B @ w)
+        pair = np.concatenate([B @ w / sigma, w]) / math.sqrt(2)
+        dilated = np.block([[np.zeros((120, 120)), B], [B.T, np.zeros((100, 100))]])
+        error = np.linalg.norm(dilated @ pair - sigma * pair)
+        expected = [sigma, error, 1 - np.linalg.norm(B @ V.T) ** 2]
+        assert found[:, k].tolist() == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_stack_keeps_nothing_of_its_own():

@@ -40,7 +40,7 @@ TESTS = {
         "properties/test_functional.py",
         "properties/test_functional_features.py",
     ],
-    "condition": ["condition"],
+    "condition": ["condition", "correction/test_any_rate.py"],
     "correction": ["correction"],
 }
 PATIENCE = 300
