@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from made import Made
 
 import spectral_monitor.functional as F
 from spectral_monitor.functional import vector_norms as module
@@ -95,6 +96,13 @@ def test_lengths_of_chunks_are_those_of_the_whole(shape, dtype, chunk, monkeypat
         torch.testing.assert_close(found, exact.norm(dim=-1), rtol=1e-12, atol=0)
     if x.ndim > 1:
         torch.testing.assert_close(lengths(x.mT), exact.norm(dim=-2), rtol=1e-12, atol=0)
+
+
+def test_lengths_copy_a_portion_at_a_time(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 64)
+    with Made() as made:
+        lengths(gaussian(40, 30, dtype=torch.float64))
+    assert 60 <= made.largest <= 64  # two rows
 
 
 def test_bad_rows_keep_to_themselves():
