@@ -100,8 +100,9 @@ def test_lengths_of_chunks_are_those_of_the_whole(shape, dtype, chunk, monkeypat
 
 def test_lengths_copy_a_portion_at_a_time(monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 64)
+    x = gaussian(40, 30, dtype=torch.float64)
     with Made() as made:
-        lengths(gaussian(40, 30, dtype=torch.float64))
+        lengths(x)
     assert 60 <= made.largest <= 64  # two rows
 
 
