@@ -201,14 +201,17 @@ class KrylovSpace:
         return bound, square.sqrt()
 
     def _undecided_runs(self) -> Iterator[Run]:
-        """Yield undecided matrices of each stack, those side by side together."""
+        """Yield undecided matrices of each stack, those side by side together.
+
+        What is side by side in a stack is so in the basis, which leaves out members but keeps their order.
+        """
         members = [self.members[place] for place in self.undecided]
         for k, A in enumerate(self._stacks):
             first = self.first[k]
             mine = [(p, j - first) for p, j in zip(self.undecided, members, strict=True) if 0 <= j - first < A.shape[0]]
             start = 0
             for end in range(1, len(mine) + 1):
-                if end < len(mine) and mine[end][0] - mine[end - 1][0] == 1 == mine[end][1] - mine[end - 1][1]:
+                if end < len(mine) and mine[end][1] == mine[end - 1][1] + 1:
                     continue
                 some, (place, index) = end - start, mine[start]
                 matrices = A if some == A.shape[0] else A.select(index, index + some)

@@ -63,7 +63,7 @@ class ShardedStack:
     @property
     def _is_whole(self) -> bool:
         """True if one part has everything."""
-        return len(self.parts) == 1 and self.parts[0].members is None and self.parts[0].A.shape == self.shape
+        return len(self.parts) == 1 and all(part.members is None and part.A.shape == self.shape for part in self.parts)
 
     def select(self, first: int, last: int) -> ShardedStack:
         """Return the members from ``first`` up to ``last``."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, family, hyperparameters
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, family, hyperparameters, weight_decay
 from spectral_monitor.layers import dissect
 
 
@@ -178,3 +178,22 @@ def test_settings_are_plain_data_and_reading_changes_nothing():
     assert json.loads(json.dumps(row)) == row
     assert Hyperparameters(**row) == read(model, optimizer)["0"]
     assert repr(optimizer.state_dict()) == before
+
+
+BETAS = {"betas": (0.8, 0.95)}
+DECAYED = {
+    "AdamW": (torch.optim.AdamW, BETAS, (0.1, 0.8)),
+    "Adam": (torch.optim.Adam, BETAS, (math.nan, math.nan)),
+    "Adam, decoupled": (torch.optim.Adam, BETAS | {"decoupled_weight_decay": True}, (0.1, 0.8)),
+    "NAdam, decoupled": (torch.optim.NAdam, BETAS | {"decoupled_weight_decay": True}, (0.1, math.nan)),
+    "SGD": (torch.optim.SGD, {}, (math.nan, math.nan)),
+    "RMSprop": (torch.optim.RMSprop, {}, (math.nan, math.nan)),
+}
+
+
+@pytest.mark.parametrize("name", DECAYED)
+def test_weight_decay_beside_the_gradient_and_the_momentum_it_is_beside(name):
+    """What is added to the gradient is no part of the update by itself; steps of NAdam look ahead."""
+    kind, settings, expected = DECAYED[name]
+    optimizer = kind(network().parameters(), weight_decay=0.1, **settings)
+    assert tuple(weight_decay(optimizer, optimizer.param_groups[0])) == pytest.approx(expected, nan_ok=True)

@@ -61,3 +61,9 @@ def test_frozen_layers_do_not_count():
 
 def test_without_settings_nothing_is_told():
     assert describe(LAYERS.values(), {}) == ""
+
+
+def test_two_matrices_make_a_recipe_and_one_does_not():
+    adam, muon = set_by("AdamW"), set_by("Muon", owner=1)
+    assert told(settings=muon | {name: adam[name] for name in ("b", "c")}).count("one AdamW rate") == 1
+    assert "AdamW" not in told(settings=muon | {"b": adam["b"]})

@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.functional.noise import noise_moments, noise_scale, sample_products
 
 ENDS = ("noise_scale_low", "noise_scale_high")
 
@@ -86,45 +85,6 @@ def test_numbers_are_those_of_separate_gradients():
     whole = naive(torch.cat(list(gradients.values()), 1))
     assert found.summary["noise_scale"] == pytest.approx(whole, rel=1e-9)
     assert found.summary["noise_scale_low"] < whole < found.summary["noise_scale_high"]
-
-
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 6, 5), (30, 4, 3), (3, 8, 9)])
-def test_products_by_gradients_written_out(rows, inputs, outputs):
-    generator = torch.Generator().manual_seed(1)
-    x, b = (torch.randn(7, rows, n, generator=generator, dtype=torch.float64) for n in (inputs, outputs))
-    c = torch.stack([sum(torch.outer(bt, ht) for bt, ht in zip(b[i], x[i], strict=True)) for i in range(7)]).flatten(1)
-    squares, along = sample_products(x, 1e-30 * b)
-    torch.testing.assert_close(squares, 1e-60 * c.square().sum(1), rtol=1e-12, atol=0)
-    torch.testing.assert_close(along, 1e-60 * c @ c.sum(0), rtol=1e-12, atol=0)
-
-
-def test_the_interval_by_leaving_out_each_sample():
-    """Fieller's interval: its ends are where the difference is two standard errors, found by bisection."""
-    c = torch.randn(40, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 1.0
-    found = noise_scale(noise_moments(c.square().sum(1), c @ c.sum(0))[None])
-
-    def parts(rows):
-        S = len(rows)
-        gram = rows @ rows.T
-        return float(gram.diagonal().mean()), float((gram.sum() - gram.trace()) / (S * (S - 1)))
-
-    A, P = parts(c)
-    left = [parts(torch.cat([c[:i], c[i + 1 :]])) for i in range(40)]
-
-    def off(ratio):
-        values = [a - ratio * p for a, p in left]
-        mean = sum(values) / 40
-        return (A - ratio * P) ** 2 - 4 * 39 / 40 * sum((value - mean) ** 2 for value in values)
-
-    def crossing(inside, outside):
-        for _ in range(80):
-            middle = (inside + outside) / 2
-            inside, outside = (middle, outside) if off(middle) < 0 else (inside, middle)
-        return inside - 1
-
-    assert found.value == pytest.approx(A / P - 1)
-    assert found.low == pytest.approx(crossing(A / P, 1.0), rel=1e-6)
-    assert found.high == pytest.approx(crossing(A / P, 10 * A / P), rel=1e-6)
 
 
 def test_gradients_that_may_be_zero_have_no_upper_bound():

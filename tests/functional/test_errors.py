@@ -97,3 +97,36 @@ def test_the_error_of_an_alignment_is_that_of_its_mean():
     assert float(error[0]) == pytest.approx(stats.sem(ratios.numpy()) / 1.5)
     assert error[1].isnan()
     assert mean_ratio(products, lengths).shape == (2,)
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)], ids=str)
+def test_errors_of_means_of_rows_of_the_same_samples(leading):
+    """Rows of one sample are left out together: their mean is a ratio of sums."""
+    generator = torch.Generator().manual_seed(4)
+    values = torch.rand(*leading, 60, dtype=torch.float64, generator=generator)
+    counted = torch.rand(*leading, 60, generator=generator) > 0.2
+    groups = torch.randint(0, 9, (60,), generator=generator).expand(*leading, 60)
+    found = standard_error_of_mean(values, counted, groups)
+    assert found.shape == leading
+    factor = float(stats.t.ppf(0.995, 8)) / 3
+    flat = (x.reshape(-1, 60) for x in (values, counted, groups))
+    for error, *rows in zip(found.reshape(-1).tolist(), *flat, strict=True):
+        sums = np.zeros((9, 3))
+        for value, counts, group in zip(*(row.tolist() for row in rows), strict=True):
+            sums[group] += [1, value * counts, counts]
+        assert error == pytest.approx(factor * by_hand(sums), rel=0.011)
+
+
+def test_errors_of_alignments_by_sample():
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.rand(30, dtype=torch.float64, generator=generator) + 0.1
+    products = lengths * torch.rand(30, dtype=torch.float64, generator=generator)
+    groups, norm = torch.arange(30) // 5, torch.tensor(2.0).double()
+    sums = np.array([[5, float((products / lengths)[groups == g].sum()), 5] for g in range(6)])
+    factor = float(stats.t.ppf(0.995, 5)) / 3
+    found = mean_alignment_error(products, lengths, norm, groups)
+    assert float(found) == pytest.approx(factor * by_hand(sums) / 2, rel=0.011)
+
+
+def test_at_most_sixteen_groups_are_left_out_in_turn():
+    assert GROUPS == len(STUDENT) + 3 == 16  # from 15 groups on there are 14 degrees of freedom, and no widening

@@ -7,8 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from made import Made
 
 import spectral_monitor.functional as F
+from spectral_monitor.functional import feature_speed
 from spectral_monitor.functional.feature_speed import angle_from_sums, angle_sums, inner, inner_sums
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -217,3 +219,51 @@ def test_inner_sums_are_those_of_numpy_however_long_pairs_are(dtype):
 
 def test_inner_sums_of_nothing_are_zero():
     assert inner_sums([[], []], torch.float32).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 1 << 18])
+@pytest.mark.parametrize("copied", [0, 1, 30, 1 << 16])
+@pytest.mark.parametrize("short", [0, 60, 1 << 12])
+def test_products_do_not_depend_on_how_many_are_made_at_a_time(monkeypatch, chunk, copied, short):
+    """Neither of what lies in order nor of what is transposed or a part of something larger."""
+    for name, value in (("_CHUNK", chunk), ("_COPIED", copied), ("_SHORT", short)):
+        monkeypatch.setattr(feature_speed, name, value)
+    kept = gaussian(12, 4, 10, dtype=torch.float64)
+    for a in (
+        kept,
+        kept.transpose(0, 2),
+        kept[:1],
+        kept[::5, :, ::3],
+        kept[0],
+        kept[0].T,
+        kept[:, 0, 0],
+        kept[0, 0, 0],
+    ):
+        b = gaussian(a.numel(), dtype=torch.float64, seed=1).reshape(a.shape)
+        expected = float((a.numpy() * b.numpy()).sum())
+        assert inner(a, b).item() == pytest.approx(expected, rel=1e-12)
+        found = inner_sums([[(a, b), (a, a)], [], [(b, b)]], torch.float64)
+        assert found.tolist() == pytest.approx([expected + float((a * a).sum()), 0, float((b * b).sum())], rel=1e-12)
+
+
+def test_what_lies_in_another_order_is_copied_a_part_at_a_time(monkeypatch):
+    monkeypatch.setattr(feature_speed, "_CHUNK", 100)
+    monkeypatch.setattr(feature_speed, "_COPIED", 100)
+    a, b = gaussian(40, 30).T, gaussian(30, 40, seed=1)
+    with Made() as made:
+        inner(a, b)
+    assert made.largest <= 100
+    assert made.calls["dot"] == 15  # of two rows of 40 each
+
+
+def test_short_pairs_are_multiplied_side_by_side():
+    """Their number costs no operation; long ones are one each."""
+
+    def dots(lengths):
+        with Made() as made:
+            inner_sums([[(gaussian(n), gaussian(n, seed=1)) for n in lengths]], torch.float32)
+        return made.calls.get("dot", 0)
+
+    assert dots([1, 7, 4096]) == 0
+    assert dots([4097]) == 1
+    assert dots([5000, 3, 4096, 6000]) == 2

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import spectral_monitor.functional as F
-from spectral_monitor.functional.kernels import signs
+from spectral_monitor.functional.kernels import length, signs
 
 RATES = (0.3, 0.05, 0.0, 0.11)
 
@@ -131,6 +131,33 @@ def test_of_gaussian_gradients_the_cosine_is_the_ratio():
     assert F.bfk_ratio(*F.bfk_moments(outputs(*weights), weights, rates, probes)).item() == pytest.approx(
         exact, rel=0.03
     )
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (0, 3)], ids=str)
+def test_lengths_are_of_all_entries(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert length(x).item() == pytest.approx(math.sqrt(sum(a * a for a in x.flatten().tolist())), rel=1e-12)
+    assert length(x.bfloat16()).dtype == torch.float32
+
+
+def test_moments_in_half_precision_may_disagree_by_its_rounding():
+    """The check that an operation has a second derivative is by a number that is had twice."""
+    generator, widest = torch.Generator().manual_seed(0), 0.0
+    for _ in range(40):
+        W = [torch.randn(6, 6, generator=generator).div(2).bfloat16().requires_grad_() for _ in range(3)]
+        x = torch.randn(6, generator=generator).bfloat16()
+
+        def outputs(W, x):
+            for layer in W:
+                x = torch.tanh(layer @ x)
+            return x
+
+        z = signs((6,), generator)
+        m1, _ = F.bfk_moments([outputs(W, x)], W, [0.1] * 3, [[z]])
+        exact = [layer.detach().double().requires_grad_() for layer in W]
+        expected, _ = F.bfk_moments([outputs(exact, x.double())], exact, [0.1] * 3, [[z]])
+        widest = max(widest, abs(m1.item() / expected.item() - 1))
+    assert 0.01 < widest < 0.1
 
 
 def test_what_does_not_lead_to_the_outputs_adds_nothing(case):

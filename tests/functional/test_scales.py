@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from made import Made
 
 import spectral_monitor.functional as F
 from spectral_monitor.functional import vector_norms as module
@@ -83,8 +84,9 @@ def test_half_precision_keeps_its_smallest_numbers():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(), (7,), (1, 700), (40, 30), (1, 30, 20), (3, 4, 5, 6), (0, 4), (4, 0), (0,)])
-def test_lengths_of_chunks_are_those_of_the_whole(shape, dtype, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 64)
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_lengths_of_chunks_are_those_of_the_whole(shape, dtype, chunk, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", chunk)
     x = gaussian(math.prod(shape), dtype=dtype).reshape(shape)
     exact = x.double()
     assert whole_length(x).item() == pytest.approx(exact.norm().item(), rel=1e-12)
@@ -94,6 +96,14 @@ def test_lengths_of_chunks_are_those_of_the_whole(shape, dtype, monkeypatch):
         torch.testing.assert_close(found, exact.norm(dim=-1), rtol=1e-12, atol=0)
     if x.ndim > 1:
         torch.testing.assert_close(lengths(x.mT), exact.norm(dim=-2), rtol=1e-12, atol=0)
+
+
+def test_lengths_copy_a_portion_at_a_time(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 64)
+    x = gaussian(40, 30, dtype=torch.float64)
+    with Made() as made:
+        lengths(x)
+    assert 60 <= made.largest <= 64  # two rows
 
 
 def test_bad_rows_keep_to_themselves():

@@ -244,6 +244,14 @@ def test_stacks_of_several_shapes_side_by_side():
     assert len(room.sizes) == max(alone_counts)
 
 
+def test_a_process_counts_the_passes_over_its_own_matrices():
+    A = gaussian(1, 90, 100)
+    (first,), (second,) = measured([A], "whole", 2)[0]
+    assert first.passes == spectral_estimate(A).passes
+    assert second.passes == 0
+    assert torch.equal(first.sigma, second.sigma)
+
+
 def test_the_tolerance_is_kept():
     A = gaussian(2, 300, 250)
     passes = []

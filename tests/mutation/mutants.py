@@ -17,6 +17,8 @@ Place = tuple[int, int]
 """Line and column."""
 SPEED = frozenset({"cache", "lru_cache", "no_grad", "cached_property", "runtime_checkable"})
 """Decorators without which the same numbers are found, if slower."""
+PORTIONS = frozenset({"CHUNK", "DEVICE_CHUNK", "_CHUNK", "_COPIED", "_SHORT"})
+"""How much is computed at a time: tests compute the same numbers with portions of one entry and of all of them."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,14 @@ class Mutant:
     line: int
 
     def source(self) -> str | None:
-        """Return the module with the change; ``None`` if it is none, or no Python."""
+        """Return the module with the change; ``None`` if it is none, no Python, or what the linter refuses."""
         text = self.path.read_text()
         changed: str | None = mutate_code(text, cosmic_ray.plugins.get_operator(self.operator)(), self.occurrence)
         try:
-            return None if changed is None or ast.dump(ast.parse(changed)) == ast.dump(ast.parse(text)) else changed
+            tree = ast.parse(changed or text)
         except SyntaxError:
             return None
+        return None if ast.dump(tree) == ast.dump(ast.parse(text)) or _refused(tree) else changed
 
     def change(self) -> str:
         """Return the changed lines, before and after."""
@@ -53,14 +56,35 @@ class Mutant:
         return "; ".join(f"{a} -> {b}" for a, b in both)
 
 
+def _refused(tree: ast.Module) -> bool:
+    """Return whether something is compared with a text or a number by ``is``: ruff's F632, so ``make lint`` notices."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            for op, *pair in zip(node.ops, sides[:-1], sides[1:], strict=True):
+                literals = [side.value for side in pair if isinstance(side, ast.Constant)]
+                if isinstance(op, ast.Is | ast.IsNot) and any(
+                    isinstance(value, str | int | float) and not isinstance(value, bool) for value in literals
+                ):
+                    return True
+    return False
+
+
 def _idle(path: Path) -> list[tuple[Place, Place]]:
-    """Return what makes no difference to results: annotations, decorators for speed, ``strict=`` of a zip."""
+    """Return what makes no difference to results: annotations, decorators for speed, sizes of portions, guards.
+
+    Guards are ``strict=`` of a zip and ``frozen=`` of a dataclass, which only forbid.
+    """
     found: list[ast.AST] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.AnnAssign):
             found.append(node.annotation)
-        if isinstance(node, ast.keyword) and node.arg == "strict":
+        if isinstance(node, ast.keyword) and node.arg in ("strict", "frozen"):
             found.append(node.value)
+        if isinstance(node, ast.Assign) and PORTIONS.issuperset(
+            n.id for n in ast.walk(node) if isinstance(n, ast.Name)
+        ):
+            found.append(node)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
             found += [arg.annotation for arg in every if arg is not None and arg.annotation is not None]

@@ -35,10 +35,12 @@ TESTS = {
         "metrics",
         "attention",
         "placement",
+        "engine/test_noise_scale.py",
+        "engine/test_outputs_and_formats.py",
         "properties/test_functional.py",
         "properties/test_functional_features.py",
     ],
-    "condition": ["condition"],
+    "condition": ["condition", "correction/test_any_rate.py"],
     "correction": ["correction"],
 }
 PATIENCE = 300
@@ -72,8 +74,9 @@ def covering(package: str, folder: Path) -> tuple[dict[str, dict[int, list[str]]
     for file in found.measured_files():
         by_line = found.contexts_by_lineno(file)
         short = {line: [".".join(name.split(".")[-2:]) for name in names if name] for line, names in by_line.items()}
-        # What is run when it is imported is run by every test.
-        every = sorted({name for names in short.values() for name in names})
+        # What is run when it is imported is run by every test, and by others of their files.
+        modules = {files[name].partition("::")[0] for names in short.values() for name in names if name in files}
+        every = [name for name, node in files.items() if node.partition("::")[0] in modules]
         lines[file] = {
             line: sorted({files[n] for n in (names or every) if n in files} | {*drawn}) for line, names in short.items()
         }
