@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import spectral_monitor.functional as F
-from spectral_monitor.functional.kernels import length, signs
+from spectral_monitor.functional.kernels import signs
+from spectral_monitor.functional.vector_norms import length
 
 RATES = (0.3, 0.05, 0.0, 0.11)
 

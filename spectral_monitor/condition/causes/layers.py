@@ -9,7 +9,6 @@ from itertools import takewhile
 from spectral_monitor.condition.causes.explanation import Explanation
 from spectral_monitor.condition.findings import SUSPECT, Finding
 from spectral_monitor.condition.network import MOVED, Network
-from spectral_monitor.condition.optimizers.rates import Rate
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.functional.medians import geometric_median
@@ -18,6 +17,8 @@ HEAVY = 5.0
 """Weights this many times the median are a cause."""
 ALIKE = 1.05
 """Numbers that are equal by a rule differ by less than this factor."""
+SIMILAR = 3.0
+"""Updates of a layer that are meant to be like the others' are so within this factor, in the natural norm."""
 STILL = 0.1
 """A drift below this part of the median is hardly any."""
 
@@ -63,7 +64,7 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
         whose = "by the rule of the others it would be"
     code, seen = "lr_too_large" if factor > 1 else "lr_too_small", f"its learning rate is {_number(mine)}, {whose}"
     judged = known or finding.check == "exploding" or row.info.name in network.expected
-    if not judged and (size := _nearer(row, rate, network)):
+    if not judged and (size := _like_the_others(row, network)):
         return Explanation(
             code,
             f"{seen} {_number(theirs)}; its update is {short(size)} times theirs in the natural norm, and would be "
@@ -75,13 +76,14 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
     )
 
 
-def _nearer(row: Row, rate: Rate, network: Network) -> float:
-    """Return a layer's update over those of layers at their usual rates in the natural norm, 0 unless its own rate
-    brings it nearer to them: the spectral condition itself asks for such a rate.
+def _like_the_others(row: Row, network: Network) -> float:
+    """Return a layer's update over those of layers at their usual rates in the natural norm; 0 unless they are alike.
+
+    Where a rate that stands out makes them so, the spectral condition itself asks for it.
     """
     others = [peer for peer in network.peers_of(row) if (its := network.rates.get(peer.info.name)) and its.factor == 1]
     size = row.update / geometric_median(peer.update for peer in others if peer is not row)
-    return size if size > 0 and abs(math.log(size)) < abs(math.log(size / rate.factor)) else 0.0
+    return size if 1 / SIMILAR < size < SIMILAR else 0.0
 
 
 def _number(value: float) -> str:
