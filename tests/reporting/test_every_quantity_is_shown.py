@@ -71,7 +71,7 @@ def board(folder, key, *measurements):
         found = read(writer)
         tags = found.Tags()["scalars"]
         ((_, told),) = layouts(writer)
-        (words,) = found.Tensors("spectral/questions/text_summary")
+        (words,) = found.Tensors("spectral/what_charts_show/text_summary")
     drawn = {
         category.title: {
             chart.title: {tag for tag in tags if any(re.match(pattern, tag) for pattern in chart.multiline.tag)}

@@ -23,7 +23,7 @@ from spectral_monitor.reporting.tensorboard_sink.custom_scalars import layout
 from spectral_monitor.reporting.text.markdown import verdict_markdown
 from spectral_monitor.reporting.text.questions import questions_markdown
 
-VERDICTS, QUESTIONS = "spectral/verdicts", "spectral/questions"
+VERDICTS, QUESTIONS = "spectral/verdicts", "spectral/what_charts_show"
 HEATMAP, HISTOGRAM = "spectral/heatmap", "spectral/histogram"
 METRICS = tuple(f"{PREFIX}/summary/{key}" for key in ("violations", "worst_layer_ratio"))
 """Shown in HParams as a run ended."""
@@ -45,8 +45,7 @@ class TensorBoardSink:
     ``spectral_vs_typical_log2`` is the size of updates against typical, as a power of two, with the limits. In Custom
     Scalars there is a category for each question; in Images, ``spectral/heatmap/<quantity>``, pictures of layer by
     step; in Text, ``spectral/verdicts``, the answer and the root verdicts whenever they change, and
-    ``spectral/questions``, what each chart shows; in HParams, if the run has hyperparameters, how many root verdicts it
-    ended with.
+    ``spectral/what_charts_show``; in HParams, if the run has hyperparameters, how many root verdicts it ended with.
 
     Args:
         writer: it is not closed.
