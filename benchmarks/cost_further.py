@@ -14,8 +14,9 @@ from spectral_monitor.quantities import QUANTITIES, TIERS
 
 SMALL = Size(128, 2, 4, TOKENS, 64)
 """Of less than a million parameters: dozens of measurements are counted, in which Python sees every operator."""
-ADDED = ("operators", "read", "crossings", "forwards", "backwards")
-"""Of the counts."""
+EXACT = ("operators_fixed", "read_fixed", "crossings", "forwards", "backwards")
+ADDED = (*EXACT, "operators", "read")
+"""Of the counts; the last two with norms, whose number of steps rounding may change."""
 
 
 def further_keys() -> tuple[str, ...]:

@@ -71,9 +71,9 @@ FURTHER = """## What each further quantity adds
 Quantities that come with tier `"full"` or by name, each alone on top of tier `"standard"`: counted, not timed, and the
 same on every machine, but for rounding. The transformer has {millions:.1f} million parameters ({label}). At the step
 that is counted the run's first batch is looked at again. What several quantities need is paid for once: those of
-Adam's state together cost what one of them does. A backward pass goes through the model or a part of it. Operators and
-bytes have the steps of Lanczos in them, whose number rounding may change by one: bytes are good to some MB, and a
-quantity that needs no norm may seem to save some.
+Adam's state together cost what one of them does. A backward pass goes through the model or a part of it. The last
+column has norms too, whose number of steps depends on the matrices; the others leave them out. Below 0: with that
+quantity the rows of all layers are gathered in another way, by fewer operators, which read less.
 """
 VISION = """## Images
 
@@ -261,11 +261,12 @@ def _counts(found: Mapping[str, Any]) -> str:
 
 
 def _further(found: Mapping[str, Any]) -> str:
-    head = ["", "operators", "MB read", "waits for the device", "forwards", "backward passes"]
+    head = ["", "operators", "MB read", "waits for the device", "forwards", "backward passes", "MB read with norms"]
     body = []
     for key, row in found["further"].items():
-        cells = [f"{row['operators']:,}", f"{row['read'] / 1e6:,.1f}"]
+        cells = [f"{row['operators_fixed']:,}", f"{row['read_fixed'] / 1e6:,.1f}"]
         cells += [str(row[name]) for name in ("crossings", "forwards", "backwards")]
+        cells.append(f"{row['read'] / 1e6:,.1f}")
         body.append([f"`{key}`" + ("" if row["known"] else ", which no layer here has"), *cells])
     text = FURTHER.format(millions=SMALL.parameters / 1e6, label=SMALL.describe())
     return text + "\n" + table(head, body)

@@ -16,7 +16,7 @@ import cost
 import cost_further
 from cost_cases import FIXED, LEFT_OUT
 from cost_check import compare_counts, compare_ratios, table
-from cost_further import ADDED, counted_with, further
+from cost_further import EXACT, counted_with, further
 from cost_models import Size
 from cost_page import amortized, page
 from cost_rounds import PLAIN, Timing, plan_of
@@ -124,10 +124,10 @@ def test_every_quantity_beyond_tier_standard_has_a_row():
 def test_what_a_quantity_adds_is_its_step_less_that_of_tier_standard(monkeypatch):
     monkeypatch.setattr(cost_further, "further_keys", lambda: ("log_z", "gradient_change", "decay_share"))
     found = further(None, Size(8, 1, 2, 4, 8))
-    assert found["decay_share"] == dict.fromkeys(ADDED, 0) | {"known": True}, "of norms that there are already"
+    assert [found["decay_share"][name] for name in EXACT] == [0] * 5, "of norms that there are already"
     assert (found["log_z"]["forwards"], found["log_z"]["backwards"], found["log_z"]["crossings"]) == (0, 0, 0)
-    assert found["log_z"]["operators"] > 0
-    assert found["log_z"]["read"] >= 4 * 8 * 65 * 4, "the logits of 4 sequences of 8 characters at least"
+    assert found["log_z"]["operators_fixed"] > 0
+    assert found["log_z"]["read_fixed"] >= 4 * 8 * 65 * 4, "the logits of 4 sequences of 8 characters at least"
     assert (found["gradient_change"]["forwards"], found["gradient_change"]["backwards"]) == (1, 1)
 
 
@@ -135,7 +135,7 @@ def test_what_a_quantity_adds_is_its_step_less_that_of_tier_standard(monkeypatch
 def test_what_several_quantities_need_is_paid_for_once():
     state = ("adam_rms", "eps_share", "momentum_cos", "dead_rows")
     one, four = (counted_with(Size(8, 1, 2, 4, 8), keys, None) for keys in (state[:1], state))
-    assert [getattr(one, name) for name in ADDED] == [getattr(four, name) for name in ADDED]
+    assert [getattr(one, name) for name in EXACT] == [getattr(four, name) for name in EXACT]
     assert set(state) <= four.known
 
 
