@@ -27,13 +27,16 @@ import lightning.pytorch  # noqa: F401  sets the level of its loggers
 import torch
 from cost_cases import LEFT_OUT, all_counts, beside, headline, interval, ranks, series, vision, writing
 from cost_check import compare_counts, compare_ratios, table
+from cost_further import further
 from cost_machine import describe
 from cost_page import page
 from cost_plots import draw
 from cost_rounds import Device
 
 DOCS = Path(__file__).parents[1] / "docs"
-CPU_ALONE = ("counts", "writing", "ranks")
+COUNTS = ("counts", "further")
+"""Parts without times: what was said of the machine stays."""
+CPU_ALONE = (*COUNTS, "writing", "ranks")
 """Parts that do not depend on the device, or run on processors."""
 
 
@@ -46,6 +49,7 @@ def parts(device: Device, quick: bool, text: str | None) -> dict[str, Callable[[
         "vision": lambda: vision(device, quick, text),
         "beside": lambda: beside(device, quick, text),
         "counts": lambda: all_counts(text),
+        "further": lambda: further(text),
         "writing": lambda: writing(quick),
         "ranks": lambda: ranks(quick, text),
     }
@@ -71,14 +75,17 @@ def run(args: argparse.Namespace, device: Device) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     found = read(args.out / "cost.json")
     here = found.setdefault(device.name, {})
-    machine = describe(device)
+    machine: dict[str, Any] = {}
     for name, part in parts(device, args.quick, args.data).items():
         if args.only and name not in args.only:
             continue
+        if not machine and name not in COUNTS:
+            machine = describe(device)
         begin = time.perf_counter()
         here[name] = part()
         print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-        here["machine"], here["mode"] = machine, "a quick run" if args.quick else "a full run"
+        if name not in COUNTS:
+            here["machine"], here["mode"] = machine, "a quick run" if args.quick else "a full run"
         (args.out / "cost.json").write_text(json.dumps(found, indent=1) + "\n")
     if set(found.get("cpu", ())) >= set(parts(Device(), args.quick, args.data)):
         write_page(args.out)
@@ -91,6 +98,7 @@ def check(args: argparse.Namespace) -> bool:
     if [then[key] for key in ("cpu", "cores", "torch")] != [now[key] for key in ("cpu", "cores", "torch")]:
         print(f"committed on {then['cpu']}, {then['cores']} cores, torch {then['torch']}; ratios may differ here\n")
     lines = compare_counts(committed["counts"], all_counts(args.data))
+    lines += compare_counts(committed["further"], further(args.data))
     found = headline(Device(), quick=True, text=args.data, peers=False)
     others = {*committed["headline"]["what"], *(name for name, why in found["skipped"].items() if why == LEFT_OUT)}
     ours = {name: row for name, row in committed["headline"]["rows"].items() if name not in others}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cost_cases import FROBENIUS, FULL, LIGHT, STANDARD, UNMEASURED
+from cost_further import SMALL
 from cost_peers import PEERS
 
 INTERVALS = (10, 50, 100)
@@ -64,6 +65,15 @@ COUNTS = """## Counted
 What one measured step of the same model does more than a plain one; the same on every machine, but for rounding. A pass
 is one reading of all of a matrix. Looking for the largest singular value takes two for each step of block Lanczos; that
 takes as many steps as it needs. `make bench-check` counts again, and fails if one of these has grown.
+"""
+FURTHER = """## What each further quantity adds
+
+Quantities that come with tier `"full"` or by name, each alone on top of tier `"standard"`: counted, not timed, and the
+same on every machine, but for rounding. The transformer has {millions:.1f} million parameters ({label}). At the step
+that is counted the run's first batch is looked at again. What several quantities need is paid for once: those of
+Adam's state together cost what one of them does. A backward pass goes through the model or a part of it. The last
+column has norms too, whose number of steps depends on the matrices; the others leave them out. Below 0: with that
+quantity the rows of all layers are gathered in another way, by fewer operators, which read less.
 """
 VISION = """## Images
 
@@ -250,6 +260,18 @@ def _counts(found: Mapping[str, Any]) -> str:
     return COUNTS + "\n" + table(["", *COLUMNS.values()], body)
 
 
+def _further(found: Mapping[str, Any]) -> str:
+    head = ["", "operators", "MB read", "waits for the device", "forwards", "backward passes", "MB read with norms"]
+    body = []
+    for key, row in found["further"].items():
+        cells = [f"{row['operators_fixed']:,}", f"{row['read_fixed'] / 1e6:,.1f}"]
+        cells += [str(row[name]) for name in ("crossings", "forwards", "backwards")]
+        cells.append(f"{row['read'] / 1e6:,.1f}")
+        body.append([f"`{key}`" + ("" if row["known"] else ", which no layer here has"), *cells])
+    text = FURTHER.format(millions=SMALL.parameters / 1e6, label=SMALL.describe())
+    return text + "\n" + table(head, body)
+
+
 def _writing(found: Mapping[str, Any]) -> str:
     points = found["writing"]
     body = [
@@ -300,7 +322,7 @@ def _gpu(found: Mapping[str, Any]) -> str:
 def page(all_found: Mapping[str, Any]) -> str:
     """The page as Markdown."""
     found = all_found["cpu"]
-    parts = [_headline, _machine, _turn, _peers, _growth, _vision, _beside, _counts, _writing, _ranks]
+    parts = [_headline, _machine, _turn, _peers, _growth, _vision, _beside, _counts, _further, _writing, _ranks]
     texts = [part(found).strip("\n") for part in parts]
     texts.append((_gpu(all_found["cuda"]) if "cuda" in all_found else NO_GPU).strip("\n"))
     return "\n\n".join(texts) + "\n"

@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 from char_transformer import CharTransformer
 from contents import WRITES_ONLY, Contents, basic, read_bytes, tensors_in
-from torch import Tensor, nn
+from torch import Tensor, autograd, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -40,6 +40,7 @@ CROSSINGS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", 
 ON_HOST = (
     *(f"engine/results/{name}.py" for name in ("reasons", "summary", "values")),
     *("condition/", "correction/", "reporting/"),
+    *("engine/results/noise.py", "functional/noise.py", "engine/features/attention.py:<"),
     *("linalg/spectral_norms.py:_decided", "engine/results/raw.py:_unpacked"),
 )
 """Code that works on numbers that have arrived."""
@@ -58,6 +59,7 @@ class Tally:
     allocated: int = 0
     peak: int = 0
     forwards: int = 0
+    backwards: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,12 @@ class Counts:
         peak: bytes by which the most memory ever in use is more.
         crossings: waits for the device, or copies from it.
         forwards: of the whole model.
+        backwards: passes of automatic differentiation, through all of the model or a part.
         passes: (``W``, ``dW`` or ``drift``, parameter) -> how often its entries are read; making a copy included.
         steps: of Lanczos made on the same; where a parameter has several matrices, the most.
         places: file and function -> operators and bytes.
         readers: (matrix, parameter) -> file and function -> passes.
+        known: quantities that have a value in any layer.
     """
 
     operators: int
@@ -87,10 +91,12 @@ class Counts:
     peak: int
     crossings: int
     forwards: int
+    backwards: int
     passes: dict[tuple[str, str], float]
     steps: dict[tuple[str, str], int]
     places: dict[str, tuple[int, int]]
     readers: dict[tuple[str, str], dict[str, float]]
+    known: frozenset[str] = frozenset()
 
 
 @functools.cache
@@ -213,6 +219,7 @@ class Watch:
         handle = register_module_forward_pre_hook(self._called)
         self._stack.callback(handle.remove)
         self._stack.enter_context(patch.object(KrylovSpace, "step", self._noted(KrylovSpace.step)))
+        self._stack.enter_context(patch.object(autograd, "_engine_run_backward", self._went_back(autograd)))
         self._stack.enter_context(Crossings(self.operators))
         self._stack.enter_context(self.operators)
         return self
@@ -222,6 +229,15 @@ class Watch:
 
     def _called(self, module: nn.Module, args: Any) -> None:
         self.operators.tally.forwards += module is self.model
+
+    def _went_back(self, engine: Any) -> Callable[..., Any]:
+        run = engine._engine_run_backward
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.operators.tally.backwards += 1
+            return run(*args, **kwargs)
+
+        return counted
 
     def _noted(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def noted(space: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +297,8 @@ def count(model: nn.Module, optimizer: Optimizer, loss: Callable[[nn.Module], Te
         steps, passes = watch.steps(), watch.operators.contents.passes
     if len(probe.measurements) != 3:
         raise RuntimeError("a step was not measured")
-    return difference(measured, plain, passes, steps)
+    known = {key for key, values in probe.measurements[-1].values.items() if bool(values.isfinite().any())}
+    return replace(difference(measured, plain, passes, steps), known=frozenset(known))
 
 
 def difference(
@@ -305,6 +322,7 @@ def difference(
         peak=measured.peak - plain.peak,
         crossings=measured.crossings.total() - plain.crossings.total(),
         forwards=measured.forwards - plain.forwards,
+        backwards=measured.backwards - plain.backwards,
         passes={key: sum(places.values()) for key, places in passes.items()},
         steps=steps,
         places={where: (operators[where], read[where]) for where, _ in read.most_common()},

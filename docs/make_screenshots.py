@@ -168,11 +168,12 @@ def panels(page: Any, address: str) -> None:
     """The first question open, the others below it."""
     page.goto(f"{address}/#custom_scalars")
     headings = page.locator("tf-category-paginated-view .heading")
-    headings.nth(len(PANELS) - 1).wait_for()
+    last = sum(not panel.by_name for panel in PANELS) - 1  # the others are not asked
+    headings.nth(last).wait_for()
     page.get_by_text("Matches (8)").first.wait_for()
-    for k in range(len(PANELS) - 1, 0, -1):
+    for k in range(last, 0, -1):
         headings.nth(k).click()
-    capture(page, "tensorboard_panels", bottom(headings.nth(len(PANELS) - 1)) + 10)
+    capture(page, "tensorboard_panels", bottom(headings.nth(last)) + 10)
 
 
 def deep(page: Any, address: str) -> None:

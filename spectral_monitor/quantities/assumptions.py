@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from spectral_monitor.quantities import questions
 from spectral_monitor.quantities.quantity import Quantity
 
 ENTRIES = (
@@ -17,6 +20,9 @@ ENTRIES = (
         meaning="1 unless the update takes away what was there",
         healthy="above 0.9",
         misleads="a step that is meant to erase, such as pruning",
+        question=questions.ASSUMPTIONS,
+        title="weights that do not cancel",
+        band=(0.9, math.inf),
     ),
     Quantity(
         key="feature_cancellation",
@@ -30,6 +36,9 @@ ENTRIES = (
         meaning="1 unless the step takes away the features that were there",
         healthy="above 0.9",
         misleads="features that change their sign as a whole",
+        question=questions.ASSUMPTIONS,
+        title="features that do not cancel",
+        band=(0.9, math.inf),
     ),
     Quantity(
         key="activation_ratio",
@@ -43,6 +52,9 @@ ENTRIES = (
         meaning="what activations leave of the features; of order 1 at any width",
         healthy="0.3 to 1 for ReLU-like activations",
         misleads="layers behind a residual sum, where it is NaN",
+        question=questions.ASSUMPTIONS,
+        title="what activations leave",
+        band=(0.3, 1.0),
     ),
     Quantity(
         key="sample_share",
@@ -56,6 +68,8 @@ ENTRIES = (
         meaning="a row's own part of what the gradient does to it: about 1 / sqrt(rows), and alike at any width",
         healthy="about 1 / sqrt(rows)",
         misleads="tokens of one text, which are no independent samples",
+        question=questions.ASSUMPTIONS,
+        title="a row's own part",
     ),
     Quantity(
         key="kernel_change",
@@ -69,6 +83,8 @@ ENTRIES = (
         meaning="relative change of the inner products of the outputs: zero where features only rotate",
         healthy="1e-3 to 0.1 in a step; 0 for a network whose features stand still",
         misleads="features that only rotate, which it does not see",
+        question=questions.LAZINESS,
+        title="change of the kernel by a step",
     ),
     Quantity(
         key="bfk_ratio",
@@ -82,6 +98,8 @@ ENTRIES = (
         meaning="the bfa_cos that the kernel K = sum lr J J^T lets expect of gradient descent",
         healthy="close to bfa_cos",
         misleads="layers whose kernel a single direction rules: good to 30 % only",
+        question=questions.DIRECTIONS,
+        title="cosine that the kernel expects",
     ),
     Quantity(
         key="bfk_peak",
@@ -123,6 +141,8 @@ ENTRIES = (
         meaning="relative change of the gradients of the outputs by this step",
         healthy="of the size of feature_change",
         misleads="small losses, whose gradients change fast",
+        question=questions.GRADIENTS,
+        title="change of the outputs' gradients",
     ),
     Quantity(
         key="dual_bfa_cos",
@@ -137,6 +157,8 @@ ENTRIES = (
         healthy="falls like 1 / sqrt(layers behind it) in a perceptron with a linear loss; of either sign elsewhere",
         misleads="losses that are not linear; the paper's formula is for homogeneous networks, without biases",
         margin=100.0,
+        question=questions.DIRECTIONS,
+        title="the backward pass's cosine",
     ),
     Quantity(
         key="dual_bfk_ratio",
@@ -164,6 +186,9 @@ ENTRIES = (
         meaning="relative change of the weight's gradient by this step: does the gradient still hold at the step's end",
         healthy="below 1; well above it the step is longer than the gradient is good for",
         misleads="small losses, whose gradients change fast",
+        question=questions.GRADIENTS,
+        title="change of the gradient by a step",
+        band=(0.0, 1.0),
     ),
     Quantity(
         key="feature_change_inherited",
@@ -178,6 +203,8 @@ ENTRIES = (
         healthy="of the size of feature_change_local in the middle of a network, 0 in its first layer",
         misleads="parts that point in opposite directions and cancel",
         of_inputs=True,
+        question=questions.FEATURES,
+        title="change that comes from below",
     ),
     Quantity(
         key="feature_change_joint",
@@ -192,5 +219,7 @@ ENTRIES = (
         healthy="well below the two other parts; alike it means that steps are too large to be looked at one by one",
         misleads="the first layers, where it is near 0",
         of_inputs=True,
+        question=questions.FEATURES,
+        title="change by both at once",
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from spectral_monitor.quantities import questions
 from spectral_monitor.quantities.quantity import Quantity
 
@@ -47,7 +49,7 @@ ENTRIES = (
         healthy="of order 1 at most, alike at any width: it is what the spectral condition asks of attention",
         misleads="rotary embeddings, where it is a bound",
         question=questions.ATTENTION,
-        title="largest possible change of a logit by a step",
+        title="largest change of a logit",
     ),
     Quantity(
         key="attention_logit_max",
@@ -63,6 +65,7 @@ ENTRIES = (
         misleads="up to 64 rows of queries are looked at, with all of their keys: the largest of others may be larger",
         question=questions.ATTENTION,
         title="largest logit",
+        band=(0.0, 50.0),
     ),
     Quantity(
         key="attention_entropy",
@@ -78,6 +81,7 @@ ENTRIES = (
         misleads="short sequences, and rows with few keys",
         question=questions.ATTENTION,
         title="entropy of attention",
+        band=(0.2, 1.0),
     ),
     Quantity(
         key="attention_entropy_lowest",
@@ -92,7 +96,8 @@ ENTRIES = (
         healthy="above 0.05; verdict attention_collapsed below that for long",
         misleads="heads that have learned to look at the token before, and are meant to",
         question=questions.ATTENTION,
-        title="entropy of the lowest head",
+        title="entropy, lowest head",
+        band=(0.05, math.inf),
     ),
     Quantity(
         key="attention_sink",

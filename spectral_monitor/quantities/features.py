@@ -23,6 +23,8 @@ ENTRIES = (
         meaning="typical size of an output entry",
         healthy="0.1 to 10, alike at any width",
         misleads="outputs in front of a normalization layer",
+        question=questions.FEATURES,
+        title="size of the outputs",
     ),
     Quantity(
         key="feature_change",
@@ -57,6 +59,8 @@ ENTRIES = (
         misleads="layers whose inputs changed more than the layer itself",
         error=lambda s: s.largest("dW.h.error") * s.part_of_change("dW.h"),
         of_inputs=True,
+        question=questions.FEATURES,
+        title="change by the layer's own update",
     ),
     Quantity(
         key="feature_drift",
@@ -124,6 +128,8 @@ ENTRIES = (
         healthy="2 or more; falling to 1 means that features collapse",
         misleads="inputs with a large mean, which count as one direction",
         of_inputs=True,
+        question=questions.RANK,
+        title="rank of the inputs",
     ),
     Quantity(
         key="backward_stable_rank",
@@ -137,6 +143,8 @@ ENTRIES = (
         meaning="how many directions the gradients of the outputs fill",
         healthy="1 to 30, at most the number of classes or rows",
         misleads="masked rows, which are zero",
+        question=questions.RANK,
+        title="rank of the gradients",
     ),
     Quantity(
         key="bfa",
@@ -185,5 +193,7 @@ ENTRIES = (
         healthy="constant over steps and alike in all layers",
         misleads="where the loss hardly decreases: it divides by the decrease",
         error=lambda s: s.get("sensitivity.error"),
+        question=questions.DIRECTIONS,
+        title="outputs' change per decrease",
     ),
 )

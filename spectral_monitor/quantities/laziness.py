@@ -18,8 +18,8 @@ ENTRIES = (
         meaning="relative change since the start of the inner products of the outputs, on the first batch",
         healthy="of order 1 where features are learned, alike at any width; in a lazy network it falls like 1 / width",
         misleads="features that only grow, which count as a change: look at kernel_alignment",
-        question=questions.FEATURES,
-        title="change of the features' kernel since the start",
+        question=questions.LAZINESS,
+        title="change of the kernel since the start",
     ),
     Quantity(
         key="kernel_alignment",
@@ -33,6 +33,8 @@ ENTRIES = (
         meaning="are samples as similar to each other as at the start: 1 they are, whatever the features' size",
         healthy="falls below 0.9 where features are learned; stays near 1 in a lazy network",
         misleads="batches of few samples",
+        question=questions.LAZINESS,
+        title="likeness of the kernel to the start's",
     ),
     Quantity(
         key="linearity",
@@ -46,8 +48,8 @@ ENTRIES = (
         meaning="is this run lazy: 0 if the outputs are where the linearized network of the start has them",
         healthy="of order 1 where features are learned; near 0 the network is a kernel machine",
         misleads="the first steps, when every network is near its linearization",
-        question=questions.FEATURES,
-        title="what the linearized network does not explain",
+        question=questions.LAZINESS,
+        title="what linearization does not explain",
     ),
     Quantity(
         key="output_drift_features",

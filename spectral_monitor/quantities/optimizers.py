@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from spectral_monitor.quantities import questions
 from spectral_monitor.quantities.quantity import Quantity, Readings
 
 _ROTATION = frozenset({"W", "dW", "WdW"})
@@ -47,6 +48,8 @@ ENTRIES = (
         healthy="alike in all layers in front of a normalization",
         misleads="layers without a normalization behind them, whose size counts too",
         by_frobenius=True,
+        question=questions.DECAY,
+        title="angle that the weight turns",
     ),
     Quantity(
         key="radial",
@@ -61,6 +64,8 @@ ENTRIES = (
         healthy="minus half of |dW|F / |W|F in equilibrium, where the weight keeps its size",
         misleads="single steps, whose sign is noise where it is near 0",
         by_frobenius=True,
+        question=questions.DECAY,
+        title="part of the update along the weight",
     ),
     Quantity(
         key="decay_share",
@@ -75,6 +80,9 @@ ENTRIES = (
         healthy="well below 1: at 1 nothing but decay is left",
         misleads="decay that is part of the gradient (Adam, SGD), where it is NaN",
         by_frobenius=True,
+        question=questions.DECAY,
+        title="weight decay's part of the update",
+        band=(0.0, 1.0),
     ),
     Quantity(
         key="equilibrium",
@@ -89,6 +97,8 @@ ENTRIES = (
         healthy="towards 1 within some summary/equilibrium_steps",
         misleads="layers without a normalization behind them; gradients that agree for many steps, where it is larger",
         by_frobenius=True,
+        question=questions.DECAY,
+        title="angle over that of equilibrium",
     ),
     Quantity(
         key="adam_rms",
@@ -102,6 +112,9 @@ ENTRIES = (
         meaning="gradients of this step next to what Adam expects them to be; v is its second moment, bias corrected",
         healthy="about 1; above 2 the second moment is stale, and a spike of the loss may follow",
         misleads=_MISLEADS,
+        question=questions.STATE,
+        title="gradient over what Adam expects",
+        band=(0.0, 2.0),
     ),
     Quantity(
         key="eps_share",
@@ -115,6 +128,8 @@ ENTRIES = (
         meaning="how many entries Adam's eps holds back: they move by less than the learning rate says",
         healthy="near 0; where it is not, make eps smaller (wide networks have small gradients)",
         misleads="embeddings, whose rows without a gradient count",
+        question=questions.STATE,
+        title="entries that eps holds back",
     ),
     Quantity(
         key="momentum_cos",
@@ -128,6 +143,8 @@ ENTRIES = (
         meaning="does this step's gradient point where the last ones did",
         healthy="0.44 (with beta1 = 0.9) where gradients are noise; near 1 they agree, below 0 they turn around",
         misleads=_MISLEADS,
+        question=questions.STATE,
+        title="gradient and momentum, cosine",
     ),
     Quantity(
         key="dead_rows",
@@ -141,5 +158,7 @@ ENTRIES = (
         meaning="outputs of the layer that hardly get a gradient; of an embedding, entries that are not drawn",
         healthy="0",
         misleads="embeddings of rare words; experts that are not chosen",
+        question=questions.STATE,
+        title="outputs without a gradient",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -131,6 +132,8 @@ class Quantity:
         margin: how many times larger than their rounding features must change for it to be known.
         question: title of the panel that shows it; empty for none.
         title: of its charts in that panel.
+        band: what ``healthy`` says, where that is two numbers of any network, 0 and infinity for no limit; it is shown
+            where the judge has no band of its own.
         essential: whether loggers are given it by default.
         column: in the console's table.
         picture: title of its picture of layer by step; empty for none.
@@ -155,6 +158,33 @@ class Quantity:
     margin: float = 2.0
     question: str = ""
     title: str = ""
+    band: tuple[float, float] | None = None
     essential: bool = False
     column: Column | None = None
     picture: str = ""
+
+    @property
+    def signed(self) -> bool:
+        """True if it can be below 0."""
+        return self.range.startswith(("any", "[-"))
+
+    @property
+    def counted_in(self) -> str:
+        """Its key, and its unit unless that is a mere ratio."""
+        return self.key if self.unit == "ratio" else f"{self.key}, {self.unit}"
+
+    @property
+    def limits(self) -> str:
+        """Its band in words; empty where it has none.
+
+        Example:
+            >>> from spectral_monitor.quantities import QUANTITIES
+            >>> [QUANTITIES[key].limits for key in ("attention_entropy", "adam_rms", "weight_cancellation", "lr")]
+            ['0.2 to 1', 'below 2', 'above 0.9', '']
+        """
+        if self.band is None:
+            return ""
+        low, high = self.band
+        if math.isinf(high):
+            return f"above {low:g}"
+        return f"{low:g} to {high:g}" if low else f"below {high:g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spectral_monitor.quantities import questions
 from spectral_monitor.quantities.quantity import Quantity
 
 ENTRIES = (
@@ -19,6 +20,8 @@ ENTRIES = (
         misleads="losses and layers that mix samples, such as batch normalization; models whose batch is not the "
         "first dimension",
         of_inputs=True,
+        question=questions.GRADIENTS,
+        title="batch size that noise asks for",
     ),
     Quantity(
         key="gradient_natural",
@@ -32,6 +35,8 @@ ENTRIES = (
         meaning="largest decrease of the loss by an update of natural norm 1 and rank 1: the size of the gradient",
         healthy="alike at any width; it falls as the loss does",
         misleads="convolutions: an upper bound; gradients that you clip in a loop of your own",
+        question=questions.GRADIENTS,
+        title="size of the gradient",
     ),
     Quantity(
         key="backward_rms",
@@ -45,6 +50,8 @@ ENTRIES = (
         meaning="size of the backward pass: falls or grows from layer to layer where gradients vanish or explode",
         healthy="alike in layers of one kind and width",
         misleads="across batches of different sizes: of a mean over samples it falls like 1 / samples",
+        question=questions.GRADIENTS,
+        title="size of outputs' gradients",
     ),
     Quantity(
         key="log_z",
@@ -58,6 +65,8 @@ ENTRIES = (
         meaning="log of the softmax's denominator: how far the logits of a classifier have drifted as a whole",
         healthy="near log(classes) at first, then steady; z-loss holds it near 0",
         misleads="output layers whose outputs are no logits; those that a temperature or a cap follows",
+        question=questions.OUTPUTS,
+        title="log of the softmax's denominator",
     ),
     Quantity(
         key="readout_row",
@@ -72,6 +81,8 @@ ENTRIES = (
         healthy="alike at the best learning rate, at any width",
         misleads="rows of rare classes, which may be the largest",
         by_frobenius=True,
+        question=questions.OUTPUTS,
+        title="largest possible logit",
     ),
     Quantity(
         key="feature_kurtosis",
@@ -85,6 +96,9 @@ ENTRIES = (
         meaning="are some outputs far larger than others: 1 if all are alike, m if a single one has everything",
         healthy="1 to 5; outlier features, which low precision does not take well, have more than 10",
         misleads="layers whose outputs have units of their own, such as fused projections",
+        question=questions.PRECISION,
+        title="outputs that are unlike",
+        band=(0.0, 10.0),
     ),
     Quantity(
         key="outlier_ratio",
@@ -98,6 +112,9 @@ ENTRIES = (
         meaning="the largest peak of an output over that of the median one",
         healthy="2 to 6; a cast to int8 with one scale leaves the median output 127 / ratio levels",
         misleads="few rows: the largest of others may be larger",
+        question=questions.PRECISION,
+        title="peak over the median peak",
+        band=(0.0, 6.0),
     ),
     Quantity(
         key="underflow_inputs",
@@ -112,6 +129,9 @@ ENTRIES = (
         healthy="below 0.01",
         misleads="casts that scale rows or blocks by themselves lose less",
         of_inputs=True,
+        question=questions.PRECISION,
+        title="inputs lost",
+        band=(0.0, 0.01),
     ),
     Quantity(
         key="underflow_weights",
@@ -126,6 +146,9 @@ ENTRIES = (
         healthy="below 0.01",
         misleads="casts that scale rows or blocks by themselves lose less",
         by_frobenius=True,
+        question=questions.PRECISION,
+        title="weights lost",
+        band=(0.0, 0.01),
     ),
     Quantity(
         key="underflow_backward",
@@ -139,5 +162,8 @@ ENTRIES = (
         meaning="what a cast of the gradients of the outputs to 8 bits would lose",
         healthy="below 0.05",
         misleads="casts that scale rows or blocks by themselves lose less",
+        question=questions.PRECISION,
+        title="gradients lost",
+        band=(0.0, 0.05),
     ),
 )

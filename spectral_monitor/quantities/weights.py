@@ -127,7 +127,7 @@ ENTRIES = (
         healthy="a third of min(m, n) at random initialization, falling in training",
         misleads="convolutions: that of one tap",
         question=questions.RANK,
-        title="stable rank of the weights",
+        title="rank of the weights",
     ),
     Quantity(
         key="update_stable_rank",
@@ -142,7 +142,7 @@ ENTRIES = (
         healthy="1 to 30, at most the rows of the batch",
         misleads="under Muon, whose updates have all directions alike",
         question=questions.RANK,
-        title="stable rank of the update",
+        title="rank of the update",
         essential=True,
     ),
     Quantity(
@@ -191,7 +191,7 @@ ENTRIES = (
         misleads="with momentum, whose step follows earlier gradients",
         of_vectors=True,
         question=questions.DIRECTIONS,
-        title="decrease of the loss that the update promises",
+        title="decrease that the update promises",
     ),
     Quantity(
         key="lr",
@@ -223,6 +223,6 @@ ENTRIES = (
         misleads="without a correction, where it is always 1",
         of_vectors=True,
         question=questions.CORRECTION,
-        title="what the learning rate is multiplied with",
+        title="factor on the learning rate",
     ),
 )

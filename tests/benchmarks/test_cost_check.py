@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -12,10 +13,15 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import cost
+import cost_further
 from cost_cases import FIXED, LEFT_OUT
 from cost_check import compare_counts, compare_ratios, table
+from cost_further import EXACT, counted_with, further
+from cost_models import Size
 from cost_page import amortized, page
 from cost_rounds import PLAIN, Timing, plan_of
+
+from spectral_monitor.quantities import QUANTITIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -69,19 +75,20 @@ def test_the_table_says_which_number_has_grown():
 @pytest.mark.parametrize(("factor", "status"), [(1, 0), (3, 1)])
 def test_the_exit_status_says_whether_it_holds(monkeypatch, capsys, tmp_path, factor, status):
     machine = {"cpu": "abacus", "cores": 1, "torch": "2"}
-    data = {"machine": machine, "counts": {"light": {"forwards": 0}}}
+    data = {"machine": machine, "counts": {"light": {"forwards": 0}}, "further": {"log_z": {"forwards": 0}}}
     rows = {"light": {"ratio": 1.5}, "other": {"ratio": 9}, "full": {"ratio": 99}}
     data["headline"] = {"rows": rows, "what": {"other": "something else"}}
     again = {"rows": {"light": {"ratio": 1.5 * factor}}, "skipped": {"full": LEFT_OUT}}
     (tmp_path / "cost.json").write_text(json.dumps({"cpu": data}))
     monkeypatch.setattr(cost, "describe", lambda device: machine)
     monkeypatch.setattr(cost, "all_counts", lambda text: {"light": {"forwards": 0}})
+    monkeypatch.setattr(cost, "further", lambda text: {"log_z": {"forwards": 0}})
     monkeypatch.setattr(cost, "headline", lambda *args, **kw: again)
     monkeypatch.setattr(sys, "argv", ["cost.py", "--check", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
         cost.main()
     assert end.value.code == status
-    assert ("1 of 2 numbers have grown" in capsys.readouterr().out) == bool(status)
+    assert ("1 of 3 numbers have grown" in capsys.readouterr().out) == bool(status)
 
 
 def test_before_every_contestants_step_there_is_a_plain_one_and_the_first_round_does_not_count():
@@ -103,6 +110,45 @@ def test_the_page_is_what_the_data_make_of_it():
     """`python benchmarks/cost.py --page` writes it again."""
     found = json.loads((DOCS / "cost.json").read_text())
     assert (DOCS / "cost.md").read_text() == page(found)
+
+
+def test_every_quantity_beyond_tier_standard_has_a_row():
+    """Counted again by `python benchmarks/cost.py --only further`."""
+    section = (DOCS / "cost.md").read_text().split("## What each further quantity adds")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)`(?:, which no layer here has)? \|(.*)\|$", section, re.MULTILINE)
+    assert [key for key, _ in rows] == [key for key in QUANTITIES if QUANTITIES[key].tier == "full"]
+    assert all(re.fullmatch(r"[\d,]+", cells.split("|")[0].strip()) for _, cells in rows)
+
+
+@pytest.mark.slow
+def test_what_a_quantity_adds_is_its_step_less_that_of_tier_standard(monkeypatch):
+    monkeypatch.setattr(cost_further, "further_keys", lambda: ("log_z", "gradient_change", "decay_share"))
+    found = further(None, Size(8, 1, 2, 4, 8))
+    assert [found["decay_share"][name] for name in EXACT] == [0] * 5, "of norms that there are already"
+    assert (found["log_z"]["forwards"], found["log_z"]["backwards"], found["log_z"]["crossings"]) == (0, 0, 0)
+    assert found["log_z"]["operators_fixed"] > 0
+    assert found["log_z"]["read_fixed"] >= 4 * 8 * 65 * 4, "the logits of 4 sequences of 8 characters at least"
+    assert (found["gradient_change"]["forwards"], found["gradient_change"]["backwards"]) == (1, 1)
+
+
+@pytest.mark.slow
+def test_what_several_quantities_need_is_paid_for_once():
+    state = ("adam_rms", "eps_share", "momentum_cos", "dead_rows")
+    one, four = (counted_with(Size(8, 1, 2, 4, 8), keys, None) for keys in (state[:1], state))
+    assert [getattr(one, name) for name in EXACT] == [getattr(four, name) for name in EXACT]
+    assert set(state) <= four.known
+
+
+@pytest.mark.parametrize("name", ["counts", "further"])
+def test_parts_without_times_say_nothing_of_the_machine(monkeypatch, tmp_path, name):
+    (tmp_path / "cost.json").write_text(json.dumps({"cpu": {"machine": {"cpu": "abacus"}, "mode": "a full run"}}))
+    monkeypatch.setattr(cost, "all_counts", lambda text: {"light": {"forwards": 0}})
+    monkeypatch.setattr(cost, "further", lambda text: {"log_z": {"forwards": 0}})
+    monkeypatch.setattr(sys, "argv", ["cost.py", "--only", name, "--out", str(tmp_path)])
+    cost.main()
+    found = json.loads((tmp_path / "cost.json").read_text())["cpu"]
+    assert found["machine"] == {"cpu": "abacus"}
+    assert name in found
 
 
 def test_a_gpus_data_are_on_the_page_too():

@@ -105,3 +105,17 @@ def test_crossings_are_what_waits_for_the_device_and_forwards_those_of_the_model
         torch.tensor([1, 2]).tolist()  # made on the host
     assert tally.crossings["here"] == 4
     assert tally.forwards == 1
+
+
+def test_backward_passes_are_those_of_the_engine_whoever_asks_for_them():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    watch = Watch(model)
+    with watch, watch.step() as tally:
+        y = model(torch.ones(2, 4)).sum()
+        y.backward(retain_graph=True)
+        torch.autograd.grad(y, list(model[1].parameters()), retain_graph=True)
+        torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 4))
+    assert tally.backwards == 3
+    with watch.step() as tally:
+        pass
+    assert tally.backwards == 0

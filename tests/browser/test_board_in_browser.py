@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
 ]
 STEPS = 24
-QUESTIONS = [panel.question for panel in PANELS if panel.question != "Are attention logits in bounds?"]
+QUESTIONS = [panel.question for panel in PANELS if not panel.by_name]
 """The network is a perceptron."""
 CARDS = "tf-custom-scalar-multi-line-chart-card"
 # What is to be seen in a card, whose parts lie in the shadow trees of several elements.

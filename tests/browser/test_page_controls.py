@@ -88,7 +88,7 @@ def test_a_family_is_the_lowest_the_median_and_the_highest(deep):
 
 def test_pointing_at_a_row_highlights_its_layer_in_every_chart(deep):
     deep.locator("#layers tr[data-layer='net.h.4.mlp']").hover()
-    for chart, charts in (("panel-0", 2), ("panel-1", 4), ("panel-5", 2)):
+    for chart, charts in (("panel-0", 2), ("panel-1", 6), ("panel-5", 2)):
         lit = deep.locator(f"#{chart} .trace.lit")
         expect(lit).to_have_count(charts)
         assert lit.evaluate_all(SEEN) == charts

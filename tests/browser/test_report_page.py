@@ -152,7 +152,9 @@ def test_the_mouse_names_rows_of_a_heat_map(page, tmp_path):
     names = [f"a.very.long.name.of.a.layer.in.a.deep.network.{k}" for k in range(4)]
     write_report(run_of(names), tmp_path / "report.html")
     seen = opened(page, tmp_path / "report.html")
-    box = page.locator("#overview-figure .heatmaplayer image").nth(1).bounding_box()
+    picture = page.locator("#overview-figure .heatmaplayer image").nth(1)
+    picture.scroll_into_view_if_needed()
+    box = picture.bounding_box()
     values = torch.stack([m.values["feature_change"] for m in run_of(names)], dim=1)
     for row in range(4):
         for column in (0, 7, 11):

@@ -15,7 +15,7 @@ from spectral_monitor.reporting.content.panels import PANELS
 
 NAMES = ("tokens", "blocks.0.w+q", "blocks.0.mlp", "blocks.1.w+q", "blocks.1.mlp", "blocks.0.mlp.bias", "a (b)|c/d")
 ROLES = ("embedding", *["operator"] * 4, "vector", "readout")
-SUMMARY = {key: 0.5 for panel in PANELS for key in panel.summaries}
+SUMMARY = {key: 0.5 for panel in PANELS if not panel.by_name for key in panel.summaries}
 
 
 def layers(names=NAMES, roles=ROLES):

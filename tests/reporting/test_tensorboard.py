@@ -53,7 +53,7 @@ def test_the_numbers_of_a_step_are_one_event(writer):
         sink.write(measurement(step))
     sizes = [len(event.summary.value) for event in events(writer)]
     assert sum(size > 50 for size in sizes) == 2
-    assert len(sizes) == 1 + 2 + 1  # the version, two steps, the first text
+    assert len(sizes) == 1 + 2 + 2  # the version, two steps, the first texts: verdicts, and what charts show
 
 
 def test_nothing_else_of_the_writer_is_touched(writer):

@@ -140,7 +140,8 @@ def test_charts_are_in_the_row_of_every_fifth_measurement_and_of_the_end(faulty)
             assert [value for _, value in line] == pytest.approx([math.log10(x) for x in wanted], abs=1e-5)
     assert list(faulty.file.media("spectral/heatmaps/")) == [5, 9, 19, 29, 39, 45]
     chart = faulty.file.config["_wandb/visualize/spectral/charts/update_natural"]
-    assert chart["panel_config"]["stringSettings"]["title"] == "Are updates the right size? (update_natural, log10)"
+    title = chart["panel_config"]["stringSettings"]["title"]
+    assert title == "Are updates the right size? (update_natural, RMS / RMS, log10)"
 
 
 def test_the_table_of_verdicts_is_logged_with_the_pictures(faulty):

@@ -284,6 +284,17 @@ def test_the_end_says_how_far_it_has_come(tmp_path):
     assert [a.type for a in file.artifacts].count("spectral-profile") == 1
 
 
+def test_what_a_user_has_named_has_a_chart_of_its_own_and_what_is_not_measured_has_none(tmp_path):
+    names = {"momentum_cos": 0.4, "eps_share": 0.0}
+    told = replace(measured(1), values=measured(1).values | {key: torch.full((3,), x) for key, x in names.items()})
+    with offline_run(tmp_path) as run:
+        sink = WandbSink(run, heatmap_every=1, asked=[*names, "noise_scale"])
+        sink.write(told)
+    (row,) = RunFile(tmp_path).rows
+    found = {key.removeprefix("spectral/charts/") for key in row if key.startswith("spectral/charts/")}
+    assert found == {f"{key}_table" for key in (*names, "update_natural", "weight_natural")}
+
+
 def test_too_little_for_a_profile_is_no_error(tmp_path):
     with offline_run(tmp_path) as run:
         sink = WandbSink(run)

@@ -24,7 +24,8 @@ Log = Literal["essential", "all"] | Sequence[str]
 PREFIX = "spectral"
 SUMMARIES = (
     *("violations", "worst_layer_ratio", "loss_change", "loss_change_predicted", "edge"),
-    *("final_layer_alignment", "overhead_ms"),
+    *("final_layer_alignment", "overhead_ms", "equilibrium_steps", "linearity"),
+    *("noise_scale", "noise_scale_low", "noise_scale_high"),
 )
 """Numbers of the whole network that are logged."""
 LOG2 = "vs_typical_log2"

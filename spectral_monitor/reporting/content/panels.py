@@ -21,7 +21,6 @@ class Panel:
         roles: of the layers that are shown.
         by_summary: whether a number of the whole network answers it, rather than a quantity.
         reading: what is in order, and what it means if it is not; for people who have not read the papers.
-        of_some_networks: whether most networks have nothing to ask it of, so that nobody misses it.
     """
 
     question: str
@@ -31,7 +30,6 @@ class Panel:
     roles: frozenset[str] = MATRICES
     by_summary: bool = False
     only: tuple[str, ...] = ()
-    of_some_networks: bool = False
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -39,7 +37,12 @@ class Panel:
         if self.only:
             return self.only
         asked = [key for key, quantity in QUANTITIES.items() if quantity.question == self.question]
-        return tuple(sorted(asked, key=lambda key: key != self.first))
+        return tuple(sorted(asked, key=lambda key: (key != self.first, not QUANTITIES[key].essential)))
+
+    @property
+    def by_name(self) -> bool:
+        """True if nobody misses it who has not asked for it: all that answers it is of tier ``full``."""
+        return all(QUANTITIES[key].tier == "full" for key in self.quantities)
 
 
 PANELS: tuple[Panel, ...] = (
@@ -60,11 +63,28 @@ PANELS: tuple[Panel, ...] = (
         roles=MATRICES | {NODE},
     ),
     Panel(
+        questions.LAZINESS,
+        "linearity",
+        "0: the outputs are where the network linearized at the start has them, so it is lazy. Of order 1: it learns "
+        "features. The kernel is the outputs' similarity between samples. If it is like that of the start after a few "
+        "hundred steps, raise the learning rates of hidden layers.",
+        ("linearity",),
+        roles=MATRICES | {NODE},
+    ),
+    Panel(
         questions.WEIGHTS,
         "weight_natural",
         "You see the largest factor by which a weight amplifies its input. Healthy: roughly 0.5 to 10, at any width. "
         "Drift is how far the weight has moved from initialization (1 = as much as its initial size). A layer far "
         "above the others needs a smaller initialization.",
+    ),
+    Panel(
+        questions.DECAY,
+        "equilibrium",
+        "1: weight decay and updates are in balance, and the learning rate times the decay sets how fast a layer "
+        "turns. Below 1 long after the start: it turns more slowly than that. Above 1: gradients agree for many steps. "
+        "A decay share near 1: the layer gets hardly any gradient.",
+        ("equilibrium_steps",),
     ),
     Panel(
         questions.ALIGNMENT,
@@ -91,12 +111,47 @@ PANELS: tuple[Panel, ...] = (
         roles=MATRICES | {NODE},
     ),
     Panel(
+        questions.GRADIENTS,
+        "noise_scale",
+        "You see the batch size beyond which larger batches stop paying, the size of gradients, and how much one step "
+        "changes them. A batch far below the noise scale: average more samples, or lower the learning rate. A change "
+        "above 1: the step is longer than its gradient is good for.",
+        ("noise_scale", "noise_scale_low", "noise_scale_high"),
+    ),
+    Panel(
+        questions.STATE,
+        "adam_rms",
+        "1: gradients are as large as Adam expects them. Above 2 its second moment is out of date, and a spike of the "
+        "loss may follow: lower beta2 or clip. Entries that eps holds back do not learn at the rate you set: make eps "
+        "smaller. Outputs without a gradient are dead.",
+    ),
+    Panel(
         questions.ATTENTION,
         "attention_logit_max",
         "You see the largest attention logit of each block, how evenly its heads look at the keys (entropy: 1 = at all "
         "alike, 0 = at a single one), and how large logits can become. Logits that grow beyond 50 end in loss spikes: "
         "lower the learning rate of queries and keys, or normalize them. A head of entropy 0 has stopped learning.",
-        of_some_networks=True,
+    ),
+    Panel(
+        questions.OUTPUTS,
+        "log_z",
+        "You see the log of the softmax's denominator, which grows where all logits drift together, and the largest "
+        "logit that the output layer can make. Steady after the start: in order. If they grow without end, add a "
+        "z-loss, or lower the output layer's learning rate.",
+    ),
+    Panel(
+        questions.PRECISION,
+        "underflow_inputs",
+        "You see which share of a tensor's entries a cast to 8 bits with one scale makes 0. Beside it you see how far "
+        "the largest outputs stand out. Below 0.01: hardly anything is lost. Layers with more need scales for each row "
+        "or block, or 16 bits.",
+        roles=MATRICES | {NODE},
+    ),
+    Panel(
+        questions.ASSUMPTIONS,
+        "weight_cancellation",
+        "Near 1: updates add to weights and features and do not take away what was there, as the theorems assume. "
+        "Well below: a step erases; lower the learning rate. What activations leave should be of order 1 at any width.",
     ),
     Panel(
         questions.CORRECTION,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.quantities import QUANTITIES, Quantity
 from spectral_monitor.reporting.content.families import OTHERS, kind, kinds
 from spectral_monitor.reporting.content.labels import shortened, unprefixed
 from spectral_monitor.reporting.content.panels import Panel, shown
@@ -30,7 +30,13 @@ POINTS = 1500
 """Of all curves of a quantity together; if there are more, only the lines are drawn."""
 DECADES = 9.0
 """Below the largest value; what is smaller is drawn at the bottom."""
-LINEAR = frozenset({"alignment", "update_alignment", "bfa_cos"})
+LINEAR = frozenset(
+    {
+        *("alignment", "update_alignment", "bfa_cos", "momentum_cos", "kernel_alignment"),
+        *("attention_entropy", "attention_entropy_lowest", "attention_sink"),
+        *("weight_cancellation", "feature_cancellation"),
+    }
+)
 """Quantities with a range of their own; all others are drawn on a log scale if they are nowhere negative."""
 OUTSIDE = "off now"
 LINE = 40
@@ -102,7 +108,8 @@ def curves(
         "legend": {"tracegroupgap": 0, "itemsizing": "constant"},
     }
     data: list[Figure] = []
-    meanings = {key: wrap(QUANTITIES[key].meaning, LINE) for key in known}
+    few = all(int(found.values[rows].isfinite().any(1).sum()) <= FEW for found in known.values())
+    meanings = {key: [*wrap(QUANTITIES[key].meaning, LINE), *_healthy(QUANTITIES[key])] for key in known}
     most = max(map(len, meanings.values()))
     layout["margin"]["t"] += 15 * (most - 1)
     lines = -(-len(known) // BESIDE)  # of charts, equally long
@@ -113,7 +120,7 @@ def curves(
     layout["height"] = pixels + between
     for place, (key, found) in enumerate(known.items()):
         suffix = "" if place == 0 else str(place + 1)
-        chart = _Chart(key, found, rows, every, now)
+        chart = _Chart(key, found, rows, every, now, few)
         dashed = limit_traces(limit, key, chart.names)
         chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
         line, column = divmod(place, beside)
@@ -123,7 +130,9 @@ def curves(
         across |= {"title": {"text": "step", "standoff": 4}}
         upright = {"domain": [max(0.0, top - PLOT / pixels), top], "anchor": f"x{suffix}", **chart.axis()}
         layout |= {f"xaxis{suffix}": across, f"yaxis{suffix}": upright}
-        title = titled(key, *map(escaped, meanings[key]), *["&nbsp;"] * (most - len(meanings[key])))
+        title = titled(
+            QUANTITIES[key].counted_in, *map(escaped, meanings[key]), *["&nbsp;"] * (most - len(meanings[key]))
+        )
         layout["annotations"].append(title_of(title, suffix, f"y{suffix}"))
         traces = [
             *chart.bands(),
@@ -138,6 +147,10 @@ def curves(
     return {"data": data, "layout": layout}, {key: found.steps for key, found in known.items()}
 
 
+def _healthy(quantity: Quantity) -> list[str]:
+    return [f"healthy: {quantity.limits}"] if quantity.limits else []
+
+
 class _Chart:
     """One quantity of some layers.
 
@@ -147,19 +160,25 @@ class _Chart:
         rows: places of the layers that each have a curve.
         every: places of all layers of the chart, which families are of.
         now: the measurement that says which layers are outside.
+        few: whether each layer has its own colour and name, in this chart and in those beside it.
     """
 
-    def __init__(self, key: str, found: Series, rows: Sequence[int], every: Sequence[int], now: Measurement) -> None:
+    def __init__(
+        self, key: str, found: Series, rows: Sequence[int], every: Sequence[int], now: Measurement, few: bool
+    ) -> None:
         known = found.values[rows].isfinite().any(1).tolist()
         rows = [i for i, some in zip(rows, known, strict=True) if some]
         colours = depth_colours(len(now.layers))
         self.key, self.steps = key, found.steps
         self.names, self.short = [now.layers[i].name for i in rows], labels(now)
         self.values, self.limits = found.values[rows], found.bands[rows][..., :2]
+        band = QUANTITIES[key].band
+        if band is not None and not self.limits.isfinite().any():  # the judge has none
+            self.limits = torch.tensor(band).expand_as(self.limits)
         verdicts = set(off(now))
         self.outside = [name in verdicts for name in self.names]
         self.crowd = sum(self.outside) > CROWD
-        self.few = len(rows) <= FEW
+        self.few = few
         self.every = [i for i in every if bool(found.values[i].isfinite().any())]
         self.of_every, self.every_name = found.values[self.every], [now.layers[i].name for i in self.every]
         self.families = {} if self.few else kinds(self.every_name)
@@ -176,6 +195,10 @@ class _Chart:
         """Return the range of the axis: all values, and limits that are not far from them."""
         if self.key in LINEAR:
             return (-1.05 if bool((finite < 0).any()) else -0.02), 1.05
+        if not QUANTITIES[self.key].signed and not finite.any():
+            limits = [x for x in self.limits.flatten().tolist() if 0 < x < math.inf]
+            high = 1.2 * max(limits, default=1.0)
+            return -0.02 * high, high
         if not self.log:
             pad = 0.06 * (finite.max() - finite.min()).item() or 0.1 * finite.abs().max().item() or 1.0
             return finite.min().item() - pad, finite.max().item() + pad

@@ -29,6 +29,8 @@ from spectral_monitor.reporting.text.table import number
 
 CELLS = 40_000
 """Values of a quantity that are drawn, at most: of very deep networks fewer steps."""
+EVERY_CELL = 850_000
+"""Values of all quantities together, at most, for a page that still opens."""
 ROW, ROOM = 26, (170, 580)
 """Height of a layer while there is room, and of all of them at least and at most, in pixels."""
 LINE = 15
@@ -55,7 +57,9 @@ class Series:
 
 def series(measurements: Sequence[Measurement], quantity: str) -> Series | None:
     """Return what can be drawn of a quantity; ``None`` where no layer ever has a value."""
-    history = Thinned(max(8, min(COLUMNS, CELLS // max(1, len(measurements[-1].layers)))))
+    count = max(1, len(measurements[-1].layers))
+    every = count * max(1, len(measurements[-1].values))
+    history = Thinned(max(8, min(COLUMNS, CELLS // count, EVERY_CELL // every)))
     for measurement in measurements:
         if quantity in measurement.values and measurement.values[quantity].isfinite().any():
             history.add(measurement)

@@ -106,7 +106,7 @@ def report(
     for place, panel in enumerate(PANELS):
         figure, known = curves(panel, run, now, limit)
         if figure is None:
-            missing += [] if panel.of_some_networks else [panel.question]
+            missing += [] if panel.by_name else [panel.question]
             continue
         figures[f"panel-{place}"], steps = figure, {**steps, **known}
         sections.append(_panel(panel, f"panel-{place}", summary))

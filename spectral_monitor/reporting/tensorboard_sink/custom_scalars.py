@@ -73,17 +73,18 @@ def _of_quantities(
     for quantity in panel.quantities:
         for key, title in (
             (log2_of(quantity), f"{QUANTITIES[quantity].title} {VS_TYPICAL}, log2"),
-            (quantity, f"{QUANTITIES[quantity].title} ({quantity})"),
+            (quantity, f"{QUANTITIES[quantity].title} ({QUANTITIES[quantity].counted_in})"),
         ):
             if not any(tag.startswith(f"{group(key)}/") for tag in tags):
                 continue
             compared = key != quantity
             limits = _limits(key, tags)
+            healthy = " (OK within limits)" if limits else _healthy(quantity, compared)
             if not groups.families:
                 names = [layers[i].name for i in groups.singles]
-                yield f"{title}{_shown(limits)}: every layer", [_pattern(key, names, ""), *limits]
+                yield f"{title}{healthy}: every layer", [_pattern(key, names, ""), *limits]
                 continue
-            yield f"{title}{_shown(limits)}: all layers", [_pattern(key, [ALL], _one_of(SPREAD)), *limits]
+            yield f"{title}{healthy}: all layers", [_pattern(key, [ALL], _one_of(SPREAD)), *limits]
             if compared and panel is PANELS[0]:
                 yield from _of_families(key, title, groups, layers, tags)
             else:
@@ -120,8 +121,9 @@ def _limits(key: str, tags: Collection[str]) -> list[str]:
     return [f"{re.escape(stem)}(?:low|high)$"] if any(tag.startswith(stem) for tag in tags) else []
 
 
-def _shown(limits: Sequence[str]) -> str:
-    return " (OK within limits)" if limits else ""
+def _healthy(quantity: str, compared: bool) -> str:
+    words = QUANTITIES[quantity].limits
+    return f" (OK: {words})" if words and not compared else ""
 
 
 def _one_of(names: Sequence[str]) -> str:

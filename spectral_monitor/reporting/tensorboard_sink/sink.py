@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from spectral_monitor.measurement import LayerInfo, Measurement
-from spectral_monitor.reporting.content.essentials import PREFIX, Log, checked_log, essentials
+from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.reporting.content.essentials import PREFIX, Log, checked_log, essentials, group, log2_of
 from spectral_monitor.reporting.content.history import History, is_drawn
 from spectral_monitor.reporting.content.panels import PANELS, pictured, shown
 from spectral_monitor.reporting.content.tally import is_judged, tally, told
@@ -20,8 +21,10 @@ from spectral_monitor.reporting.sinks import need_room
 from spectral_monitor.reporting.tensorboard_sink import hparams
 from spectral_monitor.reporting.tensorboard_sink.custom_scalars import layout
 from spectral_monitor.reporting.text.markdown import verdict_markdown
+from spectral_monitor.reporting.text.questions import questions_markdown
 
-VERDICTS, HEATMAP, HISTOGRAM = "spectral/verdicts", "spectral/heatmap", "spectral/histogram"
+VERDICTS, QUESTIONS = "spectral/verdicts", "spectral/what_charts_show"
+HEATMAP, HISTOGRAM = "spectral/heatmap", "spectral/histogram"
 METRICS = tuple(f"{PREFIX}/summary/{key}" for key in ("violations", "worst_layer_ratio"))
 """Shown in HParams as a run ended."""
 COLOURS = 128
@@ -41,8 +44,8 @@ class TensorBoardSink:
     a deep network ``spectral_<quantity>/h.N.mlp/lowest``, ``median`` and ``highest``, and the same of ``all`` layers.
     ``spectral_vs_typical_log2`` is the size of updates against typical, as a power of two, with the limits. In Custom
     Scalars there is a category for each question; in Images, ``spectral/heatmap/<quantity>``, pictures of layer by
-    step; in Text, ``spectral/verdicts``, the answer and the root verdicts whenever they change; in HParams, if the run
-    has hyperparameters, how many root verdicts it ended with.
+    step; in Text, ``spectral/verdicts``, the answer and the root verdicts whenever they change, and
+    ``spectral/what_charts_show``; in HParams, if the run has hyperparameters, how many root verdicts it ended with.
 
     Args:
         writer: it is not closed.
@@ -103,7 +106,7 @@ class TensorBoardSink:
         try:
             # All that computes something comes before the numbers: while those are written, by Python in another
             # thread, it would take many times as long.
-            values += self._layout(measurement.layers, scalars)
+            values += self._layout(measurement, scalars)
             if self._every:
                 self._history.add(measurement)
                 if is_drawn(self._count, self._every):
@@ -157,16 +160,21 @@ class TensorBoardSink:
             self._writer.flush()
             self._merged = hparams.merge(str(self._writer.get_logdir()), METRICS)
 
-    def _layout(self, layers: tuple[LayerInfo, ...], tags: Iterable[str]) -> list[dict[str, Any]]:
-        """Return the tab Custom Scalars where there is more to show; some steps measure only some quantities."""
+    def _layout(self, measurement: Measurement, tags: Iterable[str]) -> list[dict[str, Any]]:
+        """Return the tab Custom Scalars where there is more to show, and write what its charts are in words.
+
+        Some steps measure only some quantities.
+        """
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.plugins.custom_scalar import metadata
 
-        before, some = self._laid_out, frozenset(tags)
+        before, some, layers = self._laid_out, frozenset(tags), measurement.layers
         self._laid_out = layers, (some | before[1] if layers == before[0] else some)
         if self._laid_out == before:
             return []
+        drawn = [key for key in QUANTITIES if any(tag.startswith(_stems(key)) for tag in self._laid_out[1])]
+        self._writer.add_text(QUESTIONS, questions_markdown(drawn), measurement.step + self._offset)
         charts = layout(*self._laid_out).SerializeToString()
         value = {
             "tag": metadata.CONFIG_SUMMARY_TAG,
@@ -215,6 +223,10 @@ class TensorBoardSink:
             known = values[torch.isfinite(values)]
             if len(known):
                 self._writer.add_histogram(f"{HISTOGRAM}/{name}", known, measurement.step + self._offset)
+
+
+def _stems(quantity: str) -> tuple[str, str]:
+    return f"{group(quantity)}/", f"{group(log2_of(quantity))}/"
 
 
 def _png(pixels: Any) -> bytes:

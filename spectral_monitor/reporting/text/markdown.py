@@ -42,12 +42,12 @@ def verdict_markdown(measurement: Measurement) -> str:
     parts = [f"**Step {measurement.step}: {escaped(first)}**", *map(escaped, more)]
     if measurement.roots:
         header = ("layer", "quantity", "value", "should be", "for", "likely cause, and what to do")
-        parts.append(_table(header, (_row(root, measurement) for root in measurement.roots)))
+        parts.append(table(header, (_row(root, measurement) for root in measurement.roots)))
     changed = _multiplied(measurement)
     if changed:
         many = f"{len(changed)} learning rates, the most changed first" if len(changed) > 1 else "one learning rate"
         parts.append(f"The correction multiplies {many}:")
-        parts.append(_table(("layer", "multiplied by"), ((escaped(name), short(by)) for name, by in changed[:LISTED])))
+        parts.append(table(("layer", "multiplied by"), ((escaped(name), short(by)) for name, by in changed[:LISTED])))
     if len(changed) > LISTED:
         parts.append(f"... and {len(changed) - LISTED} more, changed less than these.")
     return "\n\n".join(parts)
@@ -87,6 +87,7 @@ def _multiplied(measurement: Measurement) -> list[tuple[str, float]]:
     return sorted(changed, key=lambda item: -abs(math.log(item[1])))
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown; cells are escaped already."""
     written = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
     return "\n".join([written[0], "|---" * len(header) + "|", *written[1:]])

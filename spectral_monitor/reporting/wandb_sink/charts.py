@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.quantities import QUANTITIES, questions
 from spectral_monitor.reporting.content.families import kinds
 from spectral_monitor.reporting.content.history import History
-from spectral_monitor.reporting.content.panels import PANELS, Panel, pictured, shown
+from spectral_monitor.reporting.content.panels import PANELS, pictured, shown
 from spectral_monitor.reporting.content.tally import disturbed, named_by, off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL
 from spectral_monitor.reporting.heatmap import heatmap
@@ -19,8 +20,6 @@ from spectral_monitor.reporting.heatmap import heatmap
 CHARTS, PICTURES, VERDICTS = "spectral/charts", "spectral/heatmaps", "spectral/verdicts"
 LINES = 16
 """In a chart; of more layers the kinds are shown."""
-SIGNED = frozenset({"contribution", "bfa_cos"})
-"""Quantities that may be below 0: of several layers their mean is shown, of all others the geometric mean."""
 DIGITS = 6
 """Of a point of a line."""
 COLUMNS = (
@@ -29,25 +28,41 @@ COLUMNS = (
 )
 
 
-def charts(history: History) -> dict[str, Any]:
-    """Key -> a chart of lines over steps for each question that has an answer."""
+def charts(history: History, asked: Sequence[str] = ()) -> dict[str, Any]:
+    """Key -> a chart of lines over steps for each question that has an answer, and for each quantity asked for.
+
+    Args:
+        history: the measurements.
+        asked: quantities that a user has named.
+    """
     import wandb
 
     found = {}
     for panel in PANELS:
-        quantity, drawn = _answer(history, panel)
-        title = f"{panel.question} ({quantity})"
-        if drawn and quantity not in SIGNED:  # the axis of W&B's charts is linear: one layer at 100 would flatten all
-            drawn, title = _logarithms(drawn), f"{panel.question} ({quantity}, log10)"
-        if drawn:
-            found[f"{CHARTS}/{quantity}"] = wandb.plot.line_series(
-                xs=[[step for step, _ in points] for points in drawn.values()],
-                ys=[[value for _, value in points] for points in drawn.values()],
-                keys=list(drawn),
-                title=title,
-                xname="optimizer step",
-            )
+        rows = shown(panel, history.layers)
+        answered = panel.question == questions.CORRECTION and not _corrected(history)
+        for quantity in panel.quantities:
+            drawn = {} if answered and quantity not in asked else lines(history, quantity, rows)
+            answered = answered or bool(drawn)
+            linear = QUANTITIES[quantity].signed or QUANTITIES[quantity].unit == "share"
+            if not linear:  # the axis of W&B's charts is linear: one layer at 100 would flatten all
+                drawn = _logarithms(drawn)
+            if drawn:
+                found[f"{CHARTS}/{quantity}"] = wandb.plot.line_series(
+                    xs=[[step for step, _ in points] for points in drawn.values()],
+                    ys=[[value for _, value in points] for points in drawn.values()],
+                    keys=list(drawn),
+                    title=f"{panel.question} ({_about(quantity, linear)})",
+                    xname="optimizer step",
+                )
     return found
+
+
+def _about(quantity: str, linear: bool) -> str:
+    """Return a quantity with its unit, its scale and its band."""
+    entry = QUANTITIES[quantity]
+    scale, healthy = "" if linear else ", log10", f", healthy {entry.limits}" if entry.limits else ""
+    return f"{entry.counted_in}{scale}{healthy}"
 
 
 def pictures(history: History) -> dict[str, Any]:
@@ -83,15 +98,9 @@ def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def _answer(history: History, panel: Panel) -> tuple[str, dict[str, list[tuple[int, float]]]]:
-    """Return the first quantity of a panel that was measured, and its lines."""
-    for quantity in panel.quantities:
-        drawn = lines(history, quantity, shown(panel, history.layers))
-        if quantity == "lr_multiplier" and all(value == 1 for points in drawn.values() for _, value in points):
-            return "", {}  # nothing was corrected
-        if drawn:
-            return quantity, drawn
-    return "", {}
+def _corrected(history: History) -> bool:
+    factors = history.of("lr_multiplier").values("lr_multiplier")
+    return bool((factors[factors.isfinite()] != 1).any())
 
 
 def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, list[tuple[int, float]]]:
@@ -125,7 +134,7 @@ def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, lis
         outside = off(history.measurements[-1])
         alone = sorted((i for i in measured if names[i] in outside), key=lambda i: outside.index(names[i]))[:LINES]
         for kind, places in list(kinds([names[i] for i in measured]).items())[:LINES]:
-            line = _mean(values[[measured[k] for k in places]], quantity in SIGNED)
+            line = _mean(values[[measured[k] for k in places]], QUANTITIES[quantity].signed)
             drawn[f"{kind} (mean of {len(places)})"] = line
     drawn |= {names[i]: values[i] for i in alone}
     points = {name: _points(drawn_of.steps, line) for name, line in drawn.items()}

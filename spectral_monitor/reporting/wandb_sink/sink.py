@@ -169,7 +169,7 @@ class WandbSink:
 
     def _add_charts(self, row: dict[str, Any], measurement: Measurement) -> None:
         self._drawn = measurement
-        row.update(charts(self._history))
+        row.update(charts(self._history, self._asked))
         row.update(pictures(self._history))
 
     def _summarize(self, measurement: Measurement) -> None:

@@ -36,11 +36,11 @@ def wandb_workspace(entity: str, project: str, name: str = "spectral monitor") -
 
 
 def sections() -> list[Any]:
-    """Return the sections of a workspace, the first of which is open."""
+    """Return the sections of a workspace, the first of which is open; none of what is measured by name only."""
     import wandb_workspaces.workspaces as workspaces
 
     found: list[Any] = []
-    for panel in PANELS:
+    for panel in (panel for panel in PANELS if not panel.by_name):
         plots = [*_plots(panel)]
         if plots:
             found.append(workspaces.Section(name=panel.question, panels=plots, is_open=not found))
@@ -55,7 +55,7 @@ def _plots(panel: Panel) -> Iterator[Any]:
         for key in (log2_of(quantity), quantity):
             shown = [f"{PREFIX}_{name}" for name in OVERLAID if name.startswith(f"{key}/")]
             if shown:
-                logarithmic = LOG2 not in key and QUANTITIES[quantity].range.startswith((">= 0", "[1"))
+                logarithmic = LOG2 not in key and not QUANTITIES[quantity].signed
                 yield reports.LinePlot(title=group(key), x=AXIS, y=shown, log_y=logarithmic)
     for key in (key for key in panel.summaries if key in SUMMARIES):
         yield reports.LinePlot(title=key.replace("_", " "), x=AXIS, y=[f"{PREFIX}/summary/{key}"])
