@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from synthetic import HEALTHY, LAYERS, heavy, measured, set_by
 
-from spectral_monitor.condition import SpectralCondition
+from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.findings import findings
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.across import APART
@@ -195,10 +195,12 @@ def test_numbers_that_other_tests_hold_are_those_of_the_page():
     )
 
 
-@pytest.mark.parametrize("reference", ["theory", "balance"])
-def test_the_band_of_a_reference_is_the_one_on_the_page(reference):
-    line = next(line for line in PAGE.splitlines() if line.startswith(f'| `"{reference}"`'))
-    assert list(SpectralCondition(reference).limits) == numbers(line.rpartition(" | ")[2])
+@pytest.mark.parametrize("reference", ['`"balance"`', '`"theory"`', "a file"])
+def test_the_band_of_a_reference_is_the_one_on_the_page(reference, tmp_path):
+    save_profile([measured(1)], tmp_path / "good.json")
+    condition = SpectralCondition(tmp_path / "good.json" if reference == "a file" else reference.strip('`"'))
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {reference}"))
+    assert list(condition.limits) == numbers(line.rpartition(" | ")[2])
 
 
 def test_a_weight_is_held_against_the_theory_from_both_sides():
