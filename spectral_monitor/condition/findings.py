@@ -169,9 +169,7 @@ def _rounding(row: Row) -> Finding | None:
     """
     weight, update = row.get("weight_fro"), row.get("update_fro")
     smallest = ROUNDING * row.settings.resolution * weight
-    if (
-        row.settings.resolution < 1e-4 or not smallest > 0 or not row.lr > 0 or not update > 0
-    ):  # float32 holds any update
+    if row.settings.resolution < 1e-4 or not row.lr > 0 or not update > 0:  # float32 holds any update
         return None
     return Finding("rounding", row.info.name, "update_fro", update, smallest, (1.0, math.inf), 4.0, "what it can hold")
 

@@ -276,7 +276,7 @@ class Network:
 
     @cached_property
     def _rated(self) -> list[Rated]:
-        return [(row.info, row.lr) for row in self.peers if row.lr > 0]
+        return [(row.info, row.lr) for row in self.peers]
 
     @cached_property
     def rule(self) -> str:

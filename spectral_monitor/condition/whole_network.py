@@ -185,8 +185,9 @@ class Whole:
         self._looked += 1
         self._fastest = max(self._fastest, *(row.get("update_ratio") * row.to_peak for row in own), 0.0)
         natural = geometric_median(row.update * row.to_peak for row in own)
-        self._natural = max(self._natural, natural if natural > 0 else 0.0)
-        if network.step < SETTLED or self._looked < 4 or rises or not network.fresh:
+        if natural > 0:
+            self._natural = max(self._natural, natural)
+        if network.step < SETTLED or self._looked < 4 or rises or not network.fresh or not self._natural:
             return
         value = math.sqrt(self._fastest * self._natural)
         inputs = geometric_median(row.info.fan_in * row.taps for row in own)

@@ -114,6 +114,8 @@ ENTRIES = (
         meaning="how much faster than the average direction of the outputs the fastest one moves, under the kernel K",
         healthy="of order 10; as many as the layer has outputs where a single direction moves",
         misleads="the largest eigenvalue is a lower bound, within 10 %; the mean is an estimate like that of bfk_ratio",
+        question=questions.DIRECTIONS,
+        title="fastest direction over the mean",
     ),
     Quantity(
         key="bfk_guarantee",
@@ -128,6 +130,8 @@ ENTRIES = (
         meaning="the bfa_cos below which gradient descent cannot fall, whatever the loss: at most this",
         healthy="near bfa_cos where all directions move alike; near 0 the theorem promises nothing, which is common",
         misleads="an upper bound: the smallest eigenvalue cannot be had by a few products, and may be far smaller",
+        question=questions.DIRECTIONS,
+        title="cosine guaranteed, at most",
     ),
     Quantity(
         key="backward_speed",
@@ -170,9 +174,11 @@ ENTRIES = (
         unit="ratio",
         range="[0, 1]",
         source="Feature Speed Formula, Eq. 14, Lemma A.1",
-        meaning="the dual_bfa_cos that the kernel K~ of the weights behind a layer lets expect: bfk_ratio backward",
+        meaning="the dual_bfa_cos that the weights behind a layer let expect: bfk_ratio backward",
         healthy="falls like 1 / sqrt(layers behind it) in a perceptron; close to dual_bfa_cos where the loss is linear",
         misleads="losses that are not linear, and biases; good to some percent, or 30 % where a single direction rules",
+        question=questions.DIRECTIONS,
+        title="backward cosine expected",
     ),
     Quantity(
         key="gradient_change",

@@ -63,6 +63,8 @@ ENTRIES = (
         meaning="of the output's change since the start, on the first batch: what the readout of the start makes of it",
         healthy="of order 1 wherever hidden layers learn anything, lazy networks included",
         misleads="parts that cancel: it may be above 1",
+        question=questions.LAZINESS,
+        title="change through the features",
     ),
     Quantity(
         key="output_drift_readout",
@@ -76,6 +78,8 @@ ENTRIES = (
         meaning="of the output's change since the start: what the readout learned from the features of the start",
         healthy="of order 1; near 1, with the two others near 0, only the readout learns",
         misleads="parts that cancel: it may be above 1",
+        question=questions.LAZINESS,
+        title="change through the readout",
     ),
     Quantity(
         key="output_drift_joint",
@@ -89,5 +93,7 @@ ENTRIES = (
         meaning="of the output's change since the start: what the readout learned from features that were learned",
         healthy="alike at any width where features are learned; in a lazy network it falls like 1 / width",
         misleads="the first steps, when it is the product of two small changes",
+        question=questions.LAZINESS,
+        title="change through both",
     ),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,40 +10,11 @@ import transformers as hf
 from families import TOKENS
 from test_named_before_the_loss_rises import RATE, text
 
-from spectral_monitor import LayerInfo, LRCorrection, Measurement, SpectralCondition, SpectralProbe
+from spectral_monitor import LRCorrection, SpectralCondition, SpectralProbe
 from spectral_monitor.condition.settings import CHECKS
-from spectral_monitor.correction.logit_clip import LEAST, LogitClip
 
 LIMIT = 50.0
 FAST = [f"model.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "qk"]
-
-
-def block(query, key):
-    return SimpleNamespace(layer=query, query=SimpleNamespace(layer=query), key=SimpleNamespace(layer=key))
-
-
-def measurement(*logits):
-    layers = tuple(LayerInfo(str(i), "operator", 4, 4, (4, 4)) for i in range(len(logits)))
-    values = {"attention_logit_max": torch.tensor(logits), "lr_multiplier": torch.full((len(logits),), 3.0)}
-    return Measurement(1, layers, values, {})
-
-
-def test_factors():
-    """Of two blocks, the second with a projection that makes queries and keys at once."""
-    clip = LogitClip(100.0, [block(0, 1), block(2, 2)])
-    assert clip.update(measurement(100.0, math.nan, -5.0)) == []
-    assert clip.factors == {0: 1.0, 1: 1.0, 2: 1.0}
-    (change,) = clip.update(measurement(200.0, math.nan, 50.0))
-    assert clip.factors == {0: 0.25, 1: 0.25, 2: 1.0}
-    assert (change.layer, change.before, change.after, change.observed, change.wanted) == ("0", 3.0, 0.75, 200.0, 100.0)
-    clip.update(measurement(math.nan, math.nan, 1e6))
-    assert clip.factors == {0: 0.25, 1: 0.25, 2: LEAST}, "what is not known changes nothing"
-    again = LogitClip(100.0, [block(0, 1), block(2, 2)])
-    again.load_state_dict(clip.state_dict())
-    for expected in (0.5, 1.0, 1.0):
-        again.update(measurement(99.0, math.nan, 101.0))
-        assert again.factors[0] == again.factors[1] == expected
-    assert again.factors[2] == LEAST
 
 
 def train(factor, steps, **settings):

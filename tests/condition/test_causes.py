@@ -219,10 +219,22 @@ def test_exploding_for_its_learning_rate():
     assert only_verdict(update_ratio={"b": 4.0}, lr={"b": 0.04}).cause == "lr_too_large"
 
 
+@pytest.mark.parametrize("factor", [0.25, 0.1, 2.0])
+def test_an_explosion_is_not_blamed_on_a_learning_rate_that_is_smaller_or_hardly_larger(factor):
+    verdict = only_verdict(update_ratio={"b": 4.0}, lr={"b": 0.01 * factor}, condition={"ignore": ["rates"]})
+    assert verdict.cause == "exploding"
+
+
 def test_vanishing():
     verdict = only_verdict(update_natural={"b": 0.001}, drift_ratio={"b": 0.01})
     assert (verdict.layer, verdict.cause) == ("b", "vanishing")
     assert "moved by 0.01 of its size since the start, the others by 1" in verdict.sentence
+
+
+def test_a_layer_that_moves_more_than_the_others_does_not_vanish():
+    """However little it has moved before; 1.9 times is off in a narrow band only."""
+    narrow = {"band": (1 / 16, 1.5), "persistence": 1}
+    assert only_verdict(update_natural={"b": 0.19}, drift_ratio={"b": 0.01}, condition=narrow).cause == "unknown"
 
 
 @pytest.mark.parametrize("size", [0.001, 100.0])

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from synthetic import LAYERS, measured, set_by
+from synthetic import LAYERS, measured, nothing, set_by
 from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import Judge, SpectralCondition
+from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.row import columns
+from spectral_monitor.measurement import UNUSED
 
 
 class Net(nn.Module):
@@ -91,6 +94,46 @@ def test_layers_that_have_moved_before_are_not_cut_off():
             model(torch.randn(32, 16)).square().mean().backward()
             optimizer.step()
     assert not probe.latest.verdicts
+
+
+def cut_off(cut=("tok", "a"), first="tok", moves=0.05, drift=0.0, lr=0.01, frozen=()):
+    """The layers that count as cut off, where these ones have outputs and no gradient."""
+    names = list(LAYERS)[list(LAYERS).index(first) :]
+    changed = {
+        "feature_rms": {},
+        "update_natural": nothing(*cut),
+        "update_ratio": dict.fromkeys(LAYERS, moves) | nothing(*cut),
+        "drift_ratio": dict.fromkeys(cut, drift),
+        "lr": dict.fromkeys(cut, lr),
+    }
+    reasons = {f"update_natural/{name}": UNUSED for name in cut}
+    layers = {name: LAYERS[name] for name in names}
+    measurement = measured(3, layers=layers, reasons=reasons, **changed)
+    measurement.values["feature_rms"].fill_(1.0)
+    settings = set_by("SGD") | {name: replace(set_by("SGD")[name], frozen=True) for name in frozen}
+    return Network.read(measurement, columns(measurement), settings).cut_off
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ({}, {"tok", "a"}),
+        ({"cut": ("tok", "a", "b", "c")}, {"tok", "a", "b", "c"}),
+        ({"cut": ("tok",)}, set()),  # one may be meant
+        ({"cut": ("a", "b")}, set()),  # not the first
+        ({"cut": ("a", "b"), "first": "a"}, {"a", "b"}),
+        ({"cut": ("tok", "a", "c")}, {"tok", "a", "c"}),
+        ({"cut": ("head",), "first": "head"}, set()),  # nothing is hidden
+        ({"moves": 0.0}, set()),  # nothing moves
+        ({"moves": 0.5}, {"tok", "a"}),
+        ({"drift": 0.01}, set()),  # they have moved before
+        ({"lr": 0.0}, set()),
+        ({"frozen": ("tok",)}, set()),
+        ({"cut": ("tok", "a", "b"), "frozen": ("b",)}, {"tok", "a"}),
+    ],
+)
+def test_what_is_cut_off_are_the_first_layers_of_a_network_that_moves(case, names):
+    assert cut_off(**case) == names
 
 
 def owned(rates, families=("Adam", "Adam"), now=1.0):

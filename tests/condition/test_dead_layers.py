@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from synthetic import LAYERS, measured, nothing, only_verdict, set_by, verdicts_on
 
 from spectral_monitor.condition import Judge, SpectralCondition
@@ -59,6 +60,13 @@ def test_of_a_chain_of_dead_layers_the_one_to_blame_is_the_root():
     assert set(told["b"].consequences) == {"tok", "a", "c"}
     assert "biases of size 100" in told["b"].sentence
     assert "(b)" in told["a"].sentence
+
+
+@pytest.mark.parametrize(("size", "said"), [(10.0, False), (10.5, True)])
+def test_only_biases_above_ten_are_said_to_keep_a_relu_shut(size, said):
+    still = dict.fromkeys(("a", "a.bias"), 0.0)
+    verdict = only_verdict(weight_natural={"a.bias": size}, contribution=still)
+    assert ("biases of size" in verdict.sentence) is said
 
 
 def test_two_dead_layers_apart_are_one_root():

@@ -170,6 +170,40 @@ def test_the_resolution_is_that_of_the_weights(dtype, resolution):
     assert read(model, torch.optim.SGD(model.parameters(), lr=0.1))["0"].resolution == resolution
 
 
+def own(name, base=torch.optim.SGD):
+    """An optimizer of that name, which another library may have."""
+    return type(name, (base,), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "factor", "beta1"),
+    [
+        (torch.optim.AdamW, {"betas": (0.8, 0.99)}, 0.3, 0.8),
+        (torch.optim.AdamW, {"betas": (torch.tensor(0.8), 0.99)}, 0.3, 0.8),
+        (torch.optim.AdamW, {"betas": None}, 0.3, math.nan),
+        (torch.optim.Adam, {"betas": (0.8, 0.99)}, math.nan, math.nan),  # part of the gradient
+        (torch.optim.Adam, {"betas": (0.8, 0.99), "decoupled_weight_decay": True}, 0.3, 0.8),
+        (torch.optim.NAdam, {"betas": (0.8, 0.99), "decoupled_weight_decay": True}, 0.3, math.nan),  # looks ahead
+        (torch.optim.SGD, {}, math.nan, math.nan),
+        (own("Lion"), {"betas": (0.8, 0.99)}, 0.3, math.nan),
+        (own("Muon"), {}, 0.3, math.nan),
+        (own("MuonWithAuxAdam"), {"use_muon": False, "betas": (0.8, 0.99)}, 0.3, 0.8),
+        (own("FusedAdamW", torch.optim.Adam), {"betas": (0.8, 0.99), "decoupled_weight_decay": None}, 0.3, 0.8),
+    ],
+)
+def test_weight_decay_is_known_where_it_is_apart_from_the_gradient(kind, group, factor, beta1):
+    """And ``beta1`` where steps are averages of gradients, as Adam's are."""
+    optimizer = kind([torch.zeros(2, requires_grad=True)], lr=0.1, weight_decay=0.3)
+    optimizer.param_groups[0] |= group
+    assert weight_decay(optimizer, optimizer.param_groups[0]) == pytest.approx((factor, beta1), nan_ok=True)
+
+
+def test_a_group_that_names_no_weight_decay_has_none():
+    optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)], weight_decay=0.3)
+    del optimizer.param_groups[0]["weight_decay"]
+    assert weight_decay(optimizer, optimizer.param_groups[0]) == (0.0, 0.9)
+
+
 def test_settings_are_plain_data_and_reading_changes_nothing():
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

@@ -207,6 +207,15 @@ def test_a_rate_of_a_few_is_no_rival_however_healthy_its_steps():
     assert factors(given, steps=steps)["e"] == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize(("many", "few", "usual"), [(6, 2, 0.1), (5, 2, 0.001), (9, 3, 0.1), (8, 3, 0.001)])
+def test_a_rate_of_three_quarters_of_the_layers_has_no_rival(many, few, usual):
+    """Whatever its steps; with a layer less the other rate, whose steps are healthy, is the usual one."""
+    lrs = [0.001 if k % 3 == 1 and k < 3 * few else 0.1 for k in range(many + few)]
+    given = rated(*lrs, fans=((64, 64),), last="operator")
+    steps = {info.name: 6.0 if lr == 0.1 else 0.06 for info, lr in given}
+    assert {rate.usual for rate in rates(given, steps=steps).values()} == {usual}
+
+
 def test_a_declared_factor_is_taken_out():
     given = rated(*[0.01] * 5, 1.0)
     assert factors(given)["f"] == pytest.approx(100)

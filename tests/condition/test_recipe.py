@@ -59,6 +59,13 @@ def test_frozen_layers_do_not_count():
     assert told(settings=set_by("AdamW") | {"b": frozen["b"]}).startswith("one AdamW rate")
 
 
+@pytest.mark.parametrize(("names", "told_of"), [(("a", "b"), True), (("a", "head"), True), (("a", "tok"), False)])
+def test_two_matrices_make_a_recipe_and_one_does_not(names, told_of):
+    sentence = describe([LAYERS[name] for name in names], set_by("AdamW"))
+    assert sentence.startswith("one AdamW rate") is told_of
+    assert bool(sentence) is told_of
+
+
 def test_without_settings_nothing_is_told():
     assert describe(LAYERS.values(), {}) == ""
 

@@ -45,6 +45,15 @@ def test_divergence_is_said_at_once(change):
     assert (found["diverged"].remedy.action, found["diverged"].remedy.value) == ("scale_lr", 0.1)
 
 
+@pytest.mark.parametrize(("ratio", "by"), [(3.0, 50), (1.4, 20), (0.1, 10), (math.nan, 10)])
+def test_the_advice_after_a_divergence_is_of_the_first_step(ratio, by):
+    """To 6 % of the weights, in one digit (1.4 / 0.06 is 23, which is 2e1); by ten at least."""
+    blown = every(math.inf, "weight_natural")
+    found = told(every(ratio, "update_ratio"), blown | every(40.0, "update_ratio"), ignore=["exploding"])[-1]
+    assert f"divide every learning rate by {by}" in found["diverged"].sentence
+    assert found["diverged"].remedy.value == pytest.approx(1 / by)
+
+
 def test_a_step_that_was_skipped_for_nan_gradients_is_no_divergence():
     """As a gradient scaler does; weights and updates are finite."""
     assert told({"contribution": nothing("a"), "reasons": {"contribution/a": "NaN or inf in its gradient"}}) == [{}]
@@ -165,6 +174,11 @@ def test_weights_that_were_trained_before_may_be_tuned_slowly():
     assert not any(told(*[small(1e-4) | {"weight_natural": norms}] * 20))
 
 
+def test_layers_whose_steps_are_not_known_are_not_said_to_be_slow():
+    unknown = {"update_natural": nothing(*(name for name in EVERY if not name.endswith("bias")))}
+    assert not any(told(*[every(1e-4, "update_ratio") | unknown] * 30))
+
+
 def features(**sizes):
     return {"feature_rms": dict.fromkeys("abc", 1.0) | {"head": 1.0} | sizes}
 
@@ -275,6 +289,15 @@ def test_outputs_that_grow_are_those_of_steps_that_are_too_large():
     assert "the outputs of a hidden layer have grown to RMS 100" in found["rates_too_large"].sentence
     assert grown(49.0, 16) == {}
     assert grown(101.0, 1) == {}, "in the first steps it is how they began"
+
+
+@pytest.mark.parametrize("size", [0.0, 0.5, 1.0])
+def test_outputs_that_have_come_down_are_no_fault_any_more(size):
+    judge, began = Judge(SpectralCondition()), []
+    for step, change in enumerate([{"feature_rms": {"b": 101.0}}, every(size, "feature_rms")] * 2, 16):
+        judge.judge(measured(step, **change))
+        began.append([verdict.cause for verdict in judge.began])
+    assert began == [["rates_too_large"], []] * 2, "and are told again when they grow again"
 
 
 def test_inputs_that_are_too_large_stay_the_root_and_are_not_said_to_have_grown():

@@ -123,6 +123,8 @@ def test_peaks_are_what_groups_name_or_had():
     assert peaks.see({"params": [weight], "lr": torch.tensor(0.2)}).highest == 0.8
     assert peaks.part(group) == 1 / 0.8
     assert peaks.see({"params": [weight], "lr": torch.tensor(1.6)}).highest == pytest.approx(1.6)
+    late = nn.Parameter(torch.zeros(2))
+    assert peaks.see({"params": [weight, late], "lr": 0.1}).highest == pytest.approx(1.6), "thawed since then"
     assert Peaks().part({"params": [weight], "lr": 0.0}) == Peaks().part({"params": [], "lr": 0.0}) == 1.0
 
 

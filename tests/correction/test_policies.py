@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
+from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.correction import LRCorrection
-from spectral_monitor.correction.policies import balanced
+from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
+
+
+def layer(role, fan_in=16, taps=1, fan_out=64):
+    """What policies read of a layer."""
+    info = LayerInfo("a", role, fan_out, fan_in, (fan_out, fan_in))
+    return SimpleNamespace(info=info, layout=SimpleNamespace(taps=taps))
 
 
 @pytest.mark.parametrize("factor", [0.01, 1.0, 7.0])
@@ -18,6 +26,61 @@ def test_balance_is_what_the_layer_in_the_middle_would_have_alone(factor):
     assert wanted == pytest.approx([units[0]] * 3)
     after = [m * w / x for m, w, x in zip(multipliers, wanted, observed, strict=True)]
     assert after[0] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("role", "began", "wanted"),
+    [
+        ("operator", 0.25, 0.5),
+        ("operator", 4.0, 2.0),
+        ("operator", 400.0, 20.0),
+        ("operator", 0.0, math.sqrt(1 / 8)),  # the least that counts
+        ("operator", math.nan, 1.0),
+        ("readout", 0.25, 1.0),
+        ("readout", 1.44, 1.2),
+        ("readout", 4.0, math.sqrt(2)),  # the most
+        ("readout", math.nan, 1.0),
+        ("embedding", 0.027, 0.3),
+        ("embedding", 8.0, 2.0),
+        ("embedding", 0.0, 0.02 ** (1 / 3)),
+        ("vector", 0.0, 0.04),
+        ("vector", 0.5, 0.04),
+        ("vector", 9.0, 0.04),
+        ("vector", math.nan, 0.04),
+    ],
+)
+def test_shares_are_those_of_the_table_in_the_docs(role, began, wanted):
+    assert share(layer(role), began) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("fan_in", "taps", "factor"), [(48, 1, 1.0), (768, 1, 2.0), (3, 1, 0.5), (3, 16, 1.0)])
+def test_what_reads_the_data_goes_by_the_fourth_root_of_its_inputs(fan_in, taps, factor):
+    assert share(layer("operator", fan_in, taps), 4.0, reads_data=True) == pytest.approx(2 * factor)
+    assert share(layer("operator", fan_in, taps), 4.0) == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "fans", "taps", "ends"),
+    [
+        ("adam", "operator", (64, 16), 1, (4, 16)),  # root of the inputs, and all of them
+        ("adam", "readout", (10, 16), 9, (12, 144)),
+        ("adam", "embedding", (64, 1), 1, (1, 1)),
+        ("adam", "vector", (64, 1), 1, (1, 1)),
+        ("muon", "operator", (64, 16), 1, (0.8, 1)),  # max(1, 1/2) and 0.2 sqrt(64) / 2
+        ("muon", "operator", (16, 64), 1, (2, 3.2)),  # max(1, 2) and 0.2 sqrt(64) 2
+        ("muon", "embedding", (64, 1), 1, (math.nan, math.nan)),
+        ("sgd", "operator", (64, 16), 1, (math.nan, math.nan)),
+    ],
+)
+def test_sizes_at_a_rate_of_one_are_those_of_the_optimizers_formula(family, role, fans, taps, ends):
+    fan_out, fan_in = fans
+    assert explained(layer(role, fan_in, taps, fan_out), family) == pytest.approx(ends, nan_ok=True)
+
+
+@pytest.mark.parametrize(("polyak", "wanted"), [(None, 1.0), (0.0, 0.7), (0.2, 0.5)])
+def test_the_decrease_that_is_wanted_is_the_loss_over_its_least_value(polyak, wanted):
+    info = LayerInfo("a", "operator", 1, 1, (1, 1))
+    assert wanted_decrease(Measurement(1, (info,), {}, {"loss": 0.7}), polyak) == pytest.approx(wanted)
 
 
 def test_one_layer_far_off_does_not_move_the_others():

@@ -20,6 +20,7 @@ from native import (
 )
 from nested import CallsGrandparent, CallsParent, RunsClosureItself
 
+from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
@@ -203,3 +204,34 @@ def test_several_optimizers_behind_one():
         optimizers.append(Several(parts))
     armed(optimizers[0], models[0])
     assert_same_training(models, optimizers, steps=4)
+
+
+def test_a_hook_that_takes_a_step_of_its_own_finds_no_hook_moved():
+    """torch goes through them meanwhile, and refuses to go on if they change."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    steps, sizes = [], []
+
+    def step_before(optimizer, args, kwargs):
+        steps.append(len(optimizer.param_groups))
+        if len(steps) == 1:
+            optimizer.step()
+
+    def look(optimizer):
+        sizes.append(len(optimizer.param_groups))
+
+    def nothing(*arguments):
+        pass
+
+    for hook in (step_before, nothing, nothing):
+        optimizer.register_step_pre_hook(hook)
+    swap = armed(optimizer, model)
+    capture = OptimizerCapture([optimizer], nothing, nothing, look, nothing)
+    capture.arm()
+    closure_for(model, optimizer)()
+    optimizer.step()
+    assert steps == [1, 1]
+    assert sizes == [len(set(UNEVEN))] * 2
+    capture.disarm()
+    swap.disarm()
+    assert list(optimizer._optimizer_step_pre_hooks.values()) == [step_before, nothing, nothing]

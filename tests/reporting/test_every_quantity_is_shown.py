@@ -38,8 +38,10 @@ QUESTIONS = {
     "backward_speed",
     "Are features moving?": "feature_change feature_drift feature_rms feature_change_local feature_change_inherited "
     "feature_change_joint",
-    "Is the network lazy, or does it learn features?": "linearity kernel_drift kernel_alignment kernel_change",
-    "Do the backward and feature directions agree?": "bfa_cos dual_bfa_cos bfk_ratio contribution sensitivity",
+    "Is the network lazy, or does it learn features?": "linearity kernel_drift kernel_alignment kernel_change "
+    "output_drift_features output_drift_readout output_drift_joint",
+    "Do the backward and feature directions agree?": "bfa_cos dual_bfa_cos bfk_ratio bfk_peak bfk_guarantee "
+    "dual_bfk_ratio contribution sensitivity",
     "Are the network's logits in bounds?": "log_z readout_row",
     "Can it be trained in 8 bits?": "underflow_inputs underflow_weights underflow_backward feature_kurtosis "
     "outlier_ratio",

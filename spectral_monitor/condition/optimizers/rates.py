@@ -22,7 +22,9 @@ ONE_KIND = 32.0
 HEALTHY_STEP = 0.06
 """Relative update of the median layer of a healthy network at the peak of its learning rate: 0.02 to 0.25."""
 RIVAL = 1 / 4
-"""Two rates may both be the usual one where the rarer has at least this part of the layers."""
+"""Two rates may both be the usual one where the rarer has at least this part of the layers, and the other not the rest
+of them.
+"""
 FEW = 3
 """Fewer operators and readouts than this are no majority that embeddings could be held against."""
 

@@ -1,0 +1,215 @@
+"""Every limit that docs/verdicts.md states, from both sides: just inside is healthy, just outside is off."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from synthetic import HEALTHY, LAYERS, heavy, measured, set_by
+
+from spectral_monitor.condition import SpectralCondition, save_profile
+from spectral_monitor.condition.findings import findings
+from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.optimizers.across import APART
+from spectral_monitor.condition.row import columns
+from spectral_monitor.condition.trends.attention import AttentionTrend
+from spectral_monitor.condition.trends.readout import ReadoutTrend
+from spectral_monitor.condition.whole_network import Whole
+from spectral_monitor.condition.width_transfer import THRESHOLD
+
+PAGE = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text()
+JUST = 2e-5
+"""Relative distance from a limit: more than float32 rounds, less than limits are stated to."""
+
+
+def numbers(text):
+    return [float(Fraction(number)) for number in re.findall(r"\d+/\d+|\d+(?:\.\d+)?", text)]
+
+
+def row_of(check):
+    """The cells of a check's row: its name, what is off, and the limit."""
+    cells = [line.strip("| ").split(" | ") for line in PAGE.splitlines()]
+    return next(found for found in cells if found[0].startswith(f"`{check}`") and len(found) == 3)
+
+
+def stated(check):
+    """The numbers in the limit of a check, in the order of the page."""
+    return numbers(row_of(check)[2])
+
+
+def everywhere(value, *keys):
+    return {key: dict.fromkeys(LAYERS, value) for key in keys}
+
+
+def is_off(check, *changes, start=1, settings=None, condition=None):
+    """Whether this check finds anything outside its limits at the last of these measurements."""
+    whole, trends = Whole(), (AttentionTrend(), ReadoutTrend())
+    for step, change in enumerate(changes, start):
+        measurement = measured(step, **change)
+        network = Network.read(measurement, columns(measurement), settings)
+        found = [
+            *findings(network, condition or SpectralCondition()),
+            *whole.findings(measurement, network),
+            *(finding for trend in trends for finding in trend.findings(measurement, network)),
+        ]
+    return any(finding.check == check and not finding.inside() for finding in found)
+
+
+def loss_returns(pace=0.5, last=3.5, losses=(9.0, 1.0)):
+    """A first loss, a lower one and then ``last``, under steps of this part of the weights."""
+    losses = [losses[0], *[losses[1]] * 15, last]
+    return is_off("loss_returns", *({"summary": {"loss": x}} | everywhere(pace, "update_ratio") for x in losses))
+
+
+def lasting_share(share=0.99, count=9, steps=200):
+    """A readout's share in so many measurements, from the first to the last of which there are so many steps."""
+    trend = ReadoutTrend()
+    for step in (1, *range(steps + 3 - count, steps + 2)):  # evenly spaced or not is the same
+        measurement = measured(step, summary={"readout_share": share})
+        found = list(trend.findings(measurement, Network.read(measurement, columns(measurement))))
+    return any(not finding.inside() for finding in found)
+
+
+def collapsed(entropy=0.01, count=8):
+    return is_off("attention_collapsed", *[{"attention_entropy_lowest": {"b": entropy}}] * count)
+
+
+def updates_of(factor):
+    """One layer's update beside those of the others, all relative to weights of entries 1/sqrt(fan_in)."""
+    sizes = {name: 0.1 * math.sqrt(info.fan_in) for name, info in LAYERS.items()}
+    return is_off("reference", {"update_natural": sizes | {"b": factor * sizes["b"]}})
+
+
+def adam_share(share):
+    sizes = {name: share * HEALTHY["lr"] * math.sqrt(info.fan_out * info.fan_in) for name, info in LAYERS.items()}
+    return is_off("eps", {"update_fro": sizes}, settings=set_by("AdamW", eps=1e-4))
+
+
+def rounded(part):
+    """An update of this part of the resolution of its weights, which is that of bfloat16."""
+    update = {"update_fro": {"b": part * 2.0**-7 * HEALTHY["weight_fro"]}}
+    return is_off("rounding", update, settings=set_by("SGD", resolution=2.0**-7))
+
+
+ABOVE = [
+    ("rates", 0, lambda x: is_off("rate", {"lr": {"b": HEALTHY["lr"] * x}})),
+    ("rates", 0, lambda x: is_off("rate", {"lr": {"b": HEALTHY["lr"] / x}})),
+    ("updates", 1, updates_of),
+    ("weights", 1, lambda x: is_off("weights", heavy(c=x))),
+    ("embeddings", 1, lambda x: is_off("embedding", {"weight_natural": {"tok": x}})),
+    ("exploding", 0, lambda x: is_off("exploding", {"update_ratio": {"b": x}})),
+    ("exploding", 1, lambda x: is_off("grown", {"weight_natural": {"b": x}, "drift_ratio": {"b": 11.0}})),
+    ("diverged", 0, lambda x: is_off("diverged", {"weight_natural": {"b": x}})),
+    ("diverged", 0, lambda x: is_off("diverged", {"feature_rms": {"b": x}})),
+    ("rates_too_large", 0, lambda x: is_off("rates_too_large", everywhere(x * 8, "drift_ratio"), start=64)),
+    ("rates_too_large", 1, lambda x: is_off("features_grow", {"feature_rms": {"b": x}}, start=9)),
+    ("global_lr_too_large", 0, lambda x: is_off("global_lr_too_large", *[{"summary": {"edge": x}}] * 5)),
+    ("features", 1, lambda x: is_off("features", {"feature_rms": {"b": x}})),
+    ("targets", 0, lambda x: is_off("targets", {"summary": {"loss_distance": x}})),
+    (
+        "logits_exploding",
+        0,
+        lambda x: is_off("logits_exploding", *({"attention_logit_max": {"b": y}} for y in (1.0, x))),
+    ),
+    ("readout_takes_all", 0, lasting_share),
+]
+"""Check, which of its numbers, and whether a value above that number is off."""
+BELOW = [
+    ("updates", 0, updates_of),
+    ("weights", 0, lambda x: is_off("weights", heavy(c=x))),
+    ("embeddings", 0, lambda x: is_off("embedding", {"weight_natural": {"tok": x}})),
+    ("rounding", 0, rounded),
+    (
+        "rates_too_small",
+        0,
+        lambda x: is_off("rates_too_small", *[everywhere(x, "update_ratio", "update_natural")] * 16),
+    ),
+    ("features", 0, lambda x: is_off("features_vanish", {"feature_rms": {"b": x}})),
+    ("eps", 0, adam_share),
+    ("attention_collapsed", 0, collapsed),
+]
+"""Check, which of its numbers, and whether a value below that number is off."""
+
+
+@pytest.mark.parametrize(("check", "place", "off"), ABOVE)
+def test_what_is_above_its_limit_is_off_and_what_is_below_is_not(check, place, off):
+    limit = stated(check)[place]
+    assert not off(limit * (1 - JUST))
+    assert off(limit * (1 + JUST))
+
+
+@pytest.mark.parametrize(("check", "place", "off"), BELOW)
+def test_what_is_below_its_limit_is_off_and_what_is_above_is_not(check, place, off):
+    limit = stated(check)[place]
+    assert not off(limit * (1 + JUST))
+    assert off(limit * (1 - JUST))
+
+
+def test_a_momentum_of_its_limit_is_off():
+    (limit,) = stated("momentum")
+    below, at = (is_off("momentum", {}, settings=set_by("SGD", momentum=x)) for x in (limit * (1 - JUST), limit))
+    assert (below, at) == (False, True)
+
+
+def test_a_loss_is_held_against_the_first_and_the_lowest_in_networks_that_race():
+    line = next(line for line in PAGE.splitlines() if "the same, with the loss" in line)
+    racing, back, first = numbers(line.rpartition(" | ")[2])
+    assert back == numbers(line.rpartition(" | ")[0])[0], "as the sentence has it"
+    assert not loss_returns(pace=racing * (1 - JUST))
+    assert loss_returns(pace=racing * (1 + JUST))
+    assert not loss_returns(last=back * (1 - JUST))  # of 1
+    assert loss_returns(last=back * (1 + JUST))
+    assert not loss_returns(last=first * 2 * (1 - JUST), losses=(2.0, 1.5))
+    assert loss_returns(last=first * 2 * (1 + JUST), losses=(2.0, 1.5))
+
+
+def test_what_must_last_has_lasted_for_as_many_measurements_and_steps_as_stated():
+    count, steps = numbers(row_of("readout_takes_all")[1])
+    assert lasting_share(count=int(count), steps=int(steps))
+    assert not lasting_share(count=int(count) - 1, steps=int(steps))
+    assert not lasting_share(count=int(count), steps=int(steps) - 1)
+    (count,) = numbers(row_of("attention_collapsed")[1])
+    assert collapsed(count=int(count))
+    assert not collapsed(count=int(count) - 1)
+
+
+def test_the_edge_is_the_median_of_as_many_measurements_as_stated():
+    edge = {"summary": {"edge": 9.0}}
+    assert "last five measurements" in row_of("global_lr_too_large")[1]
+    assert is_off("global_lr_too_large", *[edge] * 5)
+    assert not is_off("global_lr_too_large", *[edge] * 4)
+    few = [{"summary": {"edge": 0.1}}] * 3
+    assert not is_off("global_lr_too_large", *[edge] * 9, *few)
+    assert is_off("global_lr_too_large", *few, *[edge] * 3)
+
+
+def test_numbers_that_other_tests_hold_are_those_of_the_page():
+    """Rates of several optimizers (test_cut_off.py) and wider networks (test_width.py)."""
+    assert stated("width") == [THRESHOLD]
+    assert (
+        numbers(PAGE.partition("have rates of one order. Where they are\n")[2].partition(" times apart")[0])[-1]
+        == APART
+    )
+
+
+@pytest.mark.parametrize("reference", ['`"balance"`', '`"theory"`', "a file"])
+def test_the_band_of_a_reference_is_the_one_on_the_page(reference, tmp_path):
+    save_profile([measured(1)], tmp_path / "good.json")
+    condition = SpectralCondition(tmp_path / "good.json" if reference == "a file" else reference.strip('`"'))
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {reference}"))
+    assert list(condition.limits) == numbers(line.rpartition(" | ")[2])
+
+
+def test_a_weight_is_held_against_the_theory_from_both_sides():
+    condition = SpectralCondition("theory")
+    low, high = condition.limits
+    for size, off in (
+        (low * (1 - JUST), True),
+        (low * (1 + JUST), False),
+        (high * (1 - JUST), False),
+        (high * (1 + JUST), True),
+    ):
+        assert is_off("reference", {"weight_natural": {"b": size}}, condition=condition) == off
