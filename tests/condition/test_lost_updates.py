@@ -115,3 +115,10 @@ def test_updates_that_are_smaller_than_what_the_dtype_holds_are_rounded():
     assert (verdict.layer, verdict.quantity) == ("b", "update_fro")
     assert verdict.band[0] == pytest.approx(0.25 * 2.0**-7 * 8.0)
     assert "rounding" not in {verdict.cause for verdict in rounded(1 / 1.7, 2.0**-23)}, "float32 holds any update"
+
+
+def test_beside_weights_of_zero_any_update_is_held():
+    """A readout that begins at 0, in bfloat16: there is nothing to divide by."""
+    nothing = {"weight_fro": {"b": 0.0}, "update_fro": dict.fromkeys(LAYERS, 1.0) | {"b": 1e-9}}
+    found = judged([measured(1, **nothing)], settings=set_by(resolution=2.0**-7))[1]
+    assert "rounding" not in {verdict.cause for verdict in found}

@@ -60,7 +60,7 @@ def test_frozen_layers_do_not_count():
 
 
 @pytest.mark.parametrize(("names", "told_of"), [(("a", "b"), True), (("a", "head"), True), (("a", "tok"), False)])
-def test_two_matrices_make_a_recipe_and_one_does_not(names, told_of):
+def test_a_recipe_takes_two_matrices_of_features(names, told_of):
     sentence = describe([LAYERS[name] for name in names], set_by("AdamW"))
     assert sentence.startswith("one AdamW rate") is told_of
     assert bool(sentence) is told_of
