@@ -171,8 +171,6 @@ def _rounding(row: Row) -> Finding | None:
     smallest = ROUNDING * row.settings.resolution * weight
     if row.settings.resolution < 1e-4 or not row.lr > 0 or not update > 0:  # float32 holds any update
         return None
-    if not smallest > 0:  # beside weights of 0 any update is held
-        return None
     return Finding("rounding", row.info.name, "update_fro", update, smallest, (1.0, math.inf), 4.0, "what it can hold")
 
 
