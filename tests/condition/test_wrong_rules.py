@@ -67,7 +67,16 @@ def test_weights_of_the_tangent_parametrization():
         "no layer is told by itself that it is too heavy"
     )
     assert NETWORK not in causes("SGD", **ones(drift=1.5)), "what exploded is no parametrization"
-    assert NETWORK not in causes("SGD", **ones(size=0.3))
+
+
+@pytest.mark.parametrize(("size", "told"), [(0.49, False), (0.51, True), (1.0, True), (1.99, True), (2.01, False)])
+def test_entries_of_size_one_are_so_within_a_factor_of_two(size, told):
+    """In every layer."""
+    assert (NETWORK in causes("SGD", **ones(size=size))) is told
+    one = ones(size=size)["weight_fro"]["b"]
+    change = ones()
+    change["weight_fro"]["b"] = one
+    assert (NETWORK in causes("SGD", **change)) is told
 
 
 def test_in_narrow_networks_entries_of_size_1_say_nothing():
