@@ -247,8 +247,7 @@ class Whole:
         return {
             "pace": self.pace,
             "first_pace": self.first_pace,
-            "stale": self._stale,
-            "share": self._share,
+            **{key: value for key, value in (("stale", self._stale), ("share", self._share)) if value},
             "fastest": self._fastest,
             "natural": self._natural,
             "rate": self._rate,

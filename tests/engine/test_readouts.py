@@ -283,6 +283,7 @@ def test_actor_and_critic_have_a_readout_each(optimizers):
     x = torch.randn(7, 4)
 
     def step(_):
+        model.zero_grad()
         (model.actor(x).square().mean() + model.critic(x).square().mean()).backward()
         for optimizer in made:
             optimizer.step()
@@ -300,6 +301,7 @@ def test_weights_in_two_optimizers_are_one_network():
     x = torch.randn(8, 4)
 
     def step(_):
+        model.zero_grad()
         model(x).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()

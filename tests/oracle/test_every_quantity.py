@@ -343,6 +343,7 @@ def test_every_quantity_has_an_oracle():
 
 
 def test_every_summary_value_has_an_oracle():
+    """That of gradients that are used again has loops that do so, in tests/engine/test_gradient_reuse.py."""
     model = make_model("mlp", torch.float32)
     optimizer = make_optimizer("sgd", model)
     probe = SpectralProbe(model, optimizer)
@@ -350,7 +351,7 @@ def test_every_summary_value_has_an_oracle():
     with probe.step():
         model.loss(model(*batch), batch[1]).backward()
         optimizer.step()
-    assert set(probe.latest.summary) == {*naive.SUMMARY, MEASURED_TIME, "violations"}
+    assert set(probe.latest.summary) == {*naive.SUMMARY, MEASURED_TIME, "violations", "stale_gradient"}
     assert probe.latest.summary["violations"] == len(probe.latest.verdicts) == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ from spectral_monitor.state.dtensor import is_distributed
 class GradientReuse:
     """Looks at one small parameter of each optimizer, while armed.
 
-    The gradient that a step leaves behind is kept. If the next backward pass finds that very gradient, and it is still
-    there when the optimizer steps, it is used again. A loop that clears gradients between two backward passes, as those
-    of a GAN do, has none of the first left when it steps.
+    If a backward pass finds the very gradient that the latest step left behind, unchanged, and it is still there when
+    the optimizer steps, it is used again. A loop that clears gradients between two backward passes, as those of a GAN
+    do, has none of the first left when it steps. Nothing is copied: a tensor is known by itself and by its version.
 
     Attributes:
         steps: of optimizers that were looked at since it was armed.
@@ -31,7 +32,7 @@ class GradientReuse:
         self._handles: list[RemovableHandle] = []
         self._nodes: list[Any] = []
         self._watched: dict[int, Tensor] = {}  # optimizer -> its parameter
-        self._left: dict[int, tuple[Tensor, Tensor]] = {}  # optimizer -> parameter and gradient after its latest step
+        self._left: dict[int, tuple[ReferenceType[Tensor], int]] = {}  # optimizer -> gradient after its latest step
         self._found: dict[int, Tensor] = {}  # since its latest step: 1 used before, 0 new, NaN unknown
 
     def arm(self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any]) -> None:
@@ -68,11 +69,11 @@ class GradientReuse:
                 self._found[key] = torch.where(held.any(), known, new)
 
     def _again(self, key: int, held: Tensor) -> Tensor:
-        """Return 1 if a gradient is the one that was left behind, 0 if there is none, NaN otherwise; no waiting."""
-        p, left = self._left.get(key, (None, held))
-        unknown = torch.full((), torch.nan, device=held.device)
-        same = unknown if p is not self._watched[key] else torch.where((held == left).all(), 1.0, unknown)
-        return torch.where(held.any(), same, torch.zeros_like(unknown))
+        """Return 1 if a gradient is the one that was left behind, 0 if it is zero, NaN otherwise; no waiting."""
+        left, version = self._left.get(key, (None, -1))
+        same = left is not None and left() is held and held._version == version
+        known = torch.full((), 1.0 if same else torch.nan, device=held.device)
+        return torch.where(held.any(), known, torch.zeros_like(known))
 
     def stepping(self, optimizer: Optimizer) -> Tensor | None:
         """Return what is known of the gradients that an optimizer is about to use; ``None`` if nothing is."""
@@ -86,8 +87,8 @@ class GradientReuse:
         return self._again(key, held)  # no backward pass since the latest step
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Keep what a step leaves behind."""
+        """Note what a step leaves behind."""
         p = self._watched.get(id(optimizer))
         self._left.pop(id(optimizer), None)
         if p is not None and p.grad is not None and not p.grad.is_sparse:
-            self._left[id(optimizer)] = p, p.grad.detach().clone()
+            self._left[id(optimizer)] = ref(p.grad), p.grad._version
