@@ -19,7 +19,7 @@ from spectral_monitor.state.dtensor import is_distributed
 class GradientReuse:
     """Looks at one small parameter of each optimizer, while armed.
 
-    If a backward pass finds the very gradient that the latest step left behind, unchanged, and it is still there when
+    If a backward pass finds the gradient that the latest step left behind, unchanged, and it is still there when
     the optimizer steps, it is used again. A loop that clears gradients between two backward passes, as those of a GAN
     do, has none of the first left when it steps. Nothing is copied: a tensor is known by itself and by its version.
 
