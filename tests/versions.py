@@ -36,6 +36,7 @@ TOOLS = (
     "plotly>=5.20",
     "pyyaml",
     "rich",
+    "wandb",
 )
 TESTS = (
     "capture/test_optimizer.py",
@@ -78,6 +79,7 @@ CORNERS = (
     Corner("floors beside torch", "3.11", "2.13.0", "2.5.0", "1.4.0", "2.17.1", "2.0.2"),
     Corner("middle", "3.12", "2.8.0", "2.5.5"),
     Corner("constraints", "3.11", "2.13.0", "2.6.6", "1.9.0", "2.21.0", "2.4.6"),
+    Corner("newest but one", "3.13", "2.14.1"),
     Corner("newest", "3.13", "2.15.0"),
 )
 
@@ -127,6 +129,9 @@ def environment(corner: Corner, any_build: bool) -> Path:
     )
     if done.returncode:
         missing = re.findall(r"No matching distribution found for (\S+)", done.stderr)
+        ruled_out = re.findall(r"The user requested \(constraint\) (\S+)", done.stderr)
+        if ruled_out:
+            raise CannotBeHadError(f"pip is told to take {ruled_out[0]} here")
         raise CannotBeHadError(f"{missing[0]} cannot be had here" if missing else done.stderr.strip().splitlines()[-1])
     ready.touch()
     return python

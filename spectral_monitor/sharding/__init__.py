@@ -8,6 +8,7 @@ from spectral_monitor.sharding.shard_region import Range, ShardRegion
 from spectral_monitor.sharding.training_processes import (
     check_alike,
     fsdp1_wrapper,
+    mean_over_processes,
     refuse_several,
     training_processes,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "copies",
     "flat_extents",
     "fsdp1_wrapper",
+    "mean_over_processes",
     "placed",
     "plan",
     "refuse_several",

@@ -34,6 +34,15 @@ def refuse_several(what: str) -> None:
         raise ValueError(f"{what} is for one process, not {_count()}: call it before torch.distributed is initialized")
 
 
+def mean_over_processes(loss: Tensor) -> float:
+    """Return the mean of a scalar over all processes, the same in each; that of this process where it is alone."""
+    if _count() == 1:
+        return loss.item()
+    total = loss.detach().double()
+    dist.all_reduce(total)
+    return total.item() / _count()
+
+
 def training_processes(model: nn.Module, data_parallel_rank: int | None) -> ProcessGroup | None:
     """Return the processes that train a model together, ``None`` if there is one; to be called in all of them.
 

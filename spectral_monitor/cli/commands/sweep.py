@@ -84,6 +84,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "-j", "--processes", type=_positive, default=1, metavar="N", help="networks trained at the same time"
     )
+    parser.add_argument(
+        "--processes-per-point",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes that train each network together (DDP, FSDP2), as torchrun starts them",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="keep the points in this file (JSON lines)")
     parser.add_argument("--part", type=_part, metavar="I/N", help="train the I-th of N shares only; needs -o")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="write a picture; needs matplotlib")

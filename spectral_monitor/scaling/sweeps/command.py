@@ -50,6 +50,7 @@ def run_sweep(args: argparse.Namespace) -> None:
             optimizer=args.optimizer,
             lr=args.lr,
             processes=args.processes,
+            processes_per_point=args.processes_per_point,
             path=args.output,
             part=args.part,
         )

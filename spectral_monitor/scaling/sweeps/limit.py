@@ -77,6 +77,8 @@ def checked_limit(limit: How | None, axis: str, recipe: SweepConfig, depths: Any
         raise SweepError("limit= is for sweeps over widths, without depths=")
     if limit == "exact" and (recipe.parametrization is None or recipe.family != "sgd"):
         raise SweepError("limit='exact' needs parametrization= and optimizer='sgd': Adam has no exact limit here")
+    if limit == "exact" and recipe.processes_per_point > 1:
+        raise SweepError("limit='exact' reads the network in this process, and processes_per_point= is more than 1")
     return limit
 
 

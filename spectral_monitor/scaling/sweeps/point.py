@@ -23,7 +23,7 @@ from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.quantities import resolve
 from spectral_monitor.scaling.batches import SweepError, batches, check_data, loss_of, moved, seeded
 from spectral_monitor.scaling.sweeps.arguments import data_name, integer, integers, name_of, number
-from spectral_monitor.sharding import refuse_several
+from spectral_monitor.sharding import mean_over_processes, refuse_several
 
 MakeModule = Callable[..., nn.Module]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -88,6 +88,7 @@ class SweepConfig:
     lr: float | None = None
     roles: Mapping[str, str] | None = None
     blocks: Mapping[str, int] | None = None
+    processes_per_point: int = 1
     at: tuple[int, ...] = field(init=False)
     family: str = field(init=False)
 
@@ -104,8 +105,12 @@ class SweepConfig:
         at = tuple(sorted({*integers((1, steps) if self.measured is None else self.measured)}))
         if not at or not all(1 <= step <= steps for step in at):
             raise SweepError(f"measured must name steps from 1 to {steps}, got {self.measured!r}")
+        together = integer(self.processes_per_point)
+        if together is None or together < 1:
+            raise SweepError(f"processes_per_point must be an integer >= 1, got {self.processes_per_point!r}")
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "at", at)
+        object.__setattr__(self, "processes_per_point", together)
         object.__setattr__(self, "quantities", resolve(self.quantities))
         object.__setattr__(self, "family", self._family())
 
@@ -152,6 +157,7 @@ class SweepConfig:
             "lr": self.lr,
             "roles": dict(self.roles or {}),
             "blocks": dict(self.blocks or {}),
+            **({"processes_per_point": self.processes_per_point} if self.processes_per_point > 1 else {}),
         }
 
     def build(self, key: RunKey) -> nn.Module:
@@ -192,7 +198,8 @@ class SweepConfig:
         optimizer, schedulers = self._optimizer(module)
         step_of = _TrainingStep(module)
         with _refused_in_words():
-            refuse_several("a point of a sweep")
+            if self.processes_per_point == 1:
+                refuse_several("a point of a sweep")
             probe = SpectralProbe(
                 step_of,
                 optimizer,
@@ -216,7 +223,7 @@ class SweepConfig:
                         loss = step_of(batch, step - 1)
                         if not loss.requires_grad:
                             raise SweepError("the loss has no gradient: nothing in it can be trained")
-                        losses.append(loss.item())
+                        losses.append(mean_over_processes(loss))
                         if not math.isfinite(losses[-1]):
                             raise _DivergedError
                         loss.backward()

@@ -43,6 +43,7 @@ def sweep(
     blocks: Mapping[str, int] | None = None,
     processes: int = 1,
     executor: Executor | None = None,
+    processes_per_point: int = 1,
     path: str | os.PathLike[str] | None = None,
     part: tuple[int, int] | None = None,
     progress: bool = True,
@@ -95,6 +96,10 @@ def sweep(
             dask's ``client.get_executor()``, or another object whose ``submit(function)`` returns one with ``done()``
             and ``result()``, such as submitit's executors. It is yours: nothing is shut down. Each point is trained
             with as many threads as this process has, or as its worker has CPUs if those are fewer.
+        processes_per_point: processes that train each network together, started as torchrun does, wherever the point
+            runs. ``make_module`` returns a network that is wrapped or sharded (DDP, FSDP2), and ``data`` the batches of
+            this process; both are called in each of them, with the process group there and ``LOCAL_RANK`` set. Losses
+            are means over processes.
         path: a file of JSON lines to which every point goes when it is done. Points that are there already are not
             trained again; one of other settings is refused.
         part: ``(i, n)``, i from 1 to n: train the i-th of n shares only, into a file of its own beside ``path``. A
@@ -130,7 +135,19 @@ def sweep(
         read: predicted width^0.0, as predicted
         out: predicted width^1.0, as predicted
     """
-    recipe = SweepConfig(make_module, data, steps, quantities, measured, parametrization, optimizer, lr, roles, blocks)
+    recipe = SweepConfig(
+        make_module,
+        data,
+        steps,
+        quantities,
+        measured,
+        parametrization,
+        optimizer,
+        lr,
+        roles,
+        blocks,
+        processes_per_point=processes_per_point,
+    )
     keys, axis = _keys(widths, depths, seeds)
     limit = checked_limit(limit, axis, recipe, depths)
     check_executor(executor, processes, recipe)
@@ -142,7 +159,7 @@ def sweep(
     points = {} if target is None else points_file.read(target, recipe.settings)
     missing = [key for key in share if key not in points]
     if missing:
-        _check_sizes(recipe, keys, axis, elsewhere=executor is not None)
+        _check_sizes(recipe, keys, axis, elsewhere=executor is not None or recipe.processes_per_point > 1)
     file = None if target is None else points_file.part_path(target, part)
     kept = f"the others are in {str(file)!r}, and the same call trains what is missing" if file else NOT_KEPT
     with (

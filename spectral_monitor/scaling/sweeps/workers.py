@@ -1,22 +1,28 @@
-"""Points of a sweep trained here, one after the other, or wherever an executor runs them."""
+"""Points of a sweep trained here, one after the other, or wherever an executor runs them; each in one process, or in
+several as torchrun starts them.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.arguments import integer
@@ -55,7 +61,8 @@ class PointJob:
 
     Attributes:
         recipe, key: what is trained.
-        threads: of torch. Sums over other numbers of threads are rounded differently.
+        threads: of torch, all processes of the point together. Sums over other numbers of threads are rounded
+            differently.
     """
 
     recipe: SweepConfig
@@ -63,12 +70,19 @@ class PointJob:
     threads: int
 
     def __call__(self) -> Point | PointFailure:
-        """Return the point; what is wrong with the user's code as a value, for executors change exceptions."""
+        """Return the point; what is wrong with the user's code as a value, for executors change exceptions.
+
+        Raises:
+            ChildFailedError: a process of several died, or could not be started.
+        """
+        count = self.recipe.processes_per_point
+        if count > 1:
+            return _torchrun(replace(self, threads=max(1, self.threads // count)), count)
         with _ONE_AT_A_TIME, _threads(self.threads):
             try:
                 return self.recipe.train(self.key)
             except Exception as error:
-                return PointFailure(str(error), isinstance(error, SweepError), traceback.format_exc())
+                return PointFailure.of(error)
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,11 @@ class PointFailure:
     refused: bool
     trace: str
 
+    @classmethod
+    def of(cls, error: Exception) -> PointFailure:
+        """Return what is left of an error that is being handled."""
+        return cls(str(error), isinstance(error, SweepError), traceback.format_exc())
+
     def error(self) -> Exception:
         """Return the error, with the place where it was raised as its cause."""
         error = SweepError(self.message) if self.refused else RuntimeError(self.message)
@@ -94,6 +113,51 @@ class PointFailure:
 
 class _TraceError(Exception):
     """Shows a traceback of another process."""
+
+
+def _torchrun(job: PointJob, count: int) -> Point | PointFailure:
+    """Return what several processes of this machine made of a point together.
+
+    Raises:
+        ChildFailedError: one of them died, or could not be started.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+    )
+    with tempfile.TemporaryDirectory(prefix="spectral-monitor-") as folder:
+        said = Path(folder, "failure")
+        try:
+            found: Point = elastic_launch(config, _member)(job, said)[0]
+        except ChildFailedError:
+            if not said.exists():
+                raise
+            failure: PointFailure = pickle.loads(said.read_bytes())
+            return failure
+    return found
+
+
+def _member(job: PointJob, said: Path) -> Point:
+    """Train a point as one of its processes; the first that fails says why, and ends, so that no other waits for it."""
+    dist.init_process_group()
+    try:
+        with _threads(job.threads):
+            return job.recipe.train(job.key)
+    except Exception as error:
+        with suppress(FileExistsError), said.open("xb") as file:
+            pickle.dump(PointFailure.of(error), file)
+        raise SystemExit(1) from None  # what was raised is told by the process that asked
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -119,7 +183,7 @@ def check_executor(executor: Any, processes: Any, recipe: SweepConfig) -> None:
         raise SweepError(f"processes must be an integer >= 1, got {processes!r}")
     if executor is not None and count > 1:
         raise SweepError("processes= and executor= are two ways to say where points run: give one of them")
-    if executor is None and count == 1:
+    if executor is None and count == recipe.processes_per_point == 1:
         return
     if executor is not None and (isinstance(executor, type) or not isinstance(executor, Executor)):
         kind = f"the class {executor.__name__}" if isinstance(executor, type) else f"a {type(executor).__name__}"
@@ -173,7 +237,14 @@ def trained(
         return
     workers = min(integer(processes) or 1, len(keys))
     if workers < 2:
-        yield from map(recipe.train, keys)
+        for key in keys:
+            if recipe.processes_per_point == 1:
+                yield recipe.train(key)
+                continue
+            outcome = PointJob(recipe, key, torch.get_num_threads())()
+            if isinstance(outcome, PointFailure):
+                raise outcome.error()
+            yield outcome
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"))
     try:
