@@ -129,9 +129,8 @@ def environment(corner: Corner, any_build: bool) -> Path:
     )
     if done.returncode:
         missing = re.findall(r"No matching distribution found for (\S+)", done.stderr)
-        ruled_out = re.findall(r"The user requested \(constraint\) (\S+)", done.stderr)
-        if ruled_out:
-            raise CannotBeHadError(f"pip is told to take {ruled_out[0]} here")
+        if "ResolutionImpossible" in done.stderr:
+            raise CannotBeHadError("pip is told to take other versions here")
         raise CannotBeHadError(f"{missing[0]} cannot be had here" if missing else done.stderr.strip().splitlines()[-1])
     ready.touch()
     return python

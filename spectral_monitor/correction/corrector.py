@@ -112,7 +112,7 @@ class Corrector:
         if policy == "fsc" or math.isnan(largest):
             peak = self._settings[layer.info.name].peak
             return min(peak, TRIAL_RATE) if self.correction.of_peak and peak > 0 else TRIAL
-        return self._per_rate(layer, 0) / largest
+        return self._per_rate(layer, 1) / largest
 
     def _per_rate(self, layer: Layer, step: int) -> float:
         """Return the wanted update_natural over the learning rate that is multiplied; NaN if nothing is wanted."""
@@ -186,8 +186,8 @@ class Corrector:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        rates = {p: m * peaks.get(p, 0.0) for i, m in self.by_layer().items() for p in self._layers[i].sources}
-        return param_groups_code(names, self._optimizers, {p: rate for p, rate in rates.items() if rate > 0})
+        rates = {p: m * peaks[p] for i, m in self.by_layer().items() for p in self._layers[i].sources if peaks.get(p)}
+        return param_groups_code(names, self._optimizers, rates)
 
     def _by_parameter(self) -> dict[nn.Parameter, float]:
         pairs = zip(self._units, self._rates, strict=True)

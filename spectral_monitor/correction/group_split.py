@@ -259,9 +259,9 @@ class Expansion:
         return f"the learning rates of {type(self._owners[0]).__name__} cannot be corrected layer by layer: {why}"
 
 
-def _version(value: Any) -> int:
+def _version(value: Any) -> int | None:
     """Changes when a tensor is written to."""
-    return value._version if isinstance(value, Tensor) else 0
+    return value._version if isinstance(value, Tensor) else None
 
 
 def _by_multiplier(group: Group, multipliers: Mapping[int, float], factor: float) -> dict[float, list[int]]:

@@ -16,13 +16,13 @@ SHARES = {"operator": 1.0, "readout": 1.0, "embedding": 1.0, "vector": 0.04}
 What may not depend on width may still differ between kinds of layers, and should: biases and gains move all rows alike
 (docs/correction.md).
 """
-GROWTH = {"operator": 0.5, "readout": 0.5, "embedding": 1 / 3, "vector": 0.0}
-"""Power of the size that weights began with in the share of their updates.
+GROWTH = {"operator": 0.5, "readout": 0.5, "embedding": 1 / 3}
+"""Power of the size that weights began with in the share of their updates; biases and gains go by no size.
 
 At 1 every update would be the same part of its weights, at 0 of the same size. Best recipes lie between the two: small
 weights take larger steps for their size than large ones.
 """
-LEAST = {"operator": 1 / 8, "readout": 1.0, "embedding": 0.02, "vector": 1.0}
+LEAST = {"operator": 1 / 8, "readout": 1.0, "embedding": 0.02}
 """Weights that began smaller, such as zeros, count as this large."""
 MOST = {"readout": 2.0}
 """Weights that began larger count as this large: PyTorch draws readouts whose natural norm grows with the width."""
@@ -41,6 +41,8 @@ def share(layer: Layer, began: float, reads_data: bool = False) -> float:
         reads_data: whether it is the operator that reads the data.
     """
     role = layer.info.role
+    if role == "vector":
+        return SHARES[role]
     size = 1.0 if math.isnan(began) else min(max(began, LEAST[role]), MOST.get(role, math.inf))
     found = SHARES[role] * math.pow(size, GROWTH[role])
     return found * (layer.info.fan_in * layer.layout.taps / PIXELS) ** 0.25 if reads_data else found

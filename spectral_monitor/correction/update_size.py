@@ -75,12 +75,12 @@ def remnant(measurement: Measurement, quantity: str, layer: Layer, i: int, wante
     the optimizer may have skipped the step, after an overflow of scaled gradients or to gather them.
     """
     values = measurement.values
-    value, lr = float(values[quantity][i]), float(values["lr"][i])
+    value = float(values[quantity][i])
     owner = layer.tied_to or layer.info.name  # whose contribution it is
     contribution = measurement.value("contribution", owner)
     arrives = 0 < abs(contribution) < math.inf or measurement.why("contribution", owner) == LOST
     is_small = 0 <= value < wanted and (value == 0 or _is_rounded(measurement, layer, i))
-    if is_small and arrives and lr > 0 and wanted > _eps(layer) and bool((values[quantity].abs() > 0).any()):
+    if is_small and arrives and wanted > _eps(layer) and bool((values[quantity].abs() > 0).any()):
         return value
     return math.nan
 

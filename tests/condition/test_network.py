@@ -133,6 +133,7 @@ def test_a_convolution_whose_inputs_do_not_overlap_has_no_taps():
     assert (overlapping.taps, overlapping.weight) == (16, pytest.approx(0.4))
     grouped = Row(LayerInfo("p", "operator", 8, 8, (64, 8, 3, 3), blocks=8), {})
     assert grouped.taps == 9
+    assert Row(LayerInfo("p", "operator", 8, 8, (8, 8, 5)), {}).taps == 5, "in one dimension"
 
 
 def test_gain_is_the_size_of_outputs_for_inputs_of_size_one():

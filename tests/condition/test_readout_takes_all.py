@@ -13,6 +13,7 @@ from torch import nn
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
 from spectral_monitor.condition.optimizers.recipe import describe
+from spectral_monitor.condition.trends.readout import ReadoutTrend
 
 
 def told(shares, settings=None, judge=None, every=20, first=1, **changed):
@@ -48,6 +49,12 @@ def test_a_few_steps_are_no_verdict():
     """Such as the first ones of a readout that begins at zero."""
     assert not any(told([0.99] * 50, every=2))
     assert told([0.99] * 52, every=2)[-1]
+
+
+def test_a_state_of_before_there_were_shares_is_a_fresh_one():
+    trend = ReadoutTrend()
+    trend.load_state_dict({})
+    assert trend.state_dict() == ReadoutTrend().state_dict()
 
 
 def test_it_ends():

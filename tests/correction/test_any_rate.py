@@ -205,6 +205,14 @@ def test_what_was_decided_is_a_sentence():
     assert decided(LRCorrection(size="lr")) == decided(LRCorrection("balance")) == ""
 
 
+@pytest.mark.parametrize(("rates", "said"), [((0.0, 1e-3), "(0.001)"), ((0.0, 0.0), "(unknown)")])
+def test_rates_of_zero_are_not_told(rates, said):
+    network = perceptron()
+    groups = [{"params": [p], "lr": rates[p.ndim > 1]} for p in network.parameters()]
+    decision = Corrector(LRCorrection(), dissect(network).layers, [torch.optim.Adam(groups, lr=1e-3)]).decision
+    assert f"learning rate {said} counts as" in decision
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.01, 0.05, 0.1])
 def test_weight_decay_drives_no_multiplier_away(decay):
     """Of gains and embeddings too, whose updates are small beside what decay alone takes off."""

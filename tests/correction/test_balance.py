@@ -91,6 +91,21 @@ def test_it_acts_on_causes_that_the_learning_rate_of_a_layer_mends(cause):
     assert acted_on(verdict("2", cause)) == pytest.approx({"2": 1 / 64} if cause in MENDED else {})
 
 
+@pytest.mark.parametrize(("sizes", "after"), [((0.001, 0.8, 0.0001), 1 / 64), ((0.1, 0.8, 0.001), 1 / 8)])
+def test_limits_are_around_the_usual_rate_however_small_updates_are(sizes, after):
+    corrector, measure = untouched()
+    (change,) = corrector.update(measure(verdict("2", "lr_too_large"), sizes=sizes))
+    assert change.after == pytest.approx(after)
+
+
+def test_a_learning_rate_of_zero_asks_for_nothing():
+    corrector, measure = untouched()
+    measurement = measure(verdict("2", "lr_too_large"))
+    measurement.values["lr"].zero_()
+    assert corrector.update(measurement) == []
+    assert set(corrector.multipliers.values()) == {1.0}
+
+
 def test_it_leaves_alone_what_follows_from_a_root():
     assert acted_on(verdict("2", "lr_too_large"), verdict("4", "unknown", root="2")) == pytest.approx({"2": 1 / 64})
     assert acted_on(verdict("2", "weights_too_large"), verdict("4", "unknown", root="2")) == {}

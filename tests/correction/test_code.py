@@ -88,7 +88,16 @@ def test_several_optimizers_are_several():
     found = made(probe.param_groups_code(), network)
     assert [type(optimizer) for optimizer in found] == [torch.optim.SGD, torch.optim.Adam]
     assert found[0].defaults["momentum"] == 0.9
+    assert "optimizer_0 = " in probe.param_groups_code()
     assert set(rates(found)) == set(network.parameters())
+
+
+def test_one_optimizer_has_no_number_and_no_argument_that_it_has_by_itself():
+    usual = tuple(float(text) for text in ("0.9", "0.999"))  # equal, and another object
+    probe, _ = run(lambda net: torch.optim.Adam(net.parameters(), lr=0.02, betas=usual), steps=2)
+    code = probe.param_groups_code()
+    assert "\noptimizer = torch.optim.Adam(\n" in code
+    assert "betas" not in code
 
 
 class Picky(torch.optim.SGD):

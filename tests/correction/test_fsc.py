@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralMonitorWarning, SpectralProbe
+from spectral_monitor import LRCorrection, Measurement, SpectralLRCorrector, SpectralMonitorWarning, SpectralProbe
+from spectral_monitor.correction.corrector import Corrector
+from spectral_monitor.correction.update_size import block_contributions
 from spectral_monitor.layers import dissect
 from spectral_monitor.parametrization.tying import contribution_blocks
 from spectral_monitor.scaling import calibrate
@@ -154,6 +156,28 @@ def test_polyak_goes_by_what_can_be_gained(floor):
 def test_polyak_stays_where_it_is_below_its_floor():
     probe, _, _ = train(Language(), 10, polyak=50.0)
     assert set(probe.multipliers.values()) == {0.01}
+
+
+def test_a_loss_that_is_at_its_floor_asks_for_nothing():
+    network = Language()
+    rule = LRCorrection("fsc", polyak=0.5)
+    corrector = Corrector(rule, dissect(network).layers, [torch.optim.SGD(network.parameters(), lr=LR)])
+    layers = tuple(layer.info for layer in dissect(network).layers)
+    values = {key: torch.full((len(layers),), LR) for key in rule.quantities}
+    before = corrector.multipliers
+    assert corrector.update(Measurement(1, layers, values, {"loss": 0.5})) == []
+    assert corrector.multipliers == before
+    assert corrector.update(Measurement(2, layers, values, {"loss": 0.7}))
+
+
+def test_contributions_of_rounding_are_squares_of_ten_times_eps():
+    layers = dissect(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))).layers
+    least = (10 * torch.finfo(torch.float32).eps) ** 2
+    sizes = torch.tensor([1.0, 1.05 * least, 0.95 * least, 1e3 * least], dtype=torch.float64)
+    values = {"contribution": sizes, "update_fro": torch.ones(4), "weight_fro": torch.ones(4)}
+    measurement = Measurement(1, tuple(layer.info for layer in layers), values, {})
+    found = block_contributions(measurement, layers, contribution_blocks(layers), [1.0] * 4)
+    assert [math.isnan(x) for x in found] == [False, False, True, False]
 
 
 def test_polyak_says_where_the_loss_is_not_known():

@@ -106,6 +106,8 @@ def test_what_was_not_seen_does_not_count():
         ({"size": True}, "size"),
         ({"limits": (2.0, 10.0)}, "limits"),
         ({"limits": (0.0, 10.0)}, "limits"),
+        ({"limits": (-0.5, 10.0)}, "limits"),
+        ({"limits": (0.5, 0.9)}, "limits"),
         ({"limits": (0.1,)}, "limits"),
         ({"spectral_init": -1.0}, "spectral_init"),
         ({"spectral_init": math.inf}, "spectral_init"),
@@ -115,6 +117,10 @@ def test_what_was_not_seen_does_not_count():
 def test_impossible_settings_are_refused(arguments, said):
     with pytest.raises(ValueError, match=said):
         LRCorrection(**arguments)
+
+
+def test_limits_may_be_1():
+    assert LRCorrection(limits=(1.0, 1.0)).limits == (1.0, 1.0)
 
 
 def test_only_what_the_policy_needs_is_measured():

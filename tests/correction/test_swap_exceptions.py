@@ -90,6 +90,25 @@ def test_a_schedule_goes_on_after_a_failed_update(schedule, early):
         assert [group["lr"] for group in optimizers[1].param_groups] == pytest.approx(rates)
 
 
+class LowersThenFails(Fails):
+    """Writes its learning rate before it fails."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        return super().step(closure)
+
+
+def test_what_a_failed_step_wrote_is_gone_when_the_next_begins():
+    """Also where the class's function was called, whose exceptions nobody sees."""
+    model = make_model()
+    optimizer = LowersThenFails(model.parameters(), **OPTIONS)
+    armed(optimizer, model)
+    fail(model, optimizer, step=lambda closure: LowersThenFails.step(optimizer, closure))
+    take_step(model, optimizer, 1, with_closure=False)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
 def test_under_a_gradient_scaler_too():
     model = make_model()
     optimizer = Fails(model.parameters(), **OPTIONS)
@@ -120,6 +139,19 @@ class Through(torch.optim.Optimizer):
 
     def step(self, closure=None):
         return recover(self.base.step, closure, self.param_groups)
+
+
+def test_an_optimizer_that_works_through_one_that_fails_gets_its_groups_back():
+    model = make_model()
+    optimizer = Through(model.parameters(), **OPTIONS)
+    optimizer.step = optimizer.base.step
+    (group,), options = optimizer.param_groups, dict(optimizer.param_groups[0])
+    armed(optimizer, model)
+    closure_for(model, optimizer)()
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert optimizer.param_groups == [group]
+    assert group == options
 
 
 def recover(step, closure, groups):

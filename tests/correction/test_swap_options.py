@@ -85,6 +85,14 @@ def test_taking_the_multiplier_out_again_rounds_no_more_than_it_must(multipliers
     assert found == expected if 1.0 in multipliers else found == pytest.approx(expected, rel=1e-14)
 
 
+def test_one_multiplier_for_all_is_taken_out_too():
+    model = make_model()
+    optimizer = OwnSchedule(model.parameters())
+    LRMultiplierOverride([optimizer], dict.fromkeys(model.parameters(), 3.0)).arm()
+    take_step(model, optimizer, 0, with_closure=True)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.07)
+
+
 class WritesTheSame(Descends):
     """Reads its options and writes them back."""
 

@@ -176,7 +176,24 @@ class FirstGroup(Descends):
         return loss
 
 
+class CountsApart(Descends):
+    """A tensor in every group, or a number in the first: what one group cannot hold."""
+
+    def rate(self, group):
+        first = group is self.param_groups[0]
+        group["seen"] = torch.tensor(1.0 if first else 2.0)
+        return group["lr"]
+
+
+class TensorOrNumber(Descends):
+    def rate(self, group):
+        group["seen"] = 1.0 if group is self.param_groups[0] else torch.tensor(1.0)
+        return group["lr"]
+
+
 IMPOSSIBLE = [
+    (CountsApart, r"CountsApart cannot be .*: its step leaves 'seen' at tensor\(1.\), tensor\(2.\), tensor\(2.\)"),
+    (TensorOrNumber, r"TensorOrNumber cannot be .*: its step leaves 'seen' at 1.0, tensor\(1.\), tensor\(1.\)"),
     (RemembersItsRate, "RemembersItsRate cannot be .*: its step leaves 'lr_max' at 0.037.*, 0.1, 0.2"),
     (SetsItsRate, "SetsItsRate cannot be .*: its step leaves 'lr' at 0.01, 0.01, 0.01 where there is one group"),
     (WarmsUp, "WarmsUp cannot be .*: its step leaves 'lr' at 0.025, 0.1, 0.2"),

@@ -91,3 +91,7 @@ def test_parts_of_the_output_by_hand(dtype, rel):
     assert all(part.isnan() for part in F.output_parts(V0, V0, x0, x0, torch.zeros(6, 3)))
     with pytest.raises(ValueError, match=r"change \(6, 4\) do not fit"):
         F.output_parts(V0, V, x0, x, x)
+    with pytest.raises(ValueError, match=r"W_now \(2, 4\)"):
+        F.output_parts(V0, V[:2], x0, x, torch.zeros(6, 3))
+    with pytest.raises(ValueError, match=r"x_now \(5, 4\)"):
+        F.output_parts(V0, V, x0, x[:5], torch.zeros(6, 3))

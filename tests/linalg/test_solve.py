@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spectral_monitor.linalg.collectives import reduce_table, run_local
-from spectral_monitor.linalg.lanczos import BLOCK, KrylovSpace
+from spectral_monitor.linalg.lanczos import BLOCK, ROOM, KrylovSpace
 from spectral_monitor.linalg.scaling import frobenius, tame
 from spectral_monitor.linalg.sharded_stack import Shard, ShardedStack
 from spectral_monitor.linalg.spectral_norms import (
@@ -47,6 +47,24 @@ def test_without_bounds_norms_are_the_same(shape):
         assert plain.sigma_low.isnan().all()
         assert plain.sigma_high.isnan().all()
         assert plain.error_bound.isnan().all()
+
+
+@pytest.mark.parametrize("least", [0.99, 0.5])
+def test_a_basis_that_outgrows_its_room_goes_on(least):
+    """Singular values so close together that they take more steps than there is room for at first."""
+    U, V = (torch.linalg.qr(drawn(1, 400, 400, seed)).Q for seed in (0, 1))
+    A = U * torch.linspace(1, least, 400).double() @ V
+    (found,) = run_local(spectral_estimates([ShardedStack.whole(A)], 1e-4))
+    assert found.passes > 2 * ROOM + 1
+    assert float(found.sigma) == pytest.approx(1, rel=1e-4)
+
+
+def test_what_is_left_of_a_stack_is_as_many_as_its_matrices_have_rows():
+    A = drawn(3, 2, 9)
+    space = KrylovSpace([ShardedStack.whole(A)], torch.ones(3), 5)
+    space.decide({0})
+    (run,) = space.runs
+    torch.testing.assert_close(run.A.parts[0].A, A[1:])
 
 
 @pytest.mark.parametrize("easy", [[0], [3], [7], [2, 5], [6, 7], [0, 7]])

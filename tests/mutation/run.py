@@ -29,7 +29,15 @@ from tqdm.auto import tqdm
 
 ROOT = Path(__file__).parents[2]
 TESTS = {
-    "linalg": ["linalg", "properties/test_linalg.py", "functional/test_norms.py", "functional/test_bilinear_norms.py"],
+    "linalg": [
+        "linalg",
+        "properties/test_linalg.py",
+        "functional/test_norms.py",
+        "functional/test_bilinear_norms.py",
+        "functional/test_kernels.py",
+        "functional/test_dual_kernel.py",
+        "functional/test_kernel_extremes.py",
+    ],
     "functional": [
         "functional",
         "metrics",
