@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
+import numpy as np
 from common import save
 from matplotlib.figure import Figure
 from spectral_panels import COLORS, by_trial, curve, slope_of, tell, triangle, width_axis
@@ -42,7 +43,7 @@ def figure(rows: Sequence[Row]) -> Figure:
             curve(axes, rows, key, f"{name}, slope {fit.slope:.2f}", COLORS[name], parametrization=name)
             if slant := SLANTS.get(EXPECTED[name, key][0]):
                 widths, values = by_trial(rows, key, parametrization=name)
-                triangle(axes, widths[-3], 0.75 * values.mean(0)[-3], slant)
+                triangle(axes, widths[-3], 0.75 * np.nanmean(values, 0)[-3], slant)
         axes.set(yscale="log", title=f"({letter}) {title}", ylabel=formula)
         width_axis(axes, [row["width"] for row in rows])
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False, fontsize=9)

@@ -20,11 +20,11 @@ Row = dict[str, Any]
 
 
 def by_trial(rows: Sequence[Row], key: str, **only: Any) -> tuple[list[int], np.ndarray]:
-    """Widths, and a table of trials by widths of the rows that are so."""
+    """Widths, and a table of trials by widths of the rows that are so; NaN where a width has fewer trials."""
     rows = [row for row in rows if all(row[name] == value for name, value in only.items())]
     widths, trials = (sorted({row[name] for row in rows}) for name in ("width", "trial"))
     found = {(row["trial"], row["width"]): float(row[key]) for row in rows}
-    return widths, np.array([[found[trial, width] for width in widths] for trial in trials])
+    return widths, np.array([[found.get((trial, width), np.nan) for width in widths] for trial in trials])
 
 
 def slope_of(rows: Sequence[Row], key: str, **only: Any) -> Fit:
@@ -46,8 +46,8 @@ def tell(what: str, fit: Fit, expected: float, within: float) -> bool:
 def curve(axes: Axes, rows: Sequence[Row], key: str, label: str, color: str, style: str = "-", **only: Any) -> None:
     """Means over trials, with one standard deviation on either side."""
     widths, values = by_trial(rows, key, **only)
-    mean = values.mean(0)
-    deviation = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(widths))
+    mean = np.nanmean(values, 0)
+    deviation = np.nanstd(values, 0, ddof=1) if len(values) > 1 else np.zeros(len(widths))
     axes.plot(widths, mean, style, color=color, marker="o", ms=3.5, lw=1.8, label=label)
     axes.fill_between(widths, np.maximum(mean - deviation, 0.02 * mean), mean + deviation, color=color, alpha=0.2, lw=0)
 
