@@ -108,7 +108,7 @@ class GroupPart:
         self._decay = decay
         self._given: Group = {}
         self._put: Group = {}
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._versions: dict[str, tuple[int | None, int | None]] = {}
 
     def fill(self) -> None:
         """Set the options to what the group's are; if that was done before, those that have changed in the group."""

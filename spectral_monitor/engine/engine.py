@@ -6,10 +6,8 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,7 +23,7 @@ from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.engine.agreement.all_or_none import agreed
 from spectral_monitor.engine.agreement.output_layers import Readouts
-from spectral_monitor.engine.agreement.rank_report import LayerObservation, StepObservation, census
+from spectral_monitor.engine.agreement.rank_report import RankReports, StepObservation, census
 from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
 from spectral_monitor.engine.attention_watch import AttentionWatch
 from spectral_monitor.engine.features.changes import ChangeStage
@@ -35,7 +33,8 @@ from spectral_monitor.engine.features.outputs import OF_ROWS, measure_outputs
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
 from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs, loss_begun
 from spectral_monitor.engine.features.stage import RowStage, input_rows
-from spectral_monitor.engine.observation import sights, step_facts
+from spectral_monitor.engine.model_layout import ModelLayout
+from spectral_monitor.engine.observation import WatchedForward, sights, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
@@ -44,20 +43,15 @@ from spectral_monitor.engine.results.noise import DIVIDED
 from spectral_monitor.engine.results.noise import KEY as NOISE
 from spectral_monitor.engine.results.raw import LOSS, NETWORK, REUSED, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
-from spectral_monitor.engine.settings import ATTENTION, FEATURES, Settings
+from spectral_monitor.engine.settings import FEATURES, Settings
 from spectral_monitor.engine.state import COMPARED, START, EngineState
-from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.engine.weights.stage import MatrixStage
-from spectral_monitor.layers import Anatomy, compiled_modules, dissect, entrances, without_compiled
-from spectral_monitor.layers.attention import AttentionBlock, attention_blocks
-from spectral_monitor.layers.naming import label
-from spectral_monitor.layers.nodes import SHARED_BATCH, node_layers
+from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
-from spectral_monitor.sharding import NOTHING, ProcessGroup, ShardRegion, copies, flat_extents, placed, plan, reshard
-from spectral_monitor.state.dtensor import is_distributed
+from spectral_monitor.sharding import ProcessGroup, copies
 
 
 class Engine(EngineState):
@@ -93,26 +87,15 @@ class Engine(EngineState):
         self.model = model
         self._wrapper = wrapper or model
         self.settings = self.asked = settings
-        self._whole_steps = whole_steps
         self.processes = processes
         self.budget = budget_for(settings, processes is not None, corrected)
-        reshard(self._wrapper)
-        dissected = partial(self._dissect, optimizers)
-        found = dissected() if processes is None else processes.all_or_none(dissected)
-        anatomy, blocks, compiled, entries, flat = found
-        sharded = bool(flat) or any(is_distributed(p) for p in model.parameters())
-        holdings = plan(anatomy.layers, flat, processes)
-        placed_layers = (placed(*pair, processes) for pair in zip(anatomy.layers, holdings, strict=True))
-        self.anatomy = replace(anatomy, layers=tuple(placed_layers))
-        self.layers = (*self.anatomy.layers, *self.anatomy.nodes)
-        holdings += [NOTHING] * len(self.anatomy.nodes)
-        self.members = [BatchMember(layer, holding) for layer, holding in zip(self.layers, holdings, strict=True)]
-        hidden = [] if entries is not None else list(compiled_modules(model).values())
-        self._attention = AttentionWatch(hidden, blocks, self.members, processes, self._harmless)
+        layout = ModelLayout.of(model, self._wrapper, optimizers, settings, processes, whole_steps)
+        self.anatomy, self.layers, self.members = layout.anatomy, layout.layers, layout.members
+        self._attention = AttentionWatch(layout.hidden, layout.attention, self.members, processes, self._harmless)
         self._readouts = Readouts(self.anatomy)
-        self._whereabouts = None if flat else ParameterTracker(model, self.anatomy.layers)
+        self._whereabouts = None if layout.flat else ParameterTracker(model, self.anatomy.layers)
         self._replaced: set[int] = set()
-        self._copies = partial(copies, flat=flat, processes=processes)
+        self._copies = partial(copies, flat=layout.flat, processes=processes)
         if settings.needs & FEATURES:
             check_supported(optimizers)
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
@@ -120,10 +103,12 @@ class Engine(EngineState):
         wanted = range(len(self.layers)) if settings.needs & FEATURES else ()
         room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
         # Where the weights of a forward lie is no one's but FSDP's affair.
-        watched = [p for p in model.parameters() if id(p) not in flat]
-        self.features = FeatureCapture(model, self.layers, wanted, room, watched, self._harmless, entries, not sharded)
+        watched = [p for p in model.parameters() if id(p) not in layout.flat]
+        self.features = FeatureCapture(
+            model, self.layers, wanted, room, watched, self._harmless, layout.entries, not layout.sharded
+        )
         self._alone = processes is None and self._wrapper is model
-        self._replays = Replays(model, self._wrapper, self.features, settings, compiled)
+        self._replays = Replays(model, self._wrapper, self.features, settings, layout.compiled)
         self._picker = RowSampler(settings.max_rows)
         self.armed = False
         self.idle = False
@@ -139,35 +124,6 @@ class Engine(EngineState):
     def attention_blocks(self) -> Sequence[AttentionBlock]:
         """The attention blocks of the model."""
         return self._attention.blocks
-
-    def _dissect(
-        self, optimizers: Sequence[Optimizer]
-    ) -> tuple[Anatomy, tuple[AttentionBlock, ...], str, list[nn.Module] | None, dict[int, ShardRegion]]:
-        """Return what the model is made of, its attention blocks, which of it is compiled and where calls are seen all
-        the same, if they are, and where FSDP1 has put its parameters.
-        """
-        patterns = {key: getattr(self.settings, key) for key in ("include", "exclude", "roles", "blocks")}
-        flat = flat_extents(self._wrapper)
-        held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
-        shapes = {key: extent.shape for key, extent in flat.items()}
-        anatomy = dissect(self.model, **patterns, shapes=shapes, optimized=held)
-        if self.settings.nodes:
-            known = {info.name for info in anatomy.infos}
-            shared = self.processes is not None and len(set(self.processes.batches)) < self.processes.size
-            nodes = node_layers(self.model, self.settings.nodes, known, SHARED_BATCH if shared else "")
-            anatomy = replace(anatomy, nodes=nodes)
-        blocks: tuple[AttentionBlock, ...] = ()
-        if self.settings.needs & ATTENTION or self.settings.heads:
-            blocks = attention_blocks(self.model, anatomy.layers, self.settings.heads)
-        if not self.settings.needs & FEATURES:
-            return anatomy, blocks, "", None, flat
-        modules = compiled_modules(self.model)
-        names = ", ".join(label(name, module) for name, module in modules.items())
-        entries = entrances(self.model, modules.values())
-        sharded = bool(flat) or any(is_distributed(p) for p in self.model.parameters())
-        if modules and (entries or self._whole_steps) and not sharded:
-            return anatomy, blocks, names, entries, flat
-        return without_compiled(anatomy, modules.values()), blocks, names, None, flat
 
     def _clear(self) -> None:
         self._failed = False
@@ -288,55 +244,15 @@ class Engine(EngineState):
         return measurement
 
     def _measure(self, step: int, given: StepInputs) -> Measurement | None:
-        stage, out = self._stage, self._out
-        outputs: Outputs = {}
-        again, before, begun, no_replay, part = None, None, None, "", NO
-        seen_here, prints = [LayerObservation() for _ in self.layers], torch.zeros(len(self.layers), 2)
+        # What this process saw, and from that of all processes what is known of the step.
+        forward = WatchedForward.of(len(self.layers))
         with self._harmless("looking at what was seen"):
-            stage.rest()
-            self._attention.rest()
-            if self.watches_features:
-                outputs = self.features.outputs()
-                again, before, no_replay = self._replays.choose(given, self._moved, self._warn)
-                begun = loss_begun(given, before)
-                part = self._replays.look(again, self._warn)
-            noise, apart = self._replays.slices.noise, self.processes is not None
-            seen_here = sights(len(self.layers), self.features, stage, outputs, noise, apart)
-            if self.features.traced:
-                for i, said in self._readouts.see(self.features, stage.unused).items():
-                    seen_here[i].place = said
-            if self.processes is not None:
-                prints = as_table(row_hashes(outputs), len(self.layers), self.processes.device)
-        mine = StepObservation(
-            failed=self._failed,
-            stepped=bool(stage.stepped),
-            moved=self._moved,
-            closures=max(self.optimizers.closure_calls.values(), default=0),
-            again=0 if again is None else 1 if isinstance(again, RootCall) else 2,
-            loss=before is not None,
-            measured=self.measured,
-            drifts=self.drifts,
-            probe=self.probe_taken,
-            part=part,
-            samples=self._replays.slices.samples,
-            apart=0.0 if self.budget is None else self.budget.wait,
-            begun=math.nan if begun is None or self.processes is None else float(begun),
-        )
-        seen = self._run(census(mine, seen_here, prints, self.processes))
-        self._apart = None if self.processes is None else seen.steps[0].apart
-        self.idle = not any(some.stepped for some in seen.steps)
-        if any(some.failed for some in seen.steps):
-            if not self._failed:
-                who = ", ".join(str(rank) for rank, some in enumerate(seen.steps) if some.failed)
-                self._warn(f"a step was not measured: it failed in process {who}, which says why")
-            return None
-        self.measured = int(max(some.measured for some in seen.steps))
-        self.drifts = int(max(some.drifts for some in seen.steps))
-        if not all(some.probe for some in seen.steps):
-            self._replays.probe = None  # what one has lost is no use to the others
-        if self.idle and given.only_if_stepped:
+            self._look(forward, given)
+        seen = self._run(census(self._observed(forward), forward.layers, forward.prints, self.processes))
+        if not self._agree(seen) or (self.idle and given.only_if_stepped):
             return None
         self.correct_roles(self._readouts.settle(seen))
+        stage, out = self._stage, self._out
         facts = step_facts(seen, stage, given)
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         facts.unseen, facts.shared = self._replays.unseen, self.features.shared
@@ -344,43 +260,14 @@ class Engine(EngineState):
         if seen.batch_count < len(seen.batches):
             facts.why_not[NOISE, NETWORK] = DIVIDED
         stage.unused = facts.unused
+        # Matrices and rows as the step saw them, then the forward again.
         rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out)
-        agreed(self._before_replay(rows, outputs, facts), self.processes)
+        agreed(self._before_replay(rows, forward.outputs, facts), self.processes)
+        part: float = NO
         if self.watches_features:
-            if self.processes is not None:
-                out.note(NETWORK, LOSS, seen.begun)
-            elif begun is not None:
-                out.put(NETWORK, LOSS, begun)
-            full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn, stage.old)
-            full.checks()
-            part = min(int(some.part) for some in seen.steps)
-            if not self._replays.slices.agree([int(some.samples) for some in seen.steps]):
-                part = NO
-            replay = full.replay(outputs, self._replays.slices.portion if part == YES else None)
-            self.features.drop_inputs()
-            codes = {some.again for some in seen.steps}
-            if len(codes) > 1:
-                again, no_replay = None, "the forward cannot be run again: the processes called the model differently"
-            facts.no_replay = no_replay
-            with self._harmless("running the forward again"):
-                self._replays.run(
-                    self._drift_due(self.asked.keys), again, part, replay, facts, given.context, self._warn
-                )
+            part = self._changes(forward, seen, rows, facts, given)
             if self._failed and self.processes is None:
                 return None
-            done, self._replays.done = self._replays.done, ReplayOutcome()
-            known = all(some.loss for some in seen.steps)
-            stage_after = ChangeStage(rows, self.processes, full)
-            self._run(stage_after.measure(done, facts, before if known else None))
-            if stage_after.off and not self._replays.slices.off:
-                self._replays.slices.give_up()
-                if not self._replays.slices.automatic:
-                    self._warn(f"replay_samples is of no use: {ELSEWHERE}; the whole batch is run again")
-            if stage_after.probe_lost:
-                self._replays.probe = None
-            with self._harmless("running the forward again with a graph"):
-                full.graphs(again, given, outputs, stage.rates)
-                full.linearized(self._replays.probe, self._parameters, given.context)
         if self._reported is None:
             return None
         self.measured += 1
@@ -393,6 +280,95 @@ class Engine(EngineState):
         if part == YES:
             self._replays.slices.widen(measurement.summary.get("feature_error", 0.0))
         return measurement
+
+    def _look(self, forward: WatchedForward, given: StepInputs) -> None:
+        """Fill in what hooks have recorded of the step's forward, and how it can be run again."""
+        self._stage.rest()
+        self._attention.rest()
+        if self.watches_features:
+            forward.outputs = self.features.outputs()
+            forward.again, forward.loss, forward.no_replay = self._replays.choose(given, self._moved, self._warn)
+            forward.begun = loss_begun(given, forward.loss)
+            forward.part = self._replays.look(forward.again, self._warn)
+        noise, apart = self._replays.slices.noise, self.processes is not None
+        forward.layers = sights(len(self.layers), self.features, self._stage, forward.outputs, noise, apart)
+        if self.features.traced:
+            for i, said in self._readouts.see(self.features, self._stage.unused).items():
+                forward.layers[i].place = said
+        if self.processes is not None:
+            forward.prints = as_table(row_hashes(forward.outputs), len(self.layers), self.processes.device)
+
+    def _observed(self, forward: WatchedForward) -> StepObservation:
+        """Return what this process has to say of the step, after a failure too."""
+        begun, again = forward.begun, forward.again
+        return StepObservation(
+            failed=self._failed,
+            stepped=bool(self._stage.stepped),
+            moved=self._moved,
+            closures=max(self.optimizers.closure_calls.values(), default=0),
+            again=0 if again is None else 1 if isinstance(again, RootCall) else 2,
+            loss=forward.loss is not None,
+            measured=self.measured,
+            drifts=self.drifts,
+            probe=self.probe_taken,
+            part=forward.part,
+            samples=self._replays.slices.samples,
+            apart=0.0 if self.budget is None else self.budget.wait,
+            begun=math.nan if begun is None or self.processes is None else float(begun),
+        )
+
+    def _agree(self, seen: RankReports) -> bool:
+        """Take over what all processes have in common; whether the step is measured."""
+        self._apart = None if self.processes is None else seen.steps[0].apart
+        self.idle = not any(some.stepped for some in seen.steps)
+        if any(some.failed for some in seen.steps):
+            if not self._failed:
+                who = ", ".join(str(rank) for rank, some in enumerate(seen.steps) if some.failed)
+                self._warn(f"a step was not measured: it failed in process {who}, which says why")
+            return False
+        self.measured = int(max(some.measured for some in seen.steps))
+        self.drifts = int(max(some.drifts for some in seen.steps))
+        if not all(some.probe for some in seen.steps):
+            self._replays.probe = None  # what one has lost is no use to the others
+        return True
+
+    def _changes(
+        self, forward: WatchedForward, seen: RankReports, rows: RowStage, facts: StepContext, given: StepInputs
+    ) -> float:
+        """Measure what the step changed of the features, by running the forward again; whether few samples did."""
+        again, no_replay, outputs, out = forward.again, forward.no_replay, forward.outputs, self._out
+        if self.processes is not None:
+            out.note(NETWORK, LOSS, seen.begun)
+        elif forward.begun is not None:
+            out.put(NETWORK, LOSS, forward.begun)
+        full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn, self._stage.old)
+        full.checks()
+        part = min(int(some.part) for some in seen.steps)
+        if not self._replays.slices.agree([int(some.samples) for some in seen.steps]):
+            part = NO
+        replay = full.replay(outputs, self._replays.slices.portion if part == YES else None)
+        self.features.drop_inputs()
+        if len({some.again for some in seen.steps}) > 1:
+            again, no_replay = None, "the forward cannot be run again: the processes called the model differently"
+        facts.no_replay = no_replay
+        with self._harmless("running the forward again"):
+            self._replays.run(self._drift_due(self.asked.keys), again, part, replay, facts, given.context, self._warn)
+        if self._failed and self.processes is None:
+            return part
+        done, self._replays.done = self._replays.done, ReplayOutcome()
+        known = all(some.loss for some in seen.steps)
+        stage_after = ChangeStage(rows, self.processes, full)
+        self._run(stage_after.measure(done, facts, forward.loss if known else None))
+        if stage_after.off and not self._replays.slices.off:
+            self._replays.slices.give_up()
+            if not self._replays.slices.automatic:
+                self._warn(f"replay_samples is of no use: {ELSEWHERE}; the whole batch is run again")
+        if stage_after.probe_lost:
+            self._replays.probe = None
+        with self._harmless("running the forward again with a graph"):
+            full.graphs(again, given, outputs, self._stage.rates)
+            full.linearized(self._replays.probe, self._parameters, given.context)
+        return part
 
     def _before_replay(self, rows: RowStage, outputs: Outputs, facts: StepContext) -> Coroutine[None]:
         """Matrices, and rows as the step saw them."""

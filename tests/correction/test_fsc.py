@@ -173,10 +173,11 @@ def test_a_loss_that_is_at_its_floor_asks_for_nothing():
 def test_contributions_of_rounding_are_squares_of_ten_times_eps():
     layers = dissect(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))).layers
     least = (10 * torch.finfo(torch.float32).eps) ** 2
-    sizes = torch.tensor([1.0, 1.05 * least, 0.95 * least, 1e3 * least], dtype=torch.float64)
+    rates = [1.0, 1e-3, 1e3, 1.0]  # sizes are for each unit of learning rate
+    sizes = torch.tensor([1.0, 1.05 * least, 0.95 * least, 1e3 * least], dtype=torch.float64) * torch.tensor(rates)
     values = {"contribution": sizes, "update_fro": torch.ones(4), "weight_fro": torch.ones(4)}
     measurement = Measurement(1, tuple(layer.info for layer in layers), values, {})
-    found = block_contributions(measurement, layers, contribution_blocks(layers), [1.0] * 4)
+    found = block_contributions(measurement, layers, contribution_blocks(layers), rates)
     assert [math.isnan(x) for x in found] == [False, False, True, False]
 
 

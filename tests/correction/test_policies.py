@@ -108,6 +108,7 @@ def test_what_was_not_seen_does_not_count():
         ({"limits": (0.0, 10.0)}, "limits"),
         ({"limits": (-0.5, 10.0)}, "limits"),
         ({"limits": (0.5, 0.9)}, "limits"),
+        ({"limits": (0.5, math.inf)}, "limits"),
         ({"limits": (0.1,)}, "limits"),
         ({"spectral_init": -1.0}, "spectral_init"),
         ({"spectral_init": math.inf}, "spectral_init"),

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from ways import Cast, network
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
-from spectral_monitor.engine import engine
+from spectral_monitor.engine import model_layout
 from spectral_monitor.layers import compiled_modules, dissect, without_compiled
 from spectral_monitor.messages import SpectralMonitorWarning
 from spectral_monitor.reporting.text.role_table import role_table
@@ -78,7 +78,7 @@ def test_not_one_more_graph(kind, every, quantities):
 def test_hooks_inside_would_be_noticed(kind, monkeypatch):
     """The comparison above fails if the monitor forgets which layers are compiled."""
     made, _ = trained(kind)
-    monkeypatch.setattr(engine, "compiled_modules", lambda model: {})
+    monkeypatch.setattr(model_layout, "compiled_modules", lambda model: {})
     try:
         made_with, _ = trained(kind, SpectralMonitor(every_n_steps=1))
     except (RecompileError, SpectralMonitorWarning):

@@ -1,0 +1,114 @@
+"""What a model is made of, found once: its layers and who holds them, its attention blocks, and what is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+
+from spectral_monitor.engine.settings import ATTENTION, FEATURES, Settings
+from spectral_monitor.engine.weights.matrix_batches import BatchMember
+from spectral_monitor.layers import Anatomy, Layer, compiled_modules, dissect, entrances, without_compiled
+from spectral_monitor.layers.attention import AttentionBlock, attention_blocks
+from spectral_monitor.layers.naming import label
+from spectral_monitor.layers.nodes import SHARED_BATCH, node_layers
+from spectral_monitor.sharding import NOTHING, ProcessGroup, ShardRegion, flat_extents, placed, plan, reshard
+from spectral_monitor.state.dtensor import is_distributed
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The parts of a model that are measured.
+
+    Attributes:
+        anatomy: its layers, and which process measures each.
+        members: layers and nodes, with what this process holds of them.
+        attention: its attention blocks.
+        compiled: names of compiled modules whose forward is run eagerly beside the step; empty if there are none.
+        entries: modules at which calls of those are seen; ``None`` where none are run.
+        hidden: compiled modules whose insides are not seen.
+        flat: id of a parameter -> where FSDP1 has put it.
+        sharded: whether a parameter is spread over processes.
+    """
+
+    anatomy: Anatomy
+    members: list[BatchMember]
+    attention: tuple[AttentionBlock, ...]
+    compiled: str
+    entries: list[nn.Module] | None
+    hidden: list[nn.Module]
+    flat: dict[int, ShardRegion]
+    sharded: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        wrapper: nn.Module,
+        optimizers: Sequence[Optimizer],
+        settings: Settings,
+        processes: ProcessGroup | None,
+        whole_steps: bool,
+    ) -> ModelLayout:
+        """Find the parts of a model, in all processes that train it.
+
+        Args:
+            wrapper: FSDP's, which is called in the model's place, or the model.
+            whole_steps: whether training steps can be run again as a whole.
+
+        Raises:
+            ValueError: patterns, roles, blocks or nodes that do not fit, in every process.
+        """
+        reshard(wrapper)
+        found = partial(cls._here, model, wrapper, optimizers, settings, processes, whole_steps)
+        layout = found() if processes is None else processes.all_or_none(found)
+        layers = layout.anatomy.layers
+        holdings = plan(layers, layout.flat, processes)
+        layers = tuple(placed(*pair, processes) for pair in zip(layers, holdings, strict=True))
+        anatomy = replace(layout.anatomy, layers=layers)
+        holdings += [NOTHING] * len(anatomy.nodes)
+        pairs = zip((*layers, *anatomy.nodes), holdings, strict=True)
+        return replace(layout, anatomy=anatomy, members=[BatchMember(*pair) for pair in pairs])
+
+    @classmethod
+    def _here(
+        cls,
+        model: nn.Module,
+        wrapper: nn.Module,
+        optimizers: Sequence[Optimizer],
+        settings: Settings,
+        processes: ProcessGroup | None,
+        whole_steps: bool,
+    ) -> ModelLayout:
+        """Return all but the members."""
+        patterns = {key: getattr(settings, key) for key in ("include", "exclude", "roles", "blocks")}
+        flat = flat_extents(wrapper)
+        sharded = bool(flat) or any(is_distributed(p) for p in model.parameters())
+        held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+        shapes = {key: extent.shape for key, extent in flat.items()}
+        anatomy = dissect(model, **patterns, shapes=shapes, optimized=held)
+        if settings.nodes:
+            known = {info.name for info in anatomy.infos}
+            shared = processes is not None and len(set(processes.batches)) < processes.size
+            anatomy = replace(anatomy, nodes=node_layers(model, settings.nodes, known, SHARED_BATCH if shared else ""))
+        blocks: tuple[AttentionBlock, ...] = ()
+        if settings.needs & ATTENTION or settings.heads:
+            blocks = attention_blocks(model, anatomy.layers, settings.heads)
+        modules, names, entries = compiled_modules(model), "", None
+        if settings.needs & FEATURES:
+            names = ", ".join(label(name, module) for name, module in modules.items())
+            seen_at = entrances(model, modules.values())
+            if modules and (seen_at or whole_steps) and not sharded:
+                entries = seen_at
+            else:
+                anatomy = without_compiled(anatomy, modules.values())
+        hidden = [] if entries is not None else list(modules.values())
+        return cls(anatomy, [], blocks, names, entries, hidden, flat, sharded)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers, and the nodes behind them."""
+        return (*self.anatomy.layers, *self.anatomy.nodes)
