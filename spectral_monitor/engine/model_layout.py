@@ -1,4 +1,4 @@
-"""What a model is made of, found once: its layers and who holds them, its attention blocks, and what is compiled."""
+"""The parts of a model, found once: its layers and who holds them, its attention blocks, and what is compiled."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from spectral_monitor.engine.weights.stage import MatrixStage
 
 @dataclass
 class WatchedForward:
-    """What one process has of the step's forward when the step is over.
+    """The forward of the step as one process has seen it, when the step is over.
 
     Attributes:
         outputs: layer index -> its outputs in the step.
