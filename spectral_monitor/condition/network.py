@@ -220,9 +220,8 @@ class Network:
 
     def usual_gain(self, row: Row) -> float:
         """Return the median gain of the other layers' weights, no further off than healthy ones ever are."""
-        middle = self.others("weight_natural", row)
         low, high = GAINS
-        return min(max(middle, low), high) if middle > 0 else math.nan
+        return min(max(self.others("weight_natural", row), low), high)  # NaN stays what it is
 
     @cached_property
     def drift(self) -> float:

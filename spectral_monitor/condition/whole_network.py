@@ -220,7 +220,7 @@ class Whole:
         distance = measurement.summary.get("loss_distance", math.nan)
         if not self._distance and distance > 0 and network.step <= EARLY:
             sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "readout"]
-            self._distance = distance / max([1.0, *(size for size in sizes if size >= 0)])
+            self._distance = distance / max(1.0, *sizes)  # NaN is no maximum of what comes before it
         if self._distance > 0:
             limits = (0.0, DISTANCE_LIMIT)
             yield Finding("targets", NETWORK, "loss_distance", self._distance, 1.0, limits, 1.5, "usual")
@@ -237,7 +237,7 @@ class Whole:
     def _growth(self, network: Network) -> Iterator[Finding]:
         """Yield the largest outputs of a hidden layer after the first steps: too large steps let them grow."""
         sizes = [row.get("feature_rms") for row in network.moved_by_rate if row.info.role == "operator"]
-        largest = max((size for size in sizes if size >= 0), default=math.nan)
+        largest = max((size for size in sizes if not math.isnan(size)), default=math.nan)
         limit = max(GROWN_LIMIT, GROWTH * max(self._first.values(), default=0.0))
         if network.step > EARLY and largest >= 0:
             yield Finding("features_grow", NETWORK, "feature_rms", largest, limit, (0.0, 1.0), 2.0, "usual")

@@ -170,8 +170,8 @@ class Expansion:
     def __init__(
         self,
         owners: Sequence[Optimizer],
-        of_group: Callable[[Group], float] = lambda group: 1.0,
-        keeps_decay: bool = True,
+        of_group: Callable[[Group], float],
+        keeps_decay: bool,
     ) -> None:
         self._owners = owners
         self._of_group = of_group

@@ -103,6 +103,11 @@ def test_conditions_that_ignore_the_same_are_equal():
     assert SpectralCondition(ignore=[]) == SpectralCondition()
 
 
+def test_a_profile_is_given_as_a_reference():
+    with pytest.raises(TypeError, match="profile"):
+        SpectralCondition(profile=None)
+
+
 def test_conditions_are_values(tmp_path):
     path = tmp_path / "p.json"
     save_profile([measured(1)], path)

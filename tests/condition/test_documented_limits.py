@@ -8,10 +8,10 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from synthetic import HEALTHY, LAYERS, heavy, measured, set_by
+from synthetic import HEALTHY, LAYERS, heavy, measured, set_by, verdicts_on
 
 from spectral_monitor.condition import SpectralCondition, save_profile
-from spectral_monitor.condition.findings import findings
+from spectral_monitor.condition.findings import ROUNDING, findings
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.across import APART
 from spectral_monitor.condition.row import columns
@@ -92,6 +92,14 @@ def rounded(part):
     """An update of this part of the resolution of its weights, which is that of bfloat16."""
     update = {"update_fro": {"b": part * 2.0**-7 * HEALTHY["weight_fro"]}}
     return is_off("rounding", update, settings=set_by("SGD", resolution=2.0**-7))
+
+
+@pytest.mark.parametrize(("factor", "count"), [(3.5, 0), (4.5, 1)])
+def test_an_update_far_below_the_resolution_is_told_at_once(factor, count):
+    """Evidence is enough by itself from four times beyond the limit on."""
+    update = ROUNDING * 2.0**-7 * HEALTHY["weight_fro"] / factor
+    settings = set_by("SGD", resolution=2.0**-7)
+    assert len(verdicts_on(1, settings=settings, update_fro={"b": update})) == count
 
 
 ABOVE = [

@@ -57,6 +57,14 @@ def test_an_unknown_name_is_told_by_the_classes_it_derives_from():
     assert (found.optimizer, found.family) == ("Mine", "adam")
 
 
+def test_what_an_optimizer_does_not_have_is_zero():
+    model = network()
+    adagrad = read(model, torch.optim.Adagrad(model.parameters()))["0"]
+    assert (adagrad.momentum, adagrad.weight_decay) == (0.0, 0.0)
+    alone = read(model)["0"]
+    assert (alone.optimizer, alone.momentum, alone.weight_decay) == ("", 0.0, 0.0)
+
+
 def test_every_layer_has_the_settings_of_its_group():
     """Groups are counted over all optimizers."""
     model = network()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from synthetic import LAYERS, measured
 from test_whole import every, told
 
-from spectral_monitor.condition import Judge, SpectralCondition
+from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
+from spectral_monitor.condition.causes import network as causes
+from spectral_monitor.condition.findings import Finding
 
 
 def distances(distance, outputs=0.3, **more):
@@ -116,6 +119,12 @@ def test_steps_of_ordinary_size_that_all_point_one_way_are_not_called_too_large(
 def test_what_tells_one_direction_is_the_size_of_steps_and_the_part_of_their_sum(ratio, way, cause):
     changes = [every(ratio, "update_ratio") | every(way * ratio * (900 + k), "drift_ratio") for k in range(6)]
     assert set(told(*changes, start=900)[-1]) == {cause}
+
+
+def test_drift_without_a_step_has_no_direction():
+    drift = Finding("rates_too_large", NETWORK, "drift_ratio", 90.0, 1.0, (0.0, 8.0))
+    explained = causes._too_large(drift, SimpleNamespace(step=9), causes.History(0.0, math.nan, ""))
+    assert explained.code == "rates_too_large"
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,15 @@ def test_a_learning_rate_that_stands_out_is_not_taken_out():
     assert network.relative_size(network.row("b")) == pytest.approx(30, rel=1e-3)
 
 
-def test_learning_rates_that_follow_a_rule_or_a_declaration_are():
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_learning_rates_that_follow_a_rule_are(optimizer):
     lr = {name: 0.01 * 16 / n for name, (_, n) in FANS.items()}
-    given = updates("AdamW", **{name: rate / 0.01 for name, rate in lr.items()})
-    network = network_of(given, "AdamW", lr=lr)
+    given = updates(optimizer, **{name: rate / 0.01 for name, rate in lr.items()})
+    network = network_of(given, optimizer, lr=lr)
     assert [network.relative_size(row) for row in network.rows] == pytest.approx([1] * 5, rel=1e-3)
+
+
+def test_learning_rates_that_follow_a_declaration_are():
     given = updates("AdamW", b=30.0)
     network = network_of(given, "AdamW", lr={"b": 0.3}, expected={"b": 30.0})
     assert network.relative_size(network.row("b")) == pytest.approx(1, rel=1e-3)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import LayerInfo, Measurement, SpectralProbe
+from spectral_monitor.condition import width_transfer
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.profile import Fans, Profile, ProfilePoint, load_profile, save_profile
 from spectral_monitor.condition.width_transfer import THRESHOLD, WINDOW, compare_widths, find_width
@@ -115,6 +116,19 @@ def test_evidence_adds_up(ratio, needed):
 def test_updates_of_the_profiles_size_are_no_finding(ratio):
     assert found([ratio] * 50, SGD) is None
     assert found([ratio] * 50) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(128.4, 2, "130"), (0.1254, 2, "0.13"), (2_500_000.0, 2, "2.5e+06"), (128.4, 3, "128")],
+)
+def test_numbers_below_a_million_have_no_exponent(value, digits, text):
+    assert width_transfer._digits(value, digits) == text
+
+
+def test_layers_of_no_optimizer_have_no_name_in_common():
+    assert width_transfer._common([]) == width_transfer._common(["SGD", "Adam"]) == ""
+    assert width_transfer._common(["SGD", "SGD"]) == "SGD"
 
 
 def test_a_single_spike_is_no_finding():

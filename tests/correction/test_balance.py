@@ -98,6 +98,16 @@ def test_limits_are_around_the_usual_rate_however_small_updates_are(sizes, after
     assert change.after == pytest.approx(after)
 
 
+def test_layers_at_their_limit_are_known_until_they_leave_it():
+    corrector, measure = untouched()
+    (change,) = corrector.update(measure(verdict("2", "lr_too_large")))
+    assert change.limited
+    assert corrector.state_dict()["limited"] == ["2"]
+    (change,) = corrector.update(measure(verdict("2", "lr_too_large"), sizes=(0.1, 0.01, 0.1)))
+    assert not change.limited
+    assert corrector.state_dict()["limited"] == []
+
+
 def test_a_learning_rate_of_zero_asks_for_nothing():
     corrector, measure = untouched()
     measurement = measure(verdict("2", "lr_too_large"))

@@ -139,6 +139,21 @@ def test_frozen_blocks_are_not_counted():
     assert list(shares.values()) == pytest.approx([LR / 6] * 6, rel=0.1)
 
 
+def test_a_block_is_corrected_by_what_is_trained_of_it():
+    """Its matrix is frozen, and in no optimizer; the bias beside it is trained."""
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    network[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=LR)
+    layers, rule = dissect(network).layers, LRCorrection("fsc")
+    corrector = Corrector(rule, layers, [optimizer])
+    before = corrector.multipliers["0.bias"]
+    values = {key: torch.full((len(layers),), LR, dtype=torch.float64) for key in rule.quantities}
+    values["lr"][0] = values["lr_multiplier"][0] = values["contribution"][0] = math.nan
+    changes = corrector.update(Measurement(1, tuple(layer.info for layer in layers), values, {}))
+    assert {change.layer for change in changes} == {"0", "1"}
+    assert corrector.multipliers["0.bias"] != before
+
+
 @pytest.mark.parametrize("floor", [0.0, 1.0])
 def test_polyak_goes_by_what_can_be_gained(floor):
     network = Language()

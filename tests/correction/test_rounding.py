@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor import LRCorrection, SpectralProbe
+from spectral_monitor import LRCorrection, Measurement, SpectralProbe
 from spectral_monitor.correction.corrector import RISE
 from spectral_monitor.correction.policies import PIXELS
+from spectral_monitor.correction.update_size import remnant
+from spectral_monitor.layers import dissect
 
 LR = 0.1
 
@@ -115,6 +117,14 @@ def test_a_step_that_was_skipped_says_nothing():
     optimizer, probe = correcting(network, Skipping)
     assert len({tuple(m.values()) for m in train(network, optimizer, probe, 3)}) == 1
     assert probe.latest.value("update_natural", "3") == 0
+
+
+@pytest.mark.parametrize(("wanted", "left"), [(0.02, 0.01), (0.005, math.nan)])
+def test_a_remnant_is_less_than_what_is_wanted(wanted, left):
+    layers = dissect(nn.Sequential(nn.Linear(4, 4, bias=False)).to(torch.bfloat16)).layers
+    values = {"update_natural": 0.01, "update_fro": 1e-4, "weight_fro": 1.0, "contribution": 1.0, "lr": LR}
+    measurement = Measurement(1, (layers[0].info,), {key: torch.tensor([x]) for key, x in values.items()}, {})
+    assert remnant(measurement, "update_natural", layers[0], 0, wanted) == pytest.approx(left, nan_ok=True)
 
 
 @pytest.mark.filterwarnings("ignore::spectral_monitor.SpectralConditionWarning")

@@ -73,6 +73,7 @@ REFUSED = [
     (descent_without_rate, "group 0 of Descends has no learning rate to multiply: lr must be a number, is None"),
     (lambda p: Descends(p, lr=None), "group 0 of Descends has no learning rate to multiply"),
     (lambda p: Descends(p, lr=torch.ones(2)), "group 0 of Descends has no learning rate to multiply"),
+    (lambda p: Descends(p, lr=torch.ones(0)), "group 0 of Descends has no learning rate to multiply"),
     (Renewed, "Renewed.param_groups is another list whenever it is asked for"),
     (NeverSetUp, "NeverSetUp did not go through torch.optim.Optimizer.__init__"),
 ]
