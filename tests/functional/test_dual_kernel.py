@@ -195,3 +195,18 @@ def test_misuse(change, said):
     right = {"outputs": [h], "parameters": list(net.w.values()), "rates": [1.0] * 5, "probes": basis((2, 4))}
     with pytest.raises(ValueError, match=said):
         F.dual_bfk_moments(net.loss(h, net.w), **{**right, **change})
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_kernels_are_those_of_full_precision_under_autocast_too(autocast):
+    def found(dtype, around):
+        weights = [w.detach().to(dtype).requires_grad_() for w in perceptron([5, 7, 6, 3], seed=3)]
+        x = torch.ones(4, 5, dtype=dtype)
+        h = x @ weights[0].T
+        out = torch.tanh(torch.tanh(h) @ weights[1].T) @ weights[2].T
+        probes = [[part.to(dtype) for part in probe] for probe in basis((4, 7))]
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            dual = F.dual_bfk_moments(out.square().sum(), [h], weights, RATES[:3], probes)
+            return [float(value) for value in (*dual, *F.bfk_moments([h], weights[:1], [0.3], probes))]
+
+    assert found(torch.float32, autocast) == pytest.approx(found(torch.float64, False), rel=1e-5)
