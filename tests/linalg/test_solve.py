@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spectral_monitor.linalg.collectives import reduce_table, run_local
-from spectral_monitor.linalg.lanczos import BLOCK, ROOM, KrylovSpace
+from spectral_monitor.linalg.lanczos import BLOCK, MORE_ROOM, ROOM, KrylovSpace
 from spectral_monitor.linalg.scaling import frobenius, tame
 from spectral_monitor.linalg.sharded_stack import Shard, ShardedStack
 from spectral_monitor.linalg.spectral_norms import (
@@ -57,6 +57,17 @@ def test_a_basis_that_outgrows_its_room_goes_on(least):
     (found,) = run_local(spectral_estimates([ShardedStack.whole(A)], 1e-4))
     assert found.passes > 2 * ROOM + 1
     assert float(found.sigma) == pytest.approx(1, rel=1e-4)
+
+
+def test_a_basis_takes_no_more_memory_than_is_counted_on():
+    """Batches of matrices are made by it: of ROOM steps at first, and MORE_ROOM where those are not enough."""
+    A = drawn(1, 200, 200)
+    space = KrylovSpace([ShardedStack.whole(A)], A.norm(dim=(1, 2)), 40)
+    rows = []
+    for _ in range(ROOM + MORE_ROOM + 1):
+        run_local(space.step(A.new_zeros(0)))
+        rows.append(space.V.shape[1] // BLOCK)
+    assert rows == [ROOM + 1] * ROOM + [ROOM + MORE_ROOM + 1] * MORE_ROOM + [ROOM + 2 * MORE_ROOM + 1]
 
 
 def test_what_is_left_of_a_stack_is_as_many_as_its_matrices_have_rows():
