@@ -10,7 +10,7 @@ paper: in standard parametrization it falls as 1/n, under muP it stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ BITS = 3
 PARAMETRIZATIONS = {"standard": (SP, -1.0), "muP": (MUP, 0.0)}
 GUESS = {"standard": lambda n: 256 / n, "muP": lambda n: 4.0}
 """A rate that is near the edge: nothing but where the search begins."""
-FULL = {"widths": (64, 128, 256, 512), "seeds": 3}
+FULL = {"widths": (64, 128, 256, 512, 1024, 2048, 4096), "seeds": 3}
 QUICK = {"widths": (64, 128, 256), "seeds": 2}
 
 
@@ -147,10 +147,15 @@ def sweep(path: Path, data: Path | None, widths: Sequence[int], seeds: int) -> l
     )
 
 
-def edges(rows: Sequence[Row]) -> dict[str, Fit]:
-    """Slope of the edge against width, mean over seeds and 95 % interval."""
+def best_rate(row: Row) -> float:
+    """The one of those tried that gets furthest."""
+    return float(row["rates"][int(np.argmax(row["accuracies"]))])
+
+
+def edges(rows: Sequence[Row], of: Callable[[Row], float] = lambda row: row["edge"]) -> dict[str, Fit]:
+    """Slope of the edge against width, or of another rate; mean over seeds and 95 % interval."""
     widths, seeds = (sorted({row[key] for row in rows}) for key in ("width", "seed"))
-    at = {(row["parametrization"], row["seed"], row["width"]): row["edge"] for row in rows}
+    at = {(row["parametrization"], row["seed"], row["width"]): of(row) for row in rows}
     return {
         name: fit_slope(widths, [[at[name, seed, width] for width in widths] for seed in seeds])
         for name in PARAMETRIZATIONS
@@ -186,10 +191,13 @@ def figure(rows: Sequence[Row]) -> Figure:
 
 def report(rows: Sequence[Row]) -> None:
     for name, fit in edges(rows).items():
+        best = edges(rows, best_rate)[name]
+        print(f"{name}: slope of the best rate {best.slope:.2f} [{best.low:.2f}, {best.high:.2f}]")
         for width in sorted({row["width"] for row in rows}):
             some = [row for row in rows if (row["parametrization"], row["width"]) == (name, width)]
-            edge, best = (np.mean([row[key] for row in some]) for key in ("edge", "best"))
-            print(f"{name}, width {width}: edge {edge:.4g}, best accuracy {best:.3f}")
+            edge, accuracy = (np.mean([row[key] for row in some]) for key in ("edge", "best"))
+            rate = np.mean([best_rate(row) for row in some])
+            print(f"{name}, width {width}: edge {edge:.4g}, best rate {rate:.4g}, its accuracy {accuracy:.3f}")
         expected = PARAMETRIZATIONS[name][1]
         print(f"{name}: slope {fit.slope:.2f} [{fit.low:.2f}, {fit.high:.2f}], in wide networks {expected:g}")
 

@@ -109,6 +109,8 @@ def test_right_edges_of_accuracy(tmp_path):
     found = infinite_width_accuracy.edges(rows)
     assert -1 < found["standard"].slope < -0.3  # -1 in networks much wider than these
     assert found["muP"].slope == pytest.approx(0, abs=0.15)
+    best = infinite_width_accuracy.edges(rows, infinite_width_accuracy.best_rate)
+    assert best["standard"].slope < -0.4 < best["muP"].slope
     assert min(row["best"] for row in rows) > 0.25
     for row in rows:  # no rate beyond the edge trains half as well as the best
         beyond = [a for rate, a in zip(row["rates"], row["accuracies"], strict=True) if rate > row["edge"]]

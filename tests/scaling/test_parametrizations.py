@@ -170,6 +170,34 @@ def test_shapes_of_every_kind():
     assert lrs["head.bias"] == pytest.approx(7)
 
 
+def test_mup_of_tensors_of_every_kind():
+    """Appendix C: W = n^-a w with w of size n^-1/2, where p sides of a tensor grow, and one rate for all w."""
+
+    class Net(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.tokens, self.norm, self.hidden = nn.Embedding(60, n), nn.LayerNorm(n), nn.Linear(n, n)
+            self.head = nn.Linear(n, 10)
+
+    a = {  # -1 + p/2; of outputs 1/2, and of their biases 0
+        **dict.fromkeys(("tokens.weight", "norm.weight", "norm.bias", "hidden.bias"), -1 + 1 / 2),
+        "hidden.weight": -1 + 2 / 2,
+        "head.weight": 1 / 2,
+        "head.bias": 0.0,
+    }
+    nets = [Net(n) for n in (256, 1024)]
+    stds, lrs = [], []
+    for net in nets:
+        torch.manual_seed(0)
+        MUP.init_(net)
+        stds.append({name: p.std().item() for name, p in net.named_parameters() if p.ndim > 1})
+        lrs.append(rates(MUP, net, "sgd"))
+    for name, power in a.items():
+        assert math.log(lrs[1][name] / lrs[0][name], 4) == pytest.approx(-2 * power, abs=1e-9), name
+    for name in stds[0]:
+        assert math.log(stds[1][name] / stds[0][name], 4) == pytest.approx(-a[name] - 1 / 2, abs=0.05), name
+
+
 def test_blocks_of_different_size_have_their_own_std():
     """Multi-query attention: 64 outputs are the query, 16 the key and 16 the value."""
     from transformers import GPTBigCodeConfig, GPTBigCodeModel
