@@ -39,7 +39,7 @@ CHECKED = [
 ]
 """Name in the table, quantity and layer of what Assumptions 2 and 3 are about, in a single step."""
 
-FULL = {"trials": {**dict.fromkeys((16, 32, 64, 128, 256, 512, 1024), 10), 2048: 3, 4096: 3}, "until": 0.01}
+FULL = {"trials": {**dict.fromkeys((16, 32, 64, 128, 256, 512, 1024), 10), 2048: 3, 4096: 2}, "until": 0.01}
 QUICK = {"trials": dict.fromkeys((64, 128, 256, 512, 1024), 2), "until": 0.1}
 """Width -> trials: under NTP one of width 4096 takes as long as all of width 1024."""
 
