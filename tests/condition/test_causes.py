@@ -261,6 +261,7 @@ def test_readouts_update_too_large_for_its_width():
     assert (verdict.layer, verdict.cause) == ("head", "readout_width")
     assert "grows with its 64 inputs" in verdict.sentence
     assert only_verdict(update_natural={"head": 100.0}, settings=ADAM).cause == "unknown"
+    assert only_verdict(update_natural={"head": 1e-5}, settings=SGD).cause == "unknown", "too small"
     assert not verdicts_on(9, update_natural={"head": 3.0}, settings=SGD)
     assert verdicts_on(9, update_natural={"head": 3.0}, settings=ADAM)
 

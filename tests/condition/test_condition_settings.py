@@ -97,6 +97,11 @@ def test_an_unknown_check_to_ignore_is_refused_with_the_known(ignore):
         SpectralCondition(ignore=ignore)
 
 
+def test_of_several_unknown_checks_the_first_gets_a_suggestion():
+    with pytest.raises(ValueError, match=r"got 'rats', 'zzz'; did you mean 'rates'"):
+        SpectralCondition(ignore=["rats", "zzz"])
+
+
 def test_conditions_that_ignore_the_same_are_equal():
     """Files have lists."""
     assert SpectralCondition(ignore=["rates"]) == SpectralCondition(ignore=("rates",))

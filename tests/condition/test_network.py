@@ -10,6 +10,8 @@ import torch
 from synthetic import LAYERS, ZERO, measured, nothing, set_by
 
 from spectral_monitor import LayerInfo
+from spectral_monitor.condition import SpectralCondition
+from spectral_monitor.condition.findings import findings
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.row import Row, columns
@@ -208,6 +210,23 @@ def test_every_matrix_is_judged_once(tied, rows):
     network = Network.read(measurement, columns(measurement), tied=tied)
     assert {row.info.name for row in network.rows} == rows
     assert set(network.vectors) == {"a.bias", "b.bias", "c.bias"}
+
+
+@pytest.mark.parametrize(("names", "most"), [("", False), ("ab", False), ("abc", True)])
+def test_exploded_is_what_most_of_five_matrices_have_done(names, most):
+    network = Network.read(measured(1), columns(measured(1)))
+    steps = {name: 1.1 if name in names else 0.9 for name in LAYERS}
+    assert Network(1, network.rows, compared=network.compared, largest_steps=steps).exploded == most
+
+
+def test_without_a_learning_rate_nothing_is_dead():
+    still = {
+        key: dict.fromkeys(LAYERS, 0.0) for key in ("update_natural", "update_ratio", "contribution", "drift_ratio")
+    }
+    for lr, dead in ((0.0, False), (0.01, True)):
+        measurement = measured(1, lr=dict.fromkeys(LAYERS, lr), **still)
+        found = findings(Network.read(measurement, columns(measurement)), SpectralCondition())
+        assert any(finding.check == "dead" for finding in found) == dead
 
 
 def test_columns_have_no_nan_and_know_lost_gradients():

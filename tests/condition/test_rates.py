@@ -251,6 +251,12 @@ def test_an_input_layer_with_the_rate_of_biases_has_it_on_purpose():
     assert rates(odd, vectors=0.008)["b"].factor == pytest.approx(8), "it is not the first"
 
 
+def test_a_single_matrix_between_them_makes_no_mup():
+    infos = [LayerInfo(n, "readout" if n == "readout" else "operator", 8, 8, (8, 8)) for n in ("first", "b", "readout")]
+    found = rates([(info, 0.001 / (64 if info.name == "b" else 1)) for info in infos], vectors=0.001)
+    assert found["b"].factor == pytest.approx(1 / 64)
+
+
 @pytest.mark.parametrize("ratio", [4.0, 64.0])
 def test_input_and_output_with_the_rate_of_biases_are_those_of_mup(ratio):
     names = ["first", "b", "c", "readout"]
