@@ -17,7 +17,7 @@ from spectral_monitor.condition.optimizers.across import APART
 from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.trends.attention import AttentionTrend
 from spectral_monitor.condition.trends.readout import ReadoutTrend
-from spectral_monitor.condition.whole_network import Whole
+from spectral_monitor.condition.whole_network import SETTLED, Whole
 from spectral_monitor.condition.width_transfer import THRESHOLD
 
 PAGE = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text()
@@ -100,6 +100,17 @@ def test_an_update_far_below_the_resolution_is_told_at_once(factor, count):
     update = ROUNDING * 2.0**-7 * HEALTHY["weight_fro"] / factor
     settings = set_by("SGD", resolution=2.0**-7)
     assert len(verdicts_on(1, settings=settings, update_fro={"b": update})) == count
+
+
+def test_rates_are_too_small_after_four_looks():
+    """At the default they are those of steps 1, 2, 4 and so on; here none is before the step from which it is told."""
+    slow = everywhere(1e-4, "update_ratio", "update_natural")
+    assert [is_off("rates_too_small", *[slow] * looks, start=SETTLED) for looks in (3, 4)] == [False, True]
+
+
+def test_weights_have_grown_from_ten_times_their_start_on():
+    sizes = {"weight_natural": {"b": 200.0}}
+    assert [is_off("grown", sizes | {"drift_ratio": {"b": x}}) for x in (9.5, 10.5)] == [False, True]
 
 
 ABOVE = [
