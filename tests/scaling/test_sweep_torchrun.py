@@ -64,6 +64,12 @@ def fails_in_one(width):
     return copied(width)
 
 
+def dies_at_16(width):
+    if width == 16 and os.environ["RANK"] == "1":
+        os._exit(9)
+    return copied(width)
+
+
 def recipe(make_module=copied, data=share, **settings):
     settings = {"steps": 3, "quantities": ["update_natural", "feature_change", "alignment"], **settings}
     return SweepConfig(make_module, data, optimizer=descent, **settings)
@@ -95,6 +101,14 @@ def test_a_process_that_fails_ends_the_others_and_says_why():
     outcome = PointJob(recipe(fails_in_one, processes_per_point=2), RunKey(16, None, 0), 2)()
     assert isinstance(outcome, PointFailure)
     assert outcome.message == "width 16, seed 0: OSError: no room on this card"
+
+
+@pytest.mark.slow
+def test_points_whose_processes_die_are_named_and_the_others_kept(tmp_path):
+    settings = {"widths": WIDTHS, "seeds": 1, "steps": 2, "optimizer": descent, "progress": False}
+    with pytest.raises(RuntimeError, match=r"1 of 3 points did not come back .*width 16, seed 0.*a process died"):
+        sweep(dies_at_16, share, processes_per_point=2, path=tmp_path / "sweep.jsonl", **settings)
+    assert len((tmp_path / "sweep.jsonl").read_text().splitlines()) >= 2
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.arguments import integer
@@ -121,7 +122,6 @@ def _torchrun(job: PointJob, count: int) -> Point | PointFailure:
     Raises:
         ChildFailedError: one of them died, or could not be started.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
@@ -237,20 +237,29 @@ def trained(
         return
     workers = min(integer(processes) or 1, len(keys))
     if workers < 2:
-        for key in keys:
-            if recipe.processes_per_point == 1:
-                yield recipe.train(key)
-                continue
-            outcome = PointJob(recipe, key, torch.get_num_threads())()
-            if isinstance(outcome, PointFailure):
-                raise outcome.error()
-            yield outcome
+        yield from map(recipe.train, keys) if recipe.processes_per_point == 1 else _together(recipe, keys, kept)
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"))
     try:
         yield from _submitted(recipe, keys, pool, max(1, torch.get_num_threads() // workers), kept)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _together(recipe: SweepConfig, keys: Sequence[RunKey], kept: str) -> Iterator[Point]:
+    """Yield points one after the other, each trained by several processes."""
+    lost: dict[RunKey, Exception] = {}
+    for key in keys:
+        try:
+            outcome = PointJob(recipe, key, torch.get_num_threads())()
+        except ChildFailedError as error:
+            lost[key] = error
+            continue
+        if isinstance(outcome, PointFailure):
+            raise outcome.error()
+        yield outcome
+    if lost:
+        raise RuntimeError(_lost_sentence(lost, len(keys), kept)) from next(iter(lost.values()))
 
 
 def _submitted(
@@ -302,7 +311,7 @@ def _lost_sentence(lost: dict[RunKey, Exception], count: int, kept: str) -> str:
         named = [*named[:MAX_LOST_IN_MESSAGE], "..."]
     error = next(iter(lost.values()))
     why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    if isinstance(error, BrokenProcessPool):
+    if isinstance(error, BrokenProcessPool | ChildFailedError):
         why = (
             "a process died: out of memory, or it could not import your script, which needs "
             'if __name__ == "__main__": around what it runs; a notebook\'s functions must go to a module'
