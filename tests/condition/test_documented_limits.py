@@ -113,6 +113,30 @@ def test_weights_have_grown_from_ten_times_their_start_on():
     assert [is_off("grown", sizes | {"drift_ratio": {"b": x}}) for x in (9.5, 10.5)] == [False, True]
 
 
+def seen(check, *changes, settings=None):
+    """The values of this check's findings, healthy or not, at measurements with these changes."""
+    whole, values = Whole(), []
+    for step, change in changes:
+        measurement = measured(step, **change)
+        network = Network.read(measurement, columns(measurement), settings)
+        values += [finding.value for finding in whole.findings(measurement, network) if finding.check == check]
+    return values
+
+
+def test_steps_below_the_edge_are_seen_too():
+    """Else a verdict on steps beyond it would never be lifted."""
+    assert seen("global_lr_too_large", *[(k, {"summary": {"edge": 0.4}}) for k in range(1, 6)]) == [0.4]
+
+
+def test_gradients_that_have_grown_beyond_eps_lift_its_verdict():
+    def moved(share):
+        sizes = {n: share * HEALTHY["lr"] * math.sqrt(i.fan_out * i.fan_in) for n, i in LAYERS.items()}
+        return {"update_fro": sizes}
+
+    steps = [(1, moved(0.01)), (100, moved(0.005)), (200, moved(0.5))]
+    assert seen("eps", *steps, settings=set_by("AdamW", eps=1e-4)) == pytest.approx([0.01, 0.01, 0.5])
+
+
 ABOVE = [
     ("rates", 0, lambda x: is_off("rate", {"lr": {"b": HEALTHY["lr"] * x}})),
     ("rates", 0, lambda x: is_off("rate", {"lr": {"b": HEALTHY["lr"] / x}})),

@@ -145,6 +145,14 @@ def adapters(times, blocks=4):
     return rated(*[1e-4, times * 1e-4] * blocks, names=names, last="operator", fans=((64, 64),))
 
 
+def test_slow_layers_that_are_not_the_first_are_no_backbone():
+    infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in ("up", "gate", "mix", "down", "out")]
+    slow = [(info, 0.001 if info.name in ("gate", "down") else 0.01) for info in infos]
+    assert rates(slow)["gate"].factor == pytest.approx(0.1)
+    first = [(info, 0.001 if info.name in ("up", "gate") else 0.01) for info in infos]
+    assert rates(first)["gate"].factor == 1
+
+
 @pytest.mark.parametrize(("times", "meant"), [(16.0, True), (4.0, True), (100.0, False)])
 def test_one_kind_of_layer_may_have_a_rate_of_its_own(times, meant):
     """LoRA+ gives its B matrices 16 times the rate of the A matrices."""
