@@ -184,9 +184,8 @@ class Whole:
             return
         self._looked += 1
         self._fastest = max(self._fastest, *(row.get("update_ratio") * row.to_peak for row in own), 0.0)
-        natural = geometric_median(row.update * row.to_peak for row in own)
-        if natural > 0:
-            self._natural = max(self._natural, natural)
+        # The maximum of a number and NaN is that number.
+        self._natural = max(self._natural, geometric_median(row.update * row.to_peak for row in own))
         if network.step < SETTLED or self._looked < 4 or rises or not network.fresh or not self._natural:
             return
         value = math.sqrt(self._fastest * self._natural)

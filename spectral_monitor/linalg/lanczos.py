@@ -223,12 +223,12 @@ class KrylovSpace:
         K, _, n = self.V.shape
         parts, end = [], 0
         for run, image in zip(self.runs, images, strict=True):
-            if run.at.start > end:
-                parts.append(image.new_zeros(run.at.start - end, BLOCK, n))
+            if decided := run.at.start - end:
+                parts.append(image.new_zeros(decided, BLOCK, n))
             parts.append(image if run.size == n else torch.nn.functional.pad(image, (0, n - run.size)))
             end = run.at.stop
-        if end < K:
-            parts.append(self.V.new_zeros(K - end, BLOCK, n))
+        if decided := K - end:
+            parts.append(self.V.new_zeros(decided, BLOCK, n))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _make_room(self) -> None:

@@ -61,6 +61,9 @@ def test_what_an_optimizer_does_not_have_is_zero():
     model = network()
     adagrad = read(model, torch.optim.Adagrad(model.parameters()))["0"]
     assert (adagrad.momentum, adagrad.weight_decay) == (0.0, 0.0)
+    odd = torch.optim.Adagrad(model.parameters())
+    odd.param_groups[0]["momentum"] = odd.param_groups[0]["weight_decay"] = None
+    assert (read(model, odd)["0"].momentum, read(model, odd)["0"].weight_decay) == (0.0, 0.0)
     alone = read(model)["0"]
     assert (alone.optimizer, alone.momentum, alone.weight_decay) == ("", 0.0, 0.0)
 

@@ -73,13 +73,14 @@ def _refused(tree: ast.Module) -> bool:
 def _idle(path: Path) -> list[tuple[Place, Place]]:
     """Return what makes no difference to results: annotations, decorators for speed, sizes of portions, guards.
 
-    Guards are ``strict=`` of a zip and ``frozen=`` of a dataclass, which only forbid.
+    Guards are ``strict=`` of a zip and ``frozen=`` of a dataclass, which only forbid. ``non_blocking=`` of a copy is
+    speed.
     """
     found: list[ast.AST] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.AnnAssign):
             found.append(node.annotation)
-        if isinstance(node, ast.keyword) and node.arg in ("strict", "frozen"):
+        if isinstance(node, ast.keyword) and node.arg in ("strict", "frozen", "non_blocking"):
             found.append(node.value)
         if isinstance(node, ast.Assign) and PORTIONS.issuperset(
             n.id for n in ast.walk(node) if isinstance(n, ast.Name)
