@@ -14,6 +14,7 @@ from spectral_monitor.correction.corrector import RISE
 from spectral_monitor.correction.policies import PIXELS
 from spectral_monitor.correction.update_size import remnant
 from spectral_monitor.layers import dissect
+from spectral_monitor.measurement import LOST
 
 LR = 0.1
 
@@ -125,6 +126,15 @@ def test_a_remnant_is_less_than_what_is_wanted(wanted, left):
     values = {"update_natural": 0.01, "update_fro": 1e-4, "weight_fro": 1.0, "contribution": 1.0, "lr": LR}
     measurement = Measurement(1, (layers[0].info,), {key: torch.tensor([x]) for key, x in values.items()}, {})
     assert remnant(measurement, "update_natural", layers[0], 0, wanted) == pytest.approx(left, nan_ok=True)
+
+
+@pytest.mark.parametrize(("reason", "left"), [(LOST, 0.01), ("zero: it divides by nothing", math.nan)])
+def test_a_gradient_arrives_where_it_was_lost_and_nowhere_else_without_a_contribution(reason, left):
+    layers = dissect(nn.Sequential(nn.Linear(4, 4, bias=False)).to(torch.bfloat16)).layers
+    values = {"update_natural": 0.01, "update_fro": 1e-4, "weight_fro": 1.0, "contribution": math.nan, "lr": LR}
+    columns = {key: torch.tensor([x]) for key, x in values.items()}
+    measurement = Measurement(1, (layers[0].info,), columns, {}, reasons={"contribution/0": reason})
+    assert remnant(measurement, "update_natural", layers[0], 0, 0.02) == pytest.approx(left, nan_ok=True)
 
 
 @pytest.mark.filterwarnings("ignore::spectral_monitor.SpectralConditionWarning")

@@ -264,3 +264,10 @@ def test_views_are_measured_like_copies():
     A = gaussian(2, 70, 90)[:, ::2]
     torch.testing.assert_close(F.spectral_norm(A.mT), F.spectral_norm(A.contiguous()), rtol=0.01, atol=0)
     torch.testing.assert_close(F.frobenius_norm(A.mT), F.frobenius_norm(A.contiguous()))
+
+
+@pytest.mark.parametrize("measure", [F.spectral_norm, F.stable_rank, F.natural_norm])
+def test_by_default_a_norm_is_an_estimate(measure):
+    """A decomposition of every matrix would take most of the time of a measured step."""
+    A = torch.randn(300, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert 1e-12 < abs(float(measure(A) / measure(A, exact=True)) - 1) < 0.02
