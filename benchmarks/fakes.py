@@ -54,7 +54,7 @@ TABLES = ("engine/agreement/rank_report.py:census", "linalg/collectives.py:share
 
 
 def _frame(function: str) -> FrameType:
-    """The nearest one of a function."""
+    """Return the nearest frame of a function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
@@ -63,12 +63,12 @@ def _frame(function: str) -> FrameType:
 
 
 def _decided(asked: Tensor) -> Tensor:
-    """What the first process saw, which is this one."""
+    """Answer with what the first process saw, which is this one."""
     return _frame("_lanczos").f_locals["look"].done.float()
 
 
 def _sound(asked: Tensor) -> Tensor:
-    """Of each layer: nothing is missing, and all else is one."""
+    """Answer for each layer that nothing is missing, and with one for all else."""
     answer = torch.ones(asked.shape, dtype=asked.dtype)
     if asked.ndim == 2:
         answer[:, 0] = 0
@@ -179,7 +179,7 @@ class Looks:
             yield
 
     def play(self) -> Callable[[str, int], Sequence[int]]:
-        """What these say, one after the other."""
+        """Return what these say, one after the other."""
         spaces = iter(self.spaces)
 
         def steps(purpose: str, count: int) -> Sequence[int]:
@@ -207,7 +207,7 @@ class Looks:
 
 
 def _deciding(doubt: Callable[..., Any]) -> Callable[..., Any]:
-    """What decides, after all that it takes to find out: none of a matrix that has taken its steps, else 1."""
+    """Return what decides, after the work of finding out: no doubt of a matrix that has taken its steps, else 1."""
 
     def deciding(space: Any, T: Tensor, places: list[int], tol: float) -> tuple[Tensor, Tensor]:
         found, sigma = doubt(space, T, places, tol)
@@ -285,7 +285,7 @@ class FakeProcesses(ProcessGroup):
         super().__init__(torch.device("cpu"), 0)
 
     def gather(self, value: Any) -> list[Any]:
-        """What each process would say to this question."""
+        """Return what each process would say to this question."""
         if value == 0 and not hasattr(self, "batches"):
             return self._batches
         if isinstance(value, list) and value and isinstance(value[0], tuple) and isinstance(value[0][-1], ShardRegion):
@@ -354,7 +354,7 @@ class FakeLedger(Ledger):
 
     @staticmethod
     def _makes(func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether it makes a tensor out of nothing: of real ones only sizes are known."""
+        """Return whether it makes a tensor out of nothing: of real ones only sizes are known."""
         if any(isinstance(a, Tensor) for a in args) or func._schema.name.startswith("c10d"):
             return func._schema.name.startswith("aten::new_") and not isinstance(args[0], FakeTensor)
         name = func._schema.name.removeprefix("aten::")

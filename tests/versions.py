@@ -130,7 +130,7 @@ def environment(corner: Corner, any_build: bool) -> Path:
     if done.returncode:
         missing = re.findall(r"No matching distribution found for (\S+)", done.stderr)
         if "ResolutionImpossible" in done.stderr:
-            raise CannotBeHadError("pip is told to take other versions here")
+            raise CannotBeHadError("pip is restricted to other versions here")
         raise CannotBeHadError(f"{missing[0]} cannot be had here" if missing else done.stderr.strip().splitlines()[-1])
     ready.touch()
     return python

@@ -41,7 +41,7 @@ CHECKED = [
 
 FULL = {"trials": {**dict.fromkeys((16, 32, 64, 128, 256, 512, 1024), 10), 2048: 3, 4096: 2}, "until": 0.01}
 QUICK = {"trials": dict.fromkeys((64, 128, 256, 512, 1024), 2), "until": 0.1}
-"""Width -> trials: under NTP one of width 4096 takes as long as all of width 1024."""
+"""Width -> trials: under NTP a single one of width 4096 takes longer than ten of width 1024."""
 
 Row = dict[str, Any]
 
@@ -120,7 +120,7 @@ def train(parametrization: str, width: int, x: Tensor, y: Tensor, until: float) 
 
 
 def perceptron(inputs: int, width: int) -> nn.Sequential:
-    """Of three matrices, not initialised."""
+    """Return a perceptron of three matrices, not initialised."""
     fans = pairwise((inputs, width, width, 1))
     layers = [part for m, n in fans for part in (nn.utils.skip_init(nn.Linear, m, n, bias=False), nn.ReLU())]
     return nn.Sequential(*layers[:-1])

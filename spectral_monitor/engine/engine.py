@@ -51,7 +51,7 @@ from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
-from spectral_monitor.sharding import ProcessGroup, copies
+from spectral_monitor.sharding import ProcessGroup, copies, reshard
 
 
 class Engine(EngineState):
@@ -89,7 +89,9 @@ class Engine(EngineState):
         self.settings = self.asked = settings
         self.processes = processes
         self.budget = budget_for(settings, processes is not None, corrected)
-        layout = ModelLayout.of(model, self._wrapper, optimizers, settings, processes, whole_steps)
+        reshard(self._wrapper)
+        found = partial(ModelLayout.of, model, self._wrapper, optimizers, settings, processes, whole_steps)
+        layout = (found() if processes is None else processes.all_or_none(found)).placed(processes)
         self.anatomy, self.layers, self.members = layout.anatomy, layout.layers, layout.members
         self._attention = AttentionWatch(layout.hidden, layout.attention, self.members, processes, self._harmless)
         self._readouts = Readouts(self.anatomy)
@@ -318,7 +320,7 @@ class Engine(EngineState):
         )
 
     def _agree(self, seen: RankReports) -> bool:
-        """Take over what all processes have in common; whether the step is measured."""
+        """Take over what all processes have in common, and return whether the step is measured."""
         self._apart = None if self.processes is None else seen.steps[0].apart
         self.idle = not any(some.stepped for some in seen.steps)
         if any(some.failed for some in seen.steps):
@@ -335,7 +337,7 @@ class Engine(EngineState):
     def _changes(
         self, forward: WatchedForward, seen: RankReports, rows: RowStage, facts: StepContext, given: StepInputs
     ) -> float:
-        """Measure what the step changed of the features, by running the forward again; whether few samples did."""
+        """Run the forward again, measure what the step changed of the features, and return whether few samples did."""
         again, no_replay, outputs, out = forward.again, forward.no_replay, forward.outputs, self._out
         if self.processes is not None:
             out.note(NETWORK, LOSS, seen.begun)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +14,7 @@ from spectral_monitor.layers import Anatomy, Layer, compiled_modules, dissect, e
 from spectral_monitor.layers.attention import AttentionBlock, attention_blocks
 from spectral_monitor.layers.naming import label
 from spectral_monitor.layers.nodes import SHARED_BATCH, node_layers
-from spectral_monitor.sharding import NOTHING, ProcessGroup, ShardRegion, flat_extents, placed, plan, reshard
+from spectral_monitor.sharding import NOTHING, ProcessGroup, ShardRegion, flat_extents, placed, plan
 from spectral_monitor.state.dtensor import is_distributed
 
 
@@ -53,37 +52,15 @@ class ModelLayout:
         processes: ProcessGroup | None,
         whole_steps: bool,
     ) -> ModelLayout:
-        """Find the parts of a model, in all processes that train it.
+        """Find the parts of a model as this process sees them; :meth:`placed` adds the members.
 
         Args:
             wrapper: FSDP's, which is called in the model's place, or the model.
             whole_steps: whether training steps can be run again as a whole.
 
         Raises:
-            ValueError: patterns, roles, blocks or nodes that do not fit, in every process.
+            ValueError: patterns, roles, blocks or nodes that do not fit.
         """
-        reshard(wrapper)
-        found = partial(cls._here, model, wrapper, optimizers, settings, processes, whole_steps)
-        layout = found() if processes is None else processes.all_or_none(found)
-        layers = layout.anatomy.layers
-        holdings = plan(layers, layout.flat, processes)
-        layers = tuple(placed(*pair, processes) for pair in zip(layers, holdings, strict=True))
-        anatomy = replace(layout.anatomy, layers=layers)
-        holdings += [NOTHING] * len(anatomy.nodes)
-        pairs = zip((*layers, *anatomy.nodes), holdings, strict=True)
-        return replace(layout, anatomy=anatomy, members=[BatchMember(*pair) for pair in pairs])
-
-    @classmethod
-    def _here(
-        cls,
-        model: nn.Module,
-        wrapper: nn.Module,
-        optimizers: Sequence[Optimizer],
-        settings: Settings,
-        processes: ProcessGroup | None,
-        whole_steps: bool,
-    ) -> ModelLayout:
-        """Return all but the members."""
         patterns = {key: getattr(settings, key) for key in ("include", "exclude", "roles", "blocks")}
         flat = flat_extents(wrapper)
         sharded = bool(flat) or any(is_distributed(p) for p in model.parameters())
@@ -107,6 +84,15 @@ class ModelLayout:
                 anatomy = without_compiled(anatomy, modules.values())
         hidden = [] if entries is not None else list(modules.values())
         return cls(anatomy, [], blocks, names, entries, hidden, flat, sharded)
+
+    def placed(self, processes: ProcessGroup | None) -> ModelLayout:
+        """Return the layout with the process that measures each layer, and the members; to be called in all of them."""
+        holdings = plan(self.anatomy.layers, self.flat, processes)
+        layers = tuple(placed(*pair, processes) for pair in zip(self.anatomy.layers, holdings, strict=True))
+        anatomy = replace(self.anatomy, layers=layers)
+        holdings += [NOTHING] * len(anatomy.nodes)
+        pairs = zip((*layers, *anatomy.nodes), holdings, strict=True)
+        return replace(self, anatomy=anatomy, members=[BatchMember(*pair) for pair in pairs])
 
     @property
     def layers(self) -> tuple[Layer, ...]:

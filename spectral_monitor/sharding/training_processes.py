@@ -38,7 +38,7 @@ def mean_over_processes(loss: Tensor) -> float:
     """Return the mean of a scalar over all processes, the same in each; that of this process where it is alone."""
     if _count() == 1:
         return loss.item()
-    total = loss.detach().double()
+    total = loss.detach().to(torch.float64, copy=True)
     dist.all_reduce(total)
     return total.item() / _count()
 

@@ -123,6 +123,12 @@ def seen(check, *changes, settings=None):
     return values
 
 
+def test_targets_are_seen_where_nothing_is_known_of_the_outputs():
+    """Without a readout, and with one whose outputs were not measured, their size counts as 1."""
+    for layers in (LAYERS, {name: info for name, info in LAYERS.items() if name != "head"}):
+        assert seen("targets", (1, {"layers": layers, "summary": {"loss_distance": 70.0}})) == [70.0]
+
+
 def test_steps_below_the_edge_are_seen_too():
     """Else a verdict on steps beyond it would never be lifted."""
     assert seen("global_lr_too_large", *[(k, {"summary": {"edge": 0.4}}) for k in range(1, 6)]) == [0.4]

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import on_processes
 from sweeping import INPUTS
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +19,7 @@ from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.point import RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.sweep import sweep
 from spectral_monitor.scaling.sweeps.workers import PointFailure, PointJob
+from spectral_monitor.sharding import mean_over_processes
 
 WIDTHS = (8, 16, 32)
 
@@ -109,6 +111,16 @@ def test_points_whose_processes_die_are_named_and_the_others_kept(tmp_path):
     with pytest.raises(RuntimeError, match=r"1 of 3 points did not come back .*width 16, seed 0.*a process died"):
         sweep(dies_at_16, share, processes_per_point=2, path=tmp_path / "sweep.jsonl", **settings)
     assert len((tmp_path / "sweep.jsonl").read_text().splitlines()) >= 2
+
+
+def mean_of_a_loss():
+    loss = torch.tensor(1.0 + dist.get_rank(), dtype=torch.float64)
+    return mean_over_processes(loss), loss.item()
+
+
+@pytest.mark.slow
+def test_a_mean_over_processes_leaves_the_loss_as_it_is(tmp_path):
+    assert on_processes(mean_of_a_loss, tmp_path) == [(1.5, 1.0), (1.5, 2.0)]
 
 
 @pytest.mark.slow

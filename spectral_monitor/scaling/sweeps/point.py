@@ -62,7 +62,7 @@ class Point:
 
     @property
     def layers(self) -> tuple[LayerInfo, ...]:
-        """Of the network; none if nothing was measured."""
+        """Return the layers of the network; none if nothing was measured."""
         return self.measurements[0].layers if self.measurements else ()
 
     def at(self, step: int) -> Measurement | None:
@@ -105,12 +105,12 @@ class SweepConfig:
         at = tuple(sorted({*integers((1, steps) if self.measured is None else self.measured)}))
         if not at or not all(1 <= step <= steps for step in at):
             raise SweepError(f"measured must name steps from 1 to {steps}, got {self.measured!r}")
-        together = integer(self.processes_per_point)
-        if together is None or together < 1:
+        processes = integer(self.processes_per_point)
+        if processes is None or processes < 1:
             raise SweepError(f"processes_per_point must be an integer >= 1, got {self.processes_per_point!r}")
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "at", at)
-        object.__setattr__(self, "processes_per_point", together)
+        object.__setattr__(self, "processes_per_point", processes)
         object.__setattr__(self, "quantities", resolve(self.quantities))
         object.__setattr__(self, "family", self._family())
 

@@ -135,27 +135,27 @@ def _torchrun(job: PointJob, count: int) -> Point | PointFailure:
         max_restarts=0,
     )
     with tempfile.TemporaryDirectory(prefix="spectral-monitor-") as folder:
-        said = Path(folder, "failure")
+        report = Path(folder, "failure")
         try:
-            found: Point = elastic_launch(config, _member)(job, said)[0]
+            found: Point = elastic_launch(config, _member)(job, report)[0]
         except ChildFailedError:
-            if not said.exists():
+            if not report.exists():
                 raise
-            failure: PointFailure = pickle.loads(said.read_bytes())
+            failure: PointFailure = pickle.loads(report.read_bytes())
             return failure
     return found
 
 
-def _member(job: PointJob, said: Path) -> Point:
-    """Train a point as one of its processes; the first that fails says why, and ends, so that no other waits for it."""
+def _member(job: PointJob, report: Path) -> Point:
+    """Train a point as one of its processes; the first that fails writes a report and ends, so that none waits."""
     dist.init_process_group()
     try:
         with _threads(job.threads):
             return job.recipe.train(job.key)
     except Exception as error:
-        with suppress(FileExistsError), said.open("xb") as file:
+        with suppress(FileExistsError), report.open("xb") as file:
             pickle.dump(PointFailure.of(error), file)
-        raise SystemExit(1) from None  # what was raised is told by the process that asked
+        raise SystemExit(1) from None  # the parent raises what the report says
     finally:
         dist.destroy_process_group()
 
@@ -237,7 +237,7 @@ def trained(
         return
     workers = min(integer(processes) or 1, len(keys))
     if workers < 2:
-        yield from map(recipe.train, keys) if recipe.processes_per_point == 1 else _together(recipe, keys, kept)
+        yield from (map(recipe.train, keys) if recipe.processes_per_point == 1 else _by_several(recipe, keys, kept))
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"))
     try:
@@ -246,7 +246,7 @@ def trained(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _together(recipe: SweepConfig, keys: Sequence[RunKey], kept: str) -> Iterator[Point]:
+def _by_several(recipe: SweepConfig, keys: Sequence[RunKey], kept: str) -> Iterator[Point]:
     """Yield points one after the other, each trained by several processes."""
     lost: dict[RunKey, Exception] = {}
     for key in keys:
