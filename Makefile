@@ -44,7 +44,7 @@ tests: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 # The inner loop: a minute.
-FAST := functional linalg metrics quantities condition parametrization placement anatomy
+FAST := functional linalg metrics quantities condition layers sharding
 test-fast: lint
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(FAST:%=tests/%)
 
@@ -64,7 +64,7 @@ test-versions:
 # Changes the source at random places and asks whether a test notices: half an hour a package.
 mutation: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mutation]"
-	for package in linalg functional condition correction; do $(BIN)/python tests/mutation/run.py $$package; done
+	for package in linalg functional condition correction; do $(BIN)/python -m tests.mutation.run $$package; done
 
 bench: $(READY)
 	$(BIN)/python benchmarks/estimator.py --quick

@@ -2,15 +2,11 @@
 
 import logging
 import signal
-import sys
-from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  sets the level of its loggers
 import pytest
 import torch
 
-# The recorder of everything a run leaves behind, short ways to run the monitor, and runs in files.
-sys.path.extend(str(Path(__file__).with_name(folder)) for folder in ("noninterference", "callbacks", "cli"))
 torch.set_num_threads(1)  # on small matrices, and on a machine with other work, threads mostly wait for each other
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,14 @@ def test_a_folder_can_be_read_at_a_glance(package):
 def test_the_version_has_one_place():
     assert f"version: {spectral_monitor.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert 'attr = "spectral_monitor.__version__"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_folders_that_commands_name_are_there():
+    """A folder that was moved would end ``make test-fast`` before its first test."""
+    text = (ROOT / "Makefile").read_text()
+    fast = re.search(r"^FAST := (.*)$", text, re.MULTILINE)[1].split()
+    renamed = re.search(r"patsubst %,tests/%,([^)]*)", text)[1].split()
+    assert len(fast) > 5
+    assert len(renamed) > 5
+    assert not [name for name in [*fast, *renamed] if not (ROOT / "tests" / name).is_dir()]
+    assert not [name for name in re.findall(r"\btests/[\w.]+", text) if not (ROOT / name).exists()]

@@ -145,7 +145,7 @@ class Judge:
             network,
             from_zero=frozenset(self._startup.from_zero),
             fresh=self._fresh,
-            largest_steps={name: step for name, step in self._steps.items() if step > 0},
+            largest_steps=dict(self._steps),
             began=self._began,
         )
         everything = tuple(self._all(measurement, network))

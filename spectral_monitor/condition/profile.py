@@ -183,7 +183,7 @@ class Profile:
 
 
 def _between(first: float, second: float, share: float) -> float:
-    if first <= 0 or second <= 0:  # a learning rate may be 0
+    if min(first, second) <= 0:  # a learning rate may be 0
         return first + share * (second - first)
     return math.exp((1 - share) * math.log(first) + share * math.log(second))
 

@@ -129,14 +129,8 @@ def _group(case: Case, network: Network, many: set[str]) -> object:
 def _root(cases: Sequence[Case], network: Network) -> Verdict:
     worst = cases[0]
     names = tuple(case.finding.layer for case in cases if case.finding.layer != NETWORK)
-    verdict = replace(_verdict(worst, network), layers=names)
-    if len(cases) > 1:
-        remedy = verdict.remedy
-        verdict = replace(
-            verdict,
-            remedy=remedy and replace(remedy, layers=names),
-        )
-    return verdict
+    verdict = _verdict(worst, network)
+    return replace(verdict, layers=names, remedy=verdict.remedy and replace(verdict.remedy, layers=names))
 
 
 def _verdict(case: Case, network: Network) -> Verdict:

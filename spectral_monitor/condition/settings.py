@@ -84,7 +84,7 @@ class SpectralCondition:
     expected: Mapping[str, float] = field(default_factory=dict)
     ignore: Sequence[str] = ()
     profile: Profile | None = field(init=False, repr=False, compare=False, default=None)
-    limits: Band = field(init=False, compare=False)
+    limits: Band = field(init=False)
 
     def __post_init__(self) -> None:
         if self.band is not None and not _is_band(self.band):

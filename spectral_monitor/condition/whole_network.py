@@ -119,8 +119,7 @@ class Whole:
         """Yield whether an optimizer uses gradients again; what was seen once holds until they are seen cleared."""
         seen = measurement.summary.get("stale_gradient", math.nan)
         self._stale = self._stale if math.isnan(seen) else seen
-        value = 4.0 if self._stale else 1.0
-        yield Finding("stale_gradients", NETWORK, "stale_gradient", value, 1.0, (0.5, 2.0), 2.0, "a new gradient")
+        yield _certain("stale_gradients", "stale_gradient", self._stale > 0, "a new gradient")
 
     def _diverged(self, measurement: Measurement, network: Network) -> Finding:
         """Return the largest weight or output, inf where some are not finite any more."""
@@ -279,7 +278,12 @@ def _parametrization(network: Network) -> Iterator[Finding]:
         ("ntk", network.ntk_rates or network.ntk_weights),
         ("momentum", LASTING <= momentum < 1),
     ):
-        yield Finding(check, NETWORK, "lr", 4.0 if wrong else 1.0, 1.0, (0.5, 2.0), 2.0, "the rule of the optimizer")
+        yield _certain(check, "lr", wrong, "the rule of the optimizer")
+
+
+def _certain(check: str, quantity: str, wrong: bool, against: str) -> Finding:
+    """Return a finding of something that is wrong or not, without degrees: far outside its band, or in the middle."""
+    return Finding(check, NETWORK, quantity, 4.0 if wrong else 1.0, 1.0, (0.5, 2.0), 2.0, against)
 
 
 def why_still(network: Network) -> str:

@@ -224,7 +224,7 @@ def _bases(stacks: Mapping[int, ShardedStack]) -> list[dict[int, ShardedStack]]:
     """Deal stacks to as few bases as padding allows, the widest first."""
     bases: list[dict[int, ShardedStack]] = []
     widest = padded = entries = 0
-    for k, A in sorted(stacks.items(), key=lambda some: -some[1].shape[2]):
+    for k, A in sorted(stacks.items(), key=lambda some: some[1].shape[2], reverse=True):
         padded, entries = padded + A.shape[0] * widest, entries + A.shape[0] * A.shape[2]
         if not bases or padded > PADDED * entries:
             bases.append({})

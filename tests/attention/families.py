@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "thirdparty"))
-from stand_in import import_timm
+from tests.thirdparty.stand_in import import_timm
 
 WIDTH, HEADS, SIZE, TOKENS, LENGTH = 32, 4, 8, 19, 12
 

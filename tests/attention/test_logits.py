@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from families import COMMON, FAMILIES, HEADS, LENGTH, SIZE, TOKENS, WIDTH, Family, make
 from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
+from tests.attention.families import COMMON, FAMILIES, HEADS, LENGTH, SIZE, TOKENS, WIDTH, Family, make
 
 KEYS = ["attention_logit_max", "attention_entropy", "attention_entropy_lowest", "attention_sink"]
 

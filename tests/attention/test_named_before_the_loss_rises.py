@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from families import TOKENS
 
 from spectral_monitor import SpectralCondition, SpectralProbe
 from spectral_monitor.condition.settings import CHECKS
+from tests.attention.families import TOKENS
 
 KEYS = ["lr", "update_natural", "attention_logit_max", "attention_entropy_lowest"]
 ATTENTION = ("logits_exploding", "attention_collapsed")

@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from families import FAMILIES, WIDTH, make
 from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.quantities import QUANTITIES
+from tests.attention.families import FAMILIES, WIDTH, make
 
 KEYS = [key for key in QUANTITIES if key.startswith(("attention_", "qk_"))]
 

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 import transformers as hf
-from families import TOKENS
-from test_named_before_the_loss_rises import RATE, text
 
 from spectral_monitor import LRCorrection, SpectralCondition, SpectralProbe
 from spectral_monitor.condition.settings import CHECKS
+from tests.attention.families import TOKENS
+from tests.attention.test_named_before_the_loss_rises import RATE, text
 
 LIMIT = 50.0
 FAST = [f"model.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "qk"]

@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from families import FAMILIES, HEADS, SIZE, WIDTH, gpt2, llama, make
 from torch import nn
 
 from spectral_monitor import SpectralProbe
+from tests.attention.families import FAMILIES, HEADS, SIZE, WIDTH, gpt2, llama, make
 
 KEYS = ["qk_gain", "qk_gain_head", "qk_update"]
 

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import transformers as hf
-from gloo import on_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.layers.attention import AttentionBlock, Projection, local_heads
+from tests.gloo import on_processes
 
 WEIGHTS = ("qk_gain", "qk_gain_head", "qk_update")
 ROWS = ("attention_logit_max", "attention_entropy", "attention_entropy_lowest", "attention_sink")

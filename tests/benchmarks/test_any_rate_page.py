@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import any_rate
+import pytest
 from any_rate import Losses, one, table
 from recipes.records import suite
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 import certificate
+import pytest
 import sections
+import torch
 from certificate import FAMILIES, clopper_pearson, complaints, make, one_round
 
 from spectral_monitor.linalg import SpectralEstimate

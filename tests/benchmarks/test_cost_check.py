@@ -8,12 +8,9 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 import cost
 import cost_further
+import pytest
 from cost_cases import FIXED, LEFT_OUT
 from cost_check import compare_counts, compare_ratios, table
 from cost_further import EXACT, counted_with, further

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import counts
 import pytest
 import torch
-from torch import nn
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import counts
 from counts import Watch
+from torch import nn
 
 
 @pytest.fixture(autouse=True)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import warnings
-from pathlib import Path
-
-import pytest
-import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
+import pytest
+import torch
 from cost_models import Size
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from spectral_monitor.functional import (
     activation_ratio,

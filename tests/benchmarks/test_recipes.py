@@ -1,14 +1,9 @@
 """The recipe suite: its runs train, its faults are planted, and the judge says of them what it should."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 from recipes.advice import change, follow
 from recipes.judged import judged, right
 from recipes.outcome import Share

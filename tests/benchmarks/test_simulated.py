@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
-import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 import fakes
+import pytest
 import simulation
+import torch
 from fakes import FakeLedger, Values
-from gloo import on_processes
 from ledger import Ledger, Sent
 from llama import TINY
 from onestep import Way, real
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spectral_monitor
+from tests.gloo import on_processes
 
 TOKENS = (2, 32)
 WAYS = {"fsdp2": Way(2), "fsdp2 on 4": Way(4), "hsdp": Way(2, 2), "fsdp2 and tp": Way(2, tensor=2)}

@@ -8,14 +8,10 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 import urllib.parse
 import urllib.request
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "docs"))
 from make_screenshots import RUNS, get, tensorboard, train
 
 from spectral_monitor.reporting import read_measurements

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_report_page import opened, run_of
 
 from spectral_monitor.reporting.files.run_facts import RunFacts
 from spectral_monitor.reporting.html.report import write_report
+from tests.browser.test_report_page import opened, run_of
 
 pytest.importorskip("plotly")
 expect = pytest.importorskip("playwright.sync_api").expect

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import zoo
-from recorder import RecordingLogger, Run, of_module, of_optimizer
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run, of_module, of_optimizer
 
 
 def recording():

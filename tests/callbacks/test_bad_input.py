@@ -9,13 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-import zoo
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from quickfit import attributes, fit, leftovers, recording
 from torch import nn, optim
 
 from spectral_monitor import SpectralMonitor
 from spectral_monitor.quantities import QUANTITIES, TIERS
+from tests.callbacks.quickfit import attributes, fit, leftovers, recording
+from tests.noninterference import zoo
 
 LBFGS = partial(optim.LBFGS, lr=0.1, max_iter=3)
 

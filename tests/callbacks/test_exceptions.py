@@ -9,9 +9,6 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-import zoo
-from quickfit import attributes, fit, leftovers, recording
-from recorder import AFTER, BEFORE, Recorder, RecordingLogger, Run, differences, of_module
 from torch import nn, optim
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
@@ -27,6 +24,9 @@ from spectral_monitor.engine.weights import norms
 from spectral_monitor.engine.weights import stage as matrices
 from spectral_monitor.state import rng as randomness
 from spectral_monitor.state import snapshot as preserve
+from tests.callbacks.quickfit import attributes, fit, leftovers, recording
+from tests.noninterference import zoo
+from tests.noninterference.recorder import AFTER, BEFORE, Recorder, RecordingLogger, Run, differences, of_module
 
 # Exceptions: no hook, no attribute, no changed group is left.
 

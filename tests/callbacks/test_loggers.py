@@ -13,12 +13,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from quickfit import fit, recording
 
 from spectral_monitor import SpectralLRCorrector, SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.callbacks import loggers as logs
 from spectral_monitor.reporting import JSONLinesSink, read_measurements, sinks
 from spectral_monitor.reporting.content.essentials import essentials
+from tests.callbacks.quickfit import fit, recording
 
 FILE = "spectral_monitor.jsonl"
 

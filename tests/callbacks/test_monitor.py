@@ -13,17 +13,17 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-import zoo
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
-from quickfit import fit, recording
-from recorder import RecordingLogger, Run, of_module, of_optimizer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from wandbfile import wandb_records
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.quantities import QUANTITIES, TIERS
 from spectral_monitor.reporting.content.essentials import essential_keys, essentials
+from tests.callbacks.quickfit import fit, recording
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run, of_module, of_optimizer
+from tests.reporting.wandb_file import wandb_records
 
 
 def expected(monitor):

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-import zoo
-from quickfit import fit
 
 from spectral_monitor import SpectralConditionWarning, SpectralMonitor
 from spectral_monitor.measurement import HEALTHY
 from spectral_monitor.reporting.content.headline import headline
+from tests.callbacks.quickfit import fit
+from tests.noninterference import zoo
 
 
 class RateZero(zoo.Classifier):

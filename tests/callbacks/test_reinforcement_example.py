@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import reinforcement_learning as example
+import torch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

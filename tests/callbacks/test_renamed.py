@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+RENAMED = Path(__file__).parents[1] / "renamed.py"
 FOLDERS = ("callbacks", "resume", "loops", "noninterference", "correction", "distributed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_same_of_the_other_package(folder):
-    command = [sys.executable, str(TESTS / "renamed.py"), f"tests/{folder}", "-m", "not slow"]
+    command = [sys.executable, str(RENAMED), f"tests/{folder}", "-m", "not slow"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
@@ -24,8 +24,7 @@ def test_the_same_of_the_other_package(folder):
 @pytest.mark.slow
 def test_lightning_is_out_of_reach_there(tmp_path):
     """Else a test that imports it unseen would show nothing."""
-    sys.path.append(str(TESTS))
-    import renamed
+    from tests import renamed
 
     assert renamed.renamed("from lightning.pytorch.cli import X") == "from pytorch_lightning.cli import X"
     (tmp_path / "sitecustomize.py").write_text(renamed.REFUSED)

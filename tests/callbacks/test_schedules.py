@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-import zoo
 from lightning.pytorch.callbacks import ModelCheckpoint
-from quickfit import fit, leftovers
 from torch import nn
 
 from spectral_monitor import SpectralCondition, SpectralMonitor
@@ -19,6 +17,8 @@ from spectral_monitor.callbacks import monitor as callback
 from spectral_monitor.engine import engine
 from spectral_monitor.engine import overhead_budget as budget
 from spectral_monitor.quantities import QUANTITIES
+from tests.callbacks.quickfit import fit, leftovers
+from tests.noninterference import zoo
 
 INTERVALS = {"light": 2, "standard": 3}
 LIGHT, STANDARD = ({key for key, row in QUANTITIES.items() if row.tier == tier} for tier in INTERVALS)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from quickfit import fit
 
 from spectral_monitor import LayerInfo, Measurement, SpectralMonitor, Verdict
 from spectral_monitor.callbacks.progress_bar import StatusLine, shared
 from spectral_monitor.reporting.content.headline import brief
+from tests.callbacks.quickfit import fit
 
 LAYERS = (
     *(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abc"),

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
 from lightning.pytorch.loggers import CSVLogger
-from quickfit import fit, recording
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralMonitor
 from spectral_monitor.reporting import read_measurements
+from tests.callbacks.quickfit import fit, recording
+from tests.noninterference import zoo
 
 ONE = r'SpectralMonitor\(mode="correct", correction=LRCorrection\("target"\)\)'
 

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from nested import CallsGrandparent, CallsParent, RunsClosureItself
 from torch import nn
 
 from spectral_monitor import SpectralProbe
@@ -18,6 +17,7 @@ from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers import dissect
 from spectral_monitor.sharding import plan
+from tests.noninterference.nested import CallsGrandparent, CallsParent, RunsClosureItself
 
 EXEMPT = {"Optimizer", "LBFGS", "SparseAdam"}  # the base class; several closures per step; sparse gradients only
 NAMES = [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from logged_runs import FILE, fault, logged, measured, trained
+
+from tests.cli.logged_runs import FILE, fault, logged, measured, trained
 
 
 @pytest.fixture(scope="session")

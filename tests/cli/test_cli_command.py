@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from logged_runs import fails
 
 import spectral_monitor
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.cli import main
 from spectral_monitor.reporting import JSONLinesSink
 from spectral_monitor.scaling import MUP
+from tests.cli.logged_runs import fails
 
 LAYERS = tuple(LayerInfo(name, "operator", 64, 64, (64, 64)) for name in ("first", "middle", "last"))
 OTHERS = (LayerInfo("other", "operator", 32, 32, (32, 32)),)

@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-from logged_runs import FAULTY, FILE, fails, fault, logged, measured, said
 
 from spectral_monitor import LayerInfo, Measurement
+from tests.cli.logged_runs import FAULTY, FILE, fails, fault, logged, measured, said
 
 
 def table(text):

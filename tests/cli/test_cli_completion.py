@@ -6,10 +6,10 @@ import shutil
 import subprocess
 
 import pytest
-from logged_runs import said
 
 from spectral_monitor.cli.parser import COMMANDS
 from spectral_monitor.scaling import PARAMETRIZATIONS
+from tests.cli.logged_runs import said
 
 BASH = shutil.which("bash")
 

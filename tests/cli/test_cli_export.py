@@ -8,9 +8,9 @@ import sys
 
 import pandas as pd
 import pytest
-from logged_runs import fails, said
 
 from spectral_monitor.reporting.files.long_format import COLUMNS
+from tests.cli.logged_runs import fails, said
 
 KNOWN = {
     (step, layer, quantity): value

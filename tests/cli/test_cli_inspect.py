@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
-from logged_runs import said
 from safetensors.torch import save_file
 from torch import nn
 
 from spectral_monitor.cli import main
+from tests.cli.logged_runs import said
 
 
 @pytest.fixture

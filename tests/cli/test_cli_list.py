@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-from logged_runs import FILE, fails, fault, logged, measured, said
-
 from spectral_monitor.cli import main
+from tests.cli.logged_runs import FILE, fails, fault, logged, measured, said
 
 
 def aged(path, seconds):

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from logged_runs import FILE, LAYERS, fault, logged, measured
 
 from spectral_monitor.cli import main
 from spectral_monitor.reporting.files.records import read_records
 from spectral_monitor.reporting.logged_run import load
+from tests.cli.logged_runs import FILE, LAYERS, fault, logged, measured
 
 COMMANDS = (["show"], ["show", "--json"], ["list"], ["verdicts"], ["export"])
 

@@ -7,7 +7,8 @@ import io
 import json
 
 import pytest
-from logged_runs import FILE, fails, logged, measured, said
+
+from tests.cli.logged_runs import FILE, fails, logged, measured, said
 
 
 def first_column(text):

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from logged_runs import COMMAND
 
 import spectral_monitor
 from spectral_monitor.cli import main
+from tests.cli.logged_runs import COMMAND
 
 HEAVY = ("torch", "lightning", "numpy", "plotly", "pandas", "rich", "tensorboard", "wandb")
 LIGHT = [

@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from logged_runs import FAULTY, FILE, fails, fault, logged, measured, said
 
 from spectral_monitor.cli import main
 from spectral_monitor.measurement import LayerState
+from tests.cli.logged_runs import FAULTY, FILE, fails, fault, logged, measured, said
 
 
 def test_a_fault_is_status_1_and_a_healthy_run_is_0(trained_runs, capsys):

@@ -12,11 +12,11 @@ import time
 from contextlib import suppress
 
 import pytest
-from logged_runs import COMMAND, FILE, logged, measured
 
 from spectral_monitor.cli import main
 from spectral_monitor.cli.commands import watch
 from spectral_monitor.reporting import JSONLinesSink
+from tests.cli.logged_runs import COMMAND, FILE, logged, measured
 
 
 class Looks:

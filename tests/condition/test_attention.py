@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from synthetic import measured
 
 from spectral_monitor.condition import Judge, SpectralCondition
+from tests.condition.synthetic import measured
 
 
 def told(key, values, judge=None):

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from synthetic import LAYERS, ZERO, measured, nothing
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.condition import Judge, SpectralCondition
+from tests.condition.synthetic import LAYERS, ZERO, measured, nothing
 
 FAST = {"update_natural": {"head": 10.0}}
 

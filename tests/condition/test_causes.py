@@ -8,10 +8,10 @@ import re
 from dataclasses import replace
 
 import pytest
-from synthetic import LAYERS, heavy, judged, measured, nothing, only_verdict, set_by, verdicts_on
 
 from spectral_monitor.condition import CAUSES
 from spectral_monitor.condition.causes import layers, network
+from tests.condition.synthetic import LAYERS, heavy, judged, measured, nothing, only_verdict, set_by, verdicts_on
 
 WIDE = {
     "a": replace(LAYERS["a"], fan_in=64, fan_out=1024, shape=(1024, 64)),

@@ -7,9 +7,9 @@ import pickle
 from pathlib import Path
 
 import pytest
-from synthetic import LAYERS, judged, measured
 
 from spectral_monitor.condition import SpectralCondition, save_profile
+from tests.condition.synthetic import LAYERS, judged, measured
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from synthetic import LAYERS, measured, nothing, set_by
 from torch import nn
 
 from spectral_monitor import SpectralProbe
@@ -14,6 +13,7 @@ from spectral_monitor.condition import Judge, SpectralCondition
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import columns
 from spectral_monitor.measurement import UNUSED
+from tests.condition.synthetic import LAYERS, measured, nothing, set_by
 
 
 class Net(nn.Module):
@@ -146,9 +146,11 @@ def owned(rates, families=("Adam", "Adam"), now=1.0):
     return found
 
 
-def apart(rates, slow=0.0005, families=("Adam", "Adam"), now=1.0, **changed):
+def apart(rates, slow=0.0005, families=("Adam", "Adam"), now=1.0, stopped=(), **changed):
     """The roots, where the layers of one optimizer move by a smaller part of themselves."""
     settings = owned(rates, families, now)
+    for name in stopped:
+        settings[name] = replace(settings[name], lr=0.0, peak=0.0)
     still = {name: slow for name, setting in settings.items() if setting.peak == min(rates)}
     lr = {name: setting.lr for name, setting in settings.items()}
     judge = Judge(SpectralCondition())
@@ -168,6 +170,11 @@ def test_networks_trained_side_by_side_have_rates_of_one_order(slow):
     named = {name for verdict in found for name in verdict.layers}
     assert named >= ({"a", "b"} if slow == 0 else {"c", "head"})
     assert not named & ({"c", "head"} if slow == 0 else {"a", "b"})
+
+
+def test_a_layer_without_a_rate_has_no_part_in_that():
+    named = {name for verdict in apart([0.00001, 0.001], stopped=["tok"]) for name in verdict.layers}
+    assert named == {"a", "b"}
 
 
 def test_a_name_that_all_of_a_network_share_makes_no_purpose():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from synthetic import LAYERS, measured, nothing, only_verdict, set_by, verdicts_on
 
 from spectral_monitor.condition import Judge, SpectralCondition
+from tests.condition.synthetic import LAYERS, measured, nothing, only_verdict, set_by, verdicts_on
 
 
 def causes(verdicts):

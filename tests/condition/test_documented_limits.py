@@ -8,7 +8,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from synthetic import HEALTHY, LAYERS, heavy, measured, set_by, verdicts_on
 
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.findings import ROUNDING, findings
@@ -19,6 +18,7 @@ from spectral_monitor.condition.trends.attention import AttentionTrend
 from spectral_monitor.condition.trends.readout import ReadoutTrend
 from spectral_monitor.condition.whole_network import SETTLED, Whole
 from spectral_monitor.condition.width_transfer import THRESHOLD
+from tests.condition.synthetic import HEALTHY, LAYERS, heavy, measured, set_by, verdicts_on
 
 PAGE = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text()
 JUST = 2e-5

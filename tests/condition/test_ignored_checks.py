@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from synthetic import LAYERS, heavy, measured, set_by
 
 from spectral_monitor.condition import Judge, SpectralCondition
 from spectral_monitor.condition.judge import NAMED_BY
 from spectral_monitor.condition.settings import CHECKS
+from tests.condition.synthetic import LAYERS, heavy, measured, set_by
 
 FAR = {"update_natural": {"b": 10.0}}
 HALF = 2.0**-7

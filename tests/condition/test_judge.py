@@ -9,11 +9,11 @@ import pickle
 import pstats
 
 import pytest
-from synthetic import LAYERS, judged, measured, nothing, set_by
 
 from spectral_monitor import LayerInfo
 from spectral_monitor.condition import Judge, Remedy, SpectralCondition, Verdict
 from spectral_monitor.condition.findings import SMALLEST, Finding
+from tests.condition.synthetic import LAYERS, judged, measured, nothing, set_by
 
 FAR = {"update_natural": {"b": 10.0}}
 """A hundred times the median: 100/8 times the band's end, log(12.5) / log(8) = 1.2 of evidence."""

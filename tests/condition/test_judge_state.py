@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from synthetic import LAYERS, ZERO, measured, nothing, set_by
 
 from spectral_monitor.condition import Judge, SpectralCondition
+from tests.condition.synthetic import LAYERS, ZERO, measured, nothing, set_by
 
 STEPS = [
     {"update_natural": {"b": 1.7}, "summary": {"loss": 2.0, "loss_distance": 30.0}},

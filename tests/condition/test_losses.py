@@ -6,12 +6,12 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from synthetic import LAYERS, measured
-from test_whole import every, told
 
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
 from spectral_monitor.condition.causes import network as causes
 from spectral_monitor.condition.findings import Finding
+from tests.condition.synthetic import LAYERS, measured
+from tests.condition.test_whole import every, told
 
 
 def distances(distance, outputs=0.3, **more):

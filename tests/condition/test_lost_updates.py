@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from synthetic import LAYERS, judged, measured, set_by
 from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import NETWORK
 from spectral_monitor.measurement import LOST
+from tests.condition.synthetic import LAYERS, judged, measured, set_by
 
 ARRIVES = "a gradient arrives, but nothing of it is left in the update"
 

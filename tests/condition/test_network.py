@@ -7,7 +7,6 @@ import statistics
 
 import pytest
 import torch
-from synthetic import LAYERS, ZERO, measured, nothing, set_by
 
 from spectral_monitor import LayerInfo
 from spectral_monitor.condition import SpectralCondition
@@ -16,6 +15,7 @@ from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.row import Row, columns
 from spectral_monitor.measurement import LOST, Measurement
+from tests.condition.synthetic import LAYERS, ZERO, measured, nothing, set_by
 
 FANS = {"a": (64, 256), "b": (256, 64), "c": (1024, 1024), "d": (32, 16), "e": (10, 512)}
 

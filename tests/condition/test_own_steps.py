@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from synthetic import LAYERS, judged, measured, set_by
 
 from spectral_monitor.condition import NETWORK
 from spectral_monitor.condition.optimizers.hyperparameters import family
 from spectral_monitor.measurement import NOT_JUDGED
+from tests.condition.synthetic import LAYERS, judged, measured, set_by
 
 FAR = {
     "steps": {"update_natural": {"b": 10.0}},

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-from spectral_monitor import SpectralProbe
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 from faults import FAULTS, begin, examine, found, named
 from tuned import DATA, TASKS, start, train
+
+from spectral_monitor import SpectralProbe
 
 QUICK = ("hidden lr x100", "biases at -100", "readout init x30")
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from synthetic import LAYERS, judged, measured, nothing
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.condition import Judge, SpectralCondition, load_profile, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.profile import Fans
+from tests.condition.synthetic import LAYERS, judged, measured, nothing
 
 
 @pytest.fixture
@@ -33,6 +33,11 @@ def test_what_is_written_is_read_back(path):
     assert dict(profile.roles) == {name: info.role for name, info in LAYERS.items() if info.role != "vector"}
     point = profile.at(10, "b")
     assert (point.weight_natural, point.update_natural, point.lr) == pytest.approx((1.0, 0.1, 0.1))
+
+
+def test_the_file_can_be_read_by_people(path):
+    """A line for every number, and two commits of it can be compared."""
+    assert path.read_text().startswith('{\n "format"')
 
 
 def test_fans_are_written_and_read_back(path):

@@ -112,6 +112,13 @@ def test_a_faulty_layer_between_two_rates_is_no_layer_wise_decay():
     assert rates(given)["c"].factor == pytest.approx(100)
 
 
+def test_steps_of_different_heights_are_no_layer_wise_decay():
+    """Two layers a level, so that none stands alone; only the last step, to the head, may be another one."""
+    heights = (1, 1.5, 1.5**2, 3 * 1.5**2, 3 * 1.5**3)
+    given = rated(*[0.001 * height for height in heights for _ in range(2)], fans=((64, 64),))
+    assert set(factors(given).values()) != {1.0}
+
+
 def test_rates_without_order_are_no_layer_wise_decay():
     given = rated(0.01, 0.02, 0.005, 0.08, 0.0025, 0.04, fans=((64, 64),))
     assert len(set(factors(given).values())) == 6

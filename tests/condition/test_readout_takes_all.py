@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from synthetic import LAYERS, judged, measured, only_verdict, set_by, verdicts_on
 from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
+from spectral_monitor.condition.causes import layers
+from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.recipe import describe
+from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.trends.readout import ReadoutTrend
+from tests.condition.synthetic import LAYERS, judged, measured, only_verdict, set_by, verdicts_on
 
 
 def told(shares, settings=None, judge=None, every=20, first=1, **changed):
@@ -157,6 +160,15 @@ def test_updates_like_those_of_lars_are_named_where_one_stands_out():
 
 def test_they_are_no_verdict_by_themselves():
     assert not verdicts_on(20, settings=set_by("LARS"), **frobenius())
+
+
+@pytest.mark.parametrize("size", [0.2, 20.0])
+@pytest.mark.parametrize(("factor", "expected"), [(1.02, False), (1.1, True)])
+def test_updates_of_one_natural_norm_too_are_another_rule(size, factor, expected):
+    """Then nothing tells that they follow the Frobenius norm."""
+    measurement = measured(1, **frobenius(**dict.fromkeys(LAYERS, size) | {"b": factor * size}))
+    network = Network.read(measurement, columns(measurement), set_by("LARS"))
+    assert layers._is_frobenius(network) == expected
 
 
 def test_five_percent_apart_is_another_rule():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from synthetic import LAYERS, set_by
 
 from spectral_monitor.condition.optimizers.rates import RULES
 from spectral_monitor.condition.optimizers.recipe import describe
+from tests.condition.synthetic import LAYERS, set_by
 
 
 def told(optimizer="AdamW", rule="one rate", settings=None, **off):

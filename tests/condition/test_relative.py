@@ -6,10 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from synthetic import LAYERS, set_by
 
 from spectral_monitor.condition.optimizers.rates import RULES
 from spectral_monitor.condition.optimizers.relative import relative_rates
+from tests.condition.synthetic import LAYERS, set_by
 
 
 def factors(lr=None, rule="one rate", layers=LAYERS, now=1.0, **changed):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from synthetic import LAYERS, heavy, judged, measured, set_by
 
 from spectral_monitor.condition import CAUSES, NETWORK, Judge, SpectralCondition
 from spectral_monitor.condition.causes import Explanation
@@ -13,6 +12,7 @@ from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.root_causes import Case, rank, verdicts
 from spectral_monitor.condition.row import columns
+from tests.condition.synthetic import LAYERS, heavy, judged, measured, set_by
 
 FAR = {"update_natural": {"b": 10.0}}
 MANY = LAYERS | {f"x{i}": replace(LAYERS["a"], name=f"x{i}") for i in range(7)}

@@ -7,9 +7,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from synthetic import HEALTHY, LAYERS, ZERO, measured, nothing
 
 from spectral_monitor.condition import Judge, SpectralCondition, load_profile, save_profile
+from tests.condition.synthetic import HEALTHY, LAYERS, ZERO, measured, nothing
 
 FAR = {"update_natural": {"b": 10.0}}
 """Evidence enough at once."""

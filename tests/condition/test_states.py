@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from synthetic import LAYERS, ZERO, judged, measured, nothing, set_by
-
 from spectral_monitor.measurement import HEALTHY as GOOD
 from spectral_monitor.measurement import NOT_JUDGED, OFF, LayerState
+from tests.condition.synthetic import LAYERS, ZERO, judged, measured, nothing, set_by
 
 FAR = {"update_natural": {"b": 10.0}}
 UNMOVED = ("update_natural", "update_ratio", "contribution", "drift_ratio")
@@ -108,3 +107,13 @@ def test_tied_layers_have_one_state():
     found = states(fast, tied={"head": "tok", "tok2": "tok"}, settings=adam)
     assert found["head"] == found["tok"] == found["tok2"] == LayerState(OFF, "unknown")
     assert states(measured(1), tied={"head": "a"})["head"] == LayerState(GOOD)
+
+
+def test_each_pair_of_tied_layers_has_its_own():
+    layers = {"z": replace(LAYERS["tok"], name="z")} | LAYERS
+    tied = {"b": "z", "head": "tok"}
+    found = states(
+        measured(1, layers=layers, update_natural={"head": 999.0}), tied=tied, settings=set_by(layers=layers)
+    )
+    assert found["tok"] == found["head"] == LayerState(OFF, "unknown")
+    assert found["z"] == found["b"] == LayerState(GOOD)

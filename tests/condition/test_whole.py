@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from synthetic import LAYERS, measured, nothing, set_by
 
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
+from tests.condition.synthetic import LAYERS, measured, nothing, set_by
 
 EVERY = tuple(LAYERS)
 
@@ -194,6 +194,8 @@ def test_large_outputs_of_large_weights_or_biases_are_not_the_inputs_fault():
     large = features(a=250.0)
     assert "input_scale" not in told(large | {"weight_fro": {"a": 80.0}})[0]
     assert "input_scale" not in told(large | {"weight_natural": {"a.bias": 200.0}})[0]
+    assert "input_scale" not in told(large | {"weight_natural": {"a.bias": 15.0}})[0], "half of what is too large"
+    assert "input_scale" in told(large | {"weight_natural": {"a.bias": 12.0}})[0]
 
 
 def test_only_the_first_outputs_tell_of_inputs():
@@ -231,6 +233,16 @@ def test_vanishing_outputs_are_the_weights_fault():
     assert "multiply initial weights by about 12" in found["weights_too_small"].sentence  # 0.6 / 0.05
     assert found["weights_too_small"].remedy.value == pytest.approx(12)
     assert told(features(head=1.1e-4)) == [{}]
+
+
+def test_outputs_of_exactly_nothing_are_no_small_outputs():
+    """A branch whose gate begins at zero; weights of zero are known as such, and others are another matter."""
+    assert told(*[features(b=0.0)] * 3) == [{}] * 3
+
+
+def test_gradients_used_again_are_said_at_once():
+    (found,) = told({"summary": {"stale_gradient": 1.0}})
+    assert set(found) == {"stale_gradients"}
 
 
 def test_of_rates_far_too_small_no_factor_is_claimed():

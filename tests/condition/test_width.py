@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -223,7 +221,6 @@ def test_a_readout_that_begins_at_zero_has_the_growth_of_the_closed_form(tmp_pat
 
 @pytest.mark.slow
 def test_a_wide_perceptron_at_the_narrow_rate_is_named_and_better_off_with_the_advice():
-    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
     from recipes.width import TASKS, study
 
     result = study(next(task for task in TASKS if task.name == "MLP, Adam"), 2, 3)

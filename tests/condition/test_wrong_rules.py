@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from synthetic import LAYERS, ZERO, judged, measured, nothing, set_by, verdicts_on
-from test_causes import WIDE
 
 from spectral_monitor import LayerInfo
 from spectral_monitor.condition import NETWORK
+from tests.condition.synthetic import LAYERS, ZERO, judged, measured, nothing, set_by, verdicts_on
+from tests.condition.test_causes import WIDE
 
 
 def rates(rule, layers=WIDE, lr=0.01):

@@ -6,10 +6,10 @@ import inspect
 
 import pytest
 import torch
-from recorder import leaves
 from torch import nn
 
 from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from tests.noninterference.recorder import leaves
 
 DECOUPLED = {"AdamW": "weight_decay", "Adafactor": "weight_decay", "Muon": "weight_decay", "ASGD": "lambd"}
 """Written down again from the sources of torch 2.13."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_corrector import batch, perceptron
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
@@ -14,6 +13,7 @@ from spectral_monitor.correction.corrector import SETTLED, Corrector
 from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import SHARES
 from spectral_monitor.layers import dissect
+from tests.correction.test_corrector import batch, perceptron
 
 STEPS = 30
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_corrector import LR, batch, last, perceptron
 from torch import nn
 
 from spectral_monitor import LRCorrection, Measurement, SpectralProbe
 from spectral_monitor.condition import CAUSES, NETWORK, Remedy, Verdict
 from spectral_monitor.correction.corrector import MENDED, Corrector
 from spectral_monitor.layers import dissect
+from tests.correction.test_corrector import LR, batch, last, perceptron
 
 
 def learn(factor, steps=20):

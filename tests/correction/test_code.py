@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_any_rate import run, warmup
-from test_corrector import batch, perceptron
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
+from tests.correction.test_any_rate import run, warmup
+from tests.correction.test_corrector import batch, perceptron
 
 
 def made(code, network):

@@ -9,15 +9,15 @@ from fractions import Fraction
 
 import pytest
 import torch
-import zoo
 from lightning.pytorch.callbacks import LearningRateMonitor
-from native import assert_same_training, make_model
-from recorder import RecordingLogger, Run
 from torch import nn
 
 from spectral_monitor.correction.lr_override import LRMultiplierOverride
 from spectral_monitor.layers import dissect
 from spectral_monitor.parametrization.param_groups import spectral_param_groups
+from tests.correction.native import assert_same_training, make_model
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run
 
 
 class Experts(nn.Module):

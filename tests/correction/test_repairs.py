@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # before examples, where there is a repair.py too
-
 from faults import FAULTS, begin
 from repair import final_loss, healthy_loss
 from tuned import DATA, TASKS, start

@@ -6,7 +6,11 @@ import inspect
 
 import pytest
 import torch
-from native import (
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from tests.correction.native import (
     POWERS,
     SPARSE,
     UNEVEN,
@@ -23,10 +27,6 @@ from native import (
     take_step,
     variants,
 )
-from torch import nn
-from torch.optim import lr_scheduler as schedules
-
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 VARIANTS = list(variants())
 

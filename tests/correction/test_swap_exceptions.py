@@ -11,7 +11,10 @@ import weakref
 
 import pytest
 import torch
-from native import (
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
+
+from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
+from tests.correction.native import (
     UNEVEN,
     armed,
     assert_same_training,
@@ -22,9 +25,6 @@ from native import (
     pair,
     take_step,
 )
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
-
-from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 
 OPTIONS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 

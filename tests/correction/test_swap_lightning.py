@@ -7,14 +7,14 @@ from itertools import pairwise
 import lightning.pytorch as pl
 import pytest
 import torch
-import zoo
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
-from native import everything, hooks, native_groups
-from recorder import RecordingLogger, Run
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from tests.correction.native import everything, hooks, native_groups
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run
 
 MULTIPLIERS = (0.25, 0.25, 8.0, 1.0, 2.0, 2.0)
 """By parameter of the network; powers of two, so that the schedule may be multiplied before or after. Groups made of

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native import (
+
+from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from tests.correction.native import (
     POWERS,
     UNEVEN,
     armed,
@@ -18,10 +21,7 @@ from native import (
     pair,
     take_step,
 )
-from nested import CallsGrandparent, CallsParent, RunsClosureItself
-
-from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from tests.noninterference.nested import CallsGrandparent, CallsParent, RunsClosureItself
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 

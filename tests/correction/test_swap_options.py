@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native import (
+
+from spectral_monitor.correction.group_split import decay_option
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from tests.correction.native import (
     POWERS,
     UNEVEN,
     Descends,
@@ -15,9 +18,6 @@ from native import (
     pair,
     take_step,
 )
-
-from spectral_monitor.correction.group_split import decay_option
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 
 class Counts(Descends):

@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
-from native import (
+
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from tests.correction.native import (
     POWERS,
     UNEVEN,
     Descends,
@@ -18,8 +20,6 @@ from native import (
     pair,
     take_step,
 )
-
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 
 def descent_without_rate(parameters):

@@ -8,7 +8,9 @@ import weakref
 
 import pytest
 import torch
-from native import (
+
+from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from tests.correction.native import (
     UNEVEN,
     armed,
     assert_same_training,
@@ -22,8 +24,6 @@ from native import (
     pair,
     take_step,
 )
-
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 

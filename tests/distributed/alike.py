@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed.fitting import fit, plain
-from distributed.models import NETWORKS, Batch
 from spectral_monitor import SpectralMonitor
+from tests.distributed.fitting import fit, plain
+from tests.distributed.models import NETWORKS, Batch
 
 
 class Alike(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from distributed.fitting import fit
 from spectral_monitor import SpectralMonitor
+from tests.distributed.fitting import fit
 
 KEYS = (
     "qk_gain",

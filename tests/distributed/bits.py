@@ -7,14 +7,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import recorder
 import torch
-from recorder import AFTER, BEFORE, Bits, Recorder, RecordingLogger, Run
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distributed.fitting import fit
 from spectral_monitor import SpectralMonitor
+from tests.distributed.fitting import fit
+from tests.noninterference import recorder
+from tests.noninterference.recorder import AFTER, BEFORE, Bits, Recorder, RecordingLogger, Run
 
 
 class LocalBits(Bits):

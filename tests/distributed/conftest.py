@@ -2,7 +2,7 @@
 
 import pytest
 
-from distributed.jobs import Task, run
+from tests.distributed.jobs import Task, run
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from distributed.fitting import Keeper, fit
 from spectral_monitor import SpectralConditionWarning, SpectralLRCorrector
+from tests.distributed.fitting import Keeper, fit
 
 STEPS = 8
 

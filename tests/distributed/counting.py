@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distributed.fitting import fit
 from spectral_monitor import SpectralMonitor
 from spectral_monitor.linalg.lanczos import KrylovSpace
+from tests.distributed.fitting import fit
 
 SPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
 WAITS = ("wait_tensor", "_wrap_tensor_autograd")

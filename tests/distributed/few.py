@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from distributed.fitting import fit, plain
-from distributed.models import SIZE, Training, batches
-from distributed.ways import WAYS
 from spectral_monitor import SpectralMonitor
 from spectral_monitor.capture.replay.sample_independence import IndependenceCheck
 from spectral_monitor.engine.features.replay_subset import ReplaySubset
+from tests.distributed.fitting import fit, plain
+from tests.distributed.models import SIZE, Training, batches
+from tests.distributed.ways import WAYS
 
 KEYS = ("feature_change", "feature_drift", "bfa", "bfa_cos", "sensitivity", "feature_rms")
 STEPS = 3

@@ -10,13 +10,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy
-from recorder import RecordingLogger, Run
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distributed.models import NETWORKS, Training, batches
-from distributed.ways import WAYS
 from spectral_monitor import SpectralCondition, SpectralMonitor
+from tests.distributed.models import NETWORKS, Training, batches
+from tests.distributed.ways import WAYS
+from tests.noninterference.recorder import RecordingLogger, Run
 
 Weights = dict[str, Tensor]
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from distributed.fitting import fit, plain
-from distributed.models import Perceptron, Training
-from distributed.ways import WAYS
 from spectral_monitor import SpectralLRCorrector, SpectralMonitor, spectral_init_
+from tests.distributed.fitting import fit, plain
+from tests.distributed.models import Perceptron, Training
+from tests.distributed.ways import WAYS
 
 
 class Recurrent(nn.Module):

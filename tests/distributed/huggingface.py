@@ -11,20 +11,20 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import recorder
 import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from recorder import Run, differences, leaves, of_module, of_optimizer, of_random
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from distributed.bits import LocalBits
-from distributed.fitting import plain
 from spectral_monitor import SpectralCondition, SpectralMonitorWarning
 from spectral_monitor.integrations.hf import SpectralCallback
+from tests.distributed.bits import LocalBits
+from tests.distributed.fitting import plain
+from tests.noninterference import recorder
+from tests.noninterference.recorder import Run, differences, leaves, of_module, of_optimizer, of_random
 
 VOCABULARY, LENGTH, ROWS = 40, 12, 8
 """Of the language model; rows of the batch of all processes together."""

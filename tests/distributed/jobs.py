@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 START = 120.0
 """Seconds to import everything, on a machine with other work."""
 HEARD = 45.0
@@ -143,7 +143,7 @@ def _start(rank: int, count: int, folder: Path) -> subprocess.Popen[bytes]:
     """A process as torchrun would start it; in a session of its own, so that its children die with it."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "noninterference"), str(TESTS.parent), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -159,7 +159,7 @@ def _start(rank: int, count: int, folder: Path) -> subprocess.Popen[bytes]:
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # without a network the host's own name may not resolve
     with (folder / f"{rank}.log").open("wb") as log:
-        command = [sys.executable, "-m", "distributed.jobs", str(folder)]
+        command = [sys.executable, "-m", "tests.distributed.jobs", str(folder)]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
@@ -201,7 +201,7 @@ def main(folder: Path) -> int:
         torch.manual_seed(0)
         result, error = None, ""
         try:
-            result = getattr(importlib.import_module(f"distributed.{module}"), function)(**dict(one.arguments))
+            result = getattr(importlib.import_module(f"tests.distributed.{module}"), function)(**dict(one.arguments))
         except Exception:
             error = traceback.format_exc()
         temporary = folder / f"{index}.{rank}.part"

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.fitting import fit
-from distributed.models import Batch, Training
-from distributed.ways import WAYS
 from spectral_monitor import SpectralMonitor
+from tests.distributed.fitting import fit
+from tests.distributed.models import Batch, Training
+from tests.distributed.ways import WAYS
 
 
 class Still(Training):

@@ -10,13 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from recorder import RecordingLogger, Run
 from torch import Tensor
 
-from distributed.fitting import fit
-from distributed.models import Batch, Training
-from distributed.ways import WAYS
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
+from tests.distributed.fitting import fit
+from tests.distributed.models import Batch, Training
+from tests.distributed.ways import WAYS
+from tests.noninterference.recorder import RecordingLogger, Run
 
 STEPS = 4
 

@@ -11,12 +11,12 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from distributed.fitting import fit
-from distributed.models import batches
-from distributed.ways import WAYS
 from spectral_monitor import SpectralMonitor
 from spectral_monitor.engine import engine
 from spectral_monitor.engine import overhead_budget as budget
+from tests.distributed.fitting import fit
+from tests.distributed.models import batches
+from tests.distributed.ways import WAYS
 
 STEPS = 30
 """Of an epoch."""

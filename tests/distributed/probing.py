@@ -12,10 +12,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import recorder
 import torch
 import torch.distributed as dist
-from recorder import Run, of_module, of_optimizer, of_random
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -23,11 +21,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as nnf
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.bits import LocalBits
-from distributed.fitting import plain
-from distributed.models import NETWORKS, OPTIMIZERS, Transformer, batches
-from distributed.ways import cut
 from spectral_monitor import SpectralCondition, SpectralMonitorWarning, SpectralProbe
+from tests.distributed.bits import LocalBits
+from tests.distributed.fitting import plain
+from tests.distributed.models import NETWORKS, OPTIMIZERS, Transformer, batches
+from tests.distributed.ways import cut
+from tests.noninterference import recorder
+from tests.noninterference.recorder import Run, of_module, of_optimizer, of_random
 
 Wrap = Callable[[Any], nn.Module]
 

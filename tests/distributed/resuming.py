@@ -11,11 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from distributed.fitting import fit, plain
-from distributed.models import batches
-from distributed.ways import WAYS
 from spectral_monitor import SpectralMonitor
 from spectral_monitor.messages import SpectralMonitorWarning
+from tests.distributed.fitting import fit, plain
+from tests.distributed.models import batches
+from tests.distributed.ways import WAYS
 
 STEPS = 3
 

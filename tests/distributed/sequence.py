@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from distributed.fitting import fit, plain
-from distributed.models import NETWORKS, Batch
 from spectral_monitor import SpectralMonitor
+from tests.distributed.fitting import fit, plain
+from tests.distributed.models import NETWORKS, Batch
 
 
 class Sequence(nn.Module):

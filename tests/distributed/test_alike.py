@@ -2,9 +2,9 @@
 
 import pytest
 
-from distributed import alike
-from distributed.jobs import task
-from distributed.numbers import differences
+from tests.distributed import alike
+from tests.distributed.jobs import task
+from tests.distributed.numbers import differences
 
 
 @pytest.fixture(scope="module")

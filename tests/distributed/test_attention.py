@@ -2,8 +2,8 @@
 
 import pytest
 
-from distributed import attending
-from distributed.jobs import task
+from tests.distributed import attending
+from tests.distributed.jobs import task
 
 WEIGHTS = {"qk_gain", "qk_update"}
 WAYS = {"ddp": set(), "fsdp2": WEIGHTS, "fsdp1": WEIGHTS, "fsdp1_nested": WEIGHTS, "tp": set(attending.KEYS) - WEIGHTS}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from distributed.jobs import task
-from distributed.ways import WAYS, networks
+from tests.distributed.jobs import task
+from tests.distributed.ways import WAYS, networks
 
 MORE = (
     {"way": "ddp", "network": "normalized", "accumulate": 2},

@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from distributed.correcting import train
-from distributed.jobs import task
+from tests.distributed.correcting import train
+from tests.distributed.jobs import task
 
 
 def cases():

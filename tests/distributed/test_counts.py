@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from distributed.jobs import task
+from tests.distributed.jobs import task
 
 WAYS = ("ddp", "fsdp2", "tp")
 

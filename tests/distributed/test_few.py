@@ -4,10 +4,10 @@ from functools import cache
 
 import pytest
 
-from distributed import few
-from distributed.jobs import task
-from distributed.models import SIZE
-from distributed.numbers import differences
+from tests.distributed import few
+from tests.distributed.jobs import task
+from tests.distributed.models import SIZE
+from tests.distributed.numbers import differences
 
 SAMPLES, HALF = 6, SIZE // 2
 

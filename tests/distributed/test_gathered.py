@@ -4,9 +4,9 @@ from functools import cache
 
 import pytest
 
-from distributed import gathered
-from distributed.jobs import task
-from distributed.numbers import differences
+from tests.distributed import gathered
+from tests.distributed.jobs import task
+from tests.distributed.numbers import differences
 
 
 @cache

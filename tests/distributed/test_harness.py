@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 import torch
 
-from distributed.fitting import train
-from distributed.jobs import task
-from distributed.ways import WAYS, networks
+from tests.distributed.fitting import train
+from tests.distributed.jobs import task
+from tests.distributed.ways import WAYS, networks
 
 CORE = ("ddp", "fsdp2", "tp")
 

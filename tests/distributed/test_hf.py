@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'spectral-monitor[hf]'")
 
-from distributed import huggingface
-from distributed.jobs import task
-from distributed.numbers import differences
 from spectral_monitor import load
+from tests.distributed import huggingface
+from tests.distributed.jobs import task
+from tests.distributed.numbers import differences
 
 CASES = [
     *(
@@ -84,7 +84,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_resumed_it_measures_what_it_would_have(tmp_path, way):
-    from distributed.jobs import run
+    from tests.distributed.jobs import run
 
     whole = task("huggingface.resume", 2, way=way, network="language model", folder=str(tmp_path / "whole"))
     file = "spectral_monitor_1.pt"

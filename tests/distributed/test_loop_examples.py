@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.test_example import ROOT, start
 from spectral_monitor.reporting import read_measurements
+from tests.distributed.test_example import ROOT, start
 
 EXAMPLES = {name: str(ROOT / "examples" / f"{name}_loop.py") for name in ("nanogpt", "torchtitan")}
 LAYERS = {"nanogpt": 11, "torchtitan": 17}

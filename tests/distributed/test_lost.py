@@ -2,9 +2,9 @@
 
 import pytest
 
-from distributed import lost
-from distributed.jobs import task
 from spectral_monitor.measurement import LOST
+from tests.distributed import lost
+from tests.distributed.jobs import task
 
 
 @pytest.mark.parametrize("one", [task("lost.measure", 2, way=way) for way in ("ddp", "fsdp2")], ids=str)

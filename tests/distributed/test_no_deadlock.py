@@ -2,8 +2,8 @@
 
 import pytest
 
-from distributed.jobs import task
-from distributed.mishaps import PARTS, STEPS, owner_of
+from tests.distributed.jobs import task
+from tests.distributed.mishaps import PARTS, STEPS, owner_of
 
 LIMIT = 120
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from distributed.jobs import task
+from tests.distributed.jobs import task
 
 
 @pytest.mark.parametrize("one", [task("pacing.story", 2, way=way) for way in ("ddp", "fsdp2")], ids=str)

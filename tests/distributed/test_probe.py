@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 
-from distributed import probing
-from distributed.fitting import plain
-from distributed.jobs import task
-from distributed.numbers import differences
-from distributed.probing import Loop
+from tests.distributed import probing
+from tests.distributed.fitting import plain
+from tests.distributed.jobs import task
+from tests.distributed.numbers import differences
+from tests.distributed.probing import Loop
 
 CORE = {("ddp", "perceptron"), ("ddp", "transformer"), ("fsdp2", "perceptron"), ("fsdp2", "transformer")}
 CASES = [

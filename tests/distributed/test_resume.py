@@ -2,10 +2,10 @@
 
 import pytest
 
-from distributed import resuming
-from distributed.jobs import run, task
-from distributed.numbers import differences
-from distributed.ways import WAYS
+from tests.distributed import resuming
+from tests.distributed.jobs import run, task
+from tests.distributed.numbers import differences
+from tests.distributed.ways import WAYS
 
 # Not FSDP1: on processors torch does not survive its own FSDP.optim_state_dict, with the monitor or without it.
 WAY_NETWORK = [

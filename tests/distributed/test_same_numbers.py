@@ -9,12 +9,12 @@ from functools import cache
 import pytest
 import torch
 
-from distributed.fitting import fit, measure, plain
-from distributed.jobs import task
-from distributed.models import SIZE, batches
-from distributed.numbers import differences, near, of_weights
-from distributed.ways import WAYS, networks
 from spectral_monitor import SpectralMonitor
+from tests.distributed.fitting import fit, measure, plain
+from tests.distributed.jobs import task
+from tests.distributed.models import SIZE, batches
+from tests.distributed.numbers import differences, near, of_weights
+from tests.distributed.ways import WAYS, networks
 
 CORE = {
     ("ddp", "perceptron"),

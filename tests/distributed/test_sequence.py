@@ -2,9 +2,9 @@
 
 import pytest
 
-from distributed import sequence
-from distributed.jobs import task
-from distributed.numbers import differences
+from tests.distributed import sequence
+from tests.distributed.jobs import task
+from tests.distributed.numbers import differences
 
 NORMS = ("*norm*", "*last*")
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from distributed.models import Block, Experts, Training
+from tests.distributed.models import Block, Experts, Training
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Trains for long with the monitor and prints, as JSON, what memory did and what was left. Run by test_memory.py.
 
-    python tests/endurance/endure.py 10000
+    python -m tests.endurance.endure 10000
 
 Samples are taken every 100 steps after a collection of garbage: resident memory, live tensors, live objects of the
 monitor's, hooks.
@@ -13,7 +13,6 @@ import gc
 import json
 import logging
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -23,10 +22,8 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader
 
-sys.path.append(str(Path(__file__).parents[1] / "noninterference"))
-from recorder import of_module, of_optimizer
-
 from spectral_monitor import SpectralMonitor
+from tests.noninterference.recorder import of_module, of_optimizer
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 EVERY, HISTORY, SAMPLE = 10, 50, 100

@@ -10,12 +10,12 @@ import warnings
 
 import pytest
 import torch
-import zoo
-from endure import hooks
-from recorder import RecordingLogger, Run
 from torch import nn, optim
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning, SpectralProbe
+from tests.endurance.endure import hooks
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run
 
 ROUNDS, WARM = 14, 10
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from endure import hooks, resident
 from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine import engine, overhead_budget
 from spectral_monitor.reporting import JSONLinesSink
+from tests.endurance.endure import hooks, resident
 
 STEPS, EVERY, SAMPLE, HISTORY = 86_400, 25, 1_000, 20
 SETTLED = STEPS // 4

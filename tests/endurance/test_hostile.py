@@ -12,10 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import zoo
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from logged_runs import FILE
-from recorder import RecordingLogger, Run, of_module, of_optimizer
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -23,6 +20,9 @@ from spectral_monitor import SpectralMonitor, SpectralMonitorWarning, SpectralPr
 from spectral_monitor.cli import main
 from spectral_monitor.engine import engine, overhead_budget
 from spectral_monitor.reporting import JSONLinesSink, TensorBoardSink, read_measurements
+from tests.cli.logged_runs import FILE
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run, of_module, of_optimizer
 
 
 def net(names=("first", "last")):

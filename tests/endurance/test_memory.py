@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from endure import EVERY, HISTORY, SAMPLE
+
+from tests.endurance.endure import EVERY, HISTORY, SAMPLE
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 
 STEPS = 10_000
 SETTLED = 2_000
@@ -25,8 +27,8 @@ LIMIT = 1024
 @cache
 def endured(steps, leak=0):
     """The report of a run in a process of its own: what pytest keeps does not matter there."""
-    command = [sys.executable, Path(__file__).with_name("endure.py"), str(steps), "--leak", str(leak)]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900).stdout
+    command = [sys.executable, "-m", "tests.endurance.endure", str(steps), "--leak", str(leak)]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=900).stdout
     (line,) = [line for line in out.splitlines() if line.startswith("REPORT ")]
     return json.loads(line.removeprefix("REPORT "))
 

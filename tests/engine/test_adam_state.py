@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from gloo import on_processes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from spectral_monitor import SpectralProbe
+from tests.gloo import on_processes
 
 KEYS = ("adam_rms", "eps_share", "momentum_cos", "dead_rows")
 

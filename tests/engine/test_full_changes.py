@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from test_full import LAYERS, Homogeneous, Net, batch, fresh, gradients, outputs_of, step
 from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
+from tests.engine.test_full import LAYERS, Homogeneous, Net, batch, fresh, gradients, outputs_of, step
 
 PARTS = ["feature_change_inherited", "feature_change_joint"]
 ANGLE, CHANGE = ["dual_bfa_cos"], ["gradient_change"]

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_full import LAYERS, Homogeneous, fresh, outputs_of, rates, step
 from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.features import kernels as full
 from spectral_monitor.functional.kernels import signs
 from spectral_monitor.quantities import TIERS
+from tests.engine.test_full import LAYERS, Homogeneous, fresh, outputs_of, rates, step
 
 EXTREMES = ["bfk_ratio", "bfk_peak", "bfk_guarantee"]
 

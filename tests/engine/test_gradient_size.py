@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from gloo import on_processes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from spectral_monitor import SpectralProbe
+from tests.gloo import on_processes
 
 KEYS = ["gradient_natural", "backward_rms"]
 LAYERS = ("words", "conv", "qkv", "body", "head")

@@ -8,12 +8,12 @@ import math
 import lightning.pytorch as pl
 import pytest
 import torch
-from gloo import on_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
+from tests.gloo import on_processes
 
 KEYS = ("feature_rms", "feature_change", "bfa_cos", "bfa", "sensitivity", "backward_stable_rank")
 NODES = ["blocks.*", "norm", "images"]

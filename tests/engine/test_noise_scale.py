@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from gloo import on_processes
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from spectral_monitor import SpectralProbe
+from tests.gloo import on_processes
 
 ENDS = ("noise_scale_low", "noise_scale_high")
 

@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from test_laziness import Doubled, Returns, made, tokens, train
 from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.features import linearization
+from tests.engine.test_laziness import Doubled, Returns, made, tokens, train
 
 torch.set_num_threads(1)
 KEYS = list(linearization.PARTS)

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from gloo import on_processes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.functional.features import underflow_share
+from tests.gloo import on_processes
 
 KEYS = ["log_z", "readout_row", "feature_kurtosis", "outlier_ratio"]
 KEYS += ["underflow_inputs", "underflow_weights", "underflow_backward"]

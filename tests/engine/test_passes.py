@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 from char_transformer import CharTransformer
 from counts import Counts, Watch, beyond, count
 

@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 import torch
-from test_replay_samples import BATCH, FEW, USELESS, WIDTH, Net, same, values
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.features import replay_subset as slices
+from tests.engine.test_replay_samples import BATCH, FEW, USELESS, WIDTH, Net, same, values
 
 QUANTITIES = ["feature_change", "feature_change_local"]
 

@@ -8,13 +8,13 @@ import warnings
 
 import pytest
 import torch
-from test_no_waiting import measured
 from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine import Settings
 from spectral_monitor.engine.features import replay_subset as slices
+from tests.engine.test_no_waiting import measured
 
 WIDTH, BATCH, FEW = 12, 10, 4
 COMPARED = ("feature_change", "feature_drift", "bfa", "bfa_cos", "sensitivity")

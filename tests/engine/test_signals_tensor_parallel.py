@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from gloo import on_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from spectral_monitor import SpectralProbe
+from tests.gloo import on_processes
 
 SAME = ["gradient_natural", "backward_rms", "readout_row", "feature_kurtosis", "outlier_ratio", "log_z"]
 OWN = ["underflow_inputs", "underflow_weights", "underflow_backward"]

@@ -6,7 +6,6 @@ import gc
 
 import pytest
 import torch
-from storages import Storages
 from torch import nn
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
@@ -17,6 +16,7 @@ from spectral_monitor.functional.feature_speed import inner
 from spectral_monitor.quantities import TIERS
 from spectral_monitor.state import buffers as copies
 from spectral_monitor.state.snapshot import preserved
+from tests.engine.storages import Storages
 
 DRIFT = ("drift_ratio", "drift_fro_ratio", "feature_drift")
 KEYS = tuple(key for key in TIERS["standard"] if key not in DRIFT)

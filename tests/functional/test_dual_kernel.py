@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_kernels import perceptron
 from torch.autograd.graph import get_gradient_edge
 
 import spectral_monitor.functional as F
 from spectral_monitor.functional.kernels import signs
+from tests.functional.test_kernels import perceptron
 
 RATES = (7.0, 0.3, 0.05, 0.11)
 

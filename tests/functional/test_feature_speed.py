@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from made import Made
 
 import spectral_monitor.functional as F
 from spectral_monitor.functional import feature_speed
 from spectral_monitor.functional.feature_speed import angle_from_sums, angle_sums, inner, inner_sums
+from tests.functional.made import Made
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

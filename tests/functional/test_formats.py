@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from made import Made
 
 from spectral_monitor.functional import features
 from spectral_monitor.functional.features import channel_sizes, feature_kurtosis, outlier_ratio, underflow_share
+from tests.functional.made import Made
 
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0, 2.0**-9), (torch.float8_e5m2, 57344.0, 2.0**-16)
 """A format, its largest number, and its smallest above 0."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_kernels import RATES, case, features, perceptron, split, written_out  # noqa: F401
 
 import spectral_monitor.functional as F
 from spectral_monitor.functional.kernels import signs
+from tests.functional.test_kernels import RATES, case, features, perceptron, split, written_out  # noqa: F401
 
 
 def begin(outputs, seed=0):

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from made import Made
 
 from spectral_monitor.functional import noise
 from spectral_monitor.functional.noise import LEAST, noise_moments, noise_scale, sample_products
 from spectral_monitor.functional.standard_errors import STUDENT
+from tests.functional.made import Made
 
 
 def drawn(*shape, seed=0):

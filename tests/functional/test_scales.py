@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from made import Made
 
 import spectral_monitor.functional as F
 from spectral_monitor.functional import vector_norms as module
 from spectral_monitor.functional.vector_norms import common_dtype, largest, lengths, whole_length
+from tests.functional.made import Made
 
 
 def gaussian(*shape, dtype=torch.float32, seed=0):

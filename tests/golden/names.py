@@ -1,6 +1,6 @@
 """Names that programs and dashboards of users depend on: public ones, arguments, keys that are logged, fields of files.
 
-python tests/golden/names.py > tests/golden/names.txt
+python -m tests.golden.names > tests/golden/names.txt
 """
 
 from __future__ import annotations
@@ -18,18 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.extend(str(HERE.parent / folder) for folder in ("noninterference", "golden"))
+import torch
 
-import torch  # noqa: E402
-import zoo  # noqa: E402
-from recorder import RecordingLogger, Run  # noqa: E402
-from trajectory import FILE, train  # noqa: E402
-
-import spectral_monitor  # noqa: E402
-from spectral_monitor import SpectralMonitor  # noqa: E402
-from spectral_monitor.cli.parser import make_parser  # noqa: E402
-from spectral_monitor.quantities import QUANTITIES, TIERS  # noqa: E402
+import spectral_monitor
+from spectral_monitor import SpectralMonitor
+from spectral_monitor.cli.parser import make_parser
+from spectral_monitor.quantities import QUANTITIES, TIERS
+from tests.golden.trajectory import FILE, train
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run
 
 
 def modules() -> Iterator[Any]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from spectral_monitor.condition.causes import CAUSES
+from tests.golden import verdicts
+from tests.golden.names import lines
+from tests.golden.trajectory import plain, train
+
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
-
-from names import lines  # noqa: E402
-from trajectory import plain, train  # noqa: E402
-
-WRITE = "if that is meant, python tests/golden/{0}.py > tests/golden/{0}.{1}"
+WRITE = "if that is meant, python -m tests.golden.{0} > tests/golden/{0}.{1}"
 NEAR, NOTHING = 1e-3, 1e-9
 """Relative tolerance of the approximate lane, and what counts as 0."""
 
@@ -26,6 +26,21 @@ def test_names_are_those_that_they_were():
     before, now = (HERE / "names.txt").read_text().splitlines(), lines()
     told = [f"+ {line}" for line in now if line not in before] + [f"- {line}" for line in before if line not in now]
     assert not told, "\n".join([*told, WRITE.format("names", "txt")])
+
+
+def test_verdicts_are_those_that_they_were():
+    """On drawn runs: which changed, what they were and are. ``--run`` writes all that is said of one."""
+    before, now = (HERE / "verdicts.txt").read_text().splitlines(), verdicts.lines()
+    assert len(before) == len(now)
+    told = [f"- {old}\n+ {new}" for old, new in zip(before, now, strict=True) if old != new]
+    assert not told, "\n".join([*told, WRITE.format("verdicts", "txt")])
+
+
+def test_drawn_runs_have_verdicts_of_nearly_every_cause():
+    text = (HERE / "verdicts.txt").read_text()
+    missing = {cause for cause in CAUSES if not re.search(rf" {cause}\b", text)}
+    assert len(missing) < len(CAUSES) / 4, sorted(missing)
+    assert 50 < text.count(": nothing: ") < 200
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +79,9 @@ def test_numbers_are_nearly_those_that_they_were(run):
 def test_two_runs_on_one_machine_are_equal_to_the_last_digit(run, tmp_path):
     """One in this process, one in another."""
     code = "import json, sys; from pathlib import Path; import torch; torch.set_num_threads(1)\n"
-    code += f"sys.path.insert(0, {str(HERE)!r}); from trajectory import plain, train\n"
+    code += "from tests.golden.trajectory import plain, train\n"
     code += f"print(json.dumps(plain(train(Path({str(tmp_path)!r})))))"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])}
-    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    out = subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[1], capture_output=True, text=True, check=True)
     told = moved(json.loads(out.stdout), run, 0.0)
     assert not told, "\n".join(told[:40])
 

@@ -1,6 +1,6 @@
 """A small run whose every number is kept.
 
-python tests/golden/trajectory.py > tests/golden/trajectory.json
+python -m tests.golden.trajectory > tests/golden/trajectory.json
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +21,7 @@ from spectral_monitor.linalg import (
     spectral_estimate,
     spectral_estimates,
 )
-
-sys.path.append(str(Path(__file__).parent))
-from simulated import Room
+from tests.linalg.simulated import Room
 
 COLUMNS = ("sigma", "sigma_low", "error_bound", "sigma_high", "fro")
 ALL = slice(None)

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, field
 from functools import cache
 
-from recorder import differences
 from tqdm.auto import tqdm
-from ways import COMPILED, LOOPS, PRECISIONS, Cell, cells, train
 
 from spectral_monitor import SpectralMonitor
+from tests.loops.ways import COMPILED, LOOPS, PRECISIONS, Cell, cells, train
+from tests.noninterference.recorder import differences
 
 GROUPS = {
     "weights": ("weight_norm", "weight_stable_rank", "drift_ratio"),

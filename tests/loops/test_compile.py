@@ -6,18 +6,18 @@ import math
 
 import pytest
 import torch
-import zoo
-from recorder import RecordingLogger, Run
 from torch import nn
 from torch._dynamo.exc import RecompileError
 from torch._dynamo.utils import counters
-from ways import Cast, network
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.engine import model_layout
 from spectral_monitor.layers import compiled_modules, dissect, without_compiled
 from spectral_monitor.messages import SpectralMonitorWarning
 from spectral_monitor.reporting.text.role_table import role_table
+from tests.loops.ways import Cast, network
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run
 
 KINDS = {
     "the network": lambda module: setattr(module, "net", torch.compile(module.net, backend="eager")),

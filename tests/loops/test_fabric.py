@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
 from lightning.fabric import Fabric
-from recorder import Run, differences, of_module, of_optimizer, of_random
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.quantities import TIERS
+from tests.noninterference import zoo
+from tests.noninterference.recorder import Run, differences, of_module, of_optimizer, of_random
 
 TESTS = Path(__file__).parents[1]
 

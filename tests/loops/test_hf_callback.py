@@ -9,9 +9,10 @@ import warnings
 
 import pytest
 import torch
-from recorder import of_module
 from torch import nn
 from torch.utils.data import Dataset
+
+from tests.noninterference.recorder import of_module
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'spectral-monitor[hf]'")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorder import Run, differences, leaves, of_module, of_optimizer, of_random
+
+from tests.noninterference.recorder import Run, differences, leaves, of_module, of_optimizer, of_random
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'spectral-monitor[hf]'")
 

@@ -11,20 +11,20 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import zoo
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     GradientAccumulationScheduler,
     ModelPruning,
     StochasticWeightAveraging,
 )
-from recorder import AFTER, BEFORE, Recorder, RecordingLogger, Run, differences, leaves
 from torch import optim
 from torch.optim import lr_scheduler
 
 from spectral_monitor import SpectralMonitor
 from spectral_monitor.engine.results.reasons import REPLACED
 from spectral_monitor.quantities import TIERS
+from tests.noninterference import zoo
+from tests.noninterference.recorder import AFTER, BEFORE, Recorder, RecordingLogger, Run, differences, leaves
 
 try:
     from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging

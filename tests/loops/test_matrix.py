@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from outcome import ROUNDED, outcome, table
-from ways import Cell, cells
+
+from tests.loops.outcome import ROUNDED, outcome, table
+from tests.loops.ways import Cell, cells
 
 NOT_EAGERLY = "'net.generator' is compiled, and could not be run eagerly: the model is called in 4 separate parts"
 PARTS = "the forward cannot be run again: the model is called in 3 separate parts"

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 from torch import nn
-from ways import Sharpness
 
 from spectral_monitor import SpectralProbe
+from tests.loops.ways import Sharpness
 
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 

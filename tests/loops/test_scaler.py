@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
-import zoo
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from recorder import RecordingLogger, Run
 from torch import nn, optim
-from ways import Cast, Manual
 
 from spectral_monitor import SpectralMonitor
+from tests.loops.ways import Cast, Manual
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run
 
 
 def narrow():

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as nnf
-import zoo
 from lightning.pytorch.plugins import MixedPrecision
-from recorder import AFTER, BEFORE, Recorder, RecordingLogger, Run
 from torch import Tensor, nn, optim
 
 from spectral_monitor import SpectralMonitor
+from tests.noninterference import zoo
+from tests.noninterference.recorder import AFTER, BEFORE, Recorder, RecordingLogger, Run
 
 BATCHES = 6
 

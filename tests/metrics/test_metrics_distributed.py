@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import on_processes
 
 from spectral_monitor.metrics import Alignment, BackwardFeatureAngle, FeatureChange, SpectralNorm, StableRank
+from tests.gloo import on_processes
 
 METRICS = {
     metric.__name__: metric for metric in (Alignment, BackwardFeatureAngle, FeatureChange, SpectralNorm, StableRank)

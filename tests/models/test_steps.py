@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from awkward import COMPUTED, MODELS
-from recorder import Run, differences, of_module, of_optimizer, of_random
 from torch import nn
 from torch.nn import functional as nnf
 
 from spectral_monitor import SpectralProbe
+from tests.models.awkward import COMPUTED, MODELS
+from tests.noninterference.recorder import Run, differences, of_module, of_optimizer, of_random
 
 STEPS = 3
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"

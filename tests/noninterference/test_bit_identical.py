@@ -14,20 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zoo
-from recorder import (
-    AFTER,
-    BEFORE,
-    Recorder,
-    RecordingLogger,
-    Run,
-    differences,
-    first_kinds,
-    leaves,
-    of_module,
-    of_optimizer,
-    of_random,
-)
 from torch import optim
 from torch.nn import functional as nnf
 from torch.optim import lr_scheduler
@@ -43,6 +29,20 @@ from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.engine.features import replays
 from spectral_monitor.state import rng as randomness
 from spectral_monitor.state import snapshot as preserve
+from tests.noninterference import zoo
+from tests.noninterference.recorder import (
+    AFTER,
+    BEFORE,
+    Recorder,
+    RecordingLogger,
+    Run,
+    differences,
+    first_kinds,
+    leaves,
+    of_module,
+    of_optimizer,
+    of_random,
+)
 
 ROUNDED = "its change is too close to the rounding of its outputs"
 UNCALLED = frozenset({"no module call to hook", "MultiheadAttention uses the weight without calling the module"})

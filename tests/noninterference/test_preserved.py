@@ -9,13 +9,13 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import numpy as np
 import pytest
 import torch
-from recorder import leaves, of_module
 from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAUROC
-from zoo import Meter, mlp
 
 from spectral_monitor.state.snapshot import LARGE, preserved
+from tests.noninterference.recorder import leaves, of_module
+from tests.noninterference.zoo import Meter, mlp
 
 
 class Box(nn.Module):

@@ -7,7 +7,6 @@ import math
 import time
 
 import lightning.pytorch as pl
-import naive
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -17,6 +16,7 @@ from torch.nn import functional
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.measurement import SUMMARY
 from spectral_monitor.quantities import QUANTITIES, TIERS
+from tests.oracle import naive
 
 torch.set_num_threads(1)  # small matrices on a shared machine
 

@@ -6,16 +6,16 @@ import dataclasses
 import math
 
 import lightning.pytorch as pl
-import naive
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from test_every_quantity import DRIFT_EVERY, FUSED, STEPS, Lit, make_batches, make_model, make_optimizer
 from torch import nn
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.quantities import TIERS
+from tests.oracle import naive
+from tests.oracle.test_every_quantity import DRIFT_EVERY, FUSED, STEPS, Lit, make_batches, make_model, make_optimizer
 
 OF_FIRST = {"feature_change", "feature_drift", "bfa", "bfa_cos", "sensitivity"}
 SAMPLES = {"mlp": (20, 70), "cnn": (3, 4), "transformer": (1, 4)}  # of how many

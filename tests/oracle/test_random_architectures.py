@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import naive
 import pytest
 import torch
-from architectures import Network
-from test_every_quantity import assert_agrees, assert_same_weights, make_batches, make_optimizer
 
 from spectral_monitor import SpectralProbe
+from tests.oracle import naive
+from tests.oracle.architectures import Network
+from tests.oracle.test_every_quantity import assert_agrees, assert_same_weights, make_batches, make_optimizer
 
 STEPS, DRIFT_EVERY = 3, 2
 QUICK, SLOW = 5, 150

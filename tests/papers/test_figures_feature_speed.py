@@ -6,23 +6,20 @@ import csv
 import math
 import sys
 from functools import partial
-from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-from torch.nn.functional import normalize, relu
-
-from .test_feature_speed import ANGLES, NODES
-
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "papers"))
 import feature_speed_decay
 import feature_speed_fig1
 import feature_speed_fig2
 import feature_speed_fig2_printed
 import networks
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize, relu
 
 from spectral_monitor.scaling import FSC, MF_MUP, NTK, fsc_resnet
+
+from .test_feature_speed import ANGLES, NODES
 
 
 def quick(script, tmp_path, monkeypatch):

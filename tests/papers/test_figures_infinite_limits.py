@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "papers"))
 import infinite_width_accuracy
 import infinite_width_fig4
 import infinite_width_maml
@@ -20,7 +14,10 @@ import infinite_width_probe
 import infinite_width_word2vec
 import jobs
 import maml_kernels
+import numpy as np
 import omniglot
+import pytest
+import torch
 import word2vec_text
 from analogies import accuracy, questions, ranks
 

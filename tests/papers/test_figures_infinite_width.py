@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from fractions import Fraction
-from pathlib import Path
 
-import pytest
-import torch
-from torch import nn
-
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "papers"))
 import infinite_width_sp
 import infinite_width_table1
+import pytest
+import torch
 from spectral_panels import slope_of
+from torch import nn
 
 from spectral_monitor.scaling import mup, ntp, standard
 

@@ -7,14 +7,9 @@ import csv
 import math
 import sys
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch.optim import SGD
-
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "papers"))
 import spectral_fig1
 import spectral_fig2
 import spectral_fig3
@@ -23,7 +18,9 @@ import spectral_fig5
 import spectral_fig6
 import spectral_gradients
 import spectral_training
+import torch
 from spectral_panels import slope_of
+from torch.optim import SGD
 
 PARAMETRIZATIONS = ("muP", "NTP")
 

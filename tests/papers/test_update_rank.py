@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
-
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "papers"))
 import update_rank
+from torch.nn.functional import cross_entropy
 
 
 def data(count=40, pixels=20):

@@ -20,13 +20,13 @@ from functools import partial
 
 import pytest
 import torch
-import zoo
 from lightning.pytorch import Callback
 from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
-from watching import Weights, fit, matrices, numbers
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
+from tests.noninterference import zoo
+from tests.peers.watching import Weights, fit, matrices, numbers
 
 # ----------------------------------------------------------------------------------- update re-derived from the state
 

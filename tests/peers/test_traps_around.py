@@ -11,16 +11,16 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-import zoo
 from lightning.pytorch.loggers import WandbLogger
-from recorder import RecordingLogger, Run
 from torch import nn, optim
 from torch.optim import lr_scheduler
-from wandbfile import wandb_records
-from watching import Weights, fit, numbers
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.reporting.content.essentials import essentials
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run
+from tests.peers.watching import Weights, fit, numbers
+from tests.reporting.wandb_file import wandb_records
 
 # ------------------------------------------------------------------------------------------- steps of W&B are doubled
 

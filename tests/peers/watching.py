@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-import zoo
-from recorder import RecordingLogger, Run
+
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run
 
 
 def fit(monitor, module, *others, data=None, **trainer):

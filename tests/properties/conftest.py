@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from hypothesis import HealthCheck, Phase, settings
-
-sys.path.extend(
-    str(Path(__file__).parents[1] / folder) for folder in (".", "linalg", "oracle", "properties", "endurance")
-)
 
 for name, examples in (("few", 40), ("many", 1500)):
     # No deadline: timings on a shared machine say nothing. No database: an example that fails belongs in a test.

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from endure import hooks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.nn.utils import prune
-from twins import LAYERS, OBSERVED, PLACES, Loop, Saved
 
 from spectral_monitor import SpectralProbe
+from tests.endurance.endure import hooks
+from tests.properties.twins import LAYERS, OBSERVED, PLACES, Loop, Saved
 
 seeds = st.integers(0, 1000)
 layers = st.sampled_from(LAYERS)

@@ -6,7 +6,6 @@ import math
 import statistics
 
 import torch
-from drawn import Drawn, orthogonal, seeds, spectra, stacks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.functional.standard_errors import STUDENT, standard_error
 from spectral_monitor.linalg.spectral_norms import SMALL
+from tests.properties.drawn import Drawn, orthogonal, seeds, spectra, stacks
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, x: Drawn, relative: float) -> bool:

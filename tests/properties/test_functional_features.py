@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from drawn import DTYPES, orthogonal, seeds, units
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 import spectral_monitor.functional as F
 from spectral_monitor.functional.feature_speed import angle_from_sums, angle_sums, inner, inner_sums
 from spectral_monitor.linalg import compute_dtype
+from tests.properties.drawn import DTYPES, orthogonal, seeds, units
 
 
 @st.composite

@@ -6,10 +6,8 @@ import math
 from itertools import pairwise
 
 import torch
-from drawn import Drawn, broad, orthogonal, placed, seeds, shapes, spectra, stacks
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import Room
 
 from spectral_monitor.linalg import (
     Shard,
@@ -25,6 +23,8 @@ from spectral_monitor.linalg import (
     tame,
 )
 from spectral_monitor.linalg.spectral_norms import SMALL
+from tests.linalg.simulated import Room
+from tests.properties.drawn import Drawn, broad, orthogonal, placed, seeds, shapes, spectra, stacks
 
 COLUMNS = ("sigma", "sigma_low", "error_bound", "sigma_high", "fro")
 tolerances = st.sampled_from([0.5, 0.1, 0.01, 1e-3])

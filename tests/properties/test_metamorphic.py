@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from drawn import seeds
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.measurement import Measurement
+from tests.properties.drawn import seeds
 
 STEPS = 3
 ANGLES = {"bfa", "bfa_cos"}

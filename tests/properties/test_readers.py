@@ -19,11 +19,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logged_runs import FILE, fault, logged, measured
 
 from spectral_monitor.cli import main
 from spectral_monitor.condition.verdict import Remedy
 from spectral_monitor.reporting.logged_run import load
+from tests.cli.logged_runs import FILE, fault, logged, measured
 
 COMMANDS = st.sampled_from(
     [

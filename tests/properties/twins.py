@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from recorder import Record, leaves, of_module, of_optimizer, of_random
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from spectral_monitor import LRCorrection, SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.measurement import Measurement
+from tests.noninterference.recorder import Record, leaves, of_module, of_optimizer, of_random
 
 LAYERS = ("first", "again", "last")
 PLACES = ("forward", "backward", "optimizer", "sink")

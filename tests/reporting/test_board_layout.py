@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 
-import gpt
 import pytest
 import torch
-from board import layers, layouts, measurement, operators, read, scalars
 from torch.utils.tensorboard import SummaryWriter
 
 from spectral_monitor import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.panels import PANELS
 from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
+from tests.reporting import gpt
+from tests.reporting.board import layers, layouts, measurement, operators, read, scalars
 
 ROOT = "model.transformer.h.7.mlp.c_fc"
 

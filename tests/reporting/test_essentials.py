@@ -6,13 +6,13 @@ import math
 import statistics
 from dataclasses import replace
 
-import gpt
 import pytest
 import torch
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.quantities import TIERS
 from spectral_monitor.reporting.content.essentials import OVERLAID, checked_log, essential_keys, essentials, grouped
+from tests.reporting import gpt
 
 NAMES = [info.name for info in gpt.LAYERS]
 C_FC = [f"model.transformer.h.{k}.mlp.c_fc" for k in range(12)]

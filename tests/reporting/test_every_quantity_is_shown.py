@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-import gpt
 import pytest
 import torch
 import wandb
-from board import layouts, measurement, operators, read
 from torch.utils.tensorboard import SummaryWriter
 
 from spectral_monitor import Measurement
@@ -18,6 +16,8 @@ from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.html.report import report
 from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
 from spectral_monitor.reporting.wandb_sink.charts import charts
+from tests.reporting import gpt
+from tests.reporting.board import layouts, measurement, operators, read
 
 WITH_WIDTH = "the same without width taken out, which cannot be compared across layers; its natural norm is shown"
 IN_FROBENIUS = "Frobenius norms do not tell what an update does to outputs; the spectral norm is shown"

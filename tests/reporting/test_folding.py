@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import gpt
 import pytest
 import torch
-from gpt import FOLLOWERS, LAYERS, MATRICES, ROOTS, measured, of_network, root
 
 from spectral_monitor.reporting.text.table import WIDTH, measurement_rows, measurement_table
+from tests.reporting import gpt
+from tests.reporting.gpt import FOLLOWERS, LAYERS, MATRICES, ROOTS, measured, of_network, root
 
 ONE = measured(roots=[root(consequences=FOLLOWERS)], followers=FOLLOWERS)
 TWO = measured(roots=[root(consequences=FOLLOWERS), root(ROOTS[1], value=5.4)], followers=FOLLOWERS)

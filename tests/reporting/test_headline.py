@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import gpt
 import pytest
 import torch
-from gpt import FOLLOWERS, MATRICES, ROOTS, measured, of_network, root
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting.content.headline import announcement, brief, headline, headlines
 from spectral_monitor.reporting.content.tally import disturbed, off, tally, told
+from tests.reporting import gpt
+from tests.reporting.gpt import FOLLOWERS, MATRICES, ROOTS, measured, of_network, root
 
 ONE = measured(roots=[root(consequences=FOLLOWERS)], followers=FOLLOWERS)
 TWO = measured(roots=[root(consequences=FOLLOWERS), root(ROOTS[1], value=5.4)], followers=FOLLOWERS)

@@ -242,12 +242,11 @@ def test_no_window_system_is_touched():
         "import sys\n"
         "import spectral_monitor\n"
         "assert 'matplotlib' not in sys.modules\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_heatmap import heatmap, history\n"
+        "from tests.reporting.test_heatmap import heatmap, history\n"
         "assert heatmap(history('bfa_cos', [[0.5]]), 'bfa_cos') is not None\n"
         "assert not {'matplotlib.pyplot', 'matplotlib.figure'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
 @pytest.mark.parametrize("name", ["two\nlines", "\r", "\x1b[31m", "\u2028"])

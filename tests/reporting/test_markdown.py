@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from html.parser import HTMLParser
 
-import gpt
 import pytest
 import torch
 from tensorboard import plugin_util
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.reporting.text.markdown import LISTED, escaped, verdict_markdown
+from tests.reporting import gpt
 
 NASTY = [
     "a|b",

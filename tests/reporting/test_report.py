@@ -11,7 +11,6 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import gpt
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from spectral_monitor.reporting import JSONLinesSink
 from spectral_monitor.reporting.content.panels import PANELS
 from spectral_monitor.reporting.html.report import report, write_report
 from spectral_monitor.reporting.logged_run import read_run
+from tests.reporting import gpt
 
 pytest.importorskip("plotly")
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_report import deep, layers_of, page_of, verdict
 
 from spectral_monitor import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.html.curves import drawn
+from tests.reporting.test_report import deep, layers_of, page_of, verdict
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])

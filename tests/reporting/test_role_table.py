@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpt import SIZES
 from torch import nn
 
 from spectral_monitor.layers import dissect
 from spectral_monitor.reporting.text.role_table import role_rows, role_table
+from tests.reporting.gpt import SIZES
 
 
 def gpt(blocks=12, width=64):

@@ -8,10 +8,8 @@ import math
 import pytest
 import torch
 import wandb
-from board import images, layouts, measurement, scalars, texts
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
-from wandb_file import RunFile, go_offline, offline_run
 
 from spectral_monitor import SpectralCondition, SpectralProbe
 from spectral_monitor.quantities import QUANTITIES
@@ -26,6 +24,8 @@ from spectral_monitor.reporting.text.markdown import verdict_markdown
 from spectral_monitor.reporting.text.table import measurement_table
 from spectral_monitor.reporting.wandb_sink.charts import lines
 from spectral_monitor.reporting.wandb_sink.sink import WandbSink
+from tests.reporting.board import images, layouts, measurement, scalars, texts
+from tests.reporting.wandb_file import RunFile, go_offline, offline_run
 
 EVERY = {"light": 2, "standard": 5}
 STEPS = 25

@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from board import NAMES, ROLES, events, images, layouts, measurement, read, scalars, texts
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
@@ -23,6 +22,7 @@ from spectral_monitor.reporting.heatmap import heatmap
 from spectral_monitor.reporting.sinks import Sinks
 from spectral_monitor.reporting.tensorboard_sink import sink as module
 from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
+from tests.reporting.board import NAMES, ROLES, events, images, layouts, measurement, read, scalars, texts
 
 
 @pytest.fixture

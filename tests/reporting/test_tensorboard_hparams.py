@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from board import measurement
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
+from tests.reporting.board import measurement
 
 
 def hyperparameters(folder):

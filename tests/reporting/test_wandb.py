@@ -15,13 +15,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import wandb
-import zoo
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader
-from wandb_file import AXIS, RunFile, go_offline
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.condition import SpectralCondition, load_profile, save_profile
@@ -29,6 +27,8 @@ from spectral_monitor.condition.verdict import short
 from spectral_monitor.messages import SpectralConditionWarning
 from spectral_monitor.monitoring.supervisor import described
 from spectral_monitor.reporting.content.essentials import essentials
+from tests.noninterference import zoo
+from tests.reporting.wandb_file import AXIS, RunFile, go_offline
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,11 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 
-import gpt
 import numpy as np
 import pytest
 import torch
 import wandb
 from torch import nn
-from wandb_file import AXIS, RunFile, go_offline, offline_run
 
 from spectral_monitor import LayerInfo, Measurement, SpectralProbe
 from spectral_monitor.condition import Verdict
@@ -23,6 +21,8 @@ from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.wandb_sink import sink as sink_module
 from spectral_monitor.reporting.wandb_sink.charts import lines
 from spectral_monitor.reporting.wandb_sink.sink import WandbSink
+from tests.reporting import gpt
+from tests.reporting.wandb_file import AXIS, RunFile, go_offline, offline_run
 
 OVERLAID = {f"spectral_{key}" for key in essentials_module.OVERLAID} | {"spectral/summary/violations"}
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import wandb
-from wandbfile import wandb_records
 
 AXIS = "trainer/global_step"
 FOLDERS = ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")
@@ -19,6 +20,35 @@ def go_offline(monkeypatch, folder):
         monkeypatch.setenv(name, str(folder))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+def wandb_records(folder):
+    """All records of the one offline run in a folder, once its file is complete."""
+    (path,) = Path(folder).glob("wandb/offline-run-*/run-*.wandb")
+    for _ in range(600):
+        records = list(_records(path.read_bytes()))
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            break
+        time.sleep(0.05)
+    return records
+
+
+def _records(data):
+    """LevelDB's log format: 7 bytes of greeting, then records, cut where blocks of 32 kB end."""
+    from wandb.proto import wandb_internal_pb2
+
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        if (left := -at % 32768) < 7:  # too little room for a header: the block is padded
+            at += left
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4) and at <= len(data):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
 
 
 @contextmanager

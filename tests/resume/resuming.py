@@ -6,11 +6,11 @@ import io
 
 import pytest
 import torch
-import zoo
 from lightning.pytorch.callbacks import ModelCheckpoint
-from quickfit import fit
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
+from tests.callbacks.quickfit import fit
+from tests.noninterference import zoo
 
 EPOCH = 6
 

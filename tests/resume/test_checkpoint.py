@@ -9,10 +9,11 @@ import shutil
 import lightning.pytorch as pl
 import pytest
 import torch
-import zoo
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from quickfit import fit, recording
-from resuming import (
+
+from tests.callbacks.quickfit import fit, recording
+from tests.noninterference import zoo
+from tests.resume.resuming import (
     EPOCH,
     QUIET,
     Keeps,

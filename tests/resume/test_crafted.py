@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quickfit import fit
-from resuming import assert_drift_is_from, change, monitor, resumed, said, saved, state_in, weights_in
 
 from spectral_monitor import SpectralMonitorWarning
 from spectral_monitor.state.side_files import checked, described, side_file_name
+from tests.callbacks.quickfit import fit
+from tests.resume.resuming import assert_drift_is_from, change, monitor, resumed, said, saved, state_in, weights_in
 
 PRINT = "0123456789abcdef" * 4
 NO_FILE = "the checkpoint names no file of the monitor"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("training.py")
+ROOT = Path(__file__).parents[2]
 EPOCH = 6
 pytestmark = pytest.mark.slow
 
 
 def run(mode, folder):
     """The script in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), mode, str(folder)], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "tests.resume.training", mode, str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 

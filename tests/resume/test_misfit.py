@@ -8,14 +8,25 @@ import warnings
 
 import pytest
 import torch
-import zoo
 from lightning.pytorch.callbacks import ModelCheckpoint
-from quickfit import fit, recording
-from resuming import EPOCH, Keeps, assert_drift_is_from, change, drift, monitor, resumed, said, saved, weights_in
 from torch import nn
 from torch.utils.data import DataLoader
 
 from spectral_monitor import SpectralMonitorWarning
+from tests.callbacks.quickfit import fit, recording
+from tests.noninterference import zoo
+from tests.resume.resuming import (
+    EPOCH,
+    Keeps,
+    assert_drift_is_from,
+    change,
+    drift,
+    monitor,
+    resumed,
+    said,
+    saved,
+    weights_in,
+)
 
 # Without it.
 

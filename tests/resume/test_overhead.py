@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
-import zoo
-from quickfit import fit
-from resuming import monitor, saved
 
 from spectral_monitor.engine import engine
 from spectral_monitor.engine import overhead_budget as budget
+from tests.callbacks.quickfit import fit
+from tests.noninterference import zoo
+from tests.resume.resuming import monitor, saved
 
 LIGHT = {"every_n_steps": 1, "quantities": ["feature_change"], "max_overhead": 0.1}
 

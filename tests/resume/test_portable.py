@@ -10,13 +10,13 @@ from collections import OrderedDict, deque
 import numpy as np
 import pytest
 import torch
-import zoo
 from torch import nn
 
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.serialize import NotPlainError, fingerprint, pack, pack_state, put_state, unpack
 from spectral_monitor.state.snapshot import preserved
+from tests.noninterference import zoo
 
 CPU = torch.device("cpu")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from resuming import Loop, measured
 from torch import nn
 from torch.nn.utils import prune
 
 from spectral_monitor import LRCorrection, SpectralMonitorWarning, SpectralProbe
+from tests.resume.resuming import Loop, measured
 
 
 class Run(Loop):

@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
-import zoo
-from quickfit import fit
-from resuming import EPOCH, Loop, change, measured, monitor, plain, resumed, said, saved, state_in
 from torch import nn
 
 from spectral_monitor import SpectralMonitorWarning, SpectralProbe
+from tests.callbacks.quickfit import fit
+from tests.noninterference import zoo
+from tests.resume.resuming import EPOCH, Loop, change, measured, monitor, plain, resumed, said, saved, state_in
 
 FEW = 3
 

@@ -1,6 +1,6 @@
 """Trains two small networks; run as a script, in a process of its own that may kill itself.
 
-python training.py whole|killed|resumed FOLDER
+python -m tests.resume.training whole|killed|resumed FOLDER
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import sys
 import warnings
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "noninterference"))
-
 import lightning.pytorch as pl
 import numpy as np
 import torch
-import zoo
 from lightning.pytorch.callbacks import ModelCheckpoint
-from recorder import RecordingLogger, Run
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
+from tests.noninterference import zoo
+from tests.noninterference.recorder import RecordingLogger, Run
 
 EPOCH = 6
 """Batches, and steps, per epoch."""

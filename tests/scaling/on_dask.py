@@ -1,6 +1,6 @@
 """A sweep on a cluster of two workers; its points and its table go to a file.
 
-A program of its own, because tests/distributed has the name of dask's package.
+A program of its own, for dask's workers import it again.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 from distributed import Client, LocalCluster
-from sweeping import noise
-from witnessed import STEPS, WIDTHS, Witnessed
 
 from spectral_monitor.scaling import sweep
+from tests.scaling.sweeping import noise
+from tests.scaling.witnessed import STEPS, WIDTHS, Witnessed
 
 
 def main(folder: Path, through: str) -> None:

@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
-from sweeping import Chain, Residual, one_sample
 from torch import nn
 
 from spectral_monitor.measurement import LayerInfo
 from spectral_monitor.parametrization.layer_position import LayerPosition
 from spectral_monitor.scaling import COMPLETE_P, DEPTH_MUP, FSC, FSC_RESNET, MF_MUP, MUP, NTK, predict, sweep
+from tests.scaling.sweeping import Chain, Residual, one_sample
 
 KEYS = (
     "weight_natural",

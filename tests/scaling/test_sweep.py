@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from sweeping import INPUTS, Known, Noisy, noise, ones
 from torch import nn
 
 from spectral_monitor.cli import main
@@ -25,6 +24,7 @@ from spectral_monitor.parametrization.prediction import predict
 from spectral_monitor.scaling import MUP, NTP, SP
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.sweep import sweep
+from tests.scaling.sweeping import INPUTS, Known, Noisy, noise, ones
 
 ROOT = Path(__file__).parents[2]
 NATURAL = ["weight_natural", "update_natural"]

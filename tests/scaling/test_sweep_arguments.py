@@ -7,7 +7,6 @@ import functools
 import numpy as np
 import pytest
 import torch
-from sweeping import INPUTS, Known, Noisy, noise, ones
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,6 +14,7 @@ from spectral_monitor.cli import main
 from spectral_monitor.scaling import MFP, MUP
 from spectral_monitor.scaling.sweeps.arguments import name_of
 from spectral_monitor.scaling.sweeps.sweep import sweep
+from tests.scaling.sweeping import INPUTS, Known, Noisy, noise, ones
 
 
 def quiet(make_module=Noisy, data=noise, **kwargs):

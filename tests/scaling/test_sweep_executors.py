@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from sweeping import Noisy, noise
-from test_sweep import plain
-from witnessed import STEPS, WIDTHS, Witnessed, witnesses
 
 from spectral_monitor.scaling.sweeps.sweep import sweep
+from tests.scaling.sweeping import Noisy, noise
+from tests.scaling.test_sweep import plain
+from tests.scaling.witnessed import STEPS, WIDTHS, Witnessed, witnesses
 
-HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "sweeps.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "sweeps.md"
 
 
 def quiet(make_module=Noisy, data=noise, **kwargs):
@@ -285,7 +285,7 @@ def test_dask(through, tmp_path, alone):
     """A worker is killed; dask gives its point to another."""
     pytest.importorskip("dask")
     in_folder(tmp_path)
-    command = [sys.executable, str(HERE / "on_dask.py"), str(tmp_path), through]
+    command = [sys.executable, "-m", "tests.scaling.on_dask", str(tmp_path), through]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "15/15" in done.stderr
@@ -296,7 +296,7 @@ def test_dask(through, tmp_path, alone):
 def test_submitit(tmp_path, monkeypatch, alone):
     """A job is killed: all others end, and the same call trains what is missing."""
     submitit = pytest.importorskip("submitit")
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     factory = in_folder(tmp_path, killed=32)
     executor = submitit.AutoExecutor(folder=tmp_path / "jobs", cluster="local")
     executor.update_parameters(timeout_min=5)

@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from sweeping import Known, Noisy, noise, ones
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.fitting.power_law import Fit
@@ -17,6 +16,7 @@ from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.result import evaluated
 from spectral_monitor.scaling.sweeps.slope import Slope
 from spectral_monitor.scaling.sweeps.sweep import sweep
+from tests.scaling.sweeping import Known, Noisy, noise, ones
 
 WIDTHS = (64, 128, 256, 512)
 KEY = "update_natural"

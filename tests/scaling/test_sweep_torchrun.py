@@ -9,8 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import on_processes
-from sweeping import INPUTS
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +18,8 @@ from spectral_monitor.scaling.sweeps.point import RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.sweep import sweep
 from spectral_monitor.scaling.sweeps.workers import PointFailure, PointJob
 from spectral_monitor.sharding import mean_over_processes
+from tests.gloo import on_processes
+from tests.scaling.sweeping import INPUTS
 
 WIDTHS = (8, 16, 32)
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import lightning as L
 import pytest
 import torch
-from sweeping import INPUTS, Known, Noisy, noise, ones
 from torch import nn
 
 from spectral_monitor.scaling import MUP
 from spectral_monitor.scaling.batches import moved
 from spectral_monitor.scaling.sweeps.point import RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.sweep import sweep
+from tests.scaling.sweeping import INPUTS, Known, Noisy, noise, ones
 
 
 def quiet(make_module=Noisy, data=noise, **kwargs):

@@ -10,7 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from sweeping import Noisy
+
+from tests.scaling.sweeping import Noisy
 
 WIDTHS, STEPS = (8, 16, 32, 64, 128), 3
 

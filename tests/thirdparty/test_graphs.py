@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from running import run
 from torch import nn
 from torch.nn import functional
+
+from tests.thirdparty.running import run
 
 NODES, FEATURES, HIDDEN, CLASSES = 20, 6, 8, 3
 geometric = pytest.importorskip("torch_geometric.nn")

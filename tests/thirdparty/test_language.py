@@ -4,9 +4,10 @@ import pytest
 import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
-from running import run
 from torch import nn
 from torch.nn import functional
+
+from tests.thirdparty.running import run
 
 VOCABULARY, WIDTH = 17, 8
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
-from running import fit, run
-from test_language import VOCABULARY, WIDTH, HeadFirst, entropy, tokens
-from test_selfsupervised import Byol, LitAutoEncoder
 from torch.nn import functional
-from vision import like_timm, pictures
+
+from tests.thirdparty.running import fit, run
+from tests.thirdparty.test_language import VOCABULARY, WIDTH, HeadFirst, entropy, tokens
+from tests.thirdparty.test_selfsupervised import Byol, LitAutoEncoder
+from tests.thirdparty.vision import like_timm, pictures
 
 STEPS = 33
 SCHEDULE = "1, 2, 4, ..., every 100"
@@ -45,7 +46,7 @@ def test_adapters():
 @pytest.mark.parametrize("layer", ["GCNConv", "GATConv"])
 def test_graph_networks(layer):
     geometric = pytest.importorskip("torch_geometric.nn")
-    from test_graphs import CLASSES, FEATURES, NODES, Net
+    from tests.thirdparty.test_graphs import CLASSES, FEATURES, NODES, Net
 
     model = Net(getattr(geometric, layer))
     x, y = torch.randn(NODES, FEATURES), torch.randint(CLASSES, (NODES,))

@@ -5,9 +5,10 @@ import copy
 import lightning.pytorch as pl
 import pytest
 import torch
-from running import fit
 from torch import nn
 from torch.nn import functional
+
+from tests.thirdparty.running import fit
 
 
 class Byol(pl.LightningModule):

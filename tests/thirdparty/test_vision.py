@@ -1,10 +1,11 @@
 """timm's vision transformers."""
 
 import pytest
-from running import run
-from stand_in import import_timm
 from torch.nn import functional
-from vision import like_timm, of_timm, pictures
+
+from tests.thirdparty.running import run
+from tests.thirdparty.stand_in import import_timm
+from tests.thirdparty.vision import like_timm, of_timm, pictures
 
 
 def built(kind, size):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from short_fits import fitted
+
+from tests.usage.short_fits import fitted
 
 
 @pytest.fixture(scope="session")

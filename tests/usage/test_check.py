@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from short_fits import Net
 from torch import nn
 
 from spectral_monitor import check
+from tests.usage.short_fits import Net
 
 
 def parts(faulty=False):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from short_fits import fitted
 from torch import nn
 
 from spectral_monitor import SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.monitoring.reactions import Reactions
+from tests.usage.short_fits import fitted
 
 
 def test_a_function_is_called_once_for_each_root_that_begins(tmp_path):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from case import Batch
 from torch import Generator
+
+from tests.zoo.case import Batch
 
 TOKENS, LENGTH, SAMPLES, CLASSES = 99, 12, 3, 5
 END = 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batches import END, TOKENS, padded, pairs, tokens
-from case import Row
+from tests.zoo.batches import END, TOKENS, padded, pairs, tokens
+from tests.zoo.case import Row
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": END}
 # Width 80, so that norms of 80 x 96 matrices are estimated and not computed by a small dense decomposition.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from case import Case
-from pretrained import PRETRAINED
-from written import WRITTEN
+from tests.zoo.case import Case
+from tests.zoo.pretrained import PRETRAINED
+from tests.zoo.written import WRITTEN
 
 MODELS: dict[str, Case] = {case.name: case for case in (*PRETRAINED, *WRITTEN)}
 

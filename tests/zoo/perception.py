@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from batches import CLASSES, captioned, images, maps, series, sound, spectrograms
-from case import Row
-from language import SEQ2SEQ, SPECIAL, TEXT
+from tests.zoo.batches import CLASSES, captioned, images, maps, series, sound, spectrograms
+from tests.zoo.case import Row
+from tests.zoo.language import SEQ2SEQ, SPECIAL, TEXT
 
 IMAGE = {"image_size": 32, "patch_size": 8, "num_labels": CLASSES}
 VIT = {

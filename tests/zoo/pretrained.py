@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import language
-import perception
 import transformers
-from case import Case
 from torch import nn
+
+from tests.zoo import language, perception
+from tests.zoo.case import Case
 
 
 def build(head: str, kind: str, settings: dict[str, Any]) -> nn.Module:

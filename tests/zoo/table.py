@@ -7,11 +7,10 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 
-from case import Case
-
 from spectral_monitor import SpectralProbe
 from spectral_monitor.layers import Anatomy, Layer
 from spectral_monitor.messages import SpectralMonitorWarning
+from tests.zoo.case import Case
 
 HEAD = """| architecture | matrices | biases, gains | features of | readout | not measured |
 |---|---|---|---|---|---|

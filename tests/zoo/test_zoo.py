@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from models import FAST, MODELS
-from recorder import differences
-from visit import STEPS, Visit, naive_change, norms, visit
+
+from tests.noninterference.recorder import differences
+from tests.zoo.models import FAST, MODELS
+from tests.zoo.visit import STEPS, Visit, naive_change, norms, visit
 
 ZOO = [pytest.param(case, id=name, marks=() if name in FAST else pytest.mark.slow) for name, case in MODELS.items()]
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from case import Batch, Case
-from recorder import Run, leaves, of_module, of_optimizer, of_random
 from torch import Tensor, nn
 
 from spectral_monitor import Measurement, SpectralProbe
 from spectral_monitor.layers import Anatomy, Layer
 from spectral_monitor.messages import SpectralMonitorWarning
+from tests.noninterference.recorder import Run, leaves, of_module, of_optimizer, of_random
+from tests.zoo.case import Batch, Case
 
 STEPS = 5
 Outputs = dict[str, list[Tensor]]

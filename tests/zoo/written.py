@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from case import Batch, Case
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import Optimizer
+
+from tests.zoo.case import Batch, Case
 
 SAMPLES, TOKENS, LENGTH, CLASSES = 4, 99, 12, 5
 

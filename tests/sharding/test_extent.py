@@ -8,7 +8,6 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import on_processes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -19,6 +18,7 @@ from spectral_monitor.layers import dissect
 from spectral_monitor.sharding import ProcessGroup, copies, flat_extents, placed, plan
 from spectral_monitor.sharding.shard_region import extent_of
 from spectral_monitor.state.dtensor import local_part
+from tests.gloo import on_processes
 
 CPU = torch.device("cpu")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import on_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.optim import AdamW
 
 from spectral_monitor.sharding.fsdp1 import call_through, flat_slices, reshard
+from tests.gloo import on_processes
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import on_processes
 from torch import nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from spectral_monitor.sharding.fsdp1 import call_through, flat_slices, reshard
+from tests.gloo import on_processes
 
 CPU = torch.device("cpu")
 STEPS = 3

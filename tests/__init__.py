@@ -1,0 +1,1 @@
+"""Run from the top folder: ``from tests.noninterference import zoo``."""
