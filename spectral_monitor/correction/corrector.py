@@ -139,8 +139,8 @@ class Corrector:
             return ""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         peaks = [self._peaks.see(group) for group in groups if group["params"]]
-        rates = sorted({peak.highest for peak in peaks if peak.highest > 0})
-        some = f"{rates[0]:.3g}" if len(rates) == 1 else f"{rates[0]:.3g} to {rates[-1]:.3g}" if rates else "unknown"
+        rates = [peak.highest for peak in peaks if peak.highest > 0]
+        some = " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)})) if rates else "unknown"
         scheduled = any(peak.scheduled for peak in peaks)
         size = self._size if scheduled else self._size * CONSTANT
         return (

@@ -133,7 +133,7 @@ class LRMultiplierOverride:
         for parameter, value in multipliers.items():
             if not isinstance(parameter, Tensor):
                 raise TypeError(f"multipliers are given by parameter, got {parameter!r}")
-            if not _is_number(value) or not 0 < value < math.inf:
+            if not (_is_number(value) and math.isfinite(value) and value > 0):
                 shape = tuple(parameter.shape)
                 raise ValueError(
                     f"the multiplier of a parameter of shape {shape} must be a positive number, got {value!r}"

@@ -85,7 +85,7 @@ def attention_numbers(logits: Tensor, allowed: Tensor, weights: Tensor) -> Atten
     allowed = allowed.expand_as(logits)
     count = allowed.sum(-1)
     entropy = torch.special.entr(weights).sum(-1) / count.clamp(min=2).log()
-    several, some = count > 1, count > 0
+    several, some = count > 1, count.bool()
     by_head = (entropy * several).sum((0, 2)) / several.sum((0, 2))
     return AttentionNumbers(
         logits.masked_fill(~allowed, -torch.inf).amax(),

@@ -77,7 +77,7 @@ def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return
     rows = max(1, _COPIED * len(a) // a.numel())
     for x, y in zip(a.split(rows), b.split(rows), strict=True):
-        yield from _chunks(*((x, y) if len(x) > 1 else (x[0], y[0])))
+        yield from _chunks(*((x, y) if len(x) > 1 else (x.squeeze(0), y.squeeze(0))))
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:

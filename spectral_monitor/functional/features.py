@@ -149,11 +149,11 @@ def standard_error_of_mean(values: Tensor, counted: Tensor, groups: Tensor | Non
     if groups is not None:
         table = torch.stack([counted.to(values), torch.where(counted, values, 0.0)], -1)  # (..., rows, 2)
         sums = table.new_zeros(*table.shape[:-2], int(groups.max()) + 1, 2)
-        sums.scatter_add_(-2, groups.unsqueeze(-1).expand_as(table), table)
+        sums.scatter_add_(-2, groups[..., None].expand_as(table), table)
         return standard_error(sums, lambda some: some[..., 1:] / some[..., :1])[..., 0]
     n = counted.sum(-1)
     mean = torch.where(counted, values, 0.0).sum(-1) / n
-    squares = torch.where(counted, values - mean.unsqueeze(-1), 0.0).square().sum(-1)
+    squares = torch.where(counted, values - mean[..., None], 0.0).square().sum(-1)
     return (squares / (n - 1) / n).sqrt()
 
 
@@ -163,7 +163,7 @@ def alignment_sum(A: Tensor, x: Tensor, *, tol: float = 0.01, exact: bool = Fals
     rows = as_rows(x, "x")
     if A.ndim != 2 or A.shape[1] != rows.shape[1]:
         raise ValueError(f"A must be (m, {rows.shape[1]}) to act on x {tuple(x.shape)}, got {tuple(A.shape)}")
-    matrix = as_stack(A)[0].to(compute_dtype(A.dtype))
+    matrix = as_stack(A).squeeze(0).to(compute_dtype(A.dtype))
     # It depends on the size of neither.
     matrix, rows = matrix / largest(matrix), rows / largest(rows, -1)
     norm = spectral_norm(matrix, tol=tol, exact=exact).double()

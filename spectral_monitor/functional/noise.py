@@ -115,7 +115,7 @@ def noise_scale(moments: Tensor) -> NoiseScale:
         >>> round(noise_scale(moments[None]).value, 4)
         0.042
     """
-    rows = [row for row in moments.tolist() if row[0] and row[1]]
+    rows = [row for row in moments.tolist() if row[1]]  # others have no samples, or no gradient
     if not rows or not math.isfinite(sum(map(sum, rows))):
         return NoiseScale(math.nan, math.nan, math.nan)
     # Pairs of samples are those of one process, whose moments are relative to its own A.
@@ -134,6 +134,6 @@ def noise_scale(moments: Tensor) -> NoiseScale:
     # (1 - r P)^2 <= z^2 (aa - 2 r ap + r^2 pp), in units of A
     first, second, last = P**2 - z**2 * pp, P - z**2 * ap, 1 - z**2 * aa
     root = math.sqrt(max(second**2 - first * last, 0.0))
-    low = last / (second + root) if second + root > 0 else 1.0
+    low = max(last / (second + root) - 1, 0.0) if second + root > 0 else 0.0
     high = (second + root) / first if first > 0 and P > 0 else math.inf
-    return NoiseScale(1 / P - 1 if P > 0 else math.nan, max(low - 1, 0.0), high - 1)
+    return NoiseScale(1 / P - 1 if P > 0 else math.nan, low, high - 1)

@@ -34,11 +34,11 @@ def standard_error(sums: Tensor, statistic: Callable[[Tensor], Tensor]) -> Tenso
         >>> standard_error(rows, lambda sums: sums[..., 1:] / sums[..., :1])  # their deviation / 2, widened by 1.95
         tensor([2.8703])
     """
-    there = (sums[..., 0] > 0).unsqueeze(-1)  # (..., G, 1)
+    there = sums[..., :1] > 0  # (..., G, 1)
     G = there.sum(-2)  # (..., 1)
     left = statistic(sums.sum(-2, keepdim=True) - sums)  # (..., G, Q), each without one group
     left = torch.where(there, left, 0.0)
-    mean = left.sum(-2, keepdim=True) / G.unsqueeze(-1)
+    mean = left.sum(-2, keepdim=True) / G[..., None]
     squares = torch.where(there, (left - mean).square(), 0.0).sum(-2)  # (..., Q)
     widened = torch.tensor([math.nan, math.nan, *STUDENT, 1.0], device=sums.device, dtype=sums.dtype)
     factor = widened[G.clamp(max=len(widened) - 1)]

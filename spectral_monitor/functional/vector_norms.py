@@ -41,7 +41,7 @@ def lengths(x: Tensor) -> Tensor:
     chunk = CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
     if x.ndim > 1 and x.numel() > chunk:
         if len(x) == 1:
-            return lengths(x[0])[None]
+            return lengths(x.squeeze(0))[None]
         return torch.cat([lengths(some) for some in x.split(max(1, chunk * len(x) // x.numel()))])
     if x.dtype != torch.float64:
         found: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)

@@ -71,10 +71,10 @@ class ShardedStack:
         for part in self.parts:
             if part.members is None:
                 parts.append(replace(part, A=part.A[first:last]))
-                continue
-            start, stop = torch.searchsorted(part.members, torch.tensor([first, last])).tolist()
-            if stop > start:
-                parts.append(replace(part, members=part.members[start:stop] - first, A=part.A[start:stop]))
+            else:
+                start, stop = torch.searchsorted(part.members, torch.tensor([first, last])).tolist()
+                if stop > start:
+                    parts.append(replace(part, members=part.members[start:stop] - first, A=part.A[start:stop]))
         return replace(self, shape=(last - first, *self.shape[1:]), parts=tuple(parts))
 
     def map(self, function: Callable[[Tensor, Tensor | None], Tensor]) -> ShardedStack:

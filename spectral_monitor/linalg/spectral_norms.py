@@ -287,13 +287,13 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
     exchange = stacks[0].exchange
     speaks = float(exchange is None or exchange.rank == 0)
     found = torch.zeros(3, len(fro), dtype=torch.float64)  # sigma, error, unseen; in units
-    reads = [0] * len(fro)
+    reads: dict[int, int] = {}
     told = nothing = fro.new_zeros(0)
     look: _Look | None = None
     while space.undecided:
         told = yield from space.step(told)
         if look is not None:  # the others have heard of it now
-            look = look._replace(done=told.to("cpu") > 0.5)
+            look = look._replace(done=told.to("cpu").bool())
         elif space.steps in LOOKS:
             look = _look(space, tol)
             if space.split and space.steps < MAX_STEPS:
@@ -310,7 +310,7 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
         look, told = None, nothing
     found[2] += 2 * torch.repeat_interleave(torch.tensor([_slack(A) for A in stacks]), torch.tensor(counts))
     sigma, error, unseen = found.to(fro.dtype).to(fro.device) * fro
-    passes = [max(reads[start : start + count]) for start, count in zip(space.first, counts, strict=True)]
+    passes = [max(reads[start + k] for k in range(count)) for start, count in zip(space.first, counts, strict=True)]
     return _Norms(sigma, error, unseen * fro, passes)
 
 

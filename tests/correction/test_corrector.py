@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralCondition, SpectralMonitorWarning, SpectralProbe
-from spectral_monitor.correction.corrector import TRIAL
+from spectral_monitor.correction.corrector import TRIAL, Corrector
 from spectral_monitor.correction.policies import GROWTH, LEAST, MOST, PIXELS, SHARES
 from spectral_monitor.layers import dissect
 from spectral_monitor.parametrization.tying import units
@@ -330,6 +330,16 @@ def test_multipliers_of_another_policy_or_model_are_refused():
     ):
         with pytest.raises(ValueError, match="saved"):
             other.load_state_dict(state)
+
+
+def test_what_differs_is_named_up_to_six_layers():
+    network = perceptron()
+    optimizer = torch.optim.Adam(network.parameters(), lr=LR)
+    corrector = Corrector(LRCorrection("target"), dissect(network).layers, [optimizer])
+    state = corrector.state_dict()
+    state["units"] = {f"layer {name}": row for name, row in state["units"].items()}
+    with pytest.raises(ValueError, match=r"of other layers: 0, 0.bias, 2, 2.bias, 4, 4.bias$"):
+        corrector.load_state_dict(state)
 
 
 def test_effective_rates_are_shown():

@@ -8,6 +8,7 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.correction.corrector import TRIAL, Corrector
+from spectral_monitor.correction.peak_rates import CONSTANT
 from spectral_monitor.layers import dissect
 
 
@@ -35,6 +36,15 @@ def test_what_no_optimizer_has_yet_begins_as_under_those_there_are(kinds, multip
     network = perceptron()
     optimizers = [kind([layer.weight], lr=0.1) for kind, layer in zip(kinds, (network[0], network[4]), strict=False)]
     assert first(network, *optimizers)["2"] == pytest.approx(multiplier)
+
+
+@pytest.mark.parametrize(("lr", "multiplier"), [(0.1, CONSTANT * 1e-3), (1e-6, CONSTANT), (0.0, TRIAL)])
+def test_first_steps_in_the_size_of_gradients_are_small(lr, multiplier):
+    """At a rate of 1e-4, or the user's where that is smaller; where that is 0 it is not known yet."""
+    network = perceptron()
+    correction = LRCorrection("target", size=1 / 8)
+    found = Corrector(correction, dissect(network).layers, [torch.optim.SGD(network.parameters(), lr=lr)]).multipliers
+    assert [found[name] for name in "024"] == pytest.approx([multiplier] * 3)
 
 
 def test_a_layer_unfrozen_under_adam_does_not_leap():

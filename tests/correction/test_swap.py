@@ -15,6 +15,7 @@ from tests.correction.native import (
     SPARSE,
     UNEVEN,
     UNFIT,
+    armed,
     assert_same_training,
     by_parameter,
     closure_for,
@@ -263,3 +264,25 @@ def test_a_compiled_step_is_corrected_too():
             step()
         assert everything(models[0], optimizers[0]) == everything(models[1], optimizers[1])
     torch._dynamo.reset()
+
+
+class Halving(torch.optim.AdamW):
+    """Halves its decay at each step."""
+
+    def step(self, closure=None):
+        found = super().step(closure)
+        for group in self.param_groups:
+            group["weight_decay"] *= 0.5
+        return found
+
+
+def test_names_of_options_may_come_from_anywhere():
+    """Of a file, for instance: equal to those in the source, and other objects."""
+    model = make_model()
+    optimizer = Halving(model.parameters(), lr=0.1)
+    (group,) = optimizer.param_groups
+    del group["weight_decay"]
+    group["".join(["weight", "_decay"])] = 0.5
+    armed(optimizer, model, POWERS)
+    take_step(model, optimizer, 0, with_closure=False)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25

@@ -141,6 +141,12 @@ def test_lengths_are_of_all_entries(shape):
     assert length(x.bfloat16()).dtype == torch.float32
 
 
+def test_the_length_of_many_entries_is_summed_row_by_row():
+    """One sum of all would be off by a thousandth."""
+    x = torch.full((1500, 2000), 0.1)
+    assert length(x).item() == pytest.approx(0.1 * math.sqrt(x.numel()), rel=1e-6)
+
+
 def test_moments_in_half_precision_may_disagree_by_its_rounding():
     """The check that an operation has a second derivative is by a number that is had twice."""
     generator, widest = torch.Generator().manual_seed(0), 0.0
@@ -171,6 +177,22 @@ def test_what_does_not_lead_to_the_outputs_adds_nothing(case):
     nothing = F.bfk_moments(outputs, [apart], [9.0], probes)
     assert [value.item() for value in nothing] == [0.0, 0.0]
     assert math.isnan(F.bfk_ratio(*nothing).item())
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+def test_outputs_apart_add_kernels_of_their_own(apart):
+    """No parameter of one leads to the other, and one of them may have a rate of zero."""
+    W, V = perceptron([5, 4], seed=1) + perceptron([3, 2], seed=2)
+    x, z = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    rates = [0.3, 0.7]
+    rates[apart] = 0.0
+    outputs = (x @ W.T, z @ V.T)
+    K = written_out(lambda W, V: (x @ W.T, z @ V.T), [W, V], rates)
+    m = len(K)
+    basis = [split(row, outputs) for row in math.sqrt(m) * torch.eye(m, dtype=torch.float64)]
+    first, second = F.bfk_moments(outputs, [W, V], rates, basis)
+    assert first.item() == pytest.approx(np.trace(K) / m, rel=1e-10)
+    assert second.item() == pytest.approx(np.trace(K @ K) / m, rel=1e-10)
 
 
 def test_gradients_are_left_alone(case):

@@ -33,6 +33,14 @@ def test_products_by_gradients_written_out(rows, inputs, outputs):
     torch.testing.assert_close(along, 1e-60 * c @ c.sum(0), rtol=1e-12, atol=0)
 
 
+def test_products_are_of_full_precision_under_autocast_too():
+    x, b = drawn(7, 3, 6, seed=1).float(), drawn(7, 3, 5, seed=2).float()
+    expected = sample_products(x.double(), b.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sample_products(x, b)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_nothing_has_products_of_zero():
     for x, b in ((drawn(5, 2, 3), torch.zeros(5, 2, 4)), (torch.zeros(5, 2, 3), drawn(5, 2, 4))):
         for found in sample_products(x, b):
@@ -154,6 +162,14 @@ def test_gradients_that_all_agree_have_no_noise():
     assert found.value == pytest.approx(0, abs=1e-12)
     assert found.low == pytest.approx(0, abs=1e-12)
     assert found.high == pytest.approx(0, abs=1e-12)
+
+
+def test_gradients_of_which_nothing_is_known_may_be_anything():
+    """Samples that cancel: then no scale is ruled out, and the interval begins at zero."""
+    c = torch.cat([drawn(3, 2, seed=1), -drawn(3, 2, seed=1)])
+    found = noise_scale(moments_of(c)[None])
+    assert math.isnan(found.value)
+    assert (found.low, found.high) == (0.0, math.inf)
 
 
 def test_gradients_that_may_be_zero_have_no_upper_end():

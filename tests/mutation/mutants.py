@@ -17,8 +17,8 @@ Place = tuple[int, int]
 """Line and column."""
 SPEED = frozenset({"cache", "lru_cache", "no_grad", "cached_property", "runtime_checkable"})
 """Decorators without which the same numbers are found, if slower."""
-PORTIONS = frozenset({"CHUNK", "DEVICE_CHUNK", "_CHUNK", "_COPIED", "_SHORT"})
-"""How much is computed at a time: tests compute the same numbers with portions of one entry and of all of them."""
+PORTIONS = frozenset({"CHUNK", "DEVICE_CHUNK", "_CHUNK", "_COPIED", "_SHORT", "MORE_ROOM"})
+"""How much is computed, or made room for, at a time: tests compute the same one entry at a time, and at once."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Mutant:
     line: int
 
     def source(self) -> str | None:
-        """Return the module with the change; ``None`` if it is none, no Python, or what the linter refuses."""
+        """Return the module with the change; ``None`` if it is none, no Python, or compares by ``is`` to no effect."""
         text = self.path.read_text()
         changed: str | None = mutate_code(text, cosmic_ray.plugins.get_operator(self.operator)(), self.occurrence)
         try:
             tree = ast.parse(changed or text)
         except SyntaxError:
             return None
-        return None if ast.dump(tree) == ast.dump(ast.parse(text)) or _refused(tree) else changed
+        return None if ast.dump(tree) == ast.dump(ast.parse(text)) or _by_identity(tree) else changed
 
     def change(self) -> str:
         """Return the changed lines, before and after."""
@@ -56,12 +56,17 @@ class Mutant:
         return "; ".join(f"{a} -> {b}" for a, b in both)
 
 
-def _refused(tree: ast.Module) -> bool:
-    """Return whether something is compared with a text or a number by ``is``: ruff's F632, so ``make lint`` notices."""
+def _by_identity(tree: ast.Module) -> bool:
+    """Return whether something is compared by ``is`` with a text or a number, or a dtype.
+
+    The first is ruff's F632, so that ``make lint`` notices. Of each dtype torch has one object, so that it is the same.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             for op, *pair in zip(node.ops, sides[:-1], sides[1:], strict=True):
+                if isinstance(op, ast.Is | ast.IsNot) and any(_is_dtype(side) for side in pair):
+                    return True
                 literals = [side.value for side in pair if isinstance(side, ast.Constant)]
                 if isinstance(op, ast.Is | ast.IsNot) and any(
                     isinstance(value, str | int | float) and not isinstance(value, bool) for value in literals
@@ -70,11 +75,15 @@ def _refused(tree: ast.Module) -> bool:
     return False
 
 
+def _is_dtype(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and (node.attr == "dtype" or ast.unparse(node).startswith("torch.float"))
+
+
 def _idle(path: Path) -> list[tuple[Place, Place]]:
-    """Return what makes no difference to results: annotations, decorators for speed, sizes of portions, guards.
+    """Return what makes no difference: annotations, decorators for speed, sizes of portions, margins, guards.
 
     Guards are ``strict=`` of a zip and ``frozen=`` of a dataclass, which only forbid. ``non_blocking=`` of a copy is
-    speed.
+    speed. A margin is how many machine epsilons are allowed for rounding.
     """
     found: list[ast.AST] = []
     for node in ast.walk(ast.parse(path.read_text())):
@@ -82,10 +91,10 @@ def _idle(path: Path) -> list[tuple[Place, Place]]:
             found.append(node.annotation)
         if isinstance(node, ast.keyword) and node.arg in ("strict", "frozen", "non_blocking"):
             found.append(node.value)
-        if isinstance(node, ast.Assign) and PORTIONS.issuperset(
-            n.id for n in ast.walk(node) if isinstance(n, ast.Name)
-        ):
+        if isinstance(node, ast.Assign) and PORTIONS & {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}:
             found.append(node)
+        if isinstance(node, ast.BinOp) and isinstance(node.left, ast.Constant) and "eps" in ast.unparse(node.right):
+            found.append(node.left)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
             found += [arg.annotation for arg in every if arg is not None and arg.annotation is not None]
