@@ -38,6 +38,7 @@ TESTS = {
         "functional/test_kernels.py",
         "functional/test_dual_kernel.py",
         "functional/test_kernel_extremes.py",
+        "functional/test_signatures.py",
     ],
     "functional": [
         "functional",
