@@ -310,8 +310,8 @@ class FakeProcesses(ProcessGroup):
         """Meanwhile all saw the same of a step, each of its own batch."""
         true = engine_module.census
 
-        def census(step: Any, sights: Any, prints: Tensor, processes: Any) -> Any:
-            routine = true(step, sights, prints, processes)
+        def census(step: Any, observations: Any, prints: Tensor, processes: Any) -> Any:
+            routine = true(step, observations, prints, processes)
             (table,) = yield next(routine)
             number = [one.name for one in fields(LayerObservation)].index("input_print")
             width, start = len(fields(LayerObservation)), len(fields(StepObservation))

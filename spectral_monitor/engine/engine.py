@@ -34,7 +34,7 @@ from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
 from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs, loss_begun
 from spectral_monitor.engine.features.stage import RowStage, input_rows
 from spectral_monitor.engine.model_layout import ModelLayout
-from spectral_monitor.engine.observation import WatchedForward, sights, step_facts
+from spectral_monitor.engine.observation import WatchedForward, observations, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
@@ -95,7 +95,7 @@ class Engine(EngineState):
         self.anatomy, self.layers, self.members = layout.anatomy, layout.layers, layout.members
         self._attention = AttentionWatch(layout.hidden, layout.attention, self.members, processes, self._harmless)
         self._readouts = Readouts(self.anatomy)
-        self._whereabouts = None if layout.flat else ParameterTracker(model, self.anatomy.layers)
+        self._tracker = None if layout.flat else ParameterTracker(model, self.anatomy.layers)
         self._replaced: set[int] = set()
         self._copies = partial(copies, flat=layout.flat, processes=processes)
         if settings.needs & FEATURES:
@@ -164,7 +164,7 @@ class Engine(EngineState):
         self._replays.needs = self.asked.needs
         self._replays.looked, self._replays.unseen, self._replays.whole = False, "", None
         with self._harmless("setting up"):
-            self._replaced = self._stage.replaced = replaced(self._whereabouts, self.anatomy.layers, self._warn)
+            self._replaced = self._stage.replaced = replaced(self._tracker, self.anatomy.layers, self._warn)
             if self.watches_features:
                 self.features.look_for(self.asked.keys if self._alone else {NOISE} & set(self.asked.keys))
                 self.features.watch_gradients = bool(BACKWARD & set(self.asked.keys))
@@ -293,7 +293,7 @@ class Engine(EngineState):
             forward.begun = loss_begun(given, forward.loss)
             forward.part = self._replays.look(forward.again, self._warn)
         noise, apart = self._replays.slices.noise, self.processes is not None
-        forward.layers = sights(len(self.layers), self.features, self._stage, forward.outputs, noise, apart)
+        forward.layers = observations(len(self.layers), self.features, self._stage, forward.outputs, noise, apart)
         if self.features.traced:
             for i, said in self._readouts.see(self.features, self._stage.unused).items():
                 forward.layers[i].place = said

@@ -49,7 +49,7 @@ class WatchedForward:
         return cls([LayerObservation() for _ in range(layers)], torch.zeros(layers, 2))
 
 
-def sights(
+def observations(
     layers: int,
     features: FeatureCapture,
     stage: MatrixStage,
@@ -68,22 +68,22 @@ def sights(
     prints = row_hashes(fed)
     for i in range(layers):
         recorded = features.calls.get(i, ())
-        sight = LayerObservation(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))
-        sight.hidden = 2.0 if i in features.unfit else i in features.hidden
+        observation = LayerObservation(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))
+        observation.hidden = 2.0 if i in features.unfit else i in features.hidden
         if recorded:
             x, b = inputs(recorded), gradients(recorded)
-            sight.fed = all(h is not None for h in x)
-            sight.graded = all(g is not None for g in b)
-            sight.lasted = i in outputs
-            sight.eps = max(noise.get(i, 0.0), *(call.eps for call in recorded))
+            observation.fed = all(h is not None for h in x)
+            observation.graded = all(g is not None for g in b)
+            observation.lasted = i in outputs
+            observation.eps = max(noise.get(i, 0.0), *(call.eps for call in recorded))
             there = [h for h in x if h is not None]
-            sight.inputs, sight.outputs = sum(map(len, there)), sum(call.count for call in recorded)
-            sight.input_print = prints[i][1] if i in prints else math.nan
-            sight.split_inputs = any(call.split_in for call in recorded)
-            sight.split_outputs = any(call.split_out for call in recorded)
-            sight.input_features = there[0].shape[1] if there else 0
-            sight.output_features = recorded[0].features
-        found.append(sight)
+            observation.inputs, observation.outputs = sum(map(len, there)), sum(call.count for call in recorded)
+            observation.input_print = prints[i][1] if i in prints else math.nan
+            observation.split_inputs = any(call.split_in for call in recorded)
+            observation.split_outputs = any(call.split_out for call in recorded)
+            observation.input_features = there[0].shape[1] if there else 0
+            observation.output_features = recorded[0].features
+        found.append(observation)
     return found
 
 

@@ -30,9 +30,9 @@ def check_supported(optimizers: Sequence[Optimizer]) -> None:
             raise ValueError(f"{type(optimizer).__name__} runs the forward several times in a step. {light}")
 
 
-def replaced(whereabouts: ParameterTracker | None, layers: Sequence[Layer], warn: Callable[[str], None]) -> set[int]:
+def replaced(tracker: ParameterTracker | None, layers: Sequence[Layer], warn: Callable[[str], None]) -> set[int]:
     """Layers that are not what they were when training began; says so."""
-    found = set() if whereabouts is None else whereabouts.moved()
+    found = set() if tracker is None else tracker.moved()
     if found:
         names = [layers[i].info.name for i in sorted(found)]
         hint = "Another fit, or another probe, measures it as it is then"

@@ -23,18 +23,19 @@ from spectral_monitor.linalg import all_reduce_norm
 
 def seen(rows, batches=None, prints=None, which="outputs", **more):
     """A census of one layer for every rank; a row is a number of rows, or (rows, whether they are split)."""
-    sights = []
+    observations = []
     for row in rows:
         count, split = row if isinstance(row, tuple) else (row, 0)
-        sight = LayerObservation(called=1, lasted=1, **more)
-        setattr(sight, which, float(count))
-        setattr(sight, f"split_{which}", float(split))
-        sights.append([sight])
+        observation = LayerObservation(called=1, lasted=1, **more)
+        setattr(observation, which, float(count))
+        setattr(observation, f"split_{which}", float(split))
+        observations.append([observation])
     batches = list(range(len(rows))) if batches is None else batches
     prints = [[(float(rank), 1.0)] for rank in range(len(rows))] if prints is None else [[p] for p in prints]
     steps = [StepObservation() for _ in rows]
     return [
-        RankReports(steps, sights, prints, SimpleNamespace(rank=rank, batches=batches)) for rank in range(len(rows))
+        RankReports(steps, observations, prints, SimpleNamespace(rank=rank, batches=batches))
+        for rank in range(len(rows))
     ]
 
 
@@ -77,9 +78,11 @@ def test_processes_with_one_batch_may_split_its_rows():
 
 
 def test_split_inputs_say_nothing_of_outputs():
-    sights = [[LayerObservation(inputs=2.0, outputs=4.0, split_inputs=1.0)] for _ in range(2)]
+    observations = [[LayerObservation(inputs=2.0, outputs=4.0, split_inputs=1.0)] for _ in range(2)]
     both = [
-        RankReports([StepObservation()] * 2, sights, [[(0.0,)], [(1.0,)]], SimpleNamespace(rank=rank, batches=[0, 0]))
+        RankReports(
+            [StepObservation()] * 2, observations, [[(0.0,)], [(1.0,)]], SimpleNamespace(rank=rank, batches=[0, 0])
+        )
         for rank in range(2)
     ]
     assert [p.offset for p in places(both, "inputs")] == [0, 2]
@@ -118,9 +121,11 @@ def test_equal_outputs_of_different_batches_count_once():
 
 
 def test_inputs_of_common_outputs_are_of_each_process():
-    sights = [[LayerObservation(called=1, lasted=1, inputs=4.0, outputs=8.0)] for _ in range(2)]
+    observations = [[LayerObservation(called=1, lasted=1, inputs=4.0, outputs=8.0)] for _ in range(2)]
     both = [
-        RankReports([StepObservation()] * 2, sights, [[(1.0,)], [(1.0,)]], SimpleNamespace(rank=r, batches=[0, 1]))
+        RankReports(
+            [StepObservation()] * 2, observations, [[(1.0,)], [(1.0,)]], SimpleNamespace(rank=r, batches=[0, 1])
+        )
         for r in range(2)
     ]
     assert common(both)
@@ -161,11 +166,12 @@ def test_of_processes_with_one_batch_each_is_compared_with_its_like():
 
 
 def of_some(called, prints):
-    sights = [[LayerObservation(called=float(c), lasted=float(c), outputs=8.0 * c)] for c in called]
+    observations = [[LayerObservation(called=float(c), lasted=float(c), outputs=8.0 * c)] for c in called]
     steps = [StepObservation() for _ in called]
     batches = list(range(len(called)))
     return [
-        RankReports(steps, sights, [[(p,)] for p in prints], SimpleNamespace(rank=r, batches=batches)) for r in batches
+        RankReports(steps, observations, [[(p,)] for p in prints], SimpleNamespace(rank=r, batches=batches))
+        for r in batches
     ]
 
 
@@ -192,10 +198,10 @@ def test_common_rows_may_be_split():
 
 def fed(*inputs, outputs=(1.0, 1.0)):
     """Common outputs, and numbers that are equal where inputs are."""
-    sights = [[LayerObservation(called=1, lasted=1, fed=1, input_print=number, outputs=8.0)] for number in inputs]
+    observations = [[LayerObservation(called=1, lasted=1, fed=1, input_print=number, outputs=8.0)] for number in inputs]
     steps, prints = [StepObservation() for _ in inputs], [[outputs] for _ in inputs]
     batches = list(range(len(inputs)))
-    return [RankReports(steps, sights, prints, SimpleNamespace(rank=r, batches=batches)) for r in batches]
+    return [RankReports(steps, observations, prints, SimpleNamespace(rank=r, batches=batches)) for r in batches]
 
 
 def test_equal_outputs_of_other_inputs_are_not_common():
@@ -289,13 +295,13 @@ def test_chosen_rows_repeat_as_all_do():
 # --- the sum
 
 
-def told(sights, prints, batches):
+def told(observations, prints, batches):
     """What each process makes of the sum of all tables."""
-    size = len(sights)
+    size = len(observations)
     routines = []
     for rank in range(size):
         processes = SimpleNamespace(rank=rank, size=size, batches=batches, device=torch.device("cpu"))
-        routines.append(census(StepObservation(stepped=1.0 + rank), sights[rank], prints[rank], processes))
+        routines.append(census(StepObservation(stepped=1.0 + rank), observations[rank], prints[rank], processes))
     tables = [next(routine)[0] for routine in routines]
     assert all(int((table != 0).any(1).sum()) <= 1 for table in tables)  # a row of one's own
     results = []
@@ -307,7 +313,7 @@ def told(sights, prints, batches):
 
 
 def test_all_are_told_what_each_has_seen():
-    sights = [
+    observations = [
         [
             LayerObservation(called=1, lasted=1, fed=float(r), outputs=r + 3.0, eps=0.5),
             LayerObservation(unused=float(r == 1), inputs=7.0),
@@ -315,8 +321,8 @@ def test_all_are_told_what_each_has_seen():
         for r in range(3)
     ]
     prints = [torch.tensor([[r + 0.25, 1.0], [2.0, 3.0]]) for r in range(3)]
-    for rank, found in enumerate(told(sights, prints, [0, 1, 2])):
-        assert found.sights == sights
+    for rank, found in enumerate(told(observations, prints, [0, 1, 2])):
+        assert found.observations == observations
         assert [step.stepped for step in found.steps] == [1.0, 2.0, 3.0]
         assert found.rank == rank
         assert found.common == set()
@@ -338,16 +344,16 @@ def test_a_fingerprint_is_sent_whole():
     for a, b, equal in ((0, 0, True), (0, 1, False)):
         prints = [torch.tensor([[numbers[k]] * 2], dtype=torch.float64) for k in (a, b)]
         assert told([[LayerObservation(called=1)]] * 2, prints, [0, 1])[0].common == ({0} if equal else set())
-        sights = [[LayerObservation(called=1, fed=1, input_print=numbers[k])] for k in (a, b)]
-        assert told(sights, [torch.zeros(1, 2)] * 2, [0, 1])[0].common == ({0} if equal else set())
+        observations = [[LayerObservation(called=1, fed=1, input_print=numbers[k])] for k in (a, b)]
+        assert told(observations, [torch.zeros(1, 2)] * 2, [0, 1])[0].common == ({0} if equal else set())
 
 
 def test_of_layers_not_called_everywhere_those_that_were_have_a_say():
-    sights = [[LayerObservation(called=float(c), fed=float(f))] for c, f in ((1, 1), (0, 0), (1, 1))]
-    for found in told(sights, [torch.zeros(1, 2)] * 3, [0, 1, 2]):
+    observations = [[LayerObservation(called=float(c), fed=float(f))] for c, f in ((1, 1), (0, 0), (1, 1))]
+    for found in told(observations, [torch.zeros(1, 2)] * 3, [0, 1, 2]):
         assert (found.wherever_called("fed"), found.everywhere("fed"), found.anywhere("fed")) == ({0}, set(), {0})
-    sights[2][0].fed = 0.0
-    assert told(sights, [torch.zeros(1, 2)] * 3, [0, 1, 2])[1].wherever_called("fed") == set()
+    observations[2][0].fed = 0.0
+    assert told(observations, [torch.zeros(1, 2)] * 3, [0, 1, 2])[1].wherever_called("fed") == set()
     nowhere = told([[LayerObservation()]] * 2, [torch.zeros(1, 2)] * 2, [0, 1])[0]
     assert nowhere.wherever_called("fed") == nowhere.anywhere("called") == set()
 

@@ -105,7 +105,7 @@ class RowRange:
 
 
 class RankReports:
-    """Sights of all processes: ``steps[rank]`` and ``sights[rank][layer]``.
+    """Observations of all processes: ``steps[rank]`` and ``observations[rank][layer]``.
 
     Attributes:
         common: layers whose outputs are the same for every batch, position embeddings for instance: what the
@@ -115,11 +115,11 @@ class RankReports:
     def __init__(
         self,
         steps: list[StepObservation],
-        sights: list[list[LayerObservation]],
+        observations: list[list[LayerObservation]],
         prints: list[list[tuple[float, ...]]],
         processes: ProcessGroup | None,
     ) -> None:
-        self.steps, self.sights = steps, sights
+        self.steps, self.observations = steps, observations
         self.rank = 0 if processes is None else processes.rank
         self.batches = [0] if processes is None else processes.batches
         self._places: dict[tuple[int, str], RowRange] = {}
@@ -134,12 +134,14 @@ class RankReports:
         """
         seen: dict[int, set[tuple[float, ...]]] = {}
         called = set()
-        for rank, some in enumerate(self.sights):
-            sight = some[i]
-            if sight.called:
+        for rank, some in enumerate(self.observations):
+            observation = some[i]
+            if observation.called:
                 called.add(self.batches[rank])
-                told = (prints[rank][i][0], sight.input_print) if sight.fed else prints[rank][i]
-                seen.setdefault(self._place(rank), set()).add((sight.outputs, sight.lasted, sight.fed, *told))
+                told = (prints[rank][i][0], observation.input_print) if observation.fed else prints[rank][i]
+                seen.setdefault(self._place(rank), set()).add(
+                    (observation.outputs, observation.lasted, observation.fed, *told)
+                )
         return len(called) > 1 and all(len(found) == 1 and all(x == x for x in min(found)) for found in seen.values())
 
     def _place(self, rank: int) -> int:
@@ -164,7 +166,9 @@ class RankReports:
 
     def layers(self, attribute: str) -> list[list[float]]:
         """Layer by layer the values of all processes."""
-        return [[getattr(sight, attribute) for sight in some] for some in zip(*self.sights, strict=True)]
+        return [
+            [getattr(observation, attribute) for observation in some] for some in zip(*self.observations, strict=True)
+        ]
 
     def anywhere(self, attribute: str) -> set[int]:
         """Layers of which some process saw it."""
@@ -190,12 +194,12 @@ class RankReports:
         return self._places[(i, which)]
 
     def _rows(self, i: int, which: str) -> RowRange:
-        sights = [some[i] for some in self.sights]
-        keys = [self._owners_key(i, which, rank) for rank in range(len(sights))]
+        observations = [some[i] for some in self.observations]
+        keys = [self._owners_key(i, which, rank) for rank in range(len(observations))]
         owner: dict[tuple[str, int], int] = {}
         for rank, key in enumerate(keys):
             owner.setdefault(key, rank)
-        counts = {key: int(getattr(sights[rank], which)) for key, rank in owner.items()}
+        counts = {key: int(getattr(observations[rank], which)) for key, rank in owner.items()}
         mine = keys[self.rank]
         before = sum(count for key, count in counts.items() if owner[key] < owner[mine])
         holders = sum(count > 0 for count in counts.values())
@@ -204,18 +208,21 @@ class RankReports:
 
     def _owners_key(self, i: int, which: str, rank: int) -> tuple[str, int]:
         """Equal for processes that have the same rows."""
-        sight = self.sights[rank][i]
-        split = bool(getattr(sight, f"split_{which}"))
+        observation = self.observations[rank][i]
+        split = bool(getattr(observation, f"split_{which}"))
         if which == "outputs" and i in self.common:
-            return ("all", self._place(rank) if split else 0) if sight.called else ("none", rank)
+            return ("all", self._place(rank) if split else 0) if observation.called else ("none", rank)
         return ("rank", rank) if split else ("batch", self.batches[rank])
 
 
-_STEP, _SIGHT = len(fields(StepObservation)), len(fields(LayerObservation))
+_STEP, _LAYER = len(fields(StepObservation)), len(fields(LayerObservation))
 
 
 def census(
-    step: StepObservation, sights: Sequence[LayerObservation], prints: torch.Tensor, processes: ProcessGroup | None
+    step: StepObservation,
+    observations: Sequence[LayerObservation],
+    prints: torch.Tensor,
+    processes: ProcessGroup | None,
 ) -> Coroutine[RankReports]:
     """Return the reports of all processes, after one sum.
 
@@ -223,18 +230,18 @@ def census(
     themselves.
     """
     if processes is None:
-        return RankReports([step], [list(sights)], [], None)
-    numbers = [*vars(step).values(), *(value for sight in sights for value in vars(sight).values())]
+        return RankReports([step], [list(observations)], [], None)
+    numbers = [*vars(step).values(), *(value for observation in observations for value in vars(observation).values())]
     # A fingerprint that is cut to float32 is that of other rows too.
     mine = torch.tensor([float(number) for number in numbers], dtype=torch.float64, device=processes.device)
     table = mine.new_zeros(processes.size, len(numbers) + prints.numel())
     table[processes.rank] = torch.cat([mine, prints.to(mine).flatten()])
     (table,) = yield [table]
-    steps, all_sights, all_prints = [], [], []
+    steps, all_observations, all_prints = [], [], []
     for row in table.tolist():
         steps.append(StepObservation(*row[:_STEP]))
         end = len(numbers)
-        all_sights.append([LayerObservation(*row[start : start + _SIGHT]) for start in range(_STEP, end, _SIGHT)])
+        all_observations.append([LayerObservation(*row[start : start + _LAYER]) for start in range(_STEP, end, _LAYER)])
         width = prints.shape[1]
         all_prints.append([tuple(row[start : start + width]) for start in range(end, len(row), width)])
-    return RankReports(steps, all_sights, all_prints, processes)
+    return RankReports(steps, all_observations, all_prints, processes)

@@ -211,7 +211,7 @@ class RowStage:
 
     def _seen(self, i: int, name: str) -> set[float]:
         """Return how many features the processes have seen; 0 where there was none."""
-        return {getattr(some[i], f"{self._which(name)[:-1]}_features") for some in self.census.sights}
+        return {getattr(some[i], f"{self._which(name)[:-1]}_features") for some in self.census.observations}
 
     def feature_count(self, i: int, name: str) -> int:
         """Features of a layer's rows, those of all processes together."""
