@@ -150,7 +150,7 @@ def standard_error_of_mean(values: Tensor, counted: Tensor, groups: Tensor | Non
         table = torch.stack([counted.to(values), torch.where(counted, values, 0.0)], -1)  # (..., rows, 2)
         sums = table.new_zeros(*table.shape[:-2], int(groups.max()) + 1, 2)
         sums.scatter_add_(-2, groups[..., None].expand_as(table), table)
-        return standard_error(sums, lambda some: some[..., 1:] / some[..., :1])[..., 0]
+        return standard_error(sums, lambda some: some[..., 1:] / some[..., :1]).squeeze(-1)
     n = counted.sum(-1)
     mean = torch.where(counted, values, 0.0).sum(-1) / n
     squares = torch.where(counted, values - mean[..., None], 0.0).square().sum(-1)

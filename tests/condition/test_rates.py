@@ -160,7 +160,7 @@ def test_slow_layers_that_are_not_the_first_are_no_backbone():
     assert rates(first)["gate"].factor == 1
 
 
-@pytest.mark.parametrize(("times", "meant"), [(16.0, True), (4.0, True), (100.0, False)])
+@pytest.mark.parametrize(("times", "meant"), [(16.0, True), (4.0, True), (31.9, True), (32.1, False)])
 def test_one_kind_of_layer_may_have_a_rate_of_its_own(times, meant):
     """LoRA+ gives its B matrices 16 times the rate of the A matrices."""
     given = adapters(times)
@@ -174,7 +174,9 @@ def test_layers_that_share_no_part_of_their_names_are_no_kind():
     assert purposes(given) == {}
 
 
-@pytest.mark.parametrize(("times", "meant"), [(10.0, True), (1 / 20, True), (100.0, False), (0.001, False)])
+@pytest.mark.parametrize(
+    ("times", "meant"), [(10.0, True), (31.9, True), (32.1, False), (1 / 31.9, True), (1 / 32.1, False)]
+)
 def test_embeddings_may_have_a_rate_of_their_own(times, meant):
     given = [table(0.01 * times), *rated(*[0.01] * 4)]
     assert bool(purposes(given)) is meant

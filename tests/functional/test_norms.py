@@ -102,6 +102,13 @@ def test_estimate_is_a_lower_bound_within_tol_and_between_the_bounds(A):
         assert high <= naive_fro(numpy64(A)) / truth * (1 + 1e-3)
 
 
+def test_bounds_take_no_more_steps_than_the_tolerance_asks_for():
+    """An exact one would be as near as rounding allows."""
+    A = torch.randn(300, 400, generator=torch.Generator().manual_seed(0))
+    low, _ = F.spectral_norm_bounds(A, tol=0.3)
+    assert 1e-4 < 1 - float(low) / float(torch.linalg.svdvals(A.double())[0]) < 0.3
+
+
 def test_bounds_of_a_low_rank_matrix_meet():
     low, high = F.spectral_norm_bounds(torch.stack([low_rank(100, 300), 5 * low_rank(100, 300)]))
     assert low.shape == high.shape == (2,)

@@ -22,3 +22,5 @@ def test_arguments_have_names_and_tolerances_are_given_by_theirs(name):
         assert parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
         if parameter.name == "tol" and parameter.default is not inspect.Parameter.empty:
             assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+            assert parameter.default == 0.01
+        assert parameter.name != "exact" or parameter.default is False

@@ -91,7 +91,9 @@ def _idle(path: Path) -> list[tuple[Place, Place]]:
             found.append(node.annotation)
         if isinstance(node, ast.keyword) and node.arg in ("strict", "frozen", "non_blocking"):
             found.append(node.value)
-        if isinstance(node, ast.Assign) and PORTIONS & {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}:
+        if isinstance(node, ast.Assign | ast.Compare) and PORTIONS & {
+            n.id for n in ast.walk(node) if isinstance(n, ast.Name)
+        }:
             found.append(node)
         if isinstance(node, ast.BinOp) and isinstance(node.left, ast.Constant) and "eps" in ast.unparse(node.right):
             found.append(node.left)
