@@ -57,8 +57,8 @@ TESTS = {
     ],
     "correction": ["correction"],
 }
-PATIENCE = 300
-"""Seconds of tests after which a mutant counts as noticed: it hangs."""
+HANGS = 5
+"""A mutant counts as noticed after so many times the seconds that its tests take without it, and a minute."""
 
 
 def covering(package: str, folder: Path) -> tuple[dict[str, dict[int, list[str]]], dict[str, float]]:
@@ -88,17 +88,15 @@ def covering(package: str, folder: Path) -> tuple[dict[str, dict[int, list[str]]
     for file in found.measured_files():
         by_line = found.contexts_by_lineno(file)
         short = {line: [".".join(name.split(".")[-2:]) for name in names if name] for line, names in by_line.items()}
-        # What is run when it is imported is run by every test, and by others of their files.
-        modules = {files[name].partition("::")[0] for names in short.values() for name in names if name in files}
-        every = [name for name, node in files.items() if node.partition("::")[0] in modules]
+        # What is run when it is imported is run by every test.
         lines[file] = {
-            line: sorted({files[n] for n in (names or every) if n in files} | {*drawn}) for line, names in short.items()
+            line: sorted({files[n] for n in (names or files) if n in files} | {*drawn}) for line, names in short.items()
         }
     return lines, seconds
 
 
-def fails(path: str, source: str, tests: Sequence[str]) -> bool:
-    """Return whether a test fails if a module has this source, in a fork of this process."""
+def fails(path: str, source: str, tests: Sequence[str], seconds: float) -> bool:
+    """Return whether a test fails, or hangs, if a module has this source, in a fork of this process."""
     child = os.fork()
     if child == 0:
         out = os.open(os.devnull, os.O_WRONLY)
@@ -119,7 +117,7 @@ def fails(path: str, source: str, tests: Sequence[str]) -> bool:
             status = pytest.main(["-x", "-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", *tests])
         finally:
             os._exit(int(status != 0))
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + 60 + HANGS * seconds
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -152,13 +150,14 @@ def main() -> None:
     else:
         chosen = list(sample(paths, args.count, args.seed))
     every = sorted({test for some in lines.values() for tests in some.values() for test in tests})
-    if fails(str(paths[0]), paths[0].read_text(), every):
+    if fails(str(paths[0]), paths[0].read_text(), every, sum(map(seconds.__getitem__, every))):
         sys.exit("a test fails, or takes too long, without any change")
     survivors = []
     bar = tqdm(chosen, args.package, disable=None)
     for mutant in bar:
         tests = sorted(lines.get(str(mutant.path), {}).get(mutant.line, ()), key=seconds.__getitem__)
-        if not tests or not fails(str(mutant.path), mutant.source() or "", tests):
+        took = sum(map(seconds.__getitem__, tests))
+        if not tests or not fails(str(mutant.path), mutant.source() or "", tests, took):
             survivors.append(mutant)
             where = f"{mutant.path.relative_to(ROOT)}:{mutant.line}"
             bar.write(f"survived: {where}: {mutant.change()}" + ("" if tests else " (no test runs it)"))
