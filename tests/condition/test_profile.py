@@ -35,8 +35,10 @@ def test_what_is_written_is_read_back(path):
     assert (point.weight_natural, point.update_natural, point.lr) == pytest.approx((1.0, 0.1, 0.1))
 
 
-def test_the_file_can_be_read_by_people(path):
+def test_the_file_can_be_read_by_people(tmp_path):
     """A line for every number, and two commits of it can be compared."""
+    path = tmp_path / "tuned.json"
+    save_profile([measured(1)], path)
     assert path.read_text().startswith('{\n "format"')
 
 
@@ -231,10 +233,16 @@ def test_a_profile_of_another_model_is_refused_with_the_differences(path):
     layers = {name: info for name, info in LAYERS.items() if name != "b"}
     layers["new"] = replace(LAYERS["b"], name="new")
     layers["c"] = replace(LAYERS["c"], role="embedding")
+    layers["tok"] = replace(LAYERS["tok"], role="operator")
     judge = Judge(SpectralCondition(path))
     with pytest.raises(ValueError, match="another model") as refused:
         judge.judge(measured(1, layers=layers))
-    for part in ("only in the model: new", "only in the profile: b", "c (embedding, in the profile operator)"):
+    for part in (
+        "only in the model: new",
+        "only in the profile: b",
+        "c (embedding, in the profile operator)",
+        "tok (operator, in the profile embedding)",
+    ):
         assert part in str(refused.value)
 
 

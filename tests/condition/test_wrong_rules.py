@@ -79,9 +79,10 @@ def test_entries_of_size_one_are_so_within_a_factor_of_two(size, told):
     assert (NETWORK in causes("SGD", **change)) is told
 
 
-def test_in_narrow_networks_entries_of_size_1_say_nothing():
-    narrow = {name: replace(info, fan_in=16, shape=(info.fan_out, 16)) for name, info in WIDE.items()}
-    assert NETWORK not in causes("SGD", layers=narrow, **ones(narrow))
+@pytest.mark.parametrize(("inputs", "told"), [(16, False), (31, False), (32, True)])
+def test_in_narrow_networks_entries_of_size_1_say_nothing(inputs, told):
+    narrow = {name: replace(info, fan_in=inputs, shape=(info.fan_out, inputs)) for name, info in WIDE.items()}
+    assert (NETWORK in causes("SGD", layers=narrow, **ones(narrow))) is told
 
 
 def adapters(rank=4, width=1024):

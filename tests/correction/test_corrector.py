@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor import LRCorrection, SpectralCondition, SpectralMonitorWarning, SpectralProbe
+from spectral_monitor import LRCorrection, Measurement, SpectralCondition, SpectralMonitorWarning, SpectralProbe
+from spectral_monitor.condition import save_profile
 from spectral_monitor.correction.corrector import TRIAL, Corrector
 from spectral_monitor.correction.policies import GROWTH, LEAST, MOST, PIXELS, SHARES
 from spectral_monitor.layers import dissect
@@ -367,3 +368,17 @@ def test_a_measurement_is_of_the_multipliers_it_was_made_with(policy):
     corrector.update(probe.latest)
     for name, value in corrector.multipliers.items():
         assert value == pytest.approx(found[name], rel=0.2), "what is known of the updates is the same"
+
+
+def test_a_profile_without_a_learning_rate_at_a_step_wants_nothing(tmp_path):
+    network = perceptron()
+    layers = dissect(network).layers
+    infos = tuple(layer.info for layer in layers)
+    values = {key: torch.ones(len(infos)) for key in ("update_natural", "weight_natural")}
+    rates = {1: 0.1, 2: 0.0}
+    steps = [Measurement(step, infos, values | {"lr": torch.full((len(infos),), lr)}, {}) for step, lr in rates.items()]
+    save_profile(steps, tmp_path / "tuned.json")
+    rule = LRCorrection("reference", reference=str(tmp_path / "tuned.json"))
+    corrector = Corrector(rule, layers, [torch.optim.Adam(network.parameters(), lr=LR)])
+    assert corrector._per_rate(layers[0], 1) == pytest.approx(10)
+    assert math.isnan(corrector._per_rate(layers[0], 2))

@@ -35,9 +35,10 @@ def test_factors_fall_by_the_square_and_rise_by_two():
     assert clip.factors == {0: 0.25, 1: 0.25, 2: LEAST}, "what is not known changes nothing"
     again = LogitClip(100.0, [block(0, 1), block(2, 2)])
     again.load_state_dict(clip.state_dict())
-    for expected in (0.5, 1.0, 1.0):
-        again.update(measurement(99.0, math.nan, 101.0))
+    for before, expected in ((0.25, 0.5), (0.5, 1.0), (1.0, 1.0)):
+        changes = [change for change in again.update(measurement(99.0, math.nan, 101.0)) if change.layer == "0"]
         assert again.factors[0] == again.factors[1] == expected
+        assert [change.after / change.before for change in changes] == [expected / before] * (expected != before)
     assert again.factors[2] == LEAST
 
 

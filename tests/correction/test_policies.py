@@ -128,3 +128,8 @@ def test_limits_may_be_1():
 def test_only_what_the_policy_needs_is_measured():
     assert "update_natural" not in LRCorrection("fsc").quantities
     assert "feature_change" not in LRCorrection("target").quantities
+
+
+def test_a_misspelt_setting_is_named():
+    with pytest.raises(TypeError, match=r"did you mean 'size'"):
+        LRCorrection("target", siez=0.1)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, Measurement, SpectralProbe
-from spectral_monitor.correction.corrector import RISE
+from spectral_monitor.correction.corrector import RISE, Corrector
 from spectral_monitor.correction.policies import PIXELS
-from spectral_monitor.correction.update_size import remnant
+from spectral_monitor.correction.update_size import observed, remnant
 from spectral_monitor.layers import dissect
 from spectral_monitor.measurement import LOST
 
@@ -128,6 +128,16 @@ def test_a_remnant_is_less_than_what_is_wanted(wanted, left):
     assert remnant(measurement, "update_natural", layers[0], 0, wanted) == pytest.approx(left, nan_ok=True)
 
 
+@pytest.mark.parametrize("lr", [math.nan, 0.0])
+def test_without_a_learning_rate_an_update_says_nothing(lr):
+    layers = dissect(nn.Sequential(nn.Linear(4, 4, bias=False))).layers
+    values = {"update_natural": 0.01, "update_fro": 1.0, "weight_fro": 1.0, "contribution": 1.0}
+    columns = {key: torch.tensor([x]) for key, x in values.items()}
+    for rate, seen in ((lr, math.nan), (LR, 0.01)):
+        measurement = Measurement(1, (layers[0].info,), columns | {"lr": torch.tensor([rate])}, {})
+        assert observed(measurement, "update_natural", layers[0], 0) == pytest.approx(seen, nan_ok=True)
+
+
 @pytest.mark.parametrize(("reason", "left"), [(LOST, 0.01), ("zero: it divides by nothing", math.nan)])
 def test_a_gradient_arrives_where_it_was_lost_and_nowhere_else_without_a_contribution(reason, left):
     layers = dissect(nn.Sequential(nn.Linear(4, 4, bias=False)).to(torch.bfloat16)).layers
@@ -158,3 +168,20 @@ def test_fsc_gets_out_too():
     train(network, optimizer, probe, 30)
     for name in "035":
         assert probe.multipliers[name] > 0.02, name
+
+
+@pytest.mark.parametrize(("left", "factor"), [(0.0, 2.0), (0.001, 2.0), (0.0159, 0.02 / 0.0159)])
+def test_a_multiplier_rises_by_what_is_missing_and_by_two_at_most(left, factor):
+    """While rounding takes a part of the update that cannot be read."""
+    network = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))).to(torch.bfloat16)
+    layers = dissect(network).layers
+    corrector = Corrector(LRCorrection("target", size="lr"), layers, [torch.optim.SGD(network.parameters(), lr=0.02)])
+    before = corrector.multipliers["1"]
+    values = {key: torch.ones(3) for key in corrector.correction.quantities} | {
+        "lr": torch.tensor([0.02 * before] * 3),
+        "lr_multiplier": torch.tensor([before] * 3),
+        "update_fro": torch.tensor([1.0, 1e-4, 1.0]),
+        "update_natural": torch.tensor([0.02, left, 0.02]),
+    }
+    corrector.update(Measurement(1, tuple(layer.info for layer in layers), values, {}))
+    assert corrector.multipliers["1"] / before == pytest.approx(factor, rel=1e-4)

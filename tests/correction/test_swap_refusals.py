@@ -55,6 +55,13 @@ class NeverSetUp(torch.optim.Optimizer):
         pass
 
 
+class Copied(NeverSetUp):
+    """Has what another optimizer has, hooks included, but torch calls none around its step."""
+
+    def __init__(self, parameters):
+        self.__dict__.update(vars(torch.optim.SGD(parameters, lr=0.1)))
+
+
 class Quasi(torch.optim.LBFGS):
     pass
 
@@ -75,6 +82,7 @@ REFUSED = [
     (lambda p: Descends(p, lr=torch.ones(2)), "group 0 of Descends has no learning rate to multiply"),
     (lambda p: Descends(p, lr=torch.ones(0)), "group 0 of Descends has no learning rate to multiply"),
     (Renewed, "Renewed.param_groups is another list whenever it is asked for"),
+    (Copied, "Copied did not go through torch.optim.Optimizer.__init__"),
     (NeverSetUp, "NeverSetUp did not go through torch.optim.Optimizer.__init__"),
 ]
 
