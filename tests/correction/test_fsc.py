@@ -236,3 +236,13 @@ def test_gains_in_half_precision_keep_their_rate():
     probe, _, _ = train(network, 10)
     assert {probe.multipliers[name] for name in ("scale", "norm.weight", "norm.bias")} == {1.0}
     assert all(probe.multipliers[name] != 1.0 for name in ("up", "up.bias", "down", "head", "tokens"))
+
+
+@pytest.mark.parametrize("known", [1, 2, 3])
+def test_blocks_that_are_known_share_the_decrease(known):
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    layers = dissect(network).layers
+    corrector = Corrector(LRCorrection("fsc"), layers, [torch.optim.SGD(network.parameters(), lr=0.1)])
+    measurement = Measurement(1, tuple(layer.info for layer in layers), {}, {})
+    seen = [0.1] * known + [math.nan] * (3 - known)
+    assert corrector._wanted(measurement, seen, [0.1] * 3, [1.0] * 3) == pytest.approx([1 / known] * 3)
