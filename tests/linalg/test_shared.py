@@ -21,6 +21,7 @@ from spectral_monitor.linalg import (
     spectral_estimate,
     spectral_estimates,
 )
+from spectral_monitor.linalg.spectral_norms import SMALL
 from tests.linalg.simulated import Room
 
 COLUMNS = ("sigma", "sigma_low", "error_bound", "sigma_high", "fro")
@@ -413,6 +414,14 @@ def test_processes_that_ask_for_different_things_are_found_out():
         Room(2, patience=2).run(lambda member: run(summing(1, 2 + member.rank), member))
     with pytest.raises((threading.BrokenBarrierError, AssertionError)):
         Room(2, patience=2).run(lambda member: run(summing(1 + member.rank, 2), member))
+
+
+@pytest.mark.parametrize(("length", "exact"), [(SMALL, True), (SMALL + 1, False)])
+def test_small_matrices_are_exact_where_their_short_side_is_split_too(length, exact):
+    A = gaussian(1, length, 300)
+    results, _ = measured([A], "rows", 2, tol=0.5)
+    error = 1 - float(results[0][0].sigma) / float(torch.linalg.svdvals(A.double())[0, 0])
+    assert (abs(error) < 1e-5) is exact
 
 
 # --- pieces
