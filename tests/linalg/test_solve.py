@@ -49,6 +49,14 @@ def test_without_bounds_norms_are_the_same(shape):
         assert plain.error_bound.isnan().all()
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_without_bounds_matrices_of_any_size_are_measured(size):
+    A = (size * drawn(2, 90, 300)).float()
+    (found,) = solved([A], bounds=False)
+    assert found.sigma.double() / size == pytest.approx(torch.linalg.svdvals(A.double())[:, 0] / size, rel=0.01)
+    assert found.fro.double() / size == pytest.approx(torch.linalg.matrix_norm(A.double()) / size, rel=1e-5)
+
+
 @pytest.mark.parametrize("least", [0.99, 0.5])
 def test_a_basis_that_outgrows_its_room_goes_on(least):
     """Singular values so close together that they take more steps than there is room for at first."""
