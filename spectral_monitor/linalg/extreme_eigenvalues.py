@@ -35,14 +35,14 @@ def extreme_ritz_values(multiply: Callable[[Tensor], Tensor], start: Tensor, ste
         tensor([1.0000, 5.0000], dtype=torch.float64)
     """
     basis = (start / torch.linalg.vector_norm(start))[None, None]  # (1, k, n)
-    one, images = torch.ones_like(basis[:, :, :1]), [multiply(basis[0, 0])]
+    one, images = torch.ones_like(basis[:, :, :1]), [multiply(basis.flatten())]
     for _ in range(1, min(steps, len(start))):
         # Against all earlier vectors: against the last two alone, rounding would find eigenvalues several times.
         newest = orthonormal(images[-1][None, None], basis, one)
         if not newest.any():
             break
         basis = torch.cat([basis, newest], 1)
-        images.append(multiply(newest[0, 0]))
-    T = (basis[0] @ torch.stack(images).T).double().cpu()
+        images.append(multiply(newest.flatten()))
+    T = (basis.squeeze(0) @ torch.stack(images).T).double().cpu()
     values: Tensor = torch.linalg.eigvalsh((T + T.T) / 2)
     return values[[0, -1]]

@@ -63,7 +63,7 @@ class ShardedStack:
     @property
     def _is_whole(self) -> bool:
         """True if one part has everything."""
-        return len(self.parts) == 1 and all(part.members is None and part.A.shape == self.shape for part in self.parts)
+        return [part.A.shape for part in self.parts] == [self.shape]
 
     def select(self, first: int, last: int) -> ShardedStack:
         """Return the members from ``first`` up to ``last``."""
@@ -85,7 +85,8 @@ class ShardedStack:
         """``A x`` of rows x (K, b, n) as rows (K, b, m): this process's share, the rows of others 0."""
         K, b, _ = x.shape
         if self._is_whole:
-            return torch.bmm(x, self.parts[0].A.mT)  # rows times matrices: the fast order
+            (part,) = self.parts
+            return torch.bmm(x, part.A.mT)  # rows times matrices: the fast order
         y = x.new_zeros(K, b, self.shape[1])
         for part in self.parts:
             mine = x if part.members is None else x[part.members.to(x.device)]
@@ -110,7 +111,8 @@ class ShardedStack:
     def combined(self, measure: Callable[[Tensor], Tensor], order: float) -> Coroutine[Tensor]:
         """(K,) the ``order``-norm over all rectangles of ``measure``, from (P, rows, cols) to (P,)."""
         if self._is_whole:
-            mine = measure(self.parts[0].A)
+            (part,) = self.parts
+            mine = measure(part.A)
             return (yield from all_reduce_norm(mine, order, self.exchange))
         mine = self.like.new_zeros(self.shape[0])
         for part in self.parts:

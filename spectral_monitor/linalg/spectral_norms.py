@@ -191,7 +191,7 @@ def _solve(stacks: Sequence[ShardedStack], tol: float, exact: bool, bounds: bool
         norms.update(zip(some, result.split([counts[k] for k in some]), strict=True))
     ordered = [norms[k] for k in range(len(tamed))]
     columns = _certain(tamed, ordered, fro, scale) if bounds else _plain(ordered, fro, scale)
-    passes = [first + some.passes[0] for first, some in zip(read, ordered, strict=True)]
+    passes = [first + sum(some.passes) for first, some in zip(read, ordered, strict=True)]
     return [SpectralEstimate(*some) for some in zip(*(x.split(counts) for x in columns), passes, strict=True)]
 
 
@@ -237,7 +237,7 @@ def _bases(stacks: Mapping[int, ShardedStack]) -> list[dict[int, ShardedStack]]:
 def _svd(stacks: Sequence[ShardedStack], fros: Sequence[Tensor]) -> Coroutine[_Norms]:
     """Return norms by float64 SVD."""
     yield from ()
-    matrices = [A.parts[0].A for A in stacks]
+    matrices = [part.A for A in stacks for part in A.parts]
     sigma = [torch.linalg.svdvals(A.double())[:, 0].to(fro) for A, fro in zip(matrices, fros, strict=True)]
     return _Norms.exact(torch.cat(sigma), [1 + int(A.dtype != torch.float64) for A in matrices])
 
