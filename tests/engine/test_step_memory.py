@@ -88,7 +88,7 @@ class Run:
         return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_measured_step_takes_one_copy_of_the_weights(network, dtype, monkeypatch):
     """Of a model as small as these that takes weights that are measured a layer at a time; else it may take 128 MB."""
@@ -103,7 +103,7 @@ def test_a_measured_step_takes_one_copy_of_the_weights(network, dtype, monkeypat
     assert left == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_with_low_memory_it_takes_two_layers(network, dtype, monkeypatch):
     """Of the device, that is; what is made in host memory is told by who makes it."""

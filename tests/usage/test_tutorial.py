@@ -11,6 +11,7 @@ nbformat = pytest.importorskip("nbformat")
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "tutorial.ipynb"
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs_and_names_the_fault():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
