@@ -122,8 +122,8 @@ def _grad(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor] | Sequence[GradientEdge], vectors: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Return a product with the transposed derivative, ``None`` where it is zero; the graph is kept."""
-    if not outputs or not inputs:
-        return [None] * len(inputs)
+    if not inputs:
+        return []
     return torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, allow_unused=True)
 
 

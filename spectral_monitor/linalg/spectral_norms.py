@@ -211,7 +211,7 @@ def _certain(stacks: Sequence[ShardedStack], found: Sequence[_Norms], fro: Tenso
     sigma, low, error, high = values * torch.where(scale.isfinite(), scale, math.nan)
     # Results so small that they are rounded themselves are moved outwards by a last digit.
     low = torch.nextafter(low, torch.zeros_like(low))
-    error, high = (torch.where(fro > 0, torch.nextafter(x, torch.full_like(x, math.inf)), x) for x in (error, high))
+    error, high = (torch.where(fro.bool(), torch.nextafter(x, torch.full_like(x, math.inf)), x) for x in (error, high))
     return [sigma, low, error, high, fro * scale]
 
 
@@ -285,7 +285,7 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
     counts, fro = [A.shape[0] for A in stacks], torch.cat(list(fros))
     space = KrylovSpace(stacks, fro, MAX_STEPS)
     exchange = stacks[0].exchange
-    speaks = float(exchange is None or exchange.rank == 0)
+    speaks = float(exchange is None or not exchange.rank)
     found = torch.zeros(3, len(fro), dtype=torch.float64)  # sigma, error, unseen; in units
     reads: dict[int, int] = {}
     told = nothing = fro.new_zeros(0)

@@ -17,7 +17,7 @@ Place = tuple[int, int]
 """Line and column."""
 SPEED = frozenset({"cache", "lru_cache", "no_grad", "cached_property", "runtime_checkable"})
 """Decorators without which the same numbers are found, if slower."""
-PORTIONS = frozenset({"CHUNK", "DEVICE_CHUNK", "_CHUNK", "_COPIED", "_SHORT", "MORE_ROOM"})
+PORTIONS = frozenset({"CHUNK", "DEVICE_CHUNK", "_CHUNK", "_COPIED", "_SHORT", "ROOM", "MORE_ROOM"})
 """How much is computed, or made room for, at a time: tests compute the same one entry at a time, and at once."""
 
 
@@ -87,6 +87,8 @@ def _idle(path: Path) -> list[tuple[Place, Place]]:
     """
     found: list[ast.AST] = []
     for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            found.append(node.test)
         if isinstance(node, ast.AnnAssign):
             found.append(node.annotation)
         if isinstance(node, ast.keyword) and node.arg in ("strict", "frozen", "non_blocking"):
