@@ -245,7 +245,7 @@ class Network:
     @cached_property
     def exploded(self) -> bool:
         """Return whether most layers have made steps larger than their weights, so that sizes tell of no beginning."""
-        steps = [self.largest_steps.get(row.info.name, 0.0) for row in self.peers]
+        steps = [self.largest_steps.get(row.info.name, math.nan) for row in self.peers]
         return sum(step > EXPLODED for step in steps) > len(steps) / 2
 
     def initial_gain(self, row: Row) -> float:

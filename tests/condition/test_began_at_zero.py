@@ -12,7 +12,10 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.condition import Judge, SpectralCondition
-from tests.condition.synthetic import LAYERS, ZERO, measured, nothing
+from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.row import columns
+from spectral_monitor.condition.trends.warmup import GRACE, WarmupGate
+from tests.condition.synthetic import LAYERS, ZERO, measured, nothing, set_by
 
 FAST = {"update_natural": {"head": 10.0}}
 
@@ -197,3 +200,13 @@ def test_a_layer_that_stays_at_zero_is_not_excused_for_ever():
     seen = [judge.judge(measured(s, reasons=reasons, update_ratio=nothing("b"), **zeroed)) for s in range(1, 9)]
     assert [len(verdicts) for verdicts in seen] == [0] * 5 + [1] * 3
     assert (seen[-1][0].layer, seen[-1][0].cause) == ("b", "dead_input")
+
+
+@pytest.mark.parametrize(("before", "waits"), [(GRACE - 1, True), (GRACE, False)])
+def test_what_is_zero_later_than_that_did_not_begin_so(before, waits):
+    gate = WarmupGate()
+    for step in range(1, before + 2):
+        zero = {"weight_natural": {"head": 0.0}, "update_ratio": nothing("head")} if step > before else {}
+        measurement = measured(step, **zero)
+        gate.look(measurement, Network.read(measurement, columns(measurement), set_by()))
+    assert bool(gate.why) is waits

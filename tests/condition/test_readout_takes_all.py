@@ -153,8 +153,12 @@ def frobenius(part=0.01, **natural):
     }
 
 
-def test_updates_like_those_of_lars_are_named_where_one_stands_out():
-    verdict = only_verdict(settings=set_by("LARS"), **frobenius(b=5.0))
+@pytest.mark.parametrize("size", [1.0, 0.01])
+def test_updates_like_those_of_lars_are_named_where_one_stands_out(size):
+    """Whatever the size of the weights."""
+    changed = frobenius(b=5.0)
+    changed |= {key: {n: size * x for n, x in changed[key].items()} for key in ("weight_fro", "update_fro")}
+    verdict = only_verdict(settings=set_by("LARS"), **changed)
     assert (verdict.layer, verdict.cause) == ("b", "frobenius_rule")
     assert "a step is 0.01 of the Frobenius norm of the weights in every layer" in verdict.sentence
     assert verdict.remedy.value == pytest.approx(1 / verdict.ratio)

@@ -52,6 +52,30 @@ class Attending(nn.Module):
         return self.head(self.mix(x, x, x, need_weights=False)[0])
 
 
+@pytest.mark.parametrize("policy", ["balance", "target"])
+def test_queries_and_keys_are_slowed_by_the_factor(policy):
+    found = []
+    for limit in (1e6, 1e-6):
+        model = Attending()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection(policy, qk_clip=limit))
+        torch.manual_seed(1)
+        with probe.step():
+            model(torch.randn(8, 5, 16)).square().mean().backward()
+            optimizer.step()
+        corrector = probe._supervisor._corrector
+        used = corrector._swap.multipliers[model.mix.in_proj_weight]
+        found.append((dict(probe.multipliers), dict(corrector.expected), used))
+    (free, meant, before), (slow, less, after) = found
+    assert after / before == pytest.approx(LEAST)
+    for name, multiplier in free.items():
+        factor = LEAST if name == "mix.in_proj" else 1.0
+        assert slow[name] / multiplier == pytest.approx(factor)
+        if name in less:
+            assert less[name] / meant.get(name, 1.0) == pytest.approx(factor)
+    assert "mix.in_proj" in less
+
+
 @pytest.mark.parametrize(("limit", "slowed"), [(1e6, set()), (1e-6, {"mix.in_proj"})])
 def test_only_what_is_slowed_is_meant_to_move_less(limit, slowed):
     """A layer of which nothing is meant is held against the others as without a limit."""

@@ -416,6 +416,7 @@ def test_results_are_float32_or_float64():
         (torch.ones(3, 3), 0.01, r"\(K, m, n\).*float32.*\(3, 3\)"),
         (torch.ones(2, 1, 3, 3), 0.01, r"\(2, 1, 3, 3\)"),
         (torch.ones(1, 3, 3, dtype=torch.int64), 0.01, r"int64.*\(1, 3, 3\)"),
+        (torch.ones(1, 3, 3).to(torch.float8_e4m3fn), 0.01, r"float8_e4m3fn.*\(1, 3, 3\)"),
         (torch.ones(1, 3, 3, dtype=torch.complex64), 0.01, r"complex64.*\(1, 3, 3\)"),
         (torch.ones(1, 3, 3), 0.0, "tol must be in .0, 1., got 0"),
         (torch.ones(1, 3, 3), 1.0, "tol"),
