@@ -286,7 +286,8 @@ def test_dask(through, tmp_path, alone):
     pytest.importorskip("dask")
     in_folder(tmp_path)
     command = [sys.executable, "-m", "tests.scaling.on_dask", str(tmp_path), through]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "15/15" in done.stderr
     check(tmp_path, *pickle.loads((tmp_path / "result").read_bytes()), alone, lost=1)
