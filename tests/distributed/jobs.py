@@ -4,7 +4,7 @@ A :class:`Task` names a function of this package. Every process of a launch runs
 writes what each returns; the parent reads it. When a task fails on one process only, what the others wait for never
 comes, so the launch ends there: the tasks that are left get another one.
 
-As a script: python -m distributed.jobs FOLDER
+As a script: python -m tests.distributed.jobs FOLDER
 """
 
 from __future__ import annotations
