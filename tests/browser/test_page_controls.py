@@ -162,17 +162,18 @@ def test_a_phone_has_cards(deep):
 
 
 @pytest.mark.parametrize(
-    ("width", "scheme"),
+    ("width", "scheme", "names", "steps"),
     [
-        (1280, "light"),
-        pytest.param(1280, "dark", marks=pytest.mark.slow),
-        pytest.param(390, "light", marks=pytest.mark.slow),
+        (1280, "light", NAMES[:3] + NAMES[-1:], 3),
+        pytest.param(1280, "light", NAMES, 12, marks=pytest.mark.slow),
+        pytest.param(1280, "dark", NAMES, 12, marks=pytest.mark.slow),
+        pytest.param(390, "light", NAMES, 12, marks=pytest.mark.slow),
     ],
 )
-def test_accessibility(width, scheme, page, tmp_path):
-    """What axe-core finds that is serious or worse: nothing. It looks at each point of each chart; so there are few."""
+def test_accessibility(width, scheme, names, steps, page, tmp_path):
+    """What axe-core finds that is serious or worse: nothing. It looks at each point of each chart, which takes long."""
     axe = pytest.importorskip("axe_core_python.sync_playwright").Axe
-    write_report(run(NAMES[:3] + NAMES[-1:], steps=3), tmp_path / "report.html")
+    write_report(run(names, steps), tmp_path / "report.html")
     page.set_viewport_size({"width": width, "height": 900})
     page.emulate_media(color_scheme=scheme)
     opened(page, tmp_path / "report.html")

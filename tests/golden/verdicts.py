@@ -356,8 +356,7 @@ def widened(run: Run, factor: int) -> Run:
 def account(seed: int, folder: Path) -> tuple[str, list[str]]:
     """Return one line on a run, and everything that is said of it.
 
-    The line has the optimizers, what was planted, every root with the step that it is first seen at, and a number that
-    is another one if anything else is.
+    The line has the optimizers, the faults, every root with the step that it is first seen at, and a checksum of all.
     """
     draw = random.Random(seed)
     run = healthy(draw)
@@ -385,8 +384,8 @@ def account(seed: int, folder: Path) -> tuple[str, list[str]]:
                 roots.setdefault(f"{verdict.layer} {verdict.cause}", measurement.step)
     optimizers = sorted({setting.optimizer for setting in run.settings.values()})
     seen = ", ".join(f"{step} {root}" for root, step in roots.items()) or "nothing"
-    number = zlib.crc32("\n".join(everything).encode())
-    return f"{seed}: {', '.join(optimizers)}: {', '.join(run.done) or 'healthy'}: {seen}: {number:08x}", everything
+    checksum = zlib.crc32("\n".join(everything).encode())
+    return f"{seed}: {', '.join(optimizers)}: {', '.join(run.done) or 'healthy'}: {seen}: {checksum:08x}", everything
 
 
 def told(verdict: Verdict) -> str:
