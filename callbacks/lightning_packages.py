@@ -1,8 +1,8 @@
 """Two packages of the same code, ``lightning.pytorch`` and ``pytorch_lightning``: the only place that knows them.
 
 Their classes have the same names and behave alike, but a class of one is no class of the other. A program that uses one
-never pays for the other: only what it has imported is looked at, and ``lightning.pytorch`` is imported where it has
-imported neither.
+never pays for the other: only what it has imported is looked at. Where it has imported neither, ``lightning.pytorch`` is
+imported, or ``pytorch_lightning`` if that alone is installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 def imported() -> list[ModuleType]:
     """Return the packages that the program has imported, at least one."""
-    return [sys.modules[name] for name in PACKAGES if name in sys.modules] or [import_module(PACKAGES[0])]
+    return [sys.modules[name] for name in PACKAGES if name in sys.modules] or [_installed()]
 
 
 def is_instance(value: object, *names: str) -> bool:
@@ -51,6 +51,14 @@ def package_of(trainer: pl.Trainer) -> ModuleType:
         if isinstance(trainer, package.Trainer):
             return package
     raise TypeError(f"{type(trainer).__name__} is no Trainer of {' or '.join(PACKAGES)}")
+
+
+def _installed() -> ModuleType:
+    first, second = PACKAGES
+    try:
+        return import_module(first)
+    except ModuleNotFoundError:
+        return import_module(second)
 
 
 def _found(package: ModuleType, name: str) -> Any:

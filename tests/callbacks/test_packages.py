@@ -74,6 +74,16 @@ for monitor in (early, SpectralMonitor(every_n_steps=1)):
     pl.Trainer(max_epochs=1, callbacks=monitor, logger=False, enable_checkpointing=False, **QUIET).fit(Net(), data())
     assert [m.step for m in monitor.measurements] == [1, 2, 3, 4]
 """
+ALONE = """
+import sys
+sys.modules["lightning"] = None
+from spectral_monitor import SpectralMonitor
+import PACKAGE as pl
+NET
+monitor = SpectralMonitor(every_n_steps=1)
+pl.Trainer(max_epochs=1, callbacks=monitor, logger=False, enable_checkpointing=False, **QUIET).fit(Net(), data())
+assert [m.step for m in monitor.measurements] == [1, 2, 3, 4]
+"""
 CLI = """
 import PACKAGE as pl
 from PACKAGE.cli import LightningCLI
@@ -148,6 +158,10 @@ def test_a_checkpoint_of_the_other_package(fits, tmp_path, saves, resumes):
 
 def test_the_monitor_may_be_made_before_the_package_is_imported(tmp_path):
     run(tmp_path, EITHER_ORDER, PACKAGES[1])
+
+
+def test_the_monitor_may_be_imported_first_where_the_other_package_is_not_installed(tmp_path):
+    run(tmp_path, ALONE, PACKAGES[1])
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.functional.standard_errors import STUDENT, standard_error
 from spectral_monitor.linalg.spectral_norms import SMALL
-from tests.properties.drawn import Drawn, orthogonal, seeds, spectra, stacks
+from tests.properties.drawn import Drawn, but_for_bad_starts, orthogonal, seeds, spectra, stacks
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, x: Drawn, relative: float) -> bool:
@@ -49,7 +49,7 @@ def divided(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @given(stacks(subnormal=True))
 def test_norms_are_those_of_the_singular_values(x):
-    assert close(F.spectral_norm(x.A), x.truth, x, accuracy(x))
+    assert but_for_bad_starts(lambda y: close(F.spectral_norm(y.A), y.truth, y, accuracy(y)), x)
     assert close(F.spectral_norm(x.A, exact=True), x.truth, x, 64 * x.eps)
     assert close(F.frobenius_norm(x.A), x.fro, x, 64 * x.eps)
     low, high = F.spectral_norm_bounds(x.A)
@@ -68,12 +68,15 @@ def test_leading_dimensions_are_kept(x):
 
 @given(stacks())
 def test_stable_ranks_lie_between_one_and_the_rank(x):
-    values, found = x.values, F.stable_rank(x.A)
-    expected = divided((values**2).sum(1), values[:, 0] ** 2)
-    assert close(found, expected, x, 3 * accuracy(x))
-    some = ~expected.isnan()
+    def holds(y: Drawn) -> bool:
+        expected = divided((y.values**2).sum(1), y.values[:, 0] ** 2)
+        return close(F.stable_rank(y.A), expected, y, 3 * accuracy(y))
+
+    assert but_for_bad_starts(holds, x)
+    found = F.stable_rank(x.A, exact=True)
+    some = ~found.isnan()
     assert bool((found[some] >= 1 - 100 * x.eps).all())
-    assert bool((found[some] <= (values > 0).sum(1).double()[some] * (1 + 3 * accuracy(x))).all())
+    assert bool((found[some] <= (x.values > 0).sum(1).double()[some] * (1 + 100 * x.eps)).all())
 
 
 @given(stacks(), seeds)
@@ -84,7 +87,11 @@ def test_no_output_is_larger_than_the_natural_norm_times_its_input(x, seed):
     stretch = outputs.square().mean(1).sqrt() / inputs.square().mean(0).sqrt() * x.unit
     found = F.natural_norm(x.A, exact=True).double()[:, None]
     assert bool((stretch <= found * (1 + 100 * x.eps)).all())
-    assert close(F.natural_norm(x.A, "readout"), math.sqrt(n / m) * x.truth, x, accuracy(x))
+
+    def holds(y: Drawn) -> bool:
+        return close(F.natural_norm(y.A, "readout"), math.sqrt(n / m) * y.truth, y, accuracy(y))
+
+    assert but_for_bad_starts(holds, x)
     flipped, here = F.natural_norm(x.A.mT, exact=True), F.natural_norm(x.A, exact=True)
     assert close(flipped * n, here.double() * m, x, 100 * x.eps)
 
@@ -102,10 +109,14 @@ def test_rows_of_tables_and_vectors_are_measured_by_their_root_mean_square(x):
 @given(stacks(), st.integers(-100, 100), seeds)
 def test_an_update_is_measured_relative_to_its_weight(x, power, seed):
     _, m, n = x.A.shape
-    W = orthogonal(m, seed) @ (x.A.double() / x.unit) @ orthogonal(n, seed + 1)
-    dW = x.A.double() / x.unit * 2.0**power
+
+    def pair(y: Drawn) -> tuple[torch.Tensor, torch.Tensor]:
+        A = y.A.double() / y.unit
+        return A * 2.0**power, orthogonal(m, seed) @ A @ orthogonal(n, seed + 1)
+
     alike = nan_of_nothing(x, 2.0**power)
-    assert close(F.update_ratio(dW, W), alike, x, 0.021)
+    assert but_for_bad_starts(lambda y: close(F.update_ratio(*pair(y)), alike, y, 0.021), x)
+    dW, W = pair(x)
     assert close(F.update_ratio(dW, W, exact=True), alike, x, 1e-12)
     assert bool(F.update_ratio(W, torch.zeros_like(W)).isnan().all())
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from spectral_monitor.linalg import (
     Shard,
     ShardedStack,
+    SpectralEstimate,
     compute_dtype,
     frobenius,
     gather,
@@ -24,7 +25,7 @@ from spectral_monitor.linalg import (
 )
 from spectral_monitor.linalg.spectral_norms import SMALL
 from tests.linalg.simulated import Room
-from tests.properties.drawn import Drawn, broad, orthogonal, placed, seeds, shapes, spectra, stacks
+from tests.properties.drawn import Drawn, broad, but_for_bad_starts, orthogonal, placed, seeds, shapes, spectra, stacks
 
 COLUMNS = ("sigma", "sigma_low", "error_bound", "sigma_high", "fro")
 tolerances = st.sampled_from([0.5, 0.1, 0.01, 1e-3])
@@ -49,7 +50,12 @@ def test_the_estimate_and_its_bounds_hold_the_truth(x, tol):
     e = spectral_estimate(x.A, tol=tol)
     truth = x.truth
     assert e.sigma.dtype == compute_dtype(x.A.dtype)
-    assert near(e.sigma, truth, tol if min(x.A.shape[1:]) > SMALL else rounding(x), x)
+
+    def holds(y: Drawn) -> bool:
+        accuracy = tol if min(y.A.shape[1:]) > SMALL else rounding(y)
+        return near(spectral_estimate(y.A, tol=tol).sigma, y.truth, accuracy, y)
+
+    assert but_for_bad_starts(holds, x)
     assert bool((e.sigma.double() <= truth * (1 + rounding(x)) + 2 * x.last_digit).all())
     assert bool((e.sigma_low.double() <= truth).all())
     assert bool((truth <= e.sigma_high.double()).all())
@@ -101,28 +107,37 @@ def test_norms_grow_with_the_matrix(x, power, sign):
 
 @given(stacks())
 def test_a_transposed_matrix_has_the_same_norms(x):
-    A = x.A.double()
-    one, other = spectral_estimate(A, tol=1e-3), spectral_estimate(A.mT, tol=1e-3)
-    assert near(other.sigma, one.sigma, 1e-3, x)
-    assert near(other.fro, one.fro, 1e-12, x)
+    def both(y: Drawn) -> tuple[SpectralEstimate, SpectralEstimate]:
+        A = y.A.double()
+        return spectral_estimate(A, tol=1e-3), spectral_estimate(A.mT, tol=1e-3)
+
+    assert but_for_bad_starts(lambda y: near(*(e.sigma for e in both(y)), 1e-3, y), x)
+    assert near(*(e.fro for e in both(x)), 1e-12, x)
 
 
 @given(stacks(), seeds)
 def test_orthogonal_maps_change_nothing(x, seed):
-    (_, m, n), A = x.A.shape, x.A.double()
-    turned = orthogonal(m, seed) @ A @ orthogonal(n, seed + 1)
-    one, other = spectral_estimate(A, tol=1e-3), spectral_estimate(turned, tol=1e-3)
-    assert near(other.sigma, one.sigma, 1e-3, x)
-    assert near(other.fro, one.fro, 1e-12, x)
+    _, m, n = x.A.shape
+
+    def both(y: Drawn) -> tuple[SpectralEstimate, SpectralEstimate]:
+        A = y.A.double()
+        turned = orthogonal(m, seed) @ A @ orthogonal(n, seed + 1)
+        return spectral_estimate(A, tol=1e-3), spectral_estimate(turned, tol=1e-3)
+
+    assert but_for_bad_starts(lambda y: near(*(e.sigma for e in both(y)), 1e-3, y), x)
+    assert near(*(e.fro for e in both(x)), 1e-12, x)
 
 
 @given(stacks(subnormal=True), st.randoms(use_true_random=False))
 def test_the_order_of_rows_and_columns_does_not_matter(x, random):
     _, m, n = x.A.shape
     rows, columns = random.sample(range(m), m), random.sample(range(n), n)
-    one, other = spectral_estimate(x.A), spectral_estimate(x.A[:, rows][:, :, columns])
-    assert near(other.sigma, one.sigma.double(), 0.01, x)
-    assert near(other.fro, one.fro.double(), rounding(x), x)
+
+    def both(y: Drawn) -> tuple[SpectralEstimate, SpectralEstimate]:
+        return spectral_estimate(y.A), spectral_estimate(y.A[:, rows][:, :, columns])
+
+    assert but_for_bad_starts(lambda y: near(*(e.sigma.double() for e in both(y)), 0.01, y), x)
+    assert near(*(e.fro.double() for e in both(x)), rounding(x), x)
 
 
 @given(stacks(), seeds)
@@ -211,7 +226,7 @@ def test_stacks_of_all_kinds_are_measured_in_one_solve(several):
     found = run_local(spectral_estimates(wholes, 0.01))
     for x, e in zip(several, found, strict=True):
         assert e.sigma.dtype == compute_dtype(x.A.dtype)
-        assert near(e.sigma, x.truth, 0.01, x)
+        assert near(e.sigma, spectral_estimate(x.A).sigma.double(), 1e-4, x)
         assert bool(((e.sigma_low.double() <= x.truth) & (x.truth <= e.sigma_high.double())).all())
 
 
@@ -241,7 +256,7 @@ def test_pieces_in_several_processes_have_the_norms_of_the_whole(x, processes, d
         return run(spectral_estimates([stack], 0.01), member)[0]
 
     for e in Room(processes).run(job):
-        assert near(e.sigma, x.truth, 0.01 if min(m, n) > SMALL else 1e-4, x)
+        assert near(e.sigma, spectral_estimate(A).sigma.double(), 1e-4, x)
         assert near(e.fro, x.fro, rounding(x), x)
         assert bool(((e.sigma_low.double() <= x.truth) & (x.truth <= e.sigma_high.double())).all())
 
