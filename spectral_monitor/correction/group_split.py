@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, starmap
 from typing import Any
 
 import torch
@@ -283,7 +284,7 @@ def _merge(parts: Sequence[GroupPart]) -> str:
         writers = [part for part in parts if key in part.written]
         scaled = parts[0].is_scaled(key)
         found = [part.unscaled(key) for part in (parts if scaled else writers)]
-        if not all(_close(value, found[0]) if scaled else _equal(value, found[0]) for value in found):
+        if not all(starmap(_close if scaled else _equal, pairwise(found))):
             written = ", ".join(str(part.found.get(key)) for part in parts)
             return f"its step leaves {key!r} at {written} where there is one group to hold it"
         part = min(writers, key=lambda part: abs(math.log(part.multiplier)))  # without rounding if there is a 1

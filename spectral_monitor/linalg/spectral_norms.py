@@ -255,7 +255,7 @@ def _gram(stacks: Sequence[ShardedStack], fros: Sequence[Tensor]) -> Coroutine[_
         # Some builds of LAPACK do not converge on float32 matrices as small as 1e-7.
         unit = torch.where(fro > 0, fro, 1.0).double()
         squares = torch.linalg.eigvalsh(torch.cat([grams[k] for k in some]).double() / unit.square()[:, None, None])
-        sigma = (squares[:, -1].clamp(min=0).sqrt() * unit).to(fro)
+        sigma = (squares[:, -1].sqrt() * unit).to(fro)
         found.update(zip(some, sigma.split([stacks[k].shape[0] for k in some]), strict=True))
     return _Norms.exact(torch.cat([found[k] for k in range(len(stacks))]), [1] * len(stacks))
 

@@ -181,6 +181,19 @@ def test_the_resolution_is_that_of_the_weights(dtype, resolution):
     assert read(model, torch.optim.SGD(model.parameters(), lr=0.1))["0"].resolution == resolution
 
 
+class Quantized(torch.nn.Module):
+    def forward(self, stored):
+        return stored.float() / 100
+
+
+def test_a_weight_that_is_kept_in_integers_has_no_resolution():
+    model = network()
+    model[0].weight = torch.nn.Parameter((100 * model[0].weight).to(torch.int8), requires_grad=False)
+    torch.nn.utils.parametrize.register_parametrization(model[0], "weight", Quantized(), unsafe=True)
+    found = read(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    assert (found["0"].resolution, found["0"].frozen) == (0.0, True)
+
+
 def own(name, base=torch.optim.SGD):
     """An optimizer of that name, which another library may have."""
     return type(name, (base,), {})

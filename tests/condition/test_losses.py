@@ -127,6 +127,13 @@ def test_drift_without_a_step_has_no_direction():
     assert explained.code == "rates_too_large"
 
 
+@pytest.mark.parametrize("pace", [math.nan, 0.0, math.inf])
+def test_without_a_pace_rates_are_divided_by_ten(pace):
+    loss = Finding("loss_returns", NETWORK, "loss", 9.0, 1.0, (0.0, 1.0))
+    explained = causes.of_network(loss, SimpleNamespace(step=90), causes.History(pace, math.nan, ""))
+    assert explained.remedy.value == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(
     ("before", "now", "cause"),
     [

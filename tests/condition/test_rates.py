@@ -145,6 +145,7 @@ def test_a_backbone_may_learn_a_tenth_as_fast():
     assert purposes(slow) == dict.fromkeys("ab", "a backbone with a rate of its own")
     assert purposes(rated(0.0001, 0.0001, *[0.01] * 4)) == {}
     assert purposes(rated(0.001, *[0.01] * 5)) == {}, "one layer is no backbone"
+    assert purposes(rated(0.015, 0.015, *[0.01] * 4)) == {}, "nor is what learns faster"
 
 
 def adapters(times, blocks=4):

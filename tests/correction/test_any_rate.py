@@ -124,6 +124,7 @@ def test_peaks_are_what_groups_name_or_had():
     assert peaks.part(group) == 1 / 0.8
     assert peaks.see({"params": [weight], "lr": torch.tensor(1.6)}).highest == pytest.approx(1.6)
     late = nn.Parameter(torch.zeros(2))
+    assert peaks.see({**group, "max_lr": torch.tensor([])}).highest == pytest.approx(1.6), "which says nothing"
     assert peaks.see({"params": [weight, late], "lr": 0.1}).highest == pytest.approx(1.6), "thawed since then"
     assert Peaks().part({"params": [weight], "lr": 0.0}) == Peaks().part({"params": [], "lr": 0.0}) == 1.0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -96,6 +98,18 @@ def test_limits_are_around_the_usual_rate_however_small_updates_are(sizes, after
     corrector, measure = untouched()
     (change,) = corrector.update(measure(verdict("2", "lr_too_large"), sizes=sizes))
     assert change.after == pytest.approx(after)
+
+
+def test_a_layer_whose_update_says_nothing_has_no_usual_rate():
+    """The limits of the second are around the rates of two others, not of the first, a thousand times as high."""
+    corrector, measure = untouched()
+    measurement = measure(verdict("2", "lr_too_large"), sizes=(math.nan, 8.0, 0.001))
+    names = [layer.name for layer in measurement.layers]
+    measurement.values["update_natural"][:] = math.nan
+    measurement.values["update_natural"][[names.index("2"), names.index("4")]] = torch.tensor([8.0, 0.001])
+    measurement.values["lr"][[k for k, name in enumerate(names) if name not in ("2", "4")]] *= 1000
+    (change,) = corrector.update(measurement)
+    assert change.after == pytest.approx(1 / 64)
 
 
 def test_layers_at_their_limit_are_known_until_they_leave_it():

@@ -196,6 +196,27 @@ def test_contributions_of_rounding_are_squares_of_ten_times_eps():
     assert [math.isnan(x) for x in found] == [False, False, True, False]
 
 
+def test_blocks_that_nothing_moves_have_no_contribution():
+    layers = dissect(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))).layers
+    values = {"contribution": torch.ones(3), "update_fro": torch.ones(3), "weight_fro": torch.ones(3)}
+    measurement = Measurement(1, tuple(layer.info for layer in layers), values, {})
+    found = block_contributions(measurement, layers, contribution_blocks(layers), [0.1, 0.0, math.nan])
+    assert [math.isnan(x) for x in found] == [False, True, True]
+
+
+def test_a_block_that_works_against_the_others_keeps_its_rate():
+    """Momentum may carry it up the hill."""
+    network = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    layers = dissect(network).layers
+    rule = LRCorrection("fsc")
+    corrector = Corrector(rule, layers, [torch.optim.SGD(network.parameters(), lr=LR)])
+    before = corrector.multipliers
+    values = {key: torch.ones(3) for key in rule.quantities} | {"lr": torch.full((3,), LR)}
+    values["contribution"] = torch.tensor([1e-3, -1e-3, 1e-3])
+    corrector.update(Measurement(1, tuple(layer.info for layer in layers), values, {}))
+    assert {name for name, value in corrector.multipliers.items() if value != before[name]} == {"0", "2"}
+
+
 def test_polyak_says_where_the_loss_is_not_known():
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(network.parameters(), lr=LR)

@@ -101,6 +101,7 @@ def test_what_was_not_seen_does_not_count():
         ({"policy": "reference"}, "needs the file of a profile"),
         ({"policy": "target", "reference": "a.json"}, "no other policy takes one"),
         ({"size": 0.0}, 'size is a positive number or "lr"'),
+        ({"size": -0.125}, "got -0.125"),
         ({"size": math.inf}, "size"),
         ({"size": "max"}, "size"),
         ({"size": True}, "size"),

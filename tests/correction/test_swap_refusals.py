@@ -226,6 +226,39 @@ def test_a_step_that_one_group_cannot_hold_ends_in_an_error_that_says_why(kind, 
     take_step(model, optimizer, 1, with_closure=False)
 
 
+class NotKnown(Descends):
+    """Says of every group that something is not known."""
+
+    def rate(self, group):
+        group["seen"] = math.nan
+        return group["lr"]
+
+
+def test_groups_may_all_hold_nan():
+    model = make_model()
+    optimizer = NotKnown(model.parameters(), lr=0.1)
+    LRMultiplierOverride([optimizer], by_parameter(model, UNEVEN)).arm()
+    take_step(model, optimizer, 0, with_closure=False)
+    assert math.isnan(optimizer.param_groups[0]["seen"])
+
+
+class Outer(ByPlace):
+    """Its step is not that of the optimizer it holds, which has the same groups."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.base_optimizer = torch.optim.SGD(self.param_groups)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+def test_an_optimizer_that_holds_another_is_the_one_that_is_named():
+    model = make_model()
+    optimizer = Outer(model.parameters())
+    LRMultiplierOverride([optimizer], by_parameter(model, UNEVEN)).arm()
+    with pytest.raises(RuntimeError, match="the learning rates of Outer cannot"):
+        take_step(model, optimizer, 0, with_closure=False)
+
+
 def test_a_group_that_needs_nothing_is_not_overlooked_either():
     """One that is expanded before it takes its place in the list beside."""
     model = make_model()

@@ -86,6 +86,13 @@ def test_what_is_left_of_a_stack_is_as_many_as_its_matrices_have_rows():
     torch.testing.assert_close(run.A.parts[0].A, A[1:])
 
 
+def test_as_many_that_are_left_as_they_have_columns_are_not_taken_for_all():
+    A = drawn(100, 80, 76)
+    A[:24] = spiked(A[:24])
+    (found,) = solved([A])
+    torch.testing.assert_close(found.sigma, torch.linalg.svdvals(A)[:, 0], rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("easy", [[0], [3], [7], [2, 5], [6, 7], [0, 7]])
 def test_matrices_that_are_decided_early_leave_the_others_alone(easy):
     """Up to a quarter of them stay in the basis, at its beginning, in the middle or at its end, and count no more."""
