@@ -227,9 +227,8 @@ class Whole:
         """Yield how much of its learning rate an optimizer like Adam moved an entry by in the first steps."""
         eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=0.0)
         share = _share_of_rate(network)
-        if not math.isnan(share) and (
-            network.step <= EARLY or share > self._share > 0
-        ):  # gradients have grown beyond eps since
+        grown = share > self._share > 0  # gradients have grown beyond eps since
+        if not math.isnan(share) and (network.step <= EARLY or grown):
             self._share = share
         if eps > USUAL_EPS and self._share > 0:
             yield Finding("eps", NETWORK, "update_fro", self._share, EFFICIENT, (1.0, math.inf), 2.0, "Adam's usual")
