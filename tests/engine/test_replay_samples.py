@@ -638,9 +638,33 @@ def test_nobody_is_told_where_nobody_asked(make):
 
 
 def test_more_samples_are_run_where_few_say_too_little(monkeypatch):
+    """At three of four steps; the first one of all runs all samples and does not count."""
     monkeypatch.setattr(slices, "MOST_ERROR", 0.0)
-    _, _, forwards = trained(Tokens, sizes=[MANY] * 4, steps=4, quantities=["feature_change"])
-    assert [sizes[1] for sizes in forwards[1:]] == [ENOUGH, 2 * ENOUGH, 4 * ENOUGH]
+    _, _, forwards = trained(Tokens, sizes=[MANY] * 10, steps=10, quantities=["feature_change"])
+    assert [sizes[1] for sizes in forwards[1:]] == [ENOUGH] * 4 + [2 * ENOUGH] * 4 + [4 * ENOUGH]
+
+
+@pytest.mark.parametrize(
+    ("errors", "samples"),
+    [
+        ([0.3, 0.3, 0.3], 9),
+        ([0.3, 0.05, 0.3, 0.3], 18),
+        ([0.3, 0.05, 0.05, 0.3, 0.05, 0.3, 0.05, 0.05], 9),
+        ([0.05] * 9 + [0.2, math.nan, 0.2, 0.2], 18),
+        ([0.3] * 4 + [0.05] * 9, 18),
+        ([0.3] * 8, 36),
+    ],
+)
+def test_single_steps_of_a_large_error_ask_for_no_more_samples(errors, samples):
+    """And a checkpoint in between changes nothing."""
+    subset = slices.ReplaySubset("auto", nn.Linear(1, 1))
+    subset.agree([9])
+    for error in errors:
+        subset.portion = slices.BatchSlice(subset.samples, 99)
+        subset.widen(error)
+        state, subset = subset.state_dict(), slices.ReplaySubset("auto", nn.Linear(1, 1))
+        subset.load_state_dict(state)
+    assert subset.samples == samples
 
 
 def test_errors_hold_what_all_samples_say():

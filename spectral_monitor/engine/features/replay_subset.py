@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
@@ -32,8 +33,10 @@ BEFORE = "an earlier part of this run has seen that the first samples will not d
 
 ROWS, SAMPLES = 256, 4
 """With ``"auto"`` as few samples are run as have this many rows in the layer in the middle, but no fewer."""
-MOST_ERROR = 0.1
-"""Twice as many are run from the next time on where ``feature_change`` may be off by more, relative to it."""
+MOST_ERROR, RECENT = 0.1, 4
+"""Twice as many are run from the next time on where ``feature_change`` may be off by more, relative to it, at more than
+half of so many measured steps. The error is that of the worst layer, from a few groups of samples, and varies so much
+that a single one above the limit says little."""
 
 ELSEWHERE = "in another process samples depend on each other, or the forward of some of them fails"
 
@@ -69,6 +72,7 @@ class ReplaySubset:
         self._known: dict[tuple[str, str], frozenset[tuple[int, int]]] = {}
         self._form, self._now, self._calls = "", [""], ""
         self._before = ""
+        self._errors: list[float] = []
         self.portion: BatchSlice | None = None
         self.off = False
         self.noise: dict[int, float] = {}
@@ -136,9 +140,12 @@ class ReplaySubset:
         return len(set(samples)) == 1
 
     def widen(self, error: float) -> None:
-        """Run more samples from now on if numbers from these may be so far off, relative to them."""
-        if self.automatic and self.portion is not None and error > MOST_ERROR:
-            self._samples = 2 * self.portion.samples
+        """Run more samples from now on if numbers from these may usually be so far off, relative to them."""
+        if not self.automatic or self.portion is None or math.isnan(error):
+            return
+        self._errors = [*self._errors, error][-RECENT:]
+        if len(self._errors) == RECENT and median_low(self._errors) > MOST_ERROR:
+            self._samples, self._errors = 2 * self.portion.samples, []
 
     def give_up(self) -> None:
         """From now on all samples are run."""
@@ -183,6 +190,7 @@ class ReplaySubset:
         return {
             "samples": self._asked,
             "count": self._samples,
+            "errors": self._errors,
             "off": self.off,
             "values": [[form, had] for form, had in self._values.items()],
             "known": [[*key, sorted(map(list, common))] for key, common in self._known.items()],
@@ -194,6 +202,7 @@ class ReplaySubset:
         if state is None or state["samples"] != self._asked:
             return
         self._samples = state.get("count", self._samples)
+        self._errors = [float(error) for error in state.get("errors", ())]
         self.off = bool(state["off"])
         self._before = BEFORE if self.off else ""
         self._values = {form: list(had) for form, had in state["values"]}
