@@ -122,10 +122,11 @@ def test_layers_at_their_limit_are_known_until_they_leave_it():
     assert corrector.state_dict()["limited"] == []
 
 
-def test_a_learning_rate_of_zero_asks_for_nothing():
+@pytest.mark.parametrize("lr", [0.0, math.nan])
+def test_without_a_learning_rate_there_is_nothing_to_correct(lr):
     corrector, measure = untouched()
     measurement = measure(verdict("2", "lr_too_large"))
-    measurement.values["lr"].zero_()
+    measurement.values["lr"].fill_(lr)
     assert corrector.update(measurement) == []
     assert set(corrector.multipliers.values()) == {1.0}
 

@@ -99,14 +99,18 @@ class LowersThenFails(Fails):
         return super().step(closure)
 
 
-def test_what_a_failed_step_wrote_is_gone_when_the_next_begins():
+@pytest.mark.parametrize(("then", "lr"), [("step", 0.05), ("disarm", 0.1)])
+def test_what_a_failed_step_wrote_is_gone_later(then, lr):
     """Also where the class's function was called, whose exceptions nobody sees."""
     model = make_model()
     optimizer = LowersThenFails(model.parameters(), **OPTIONS)
-    armed(optimizer, model)
+    swap = armed(optimizer, model)
     fail(model, optimizer, step=lambda closure: LowersThenFails.step(optimizer, closure))
-    take_step(model, optimizer, 1, with_closure=False)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    if then == "step":
+        take_step(model, optimizer, 1, with_closure=False)
+    else:
+        swap.disarm()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(lr)
 
 
 def test_under_a_gradient_scaler_too():
