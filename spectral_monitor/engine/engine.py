@@ -38,7 +38,7 @@ from spectral_monitor.engine.observation import WatchedForward, observations, st
 from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
-from spectral_monitor.engine.results.measurement import Measured
+from spectral_monitor.engine.results.measurement import Measured, relative_errors
 from spectral_monitor.engine.results.noise import DIVIDED
 from spectral_monitor.engine.results.noise import KEY as NOISE
 from spectral_monitor.engine.results.raw import LOSS, NETWORK, REUSED, RawScalars
@@ -280,7 +280,7 @@ class Engine(EngineState):
         self._attention.settle(raw, facts)
         measurement = self._put_together(measured, raw)
         if part == YES:
-            self._replays.slices.widen(measurement.summary.get("feature_error", 0.0))
+            self._replays.slices.widen(relative_errors(measurement, "feature_change"))
         return measurement
 
     def _look(self, forward: WatchedForward, given: StepInputs) -> None:

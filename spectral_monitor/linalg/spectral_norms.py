@@ -179,7 +179,7 @@ def _solve(stacks: Sequence[ShardedStack], tol: float, exact: bool, bounds: bool
             large[tol][k] = short.mT
     bases = [(wanted, basis) for wanted, some in large.items() for basis in _bases(some)]
     gram = _svd if exact else _gram
-    routines = [gram(list(small.values()), [fros[k] for k in small])] if small else []
+    routines = [gram(list(small.values()))] if small else []
     routines += [_lanczos(list(some.values()), [fros[k] for k in some], wanted, bounds) for wanted, some in bases]
     found = yield from gather(routines)
     # Back in the order of the stacks.
@@ -234,15 +234,15 @@ def _bases(stacks: Mapping[int, ShardedStack]) -> list[dict[int, ShardedStack]]:
     return bases
 
 
-def _svd(stacks: Sequence[ShardedStack], fros: Sequence[Tensor]) -> Coroutine[_Norms]:
+def _svd(stacks: Sequence[ShardedStack]) -> Coroutine[_Norms]:
     """Return norms by float64 SVD."""
     yield from ()
     matrices = [part.A for A in stacks for part in A.parts]
-    sigma = [torch.linalg.svdvals(A.double())[:, 0].to(fro) for A, fro in zip(matrices, fros, strict=True)]
+    sigma = [torch.linalg.svdvals(A.double())[:, 0].to(A.dtype) for A in matrices]
     return _Norms.exact(torch.cat(sigma), [1 + int(A.dtype != torch.float64) for A in matrices])
 
 
-def _gram(stacks: Sequence[ShardedStack], fros: Sequence[Tensor]) -> Coroutine[_Norms]:
+def _gram(stacks: Sequence[ShardedStack]) -> Coroutine[_Norms]:
     """Return exact norms of stacks (k, s, n) with few rows, by one eigenvalue call for all that have as many."""
     grams = [A.gram() for A in stacks]
     if any(A.split[1] for A in stacks):
@@ -251,11 +251,8 @@ def _gram(stacks: Sequence[ShardedStack], fros: Sequence[Tensor]) -> Coroutine[_
     found: dict[int, Tensor] = {}
     for size in {A.shape[1]: None for A in stacks}:
         some = [k for k, A in enumerate(stacks) if A.shape[1] == size]
-        fro = torch.cat([fros[k] for k in some])
-        # Some builds of LAPACK do not converge on float32 matrices as small as 1e-7.
-        unit = torch.where(fro > 0, fro, 1.0).double()
-        squares = torch.linalg.eigvalsh(torch.cat([grams[k] for k in some]).double() / unit.square()[:, None, None])
-        sigma = (squares[:, -1].sqrt() * unit).to(fro)
+        squares = torch.linalg.eigvalsh(torch.cat([grams[k] for k in some]).double())
+        sigma = squares[:, -1].sqrt().to(grams[0].dtype)
         found.update(zip(some, sigma.split([stacks[k].shape[0] for k in some]), strict=True))
     return _Norms.exact(torch.cat([found[k] for k in range(len(stacks))]), [1] * len(stacks))
 

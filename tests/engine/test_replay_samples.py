@@ -650,7 +650,7 @@ def test_more_samples_are_run_where_few_say_too_little(monkeypatch):
         ([0.3, 0.3, 0.3], 9),
         ([0.3, 0.05, 0.3, 0.3], 18),
         ([0.3, 0.05, 0.05, 0.3, 0.05, 0.3, 0.05, 0.05], 9),
-        ([0.05] * 9 + [0.2, math.nan, 0.2, 0.2], 18),
+        ([0.05] * 9 + [0.2, 0.05, 0.2, 0.2], 18),
         ([0.3] * 4 + [0.05] * 9, 18),
         ([0.3] * 8, 36),
     ],
@@ -661,7 +661,8 @@ def test_single_steps_of_a_large_error_ask_for_no_more_samples(errors, samples):
     subset.agree([9])
     for error in errors:
         subset.portion = slices.BatchSlice(subset.samples, 99)
-        subset.widen(error)
+        subset.widen([error / 9, error, 9 * error])
+        subset.widen([])
         state, subset = subset.state_dict(), slices.ReplaySubset("auto", nn.Linear(1, 1))
         subset.load_state_dict(state)
     assert subset.samples == samples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
@@ -34,9 +33,9 @@ BEFORE = "an earlier part of this run has seen that the first samples will not d
 ROWS, SAMPLES = 256, 4
 """With ``"auto"`` as few samples are run as have this many rows in the layer in the middle, but no fewer."""
 MOST_ERROR, RECENT = 0.1, 4
-"""Twice as many are run from the next time on where ``feature_change`` may be off by more, relative to it, at more than
-half of so many measured steps. The error is that of the worst layer, from a few groups of samples, and varies so much
-that a single one above the limit says little."""
+"""Twice as many are run from the next time on where ``feature_change`` of the median layer may be off by more, relative
+to it, at more than half of so many measured steps. Errors of a few samples vary so much that a single one above the
+limit says little, and that some layer is above it nearly always."""
 
 ELSEWHERE = "in another process samples depend on each other, or the forward of some of them fails"
 
@@ -139,11 +138,15 @@ class ReplaySubset:
             self._samples = max(samples) or None
         return len(set(samples)) == 1
 
-    def widen(self, error: float) -> None:
-        """Run more samples from now on if numbers from these may usually be so far off, relative to them."""
-        if not self.automatic or self.portion is None or math.isnan(error):
+    def widen(self, errors: Sequence[float]) -> None:
+        """Run more samples from now on if numbers from these are usually too uncertain.
+
+        Args:
+            errors: standard errors of a number of some layers, relative to it.
+        """
+        if not self.automatic or self.portion is None or not errors:
             return
-        self._errors = [*self._errors, error][-RECENT:]
+        self._errors = [*self._errors, median_low(errors)][-RECENT:]
         if len(self._errors) == RECENT and median_low(self._errors) > MOST_ERROR:
             self._samples, self._errors = 2 * self.portion.samples, []
 

@@ -62,10 +62,6 @@ class Measured:
         summary = summarize(values, self.layers, raw)
         summary.update({key: value for key, (value, _) in noise.items()})
         missing.update({f"{key}/{SUMMARY}": reason for key, (_, reason) in noise.items() if reason})
-        if "feature_change" in values:
-            pairs = [(error["feature_change"], row["feature_change"]) for error, row in zip(errors, rows, strict=True)]
-            known = (error / change for error, change in pairs if change > 0 and not math.isnan(error))
-            summary["feature_error"] = max(known, default=math.nan)
         if "contribution" in values:
             summary["stale_gradient"] = max((x for x in reused if not math.isnan(x)), default=math.nan)
             missing.update({f"stale_gradient/{SUMMARY}": NO_TWO_STEPS} if math.isnan(summary["stale_gradient"]) else {})
@@ -90,4 +86,15 @@ class Measured:
         summary["skipped_updates"] = float(skipped)
         if set(values) >= set(TIERS["full"]):
             summary.update(properties(values, summary, self.layers, raw, facts.eps))
-        return Measurement(self.step, self.infos, values, summary, reasons=reasons[keys], errors=off)
+        measurement = Measurement(self.step, self.infos, values, summary, reasons=reasons[keys], errors=off)
+        if "feature_change" in values:
+            summary["feature_error"] = max(relative_errors(measurement, "feature_change"), default=math.nan)
+        return measurement
+
+
+def relative_errors(measurement: Measurement, key: str) -> list[float]:
+    """Return the standard errors of a quantity, relative to it, of the layers that have one."""
+    if key not in measurement.errors:
+        return []
+    pairs = zip(measurement.errors[key].tolist(), measurement.values[key].tolist(), strict=True)
+    return [error / value for error, value in pairs if value > 0 and not math.isnan(error)]
