@@ -61,8 +61,7 @@ class Row:
     @property
     def lr(self) -> float:
         """The learning rate as the user's schedule has it, without a correction's multiplier; NaN if unknown."""
-        multiplier = self.values.get("lr_multiplier", 1.0)
-        measured = self.get("lr") / multiplier if multiplier > 0 else math.nan
+        measured = self.get("lr") / (self.values.get("lr_multiplier", 1.0) or math.nan)
         return self.settings.lr if math.isnan(measured) else measured
 
     @property

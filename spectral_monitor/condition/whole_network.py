@@ -123,13 +123,9 @@ class Whole:
 
     def _diverged(self, measurement: Measurement, network: Network) -> Finding:
         """Return the largest weight or output, inf where some are not finite any more."""
-        largest = 0.0
-        for row in network.peers:
-            for value in (row.weight, row.get("feature_rms")):
-                largest = max(largest, value if not math.isnan(value) else 0.0)
-        if _not_finite(measurement):
-            largest = math.inf
-        value = min(largest, 1e300)
+        sizes = [size for row in network.peers for size in (row.weight, row.get("feature_rms"))]
+        largest = max((size for size in sizes if not math.isnan(size)), default=0.0)
+        value = min(math.inf if _not_finite(measurement) else largest, 1e300)
         return Finding("diverged", NETWORK, "weight_natural", value, 1.0, (0.0, SIZE), 1.0 + 1e-9, "a healthy network")
 
     def _speed(self, network: Network) -> Iterator[Finding]:
@@ -138,7 +134,7 @@ class Whole:
         ratio = geometric_median(ratios)
         self.pace = self.pace if self.pace >= ratio or math.isnan(ratio) else ratio
         self.first_pace = ratio if math.isnan(self.first_pace) else self.first_pace
-        if network.drift > 0:
+        if not math.isnan(network.drift):
             usual = SPEED_LIMIT * math.sqrt(network.step)
             against = "a healthy pace"
             yield Finding("rates_too_large", NETWORK, "drift_ratio", network.drift, usual, (0.0, 1.0), 2.0, against)
@@ -219,7 +215,7 @@ class Whole:
         if not self._distance and distance > 0 and network.step <= EARLY:
             sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "readout"]
             self._distance = distance / max([1.0, *sizes])  # NaN is no maximum of what comes before it
-        if self._distance > 0:
+        if self._distance:
             limits = (0.0, DISTANCE_LIMIT)
             yield Finding("targets", NETWORK, "loss_distance", self._distance, 1.0, limits, 1.5, "usual")
 
@@ -331,7 +327,7 @@ def _share_of_rate(network: Network) -> float:
         row.size / row.get("lr")  # with a correction's multiplier, as the optimizer has it
         for row in network.peers
         if row.settings.family == "adam"
-        and row.get("update_fro") > 0
+        and not math.isnan(row.get("update_fro"))
         and row.get("lr") > 0
         and not any(part in row.settings.optimizer.lower() for part in FAST)
         and row.info.name not in network.from_zero

@@ -225,6 +225,16 @@ def test_narrow_layers_take_smaller_steps_at_the_rates_that_people_use():
     assert [verdict.cause for verdict in wide] == ["rates_too_small"]
 
 
+@pytest.mark.parametrize(("inputs", "slow"), [(24, 0.0065 * 24 / 32), (31, 0.0065 * 31 / 32), (33, 0.0065)])
+def test_steps_may_be_as_much_smaller_as_layers_have_fewer_inputs_than_32(inputs, slow):
+    layers = {name: replace(info, fan_in=inputs) for name, info in LAYERS.items()}
+    judge = {factor: Judge(SpectralCondition()) for factor in (0.99, 1.01)}
+    for step in range(1, 60):
+        found = {f: one.judge(measured(step, layers=layers, **small(f * slow))) for f, one in judge.items()}
+    assert [verdict.cause for verdict in found[0.99]] == ["rates_too_small"]
+    assert not found[1.01]
+
+
 def test_vanishing_outputs_are_the_weights_fault():
     small_weights = {"weight_fro": {name: 0.05 * math.sqrt(info.fan_out) for name, info in LAYERS.items()}}
     small_weights["weight_natural"] = dict.fromkeys("abc", 0.1) | {"head": 0.2}

@@ -146,7 +146,7 @@ def _targets(finding: Finding, network: Network, history: History) -> Explanatio
 
 def _features_vanish(finding: Finding, network: Network, history: History) -> Explanation:
     gain = geometric_median(row.gain for row in network.peers)
-    if not gain > 0:  # weights were not measured
+    if math.isnan(gain):  # weights were not measured
         how = f"the smallest outputs of a layer begin with RMS {short(finding.value)}: initial weights are too small"
         return Explanation("weights_too_small", how, Remedy("check"))
     return Explanation(
