@@ -19,6 +19,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -115,7 +116,7 @@ class KrylovSpace:
         self.first = [sum(counts[:k]) for k in range(len(stacks))]
         self.members = list(range(sum(counts)))
         self.undecided = list(self.members)
-        self._scale = torch.where(units > 0, units, 1.0).reciprocal()[:, None, None]
+        self._scale = units.reciprocal().nan_to_num(posinf=0.0)[:, None, None]
         sizes = [A.shape[2] for A in stacks]
         self._sizes = [size for size, count in zip(sizes, counts, strict=True) for _ in range(count)]
         like = stacks[0].like
@@ -209,14 +210,11 @@ class KrylovSpace:
         for k, A in enumerate(self._stacks):
             first = self.first[k]
             mine = [(p, j - first) for p, j in zip(self.undecided, members, strict=True) if 0 <= j - first < A.shape[0]]
-            start = 0
-            for end in range(1, len(mine) + 1):
-                if end < len(mine) and mine[end][1] == mine[end - 1][1] + 1:
-                    continue
-                some, (place, index) = end - start, mine[start]
-                matrices = A if some == A.shape[0] else A.select(index, index + some)
-                yield Run(matrices, slice(place, place + some))
-                start = end
+            for _, some in groupby(enumerate(mine), lambda item: item[1][1] - item[0]):
+                (_, (place, index)), *more = some
+                count = 1 + len(more)
+                matrices = A if count == A.shape[0] else A.select(index, index + count)
+                yield Run(matrices, slice(place, place + count))
 
     def _joined(self, images: Sequence[Tensor]) -> Tensor:
         """Return images of runs as those of all matrices (K, b, n), 0 for what is decided and for padding."""

@@ -126,6 +126,17 @@ def test_of_any_network_it_is_the_sum_over_weights_behind(places):
     assert [value.item() for value in again] == [value.item() for value in found]
 
 
+def test_parameters_that_the_loss_does_not_use_add_nothing():
+    """Nor do those whose gradients are constants."""
+    net = Net()
+    h = net.first()
+    unused, constant = (torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    parameters, rates = [unused, constant, *net.w.values()], (2.0, 3.0, 7.0, 0.3, 0.05, 0.11, 0.2)
+    alone = F.dual_bfk_moments(net.loss(h, net.w), [h], parameters[2:], rates[2:], basis((2, 4)))
+    found = F.dual_bfk_moments(net.loss(h, net.w) + constant.sum(), [h], parameters, rates, basis((2, 4)))
+    assert [value.item() for value in found] == [value.item() for value in alone]
+
+
 def test_rates_of_zero_add_nothing():
     net = Net()
     K = written_out(net, ["D"], (0.4,))
@@ -183,9 +194,10 @@ def test_what_drops_out_of_second_derivatives_is_seen():
         ({"probes": []}, "0 probes"),
         ({"probes": [[torch.ones(2)]]}, r"probes must be like the outputs \[\(2, 4\)\]"),
         ({"rates": [1.0]}, "1 rates for 5 parameters"),
+        ({"rates": [1.0] * 6}, "6 rates for 5 parameters"),
         ({"outputs": "apart"}, "the loss must depend on all of the 1 outputs"),
     ],
-    ids=["no probes", "shapes", "rates", "apart"],
+    ids=["no probes", "shapes", "few rates", "many rates", "apart"],
 )
 def test_misuse(change, said):
     net = Net()

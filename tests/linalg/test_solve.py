@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spectral_monitor.linalg.collectives import reduce_table, run_local
-from spectral_monitor.linalg.lanczos import BLOCK, MORE_ROOM, ROOM, KrylovSpace
+from spectral_monitor.linalg.lanczos import BLOCK, MORE_ROOM, ROOM, KrylovSpace, orthonormal
 from spectral_monitor.linalg.scaling import frobenius, tame
 from spectral_monitor.linalg.sharded_stack import Shard, ShardedStack
 from spectral_monitor.linalg.spectral_norms import (
@@ -84,6 +84,19 @@ def test_what_is_left_of_a_stack_is_as_many_as_its_matrices_have_rows():
     space.decide({0})
     (run,) = space.runs
     torch.testing.assert_close(run.A.parts[0].A, A[1:])
+
+
+def test_what_lies_in_the_span_of_the_basis_adds_no_direction():
+    basis = torch.linalg.qr(drawn(2, 200, 8).float()).Q.mT
+    rows = drawn(2, 4, 8, seed=1).float() @ basis
+    found = orthonormal(rows, basis, torch.eye(4).expand(2, -1, -1))
+    assert torch.equal(found, torch.zeros(2, 4, 200))
+
+
+def test_bounds_are_no_wider_for_the_number_of_matrices():
+    A = drawn(500, 5, 6)
+    together, alone = spectral_estimate(A), spectral_estimate(A[:1])
+    assert together.error_bound[0] == pytest.approx(float(alone.error_bound), rel=1e-3, abs=0)
 
 
 def test_as_many_that_are_left_as_they_have_columns_are_not_taken_for_all():
