@@ -191,7 +191,7 @@ def _reference(network: Network, row: Row, condition: SpectralCondition) -> Find
     if condition.reference == "theory":
         return Finding("reference", name, quantity, value, 1.0, (low, high), _room(low, high), "the theory's")
     ratio = network.relative_size(row)
-    if not ratio > 0:
+    if math.isnan(ratio):
         return None
     if row.info.role == "readout" and row.settings.family != "adam":
         high *= READOUT_ROOM

@@ -221,7 +221,7 @@ class Whole:
 
     def _eps(self, network: Network) -> Iterator[Finding]:
         """Yield how much of its learning rate an optimizer like Adam moved an entry by in the first steps."""
-        eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=0.0)
+        eps = max((row.settings.eps for row in network.peers if not math.isnan(row.settings.eps)), default=0.0)
         share = _share_of_rate(network)
         grown = share > self._share > 0  # gradients have grown beyond eps since
         if not math.isnan(share) and (network.step <= EARLY or grown):

@@ -171,6 +171,13 @@ def test_what_is_not_finite_is_left_out(tmp_path):
 def test_a_step_measured_twice_counts_once(tmp_path):
     save_profile([measured(2), measured(1), measured(2, update_natural={"b": 9.0})], tmp_path / "p.json")
     assert load_profile(tmp_path / "p.json").steps["b"] == (1, 2)
+    save_profile([measured(1), measured(1), measured(2)], tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json").steps["b"] == (1, 2)
+
+
+def test_a_profile_may_have_any_number_of_steps(tmp_path):
+    save_profile([measured(step) for step in range(1, 400)], tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json").steps["b"] == tuple(range(1, 400))
 
 
 @pytest.mark.parametrize(

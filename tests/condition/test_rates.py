@@ -90,7 +90,7 @@ def test_layer_wise_decay_is_no_fault(per_level, head):
 
 
 @pytest.mark.parametrize("factor", [30.0, 1 / 30])
-@pytest.mark.parametrize("layer", "bcd")
+@pytest.mark.parametrize("layer", "bcde")
 def test_a_faulty_layer_in_layer_wise_decay_is_held_against_its_neighbours(layer, factor):
     """The geometric mean of the rates before and behind it is what a constant decay makes of it."""
     given = ladder(**{layer: factor})

@@ -207,10 +207,7 @@ def _layerwise(given: Sequence[Rated]) -> dict[str, float]:
     The layers of one level follow each other. A single layer that does not fit may stand in between.
     """
     levels = [(lr, [info.name for info, _ in some]) for lr, some in groupby(given, key=lambda item: item[1])]
-    rises = {k for k, (before, after) in enumerate(pairwise(levels)) if after[0] > before[0]}
-    falls = set(range(len(levels) - 1)) - rises
     single = [k for k in range(1, len(levels) - 1) if len(levels[k][1]) == 1]
-    single = [k for k in single if rises <= {k - 1, k} or falls <= {k - 1, k}]  # else others are out of line too
     for odd in [None, *single]:
         ladder = list(levels)
         if odd is not None:  # put it where its neighbours say it should be
