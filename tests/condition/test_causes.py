@@ -300,7 +300,7 @@ def test_against_the_theory_weights_may_have_grown():
 def test_every_cause_that_is_told_is_listed():
     source = inspect.getsource(layers) + inspect.getsource(network)
     told = set(re.findall(r'(?:Explanation\(\s*|code = )"(\w+)"', source))
-    told |= set(re.findall(r'"(\w+)" if factor > 1 else "(\w+)"', source)[0])
+    told |= set(re.findall(r'code, seen = "(\w+)" if large else "(\w+)"', source)[0])
     told |= {"weights_too_large", "readout_init", "width"}  # by a condition, and by the judge itself
     assert told == set(CAUSES)
 

@@ -53,16 +53,15 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
         return None
     usual = finding.lr if known else rate.usual
     factor = row.lr / usual
-    if max(factor, 1 / factor) < SUSPECT or (finding.check != "exploding" and (factor > 1) != (finding.ratio > 1)):
-        return None
-    if finding.check == "exploding" and factor < 1:
+    large = factor >= SUSPECT
+    if not (large or factor <= 1 / SUSPECT) or large != (finding.check == "exploding" or finding.ratio > 1):
         return None
     mine, theirs = _peak(row, row.lr), _peak(row, usual)
     whose = "the profile's" if known else "that of the other layers"
     others = [network.rates[peer.info.name] for peer in network.peers_of(row) if peer.info.name in network.rates]
     if not known and not all(math.isclose(usual, other.usual, rel_tol=0.05) for other in others):
         whose = "by the rule of the others it would be"
-    code, seen = "lr_too_large" if factor > 1 else "lr_too_small", f"its learning rate is {_number(mine)}, {whose}"
+    code, seen = "lr_too_large" if large else "lr_too_small", f"its learning rate is {_number(mine)}, {whose}"
     judged = known or finding.check == "exploding" or row.info.name in network.expected
     if not judged and (size := _like_the_others(row, network)):
         return Explanation(
@@ -188,8 +187,8 @@ def _is_frobenius(network: Network) -> bool:
 def _heavy(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain by weights that began too large or too small."""
     factor = network.initial_gain(row)
-    large = factor > 1
-    if not factor > 0 or not max(factor, 1 / factor) > HEAVY or not network.fresh:
+    large = factor > HEAVY
+    if not (large or 0 < factor < 1 / HEAVY) or not network.fresh:
         return None
     if finding.check == "reference" and large == (finding.ratio > 1):
         return None  # under most optimizers heavy weights get small updates, not large ones
