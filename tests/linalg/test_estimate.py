@@ -430,6 +430,7 @@ def test_results_are_float32_or_float64():
         (torch.ones(1, 3, 3, dtype=torch.complex64), 0.01, r"complex64.*\(1, 3, 3\)"),
         (torch.ones(1, 3, 3), 0.0, "tol must be in .0, 1., got 0"),
         (torch.ones(1, 3, 3), 1.0, "tol"),
+        (torch.ones(1, 3, 3), 1.5, "tol"),
         (torch.ones(1, 3, 3), math.nan, "tol"),
     ],
 )
