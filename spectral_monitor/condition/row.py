@@ -30,10 +30,7 @@ def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
     given = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
     found = {key: {n: x for n, x in zip(names, some, strict=True) if not math.isnan(x)} for key, some in given.items()}
     if "contribution" in found:
-        why = {
-            name: measurement.why("contribution", name) if x == 0 else "" for name, x in found["contribution"].items()
-        }
-        found["lost"] = {name: float(reason == LOST) for name, reason in why.items()}
+        found["lost"] = {name: float(measurement.why("contribution", name) == LOST) for name in found["contribution"]}
     if "feature_rms" in found:
         found["unused"] = {
             name: float(measurement.why("update_natural", name) == UNUSED) for name in found["feature_rms"]
