@@ -178,7 +178,7 @@ class Whole:
         if not own:
             return
         self._looked += 1
-        self._fastest = max(self._fastest, *(row.get("update_ratio") * row.to_peak for row in own), 0.0)
+        self._fastest = max(self._fastest, *(row.get("update_ratio") * row.to_peak for row in own))
         # The maximum of a number and NaN is that number.
         self._natural = max(self._natural, geometric_median(row.update * row.to_peak for row in own))
         if network.step < SETTLED or self._looked < 4 or rises or not network.fresh or not self._natural:

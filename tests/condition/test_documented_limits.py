@@ -94,6 +94,12 @@ def rounded(part):
     return is_off("rounding", update, settings=set_by("SGD", resolution=2.0**-7))
 
 
+@pytest.mark.parametrize("lr", [0.0, math.nan])
+def test_an_update_that_no_learning_rate_made_is_not_lost_in_rounding(lr):
+    update = {"update_fro": {"b": 1e-3 * 2.0**-7 * HEALTHY["weight_fro"]}, "lr": dict.fromkeys(LAYERS, lr)}
+    assert not is_off("rounding", update, settings=set_by("SGD", resolution=2.0**-7, lr=update["lr"]))
+
+
 @pytest.mark.parametrize(("factor", "count"), [(3.5, 0), (4.5, 1)])
 def test_an_update_far_below_the_resolution_is_told_at_once(factor, count):
     """Evidence is enough by itself from four times beyond the limit on."""

@@ -280,7 +280,7 @@ def test_an_eps_that_is_larger_than_gradients_is_seen_in_the_first_steps():
     first, second, _ = adam(0.03, 1)  # log(0.05 / 0.03) / log(2) = 0.74
     assert (first, set(second)) == ({}, {"eps"})
     assert "eps 0.0001 is larger than the gradients; use 1e-8" in second["eps"].sentence
-    assert second["eps"].remedy.action == "set_eps"
+    assert (second["eps"].remedy.action, second["eps"].remedy.value) == ("set_eps", 1e-8)
     assert not any(adam(0.03, 9)), "later on noise makes updates as small"
 
 

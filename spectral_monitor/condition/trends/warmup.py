@@ -41,7 +41,7 @@ class WarmupGate:
     def look(self, measurement: Measurement, network: Network) -> None:
         """See the next measurement; what it does not have stays as it was seen last."""
         sizes = {row.info.name: row.get("weight_natural") for row in network.rows}
-        new = {name for name, size in sizes.items() if size == 0 or _began_at_zero(measurement, name)} - self.from_zero
+        new = {name for name, size in sizes.items() if not size or _began_at_zero(measurement, name)} - self.from_zero
         self.from_zero |= new
         if self._looked < GRACE:
             self._growing |= dict.fromkeys(sorted(new), 0)  # in the same order in every process
