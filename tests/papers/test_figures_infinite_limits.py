@@ -99,7 +99,7 @@ def test_an_edge_is_between_stable_and_unstable():
 
 
 @pytest.mark.slow
-def test_right_edges_of_accuracy(tmp_path):
+def test_right_edges_of_accuracy(tmp_path, cifar):
     """The figure of section 1: the largest rate that trains falls in standard parametrization, and stays under muP."""
     run(infinite_width_accuracy, tmp_path)
     rows = jobs._read(tmp_path / "infinite_width_accuracy.jsonl")
@@ -212,7 +212,7 @@ def test_features_of_a_probe_are_those_of_plain_descent(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_pretraining_does_nothing_for_a_probe_in_the_kernel_regime(tmp_path):
+def test_pretraining_does_nothing_for_a_probe_in_the_kernel_regime(tmp_path, cifar):
     rows = run(infinite_width_probe, tmp_path)
 
     def mean(name, width, key):

@@ -94,7 +94,7 @@ def test_the_table_beside_the_picture():
 
 
 @pytest.mark.slow
-def test_the_script(tmp_path, monkeypatch):
+def test_the_script(tmp_path, monkeypatch, cifar):
     monkeypatch.setattr(sys, "argv", ["script", "--quick", "--out", str(tmp_path)])
     update_rank.main()
     assert (tmp_path / "update_rank.png").stat().st_size > 20_000

@@ -42,6 +42,13 @@ def near(found: torch.Tensor, expected: torch.Tensor, relative: float, x: Drawn)
     return bool((off <= relative * expected.abs() + 2 * x.last_digit).all())
 
 
+def as_alone(e: SpectralEstimate, x: Drawn) -> bool:
+    """Right within its tolerance, or as wrong as the matrices are after an unlucky start in a solve of their own."""
+    A = x.A.to(compute_dtype(x.A.dtype))
+    accuracy = 0.01 if min(A.shape[1:]) > SMALL else 1e-4
+    return near(e.sigma, x.truth, accuracy, x) or near(e.sigma, spectral_estimate(A).sigma.double(), 1e-4, x)
+
+
 # --- one stack against its singular values
 
 
@@ -226,7 +233,7 @@ def test_stacks_of_all_kinds_are_measured_in_one_solve(several):
     found = run_local(spectral_estimates(wholes, 0.01))
     for x, e in zip(several, found, strict=True):
         assert e.sigma.dtype == compute_dtype(x.A.dtype)
-        assert near(e.sigma, spectral_estimate(x.A).sigma.double(), 1e-4, x)
+        assert as_alone(e, x)
         assert bool(((e.sigma_low.double() <= x.truth) & (x.truth <= e.sigma_high.double())).all())
 
 
@@ -256,7 +263,7 @@ def test_pieces_in_several_processes_have_the_norms_of_the_whole(x, processes, d
         return run(spectral_estimates([stack], 0.01), member)[0]
 
     for e in Room(processes).run(job):
-        assert near(e.sigma, spectral_estimate(A).sigma.double(), 1e-4, x)
+        assert as_alone(e, x)
         assert near(e.fro, x.fro, rounding(x), x)
         assert bool(((e.sigma_low.double() <= x.truth) & (x.truth <= e.sigma_high.double())).all())
 
