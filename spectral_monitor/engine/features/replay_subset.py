@@ -193,7 +193,7 @@ class ReplaySubset:
         return {
             "samples": self._asked,
             "count": self._samples,
-            "errors": self._errors,
+            **({"errors": self._errors} if self._errors else {}),
             "off": self.off,
             "values": [[form, had] for form, had in self._values.items()],
             "known": [[*key, sorted(map(list, common))] for key, common in self._known.items()],
