@@ -54,6 +54,7 @@ def package_of(trainer: pl.Trainer) -> ModuleType:
 
 
 def _installed() -> ModuleType:
+    """Return the first package that can be imported."""
     first, second = PACKAGES
     try:
         return import_module(first)

@@ -139,7 +139,7 @@ class Judge:
             step, before = row.get("update_ratio") * row.to_peak, self._steps.get(row.info.name, 0.0)
             self._steps[row.info.name] = step if step > before else before
             size = network.initial_gain(row) if row.dense else network.initial_rows(row)
-            if not math.isnan(size):
+            if size > 0:
                 self._began.setdefault(row.info.name, size)
         network = replace(
             network,

@@ -117,7 +117,8 @@ def _order(case: Case) -> tuple[int, float, str]:
 def _group(case: Case, network: Network, many: set[str]) -> object:
     """Return what cases of one cause share: a parameter group, or one slip made in several layers."""
     code, name = case.told.code, case.finding.layer
-    if code in ("lr_too_large", "lr_too_small", "lr_zero") and (row := network.row(name)) is not None:
+    row = network.row(name)
+    if code in ("lr_too_large", "lr_too_small", "lr_zero") and row is not None and row.settings.group >= 0:
         return code, row.settings.group
     if code in many or code in DEAD | CUT_OFF:
         return code

@@ -229,7 +229,7 @@ def find_width(comparisons: Sequence[WidthComparison]) -> WidthFinding | None:
 
 def _common_rate(rates: Iterable[float]) -> float:
     given = list(rates)
-    alike = all(0 < rate < math.inf for rate in given) and max(given) <= SAME * min(given)
+    alike = all(map(math.isfinite, given)) and max(given) <= SAME * min(given)
     return geometric_median(given) if alike else math.nan
 
 

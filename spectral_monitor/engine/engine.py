@@ -280,7 +280,7 @@ class Engine(EngineState):
         self._attention.settle(raw, facts)
         measurement = self._put_together(measured, raw)
         if part == YES:
-            self._replays.slices.widen(relative_errors(measurement, "feature_change"))
+            self._replays.slices.widen(relative_errors(measurement.values, measurement.errors, "feature_change"))
         return measurement
 
     def _look(self, forward: WatchedForward, given: StepInputs) -> None:

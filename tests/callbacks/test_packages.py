@@ -72,7 +72,7 @@ NET
 for monitor in (early, SpectralMonitor(every_n_steps=1)):
     assert isinstance(monitor, pl.Callback) and isinstance(monitor, lightning.pytorch.Callback)
     pl.Trainer(max_epochs=1, callbacks=monitor, logger=False, enable_checkpointing=False, **QUIET).fit(Net(), data())
-    assert [m.step for m in monitor.measurements] == [1, 2, 3, 4]
+    print("measured", [m.step for m in monitor.measurements])
 """
 ALONE = """
 import sys
@@ -82,7 +82,7 @@ import PACKAGE as pl
 NET
 monitor = SpectralMonitor(every_n_steps=1)
 pl.Trainer(max_epochs=1, callbacks=monitor, logger=False, enable_checkpointing=False, **QUIET).fit(Net(), data())
-assert [m.step for m in monitor.measurements] == [1, 2, 3, 4]
+print("measured", [m.step for m in monitor.measurements])
 """
 CLI = """
 import PACKAGE as pl
@@ -157,11 +157,11 @@ def test_a_checkpoint_of_the_other_package(fits, tmp_path, saves, resumes):
 
 
 def test_the_monitor_may_be_made_before_the_package_is_imported(tmp_path):
-    run(tmp_path, EITHER_ORDER, PACKAGES[1])
+    assert run(tmp_path, EITHER_ORDER, PACKAGES[1]).count("measured [1, 2, 3, 4]") == 2
 
 
 def test_the_monitor_may_be_imported_first_where_the_other_package_is_not_installed(tmp_path):
-    run(tmp_path, ALONE, PACKAGES[1])
+    assert "measured [1, 2, 3, 4]" in run(tmp_path, ALONE, PACKAGES[1])
 
 
 @pytest.mark.slow

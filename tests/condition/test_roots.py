@@ -37,6 +37,13 @@ def tree(*cases, groups=None):
     return roots, {(v.layer, v.cause): v.root for v in found if not v.is_root}
 
 
+def test_layers_of_no_known_optimizer_have_a_root_each():
+    """As where a run is judged from its file: that they share no group is all that is known."""
+    cases = case("b", "lr_too_large"), case("c", "lr_too_large", 5)
+    assert set(tree(*cases, groups={"b": -1, "c": -1})[0]) == {("b", "lr_too_large"), ("c", "lr_too_large")}
+    assert set(tree(*cases, groups={"b": 2, "c": 2})[0]) == {("b", "lr_too_large")}
+
+
 def test_nothing_flagged_no_verdict():
     assert tree() == ({}, {})
 

@@ -73,9 +73,9 @@ def test_stable_ranks_lie_between_one_and_the_rank(x):
         return close(F.stable_rank(y.A), expected, y, 3 * accuracy(y))
 
     assert but_for_bad_starts(holds, x)
-    found = F.stable_rank(x.A, exact=True)
+    estimated, found = F.stable_rank(x.A), F.stable_rank(x.A, exact=True)
     some = ~found.isnan()
-    assert bool((found[some] >= 1 - 100 * x.eps).all())
+    assert bool((torch.minimum(estimated, found)[some] >= 1 - 100 * x.eps).all())
     assert bool((found[some] <= (x.values > 0).sum(1).double()[some] * (1 + 100 * x.eps)).all())
 
 

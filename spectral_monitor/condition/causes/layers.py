@@ -42,7 +42,7 @@ def _what(finding: Finding) -> str:
 def _peak(row: Row, lr: float) -> float:
     """Return a learning rate of now as the optimizer's settings state it, at the schedule's peak."""
     scale = row.settings.peak / row.lr if row.lr else math.nan
-    return lr * scale if scale > 0 else lr
+    return lr * scale if 0 < scale < math.inf else lr
 
 
 def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:

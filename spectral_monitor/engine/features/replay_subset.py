@@ -35,7 +35,7 @@ ROWS, SAMPLES = 256, 4
 MOST_ERROR, RECENT = 0.1, 4
 """Twice as many are run from the next time on where ``feature_change`` of the median layer may be off by more, relative
 to it, at more than half of so many measured steps. Errors of a few samples vary so much that a single one above the
-limit says little, and that some layer is above it nearly always."""
+limit says little, and of many layers one is nearly always above it."""
 
 ELSEWHERE = "in another process samples depend on each other, or the forward of some of them fails"
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from spectral_monitor.engine.results.edge import NO_LOSS, OTHER_LOSS, edge
 from spectral_monitor.engine.results.loss_distance import loss_distance
@@ -62,6 +64,8 @@ class Measured:
         summary = summarize(values, self.layers, raw)
         summary.update({key: value for key, (value, _) in noise.items()})
         missing.update({f"{key}/{SUMMARY}": reason for key, (_, reason) in noise.items() if reason})
+        if "feature_change" in values:
+            summary["feature_error"] = max(relative_errors(values, off, "feature_change"), default=math.nan)
         if "contribution" in values:
             summary["stale_gradient"] = max((x for x in reused if not math.isnan(x)), default=math.nan)
             missing.update({f"stale_gradient/{SUMMARY}": NO_TWO_STEPS} if math.isnan(summary["stale_gradient"]) else {})
@@ -86,15 +90,12 @@ class Measured:
         summary["skipped_updates"] = float(skipped)
         if set(values) >= set(TIERS["full"]):
             summary.update(properties(values, summary, self.layers, raw, facts.eps))
-        measurement = Measurement(self.step, self.infos, values, summary, reasons=reasons[keys], errors=off)
-        if "feature_change" in values:
-            summary["feature_error"] = max(relative_errors(measurement, "feature_change"), default=math.nan)
-        return measurement
+        return Measurement(self.step, self.infos, values, summary, reasons=reasons[keys], errors=off)
 
 
-def relative_errors(measurement: Measurement, key: str) -> list[float]:
+def relative_errors(values: Mapping[str, Tensor], errors: Mapping[str, Tensor], key: str) -> list[float]:
     """Return the standard errors of a quantity, relative to it, of the layers that have one."""
-    if key not in measurement.errors:
+    if key not in errors:
         return []
-    pairs = zip(measurement.errors[key].tolist(), measurement.values[key].tolist(), strict=True)
+    pairs = zip(errors[key].tolist(), values[key].tolist(), strict=True)
     return [error / value for error, value in pairs if value > 0 and not math.isnan(error)]
