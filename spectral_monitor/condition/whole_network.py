@@ -215,7 +215,7 @@ class Whole:
         if not self._distance and distance > 0 and network.step <= EARLY:
             sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "readout"]
             self._distance = distance / max([1.0, *sizes])  # NaN is no maximum of what comes before it
-        if self._distance:
+        if self._distance > 0:
             limits = (0.0, DISTANCE_LIMIT)
             yield Finding("targets", NETWORK, "loss_distance", self._distance, 1.0, limits, 1.5, "usual")
 

@@ -159,7 +159,9 @@ class Snapshot:
         def undo() -> None:
             for key in [key for key in space if key not in plain and users(key)]:
                 del space[key]
-            space.update({key: value for key, value in plain.items() if space.get(key, module) is not value})
+            # What is a parameter by now (pruning that was made to last) would be hidden by an attribute of its name.
+            back = {key: value for key, value in plain.items() if key not in module._parameters}
+            space.update({key: value for key, value in back.items() if space.get(key, module) is not value})
 
         self._undo.append(undo)
         own = (*module.buffers(recurse=False), *module.children())

@@ -27,10 +27,10 @@ def network():
 class Run:
     """A probe that measures every step, and the network and optimizer it watches."""
 
-    def __init__(self, net=None):
+    def __init__(self, net=None, **options):
         self.net = network() if net is None else net
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        self.probe = SpectralProbe(self.net, self.optimizer, every_n_steps=1, mode="observe")
+        self.probe = SpectralProbe(self.net, self.optimizer, every_n_steps=1, mode="observe", **options)
 
     def step(self):
         with self.probe.step():
@@ -174,3 +174,28 @@ def test_what_a_weight_was_computed_by_may_go(before, after):
     for key in latest.values:
         assert math.isnan(latest.value(key, "2"))
         assert latest.why(key, "2")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (pruned, lambda net: prune.remove(net[2], "weight")),
+        (lambda net: nn.utils.weight_norm(net[2]), lambda net: nn.utils.remove_weight_norm(net[2])),
+    ],
+    ids=["pruning", "weight norm"],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the older weight norm, which keeps the weight as an attribute
+def test_a_batch_that_was_stored_before_hides_no_parameter(before, after):
+    """The weight was an attribute then; put back, it would be used in the parameter's place."""
+    net = network()
+    before(net)
+    run = Run(net, drift_every=1)
+    run.step()
+    after(net)
+    with pytest.warns(SpectralMonitorWarning, match="not measured any more: 2"):
+        drift = run.step().value("feature_drift", "4")
+    assert "weight" not in vars(net[2])
+    assert drift > 0
+    net[2].weight.grad = None
+    run.step()
+    assert net[2].weight.grad is not None

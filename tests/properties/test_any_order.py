@@ -197,6 +197,6 @@ class AnyOrder(RuleBasedStateMachine):
         assert left == own, "those of pruning"
 
 
-# The quick profile tries 13 runs of a loop, the other one 500.
+# The quick profile tries 13 runs of a loop, the other one 200.
 AnyOrder.TestCase.settings = settings(max_examples=settings().max_examples // 3, stateful_step_count=20)
 TestAnyOrder = AnyOrder.TestCase
