@@ -29,6 +29,8 @@ READOUT_ROOM = 4.0
 """A readout's update may be larger than those of hidden layers by this much more, where none is like Adam's."""
 ROUNDING = 0.25
 """An update below this many times the distance between neighbouring numbers, relative to the weights, is rounded."""
+AT_ONCE = 1.0 + 1e-9
+"""The scale of a finding for which whatever is outside its band is evidence enough."""
 SMALLEST = 5e-324
 """Of floats: anything but 0."""
 _MOVES = ("update_natural", "update_fro", "update_norm", "contribution")
@@ -46,7 +48,7 @@ class Finding:
         value: of it.
         reference: where it should be.
         band: value over reference that is healthy.
-        scale: factor beyond the band that is evidence enough by itself.
+        scale: factor beyond the band that is evidence enough by itself; :data:`AT_ONCE` if any is.
         against: what the reference is, in words.
         lr: learning rate that goes with the reference; NaN if it has none.
     """
@@ -125,7 +127,7 @@ def _dead(network: Network, row: Row) -> Finding | None:
     quantity = next((key for key in known if row.get(key) == 0), known[-1])
     if math.isnan(network.top_lr) and not any(abs(other.get(quantity)) > 0 for other in network.rows):
         return None  # perhaps its learning rates are 0
-    return Finding("dead", row.info.name, quantity, abs(row.get(quantity)), 1.0, (SMALLEST, math.inf), 2.0)
+    return Finding("dead", row.info.name, quantity, abs(row.get(quantity)), 1.0, (SMALLEST, math.inf))
 
 
 def _cut_off(network: Network, row: Row) -> Finding | None:
@@ -133,7 +135,7 @@ def _cut_off(network: Network, row: Row) -> Finding | None:
     if math.isnan(unused := row.get("unused")):
         return None
     value = 0.0 if unused and row.info.name in network.cut_off else 1.0
-    return Finding("cut_off", row.info.name, "feature_rms", value, 1.0, (SMALLEST, math.inf), 2.0, "a gradient")
+    return Finding("cut_off", row.info.name, "feature_rms", value, 1.0, (SMALLEST, math.inf), against="a gradient")
 
 
 def _rate(network: Network, row: Row) -> Finding | None:
@@ -143,9 +145,8 @@ def _rate(network: Network, row: Row) -> Finding | None:
         return None
     value = rate.usual * rate.factor
     limit = RATE_LIMIT
-    return Finding(
-        "rate", row.info.name, "lr", value, rate.usual, (1 / limit, limit), 2.0, "the other layers'", rate.usual
-    )
+    band, against = (1 / limit, limit), "the other layers'"
+    return Finding("rate", row.info.name, "lr", value, rate.usual, band, against=against, lr=rate.usual)
 
 
 def _exploding(network: Network, row: Row) -> Finding | None:
@@ -159,7 +160,7 @@ def _grown(row: Row) -> Finding | None:
     if not row.dense or row.settings.sizes_own_steps or math.isnan(drift := row.get("drift_ratio")):
         return None
     high = SIZE_LIMIT if drift > DRIFT_LIMIT else math.inf
-    return Finding("grown", row.info.name, "weight_natural", row.weight, 1.0, (0.0, high), 2.0, "a healthy one")
+    return Finding("grown", row.info.name, "weight_natural", row.weight, 1.0, (0.0, high), against="a healthy one")
 
 
 def _rounding(row: Row) -> Finding | None:
@@ -217,11 +218,11 @@ def _weights(network: Network, row: Row) -> Finding | None:
         return None
     low, high = WEIGHT_BAND
     low = 0.0 if row.info.role == "readout" else low  # which many recipes begin next to zero
-    return Finding("weights", row.info.name, "weight_natural", value, value / ratio, (low, high), 2.0)
+    return Finding("weights", row.info.name, "weight_natural", value, value / ratio, (low, high))
 
 
 def _embedding(network: Network, row: Row) -> Finding | None:
     if row.info.role != "embedding" or row.info.name not in network.compared:
         return None
     size = network.initial_rows(row)
-    return Finding("embedding", row.info.name, "weight_natural", size, 1.0, EMBEDDING_BAND, 2.0, "usual")
+    return Finding("embedding", row.info.name, "weight_natural", size, 1.0, EMBEDDING_BAND, against="usual")

@@ -159,7 +159,7 @@ class Profile:
             "of another role": [
                 f"{name} ({role}, in the profile {self.roles[name]})"
                 for name, role in here.items()
-                if not {role, self.roles.get(name, role)} <= DENSE and self.roles.get(name, role) != role
+                if _kind(role) != _kind(self.roles.get(name, role))
             ],
         }
         differing = [f"{what}: {some(names, NAMED)}" for what, names in found.items() if names]
@@ -180,6 +180,10 @@ class Profile:
             f"the profile is of another optimizer family: {some(named, NAMED)}; valid: {', '.join(sorted(valid))}, "
             "or a profile of a run with this optimizer"
         )
+
+
+def _kind(role: str) -> str:
+    return "dense" if role in DENSE else role
 
 
 def _between(first: float, second: float, share: float) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spectral_monitor.condition.causes import History
-from spectral_monitor.condition.findings import SMALLEST, Finding
+from spectral_monitor.condition.findings import AT_ONCE, SMALLEST, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.functional.medians import geometric_median
@@ -126,7 +126,7 @@ class Whole:
         sizes = [size for row in network.peers for size in (row.weight, row.get("feature_rms"))]
         largest = max((size for size in sizes if not math.isnan(size)), default=0.0)
         value = min(math.inf if _not_finite(measurement) else largest, 1e300)
-        return Finding("diverged", NETWORK, "weight_natural", value, 1.0, (0.0, SIZE), 1.0 + 1e-9, "a healthy network")
+        return Finding("diverged", NETWORK, "weight_natural", value, 1.0, (0.0, SIZE), AT_ONCE, "a healthy network")
 
     def _speed(self, network: Network) -> Iterator[Finding]:
         """Yield how far the median layer has moved since the start, for so many steps."""
@@ -137,7 +137,7 @@ class Whole:
         if not math.isnan(network.drift):
             usual = SPEED_LIMIT * math.sqrt(network.step)
             against = "a healthy pace"
-            yield Finding("rates_too_large", NETWORK, "drift_ratio", network.drift, usual, (0.0, 1.0), 2.0, against)
+            yield Finding("rates_too_large", NETWORK, "drift_ratio", network.drift, usual, (0.0, 1.0), against=against)
 
     def _lost_ground(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the loss beside the first and the lowest one, in a network whose steps are large."""
@@ -227,7 +227,7 @@ class Whole:
         if not math.isnan(share) and (network.step <= EARLY or grown):
             self._share = share
         if eps > USUAL_EPS and self._share > 0:
-            yield Finding("eps", NETWORK, "update_fro", self._share, EFFICIENT, (1.0, math.inf), 2.0, "Adam's usual")
+            yield Finding("eps", NETWORK, "update_fro", self._share, EFFICIENT, (1.0, math.inf), against="Adam's usual")
 
     def _growth(self, network: Network) -> Iterator[Finding]:
         """Yield the largest outputs of a hidden layer after the first steps: too large steps let them grow."""
@@ -235,7 +235,7 @@ class Whole:
         largest = max((size for size in sizes if not math.isnan(size)), default=math.nan)
         limit = max(GROWN_LIMIT, GROWTH * max(self._first.values(), default=0.0))
         if network.step > EARLY and largest >= 0:
-            yield Finding("features_grow", NETWORK, "feature_rms", largest, limit, (0.0, 1.0), 2.0, "usual")
+            yield Finding("features_grow", NETWORK, "feature_rms", largest, limit, (0.0, 1.0), against="usual")
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
@@ -280,7 +280,7 @@ def _parametrization(network: Network) -> Iterator[Finding]:
 
 def _certain(check: str, quantity: str, wrong: bool, against: str) -> Finding:
     """Return a finding of something that is wrong or not, without degrees: far outside its band, or in the middle."""
-    return Finding(check, NETWORK, quantity, 4.0 if wrong else 1.0, 1.0, (0.5, 2.0), 2.0, against)
+    return Finding(check, NETWORK, quantity, 4.0 if wrong else 1.0, 1.0, (0.5, 2.0), against=against)
 
 
 def why_still(network: Network) -> str:
@@ -306,7 +306,7 @@ def _still(measurement: Measurement, network: Network) -> Finding | None:
     known = [abs(x) for x in moves if not math.isnan(x)]
     largest = max(known, default=0.0)
     why = why_still(network) or "every update is 0, NaN or skipped"
-    return Finding("nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, (SMALLEST, math.inf), 2.0, why)
+    return Finding("nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, (SMALLEST, math.inf), against=why)
 
 
 def _not_finite(measurement: Measurement) -> bool:

@@ -46,6 +46,8 @@ def test_a_head_must_be_collapsed_for_long():
     found = told("attention_entropy_lowest", [0.3, *[0.01] * 9])
     assert [len(some) for some in found] == [0] * 8 + [1, 1]
     assert "a single key" in found[-1]["attention_collapsed"].sentence
+    found = told("attention_entropy_lowest", [0.3, *[0.045] * 9])
+    assert [len(some) for some in found] == [0] * 8 + [1, 1], "a little below the limit as well"
 
 
 @pytest.mark.parametrize("values", [[0.01] * 7, [0.06] * 20, [*[0.01] * 7, 0.2] * 3])

@@ -196,6 +196,11 @@ def test_heavy_weights_explain_a_small_update_and_no_large_one():
     six = {"weight_fro": {"c": 48.0}, "drift_ratio": {"c": 0.1}}
     assert only_verdict(update_natural={"c": 0.001}, **six).cause == "weights_too_large"
     assert only_verdict(update_natural={"c": 100.0}, **six).cause == "unknown"
+    narrow = {"condition": {"band": (0.8, 1.25)}, **six}
+    assert [only_verdict(update_natural={"c": 0.1 * x}, **narrow).cause for x in (3.5, 1.0)] == [
+        "unknown",
+        "weights_too_large",
+    ]
     grown = {"weight_fro": {"c": 48.0}, "drift_ratio": {"c": 3.0}}
     assert only_verdict(update_natural={"c": 0.001}, **grown).cause == "unknown"
 

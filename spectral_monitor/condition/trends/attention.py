@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spectral_monitor.condition.findings import Finding
+from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.measurement import Measurement
 
@@ -36,13 +36,13 @@ class AttentionTrend:
                 smallest = self._smallest[name] = min(logit, self._smallest.get(name, math.inf))
                 high = LOGIT_LIMIT if logit > GROWTH * smallest else math.inf
                 against = f"grown from {smallest:.2g}"
-                yield Finding("logits_exploding", name, "attention_logit_max", logit, 1.0, (0.0, high), 2.0, against)
+                yield Finding("logits_exploding", name, "attention_logit_max", logit, 1.0, (0.0, high), against=against)
             if "attention_entropy_lowest" in measurement.values and entropy >= 0:
                 low = entropy < ENTROPY_LIMIT
                 count = self._collapsed[name] = self._collapsed.get(name, 0) + 1 if low else 0
                 band = (ENTROPY_LIMIT if count >= LONG else 0.0, math.inf)
-                quantity = "attention_entropy_lowest"
-                yield Finding("attention_collapsed", name, quantity, entropy, 1.0, band, 1.0 + 1e-9, "a healthy head")
+                key = "attention_entropy_lowest"
+                yield Finding("attention_collapsed", name, key, entropy, 1.0, band, AT_ONCE, "a healthy head")
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""

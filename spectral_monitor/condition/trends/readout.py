@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spectral_monitor.condition.findings import Finding
+from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import Measurement
@@ -37,9 +37,8 @@ class ReadoutTrend:
         self._since = measurement.step if self._count <= 1 else self._since
         lasts = self._count >= LONG and measurement.step - self._since >= STEPS
         band = (0.0, LIMIT if lasts else math.inf)
-        yield Finding(
-            "readout_takes_all", NETWORK, "readout_share", max(share, 0.0), 1.0, band, 1.0 + 1e-9, "all of the decrease"
-        )
+        share, against = max(share, 0.0), "all of the decrease"
+        yield Finding("readout_takes_all", NETWORK, "readout_share", share, 1.0, band, AT_ONCE, against)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
