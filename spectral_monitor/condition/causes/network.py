@@ -92,7 +92,7 @@ def _overshoots(finding: Finding, network: Network, history: History) -> Explana
 
 
 def _too_small(finding: Finding, network: Network, history: History) -> Explanation:
-    by = min(100.0, max(3.0, float(f"{SLOWEST / finding.value:.1g}")))
+    by = min(100.0, float(f"{SLOWEST / finding.value:.1g}"))
     return Explanation(
         "rates_too_small",
         f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply every "
