@@ -79,7 +79,7 @@ class Finding:
         """Return how far outside, as a factor >= 1; below 1 inside."""
         low, high = self.band
         if self.ratio == 0:
-            return math.inf if low > 0 else 0.0
+            return math.inf if low else 0.0
         return max(low / self.ratio, self.ratio / high)
 
     @property

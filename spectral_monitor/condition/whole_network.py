@@ -27,10 +27,10 @@ SETTLED = 16
 """From this step on a network that hardly moves is said to."""
 RACING = 0.35
 """A relative update of the median layer that few healthy networks reach, and only in their first steps."""
-RETURN, PROGRESS = 3.0, 0.9
-"""A loss this many times the lowest so far is back, if it is no small part of the first; one above this part of the
-first has not been lowered. Both are a matter of the learning rate in networks that race only: targets that move, as in
-reinforcement learning, do the same.
+RETURN, SMALL_PART, PROGRESS = 3.0, 0.25, 0.9
+"""A loss of ``RETURN`` times the lowest so far is back, if it is above ``SMALL_PART`` of the first; one above
+``PROGRESS`` of the first has not been lowered. Both are a matter of the learning rate in networks that race only:
+targets that move, as in reinforcement learning, do the same.
 """
 FEATURE_LIMIT = 25.0
 """Root mean square of a layer's outputs at the start; of healthy networks at most 2.5."""
@@ -149,7 +149,7 @@ class Whole:
         first, lowest = self._losses
         if min(loss, lowest) > 0 and network.step >= SETTLED and self.pace > RACING:
             limits = [(PROGRESS * first, f"it began with {first:.2g}")]
-            if loss >= first / 4:
+            if loss >= SMALL_PART * first:
                 limits.append((RETURN * lowest, f"it was {lowest:.2g} before"))
             limit, against = min(limits)
             yield Finding("loss_returns", NETWORK, "loss", loss, limit, (0.0, 1.0), 1.5, against)
@@ -234,7 +234,7 @@ class Whole:
         sizes = [row.get("feature_rms") for row in network.moved_by_rate if row.info.role == "operator"]
         largest = max((size for size in sizes if not math.isnan(size)), default=math.nan)
         limit = max(GROWN_LIMIT, GROWTH * max(self._first.values(), default=0.0))
-        if network.step > EARLY and largest >= 0:
+        if network.step > EARLY and not math.isnan(largest):
             yield Finding("features_grow", NETWORK, "feature_rms", largest, limit, (0.0, 1.0), against="usual")
 
     def state_dict(self) -> dict[str, Any]:

@@ -217,6 +217,9 @@ def test_a_loss_is_held_against_the_first_and_the_lowest_in_networks_that_race()
     assert loss_returns(pace=racing * (1 + JUST))
     assert not loss_returns(last=back * (1 - JUST))  # of 1
     assert loss_returns(last=back * (1 + JUST))
+    of_first = 9.0 / 4
+    assert not loss_returns(last=of_first * (1 - JUST), losses=(9.0, 0.1))
+    assert loss_returns(last=of_first * (1 + JUST), losses=(9.0, 0.1))
     assert not loss_returns(losses=(9.0, -1.0)), "a loss below 0 has no factors"
     assert not loss_returns(last=first * 2 * (1 - JUST), losses=(2.0, 1.5))
     assert loss_returns(last=first * 2 * (1 + JUST), losses=(2.0, 1.5))

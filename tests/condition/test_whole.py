@@ -347,6 +347,7 @@ def test_steps_that_are_too_long_for_their_gradient_but_lower_the_loss_are_no_fa
     assert not any(told(*falling))
     stuck = [{"summary": {"edge": 3.5, "loss": (1.0, 1.3, 0.9)[step % 3]}} for step in range(12)]
     assert told(*stuck)[-1]
+    assert not told(*stuck, *falling)[-1], "the verdict is lifted"
 
 
 def test_single_long_steps_and_an_edge_of_two_are_no_fault():
