@@ -212,7 +212,7 @@ class Whole:
     def _targets(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield how far the loss wanted the outputs to move at the start, beside what networks begin with: size 1."""
         distance = measurement.summary.get("loss_distance", math.nan)
-        if not self._distance and distance > 0 and network.step <= EARLY:
+        if not (self._distance or math.isnan(distance)) and network.step <= EARLY:
             sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "readout"]
             self._distance = distance / max([1.0, *sizes])  # NaN is no maximum of what comes before it
         if self._distance > 0:

@@ -121,6 +121,13 @@ def test_what_tells_one_direction_is_the_size_of_steps_and_the_part_of_their_sum
     assert set(told(*changes, start=900)[-1]) == {cause}
 
 
+def test_only_the_way_of_the_weights_tells_one_direction():
+    """Outputs of RMS 50 are no way, although 1000 steps of a twentieth make 50 too."""
+    grown = Finding("features_grow", NETWORK, "feature_rms", 50.0, 40.0, (0.0, 1.0))
+    explained = causes._too_large(grown, SimpleNamespace(step=1000), causes.History(0.05, math.nan, ""))
+    assert explained.code == "rates_too_large"
+
+
 def test_drift_without_a_step_has_no_direction():
     drift = Finding("rates_too_large", NETWORK, "drift_ratio", 90.0, 1.0, (0.0, 8.0))
     explained = causes._too_large(drift, SimpleNamespace(step=9), causes.History(0.0, math.nan, ""))

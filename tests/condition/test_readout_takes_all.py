@@ -189,6 +189,14 @@ def test_as_many_inputs_everywhere_tell_no_rule():
     assert only_verdict(settings=set_by("LARS"), layers=layers, **frobenius(b=5.0)).cause == "unknown"
 
 
+@pytest.mark.parametrize(("names", "expected"), [("c head", False), ("b c head", True)])
+def test_it_takes_three_layers(names, expected):
+    some = {name: LAYERS[name] for name in names.split()}
+    measurement = measured(1, layers=some, **frobenius(head=5.0))
+    network = Network.read(measurement, columns(measurement), set_by("LARS"))
+    assert layers._is_frobenius(network) == expected
+
+
 @pytest.mark.parametrize("name", ["LARS", "FusedLAMB"])
 def test_the_recipe_says_so(name):
     assert describe(LAYERS.values(), set_by(name)).startswith(f"{name} updates in proportion to the Frobenius norm")
