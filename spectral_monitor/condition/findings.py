@@ -224,5 +224,7 @@ def _weights(network: Network, row: Row) -> Finding | None:
 def _embedding(network: Network, row: Row) -> Finding | None:
     if row.info.role != "embedding" or row.info.name not in network.compared:
         return None
+    if row.info.name in network.from_zero:
+        return None
     size = network.initial_rows(row)
     return Finding("embedding", row.info.name, "weight_natural", size, 1.0, EMBEDDING_BAND, against="usual")

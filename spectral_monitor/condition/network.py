@@ -92,7 +92,8 @@ class Network:
         ]
         rows = tuple(row for row in all_rows if row.info.is_matrix and row.info.name not in hidden)
         vectors = {row.info.name: row for row in all_rows if row.info.role == "vector"}
-        compared = frozenset(row.info.name for row in rows)
+        # The first steps of RAdam are no updates of its kind.
+        compared = frozenset(row.info.name for row in rows if row.settings.rectified > 0)
         return cls(measurement.step, rows, vectors, compared, expected=expected or {})
 
     def row(self, name: str) -> Row | None:

@@ -142,11 +142,17 @@ class Corrector:
         rates = [peak.highest for peak in peaks if peak.highest > 0]
         some = " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)})) if rates else "unknown"
         scheduled = any(peak.scheduled for peak in peaks)
+        held = {p for layer in self._layers for p in layer.sources}
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        left = [p for p in trained if p not in held]
+        part = sum(p.numel() for p in left) / max(sum(p.numel() for p in trained), 1)
+        unmeasured = f"{len(left)} of {len(trained)} parameters, with {part:.0%} of all entries,"
         size = self._size if scheduled else self._size * CONSTANT
         return (
             f"the {'peak' if scheduled else 'constant'} learning rate ({some}) counts as size {size:.3g}: a step then "
             f"changes a layer's outputs by about {100 * size:.2g} %"
             + ("; the schedule keeps its shape" if scheduled else "")
+            + (f"; {unmeasured} are not measured and keep theirs" if left else "")
         )
 
     @property
@@ -218,7 +224,8 @@ class Corrector:
         for i in places if "weight_natural" in values else ():
             if math.isfinite(began := float(values["weight_natural"][i])):
                 self._began.setdefault(self._layers[i].info.name, began)
-        rates = [float(values["lr"][i]) for i in places]
+        now = hyperparameters(self._layers, self._optimizers)
+        rates = [float(values["lr"][i]) * now[self._layers[i].info.name].rectified for i in places]
         if self.correction.policy == "fsc":
             seen = block_contributions(measurement, self._layers, self._units, rates)
         else:

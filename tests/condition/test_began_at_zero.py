@@ -210,3 +210,13 @@ def test_what_is_zero_later_than_that_did_not_begin_so(before, waits):
         measurement = measured(step, **zero)
         gate.look(measurement, Network.read(measurement, columns(measurement), set_by()))
     assert bool(gate.why) is waits
+
+
+def test_an_embedding_that_began_at_zero_has_no_scale_to_mend():
+    judge, small = Judge(SpectralCondition()), {"weight_natural": {"tok": 0.001}}
+    for step in range(1, 9):
+        begun = {"weight_natural": {"tok": 0.0}, "update_ratio": nothing("tok")} if step == 1 else small
+        assert not judge.judge(measured(step, **begun, reasons={"update_ratio/tok": ZERO} if step == 1 else {}))
+    other = Judge(SpectralCondition())
+    found = [other.judge(measured(step, **small)) for step in range(1, 9)]
+    assert [verdict.cause for verdict in found[-1]] == ["embedding_scale"], "one that did not has"

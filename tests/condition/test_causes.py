@@ -260,6 +260,13 @@ def test_an_embedding_that_explodes_is_of_the_wrong_scale_only_if_it_is(size, ca
     assert only_verdict(**changed, condition={"ignore": ["embeddings"]}).cause == cause
 
 
+@pytest.mark.parametrize(("size", "cause"), [(0.0075, "exploding"), (0.006, "embedding_scale"), (5.0, "exploding")])
+def test_usual_entries_are_advice_where_the_steps_would_be_small_beside_them(size, cause):
+    """Steps of three times the entries, which 0.02 / size times as large entries would divide by that."""
+    changed = {"weight_natural": {"tok": size}, "update_ratio": {"tok": 3.0}}
+    assert only_verdict(**changed, condition={"ignore": ["embeddings"]}).cause == cause
+
+
 def test_readouts_update_too_large_for_its_width():
     """Under SGD, where it has four times the room, and under Adam, where nothing explains it."""
     verdict = only_verdict(update_natural={"head": 100.0}, settings=SGD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, family, hyperparameters, weight_decay
 from spectral_monitor.layers import dissect
+from tests.condition.synthetic import set_by, verdicts_on
 
 
 def network():
@@ -255,3 +257,27 @@ def test_weight_decay_beside_the_gradient_and_the_momentum_it_is_beside(name):
     kind, settings, expected = DECAYED[name]
     optimizer = kind(network().parameters(), weight_decay=0.1, **settings)
     assert tuple(weight_decay(optimizer, optimizer.param_groups[0])) == pytest.approx(expected, nan_ok=True)
+
+
+def test_the_rectification_of_radam_is_what_a_constant_gradient_is_moved_by():
+    """Of which the averages are the gradient itself, and its square: but for the first steps, which go with it."""
+    layer = nn.Linear(3, 1, bias=False)
+    radam = torch.optim.RAdam(layer.parameters(), lr=0.1, betas=(0.9, 0.95))
+    found, moved = [], []
+    for _ in range(60):
+        before, layer.weight.grad = layer.weight.detach().clone(), torch.full_like(layer.weight, 7.0)
+        radam.step()
+        moved.append(float((before - layer.weight.detach())[0, 0]) / 0.1)
+        found.extend(its.rectified for its in read(layer, radam).values())
+    assert moved[:5] == pytest.approx([7.0] * 5, rel=1e-5)
+    assert found[:5] == [0.0] * 5
+    assert found[5:] == pytest.approx(moved[5:], rel=1e-3)
+    assert found[5] < 0.2 < 0.9 < found[-1] < 1
+    assert {its.rectified for its in read(layer, torch.optim.Adam(layer.parameters())).values()} == {1}
+
+
+def test_the_first_steps_of_radam_are_compared_with_nothing():
+    slow = {"update_natural": {"b": 0.001}}
+    for rectified, named in ((0.0, False), (0.1, True)):
+        settings = {name: replace(its, rectified=rectified) for name, its in set_by("RAdam").items()}
+        assert bool(verdicts_on(9, settings=settings, **slow)) == named

@@ -206,6 +206,30 @@ def test_what_was_decided_is_a_sentence():
     assert decided(LRCorrection(size="lr")) == decided(LRCorrection("balance")) == ""
 
 
+def test_what_keeps_its_rate_is_told():
+    """Of three parameters, a complex one is not measured."""
+    network = nn.Sequential(nn.Linear(70, 8))
+    network.register_parameter("waves", nn.Parameter(torch.ones(142, dtype=torch.complex64)))
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    decision = Corrector(LRCorrection(), dissect(network).layers, [optimizer]).decision
+    assert decision.endswith("; 1 of 3 parameters, with 20% of all entries, are not measured and keep theirs")
+
+
+def radam(lr):
+    return lambda network: torch.optim.RAdam(network.parameters(), lr=lr, betas=(0.9, 0.99))
+
+
+def test_radams_own_warmup_is_no_reason_for_larger_rates():
+    """Its steps grow to those of Adam, and no multiplier was found by those of before."""
+    kinds = {"radam": radam(1e-3), "adam": lambda net: torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.9, 0.99))}
+    found = {}
+    for name, make in kinds.items():
+        probe, _ = run(make, steps=120)
+        found[name] = {layer: value for layer, value in probe.multipliers.items() if "bias" not in layer}
+    for layer, value in found["adam"].items():
+        assert found["radam"][layer] == pytest.approx(value, rel=0.5), layer
+
+
 @pytest.mark.parametrize(("rates", "said"), [((0.0, 1e-3), "(0.001)"), ((0.0, 0.0), "(unknown)")])
 def test_rates_of_zero_are_not_told(rates, said):
     network = perceptron()

@@ -170,6 +170,7 @@ class AnyOrder(RuleBasedStateMachine):
                 if math.isnan(value) and not m.why(key, info.name)
             ]
             assert silent == []
+            assert [key for key, value in m.summary.items() if math.isnan(value) and not m.why(key, "summary")] == []
 
     @invariant()
     def nothing_goes_wrong(self) -> None:

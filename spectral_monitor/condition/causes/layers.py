@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import takewhile
 
 from spectral_monitor.condition.causes.explanation import Explanation
-from spectral_monitor.condition.findings import SUSPECT, Finding
+from spectral_monitor.condition.findings import SUSPECT, UPDATE_LIMIT, Finding
 from spectral_monitor.condition.network import MOVED, Network
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy, short
@@ -207,6 +207,8 @@ def _embedding(finding: Finding, row: Row, network: Network) -> Explanation | No
     if row.info.role != "embedding" or not (0 < size < 0.02 or size > 1):
         return None
     target = 1.0 if size > 1 else 0.02
+    if finding.check == "exploding" and finding.value * size >= target * UPDATE_LIMIT:
+        return None  # with the usual entries its steps would be too large for them as well
     return Explanation(
         "embedding_scale",
         f"the entries of its largest row are about {short(size)}, where 0.02 to 1 is usual: multiply its initial "

@@ -38,6 +38,8 @@ class Hyperparameters:
         weight_decay: 0 if it has none.
         frozen: whether no parameter of the layer requires a gradient.
         resolution: relative distance of neighbouring numbers in the weights' dtype.
+        rectified: part of the learning rate that RAdam takes its latest step with; 0 where that step was in proportion
+            to the gradient, as its first ones are. 1 of other optimizers.
     """
 
     optimizer: str = ""
@@ -51,6 +53,7 @@ class Hyperparameters:
     weight_decay: float = 0.0
     frozen: bool = False
     resolution: float = torch.finfo(torch.float32).eps
+    rectified: float = 1.0
 
     @property
     def sizes_own_steps(self) -> bool:
@@ -173,7 +176,32 @@ def _of_layer(layer: Layer, held: Mapping[int, tuple[int, int, Optimizer, Mappin
         weight_decay=_number(group.get("weight_decay"), 0.0),
         frozen=frozen,
         resolution=resolution,
+        rectified=rectification(optimizer, group, names),
     )
+
+
+def rectification(optimizer: Optimizer, group: Mapping[str, Any], names: Iterable[str]) -> float:
+    """Return the part of its learning rate that RAdam took the latest step of a group with; 1 of other optimizers.
+
+    It grows from 0, over as many steps as the average of squared gradients takes to settle (Liu et al. 2020, "On the
+    Variance of the Adaptive Learning Rate and Beyond", algorithm 2).
+
+    Args:
+        optimizer: that holds the group; only read.
+        group: one of its groups.
+        names: of its class and base classes.
+    """
+    if not any(name.lower().startswith("radam") for name in names):
+        return 1.0
+    steps = max(
+        (_number(optimizer.state[p].get("step"), 0.0) for p in group["params"] if p in optimizer.state), default=0
+    )
+    beta = _number((group.get("betas") or (0.9, 0.999))[1])
+    longest = 2 / (1 - beta) - 1  # length of the average, in the end and now
+    length = longest - 2 * steps * beta**steps / (1 - beta**steps) if steps > 0 else 0.0
+    if not length > 5:
+        return 0.0
+    return math.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
 
 
 def _number(value: object, missing: float = math.nan) -> float:

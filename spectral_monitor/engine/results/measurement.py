@@ -14,7 +14,7 @@ from spectral_monitor.engine.results.loss_distance import loss_distance
 from spectral_monitor.engine.results.noise import settle_noise
 from spectral_monitor.engine.results.raw import LOSS, LOSS_CHANGE, NETWORK, REUSED, Raw
 from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row
-from spectral_monitor.engine.results.summary import equilibrium_steps, properties
+from spectral_monitor.engine.results.summary import equilibrium_steps, other_reasons, properties
 from spectral_monitor.engine.results.values import sound, summarize
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.layers import Layer
@@ -82,14 +82,15 @@ class Measured:
                 found, unknown_edge = edge(summary, loss, no_loss, len(changed), facts)
                 summary.update(found)
                 missing.update({f"{key}/{SUMMARY}": reason for key, reason in unknown_edge.items()})
-        if missing != reasons.get(keys):
-            reasons[keys] = missing
         if "equilibrium" in values:
             summary["equilibrium_steps"] = equilibrium_steps(self.layers, facts)
         skipped += not (facts.stepped - facts.unused) or not all(map(sound, raw.values()))
         summary["skipped_updates"] = float(skipped)
         if set(values) >= set(TIERS["full"]):
             summary.update(properties(values, summary, self.layers, raw, facts.eps))
+        missing.update(other_reasons(summary, self.layers, missing))
+        if missing != reasons.get(keys):
+            reasons[keys] = missing
         return Measurement(self.step, self.infos, values, summary, reasons=reasons[keys], errors=off)
 
 

@@ -1,4 +1,4 @@
-"""The properties that "The Feature Speed Formula" asks of a scaling, as values of the whole network."""
+"""Values of the whole network that follow from those of layers, and why one of them is not known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,45 @@ from spectral_monitor.engine.results.raw import Raw
 from spectral_monitor.engine.results.reasons import CHANGE_MARGIN, StepContext
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import NODE
+from spectral_monitor.measurement import NODE, SUMMARY
+
+OF_READOUTS = {"final_layer_alignment": "alignment", "linearity": "linearity"}
+"""Values that are those of a readout."""
+WITHOUT = {
+    "loss_change_predicted": "a contribution is not finite, or gradients were changed after the backward pass",
+    "contribution_spread": "it divides by the least contribution of a block, and one does not lower the loss",
+    "readout_share": "it is a part of the predicted decrease, and there is none, or readouts have no part of their own",
+    "worst_layer_ratio": "no two layers have updates to compare",
+    "feature_error": "no layer has a standard error of feature_change: all its rows were measured, or it has no value",
+    "equilibrium_steps": "no hidden weight has a learning rate and a decoupled weight decay",
+    "property_sp": "the outputs of no hidden layer are known",
+    "property_fl": "it takes a single readout whose inputs are known to have changed",
+    "property_ld": "the change of the loss is not predicted",
+    "property_bc": "it is contribution_spread, which is not known",
+    "property_rfl": "it takes a single readout whose inputs are known to have changed",
+    "property_fs": "no layer before the readout has a feature_change",
+    "property_bs": "no layer has a backward_speed",
+}
+"""Why a value is NaN, where nothing else was found to be the reason."""
+
+
+def other_reasons(summary: Mapping[str, float], layers: Sequence[Layer], known: Mapping[str, str]) -> dict[str, str]:
+    """Return reasons for what is NaN in a summary and has none yet, under the keys of a measurement's reasons.
+
+    Args:
+        summary: values of the whole network.
+        layers: those of the measurement.
+        known: the reasons that there are already.
+    """
+    found = {}
+    for key in [key for key, value in summary.items() if math.isnan(value) and f"{key}/{SUMMARY}" not in known]:
+        why = WITHOUT.get(key, "")
+        if key in OF_READOUTS:
+            heads = [layer.info.name for layer in layers if layer.info.role == "readout"]
+            reasons = [known[own] for head in heads if (own := f"{OF_READOUTS[key]}/{head}") in known]
+            why = reasons[0] if reasons else "no readout is measured"
+        found[f"{key}/{SUMMARY}"] = why
+    return found
 
 
 def properties(
@@ -21,7 +59,7 @@ def properties(
     raw: Raw,
     eps: Mapping[int, float],
 ) -> dict[str, float]:
-    """Name -> value, NaN where it is not known.
+    """Return the properties that "The Feature Speed Formula" asks of a scaling, NaN where one is not known.
 
     The last features are the readout's inputs. (SP), (FS) and (BS) go by the outputs of the layers: of those that are
     known, the one furthest off. (FS) is of features alone. The paper takes it over l < L, since the outputs of the
