@@ -13,6 +13,7 @@ from tests.browser.test_report_page import opened, run_of
 
 pytest.importorskip("plotly")
 expect = pytest.importorskip("playwright.sync_api").expect
+pytestmark = pytest.mark.slow
 
 NAMES = ("net.wte", *(f"net.h.{i}.{part}" for i in range(10) for part in ("attn", "mlp")), "net.head")
 SEEN = "all => all.filter(line => getComputedStyle(line).display !== 'none').length"

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_it_says_what_was_won_and_where_the_page_is(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "demo.py")]
     environment = {**os.environ, "COLUMNS": "200"}

@@ -57,6 +57,7 @@ def check_resumed(name: str, processes: int, folder: Path, *more: str) -> None:
     assert plain(folder / "stopped") == plain(folder / "through")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_on_two_processes(name, tmp_path):
     check(name, 2, tmp_path)

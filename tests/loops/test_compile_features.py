@@ -183,7 +183,8 @@ def compared(seeds, way, half):
     return inside
 
 
-@pytest.mark.parametrize("half", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [False, True])
 def test_a_compiled_language_model_has_every_quantity(half):
     _, alone = language(outside, half=half)
     graphs = dict(counters["stats"])

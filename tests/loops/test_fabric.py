@@ -97,6 +97,7 @@ def test_a_longer_training_would_differ(example):
     assert {path.partition("/")[0] for _, path in differences(*runs)} >= {"parameter", "optimizer"}
 
 
+@pytest.mark.slow
 def test_as_a_script():
     command = [sys.executable, TESTS.parent / "examples" / "fabric.py", "--steps", "20"]
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout

@@ -126,6 +126,7 @@ def hooks(model):
     return [path for path, n in of_module(model).items() if path.startswith("hooks/") and n]
 
 
+@pytest.mark.slow
 def test_as_a_script():
     command = [sys.executable, TESTS.parent / "examples" / "hf_trainer.py", "--steps", "10"]
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout

@@ -379,6 +379,7 @@ def test_plots_one_value_or_a_curve(case):
     plt.close(curve)
 
 
+@pytest.mark.slow
 def test_imports_and_computes_without_matplotlib():
     script = """
 import sys

@@ -188,7 +188,10 @@ def monitor_of(name: str, every: int, quantities: str = "standard") -> SpectralM
 
 # torch refuses to take gradients of chosen tensors through this kind of checkpointing: said once, and NaN.
 @pytest.mark.filterwarnings("ignore:the forward could not be run again with a graph .RuntimeError. When use_reentrant")
-@pytest.mark.parametrize(("every", "quantities"), [(1, "standard"), (2, "standard"), (1, "full")])
+@pytest.mark.parametrize(
+    ("every", "quantities"),
+    [(1, "standard"), (2, "standard"), pytest.param(1, "full", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", WAYS)
 def test_training_is_the_same(name, every, quantities):
     monitor = monitor_of(name, every, quantities)

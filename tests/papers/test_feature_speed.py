@@ -59,7 +59,7 @@ def test_table_of_angles(beta):
     np.testing.assert_allclose(mean, ANGLES[beta], rtol=0.2)  # 0.06 would let pass anything at beta = 1/L
 
 
-@pytest.mark.parametrize("beta", BETA)
+@pytest.mark.parametrize("beta", [pytest.param(beta, marks=[pytest.mark.slow] * (beta != "1")) for beta in BETA])
 def test_probe_sees_what_the_test_recorded(beta):
     for step in draws(beta):
         for node in NODES:

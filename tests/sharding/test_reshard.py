@@ -20,6 +20,7 @@ from torch.optim import AdamW
 from spectral_monitor.sharding.fsdp1 import call_through, flat_slices, reshard
 from tests.gloo import on_processes
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 STEPS = 3
 

@@ -1,0 +1,72 @@
+"""Values of the whole network that are missing say why."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from spectral_monitor import SpectralProbe
+from spectral_monitor.engine.results.summary import OF_READOUTS, WITHOUT
+
+
+class Embeddings(nn.Module):
+    """Word vectors, which have neither hidden layers nor a readout."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.contexts = nn.Embedding(9, 4), nn.Embedding(9, 4)
+
+    def forward(self, x):
+        return (self.words(x[:, 0]) * self.contexts(x[:, 1])).sum(-1)
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def summary(model, x, quantities="full", **settings):
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities, mode="observe", **settings)
+    with probe.step():
+        (model(x) - 1).square().mean().backward()
+        optimizer.step()
+    found = probe.latest
+    return {key: found.why(key, "summary") for key, value in found.summary.items() if math.isnan(value)}
+
+
+@pytest.mark.parametrize("quantities", ["light", "standard", "full"])
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [(Embeddings, torch.tensor([[1, 2], [3, 4]])), (perceptron, torch.randn(4, 6)), (perceptron, torch.zeros(4, 6))],
+    ids=["embeddings", "perceptron", "inputs of zero"],
+)
+def test_whatever_is_missing_has_a_reason(make, x, quantities):
+    missing = summary(make(), x, quantities)
+    assert all(missing.values()), missing
+
+
+def test_reasons_are_those_of_the_network():
+    missing = summary(Embeddings(), torch.tensor([[1, 2], [3, 4]]))
+    assert missing["equilibrium_steps"] == WITHOUT["equilibrium_steps"]
+    assert missing["linearity"] == "no readout is measured"
+    assert missing["property_fl"].startswith("it takes a single readout")
+
+
+def test_a_readouts_reason_is_the_networks():
+    """Of one whose weight is used without a call of it."""
+    model = perceptron()
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=["alignment"], mode="observe")
+    x = torch.randn(4, 6)
+    with probe.step():
+        (nn.functional.linear(model[:2](x), model[2].weight, model[2].bias) - 1).square().mean().backward()
+        optimizer.step()
+    latest = probe.latest
+    assert math.isnan(latest.summary["final_layer_alignment"])
+    assert latest.why("final_layer_alignment", "summary") == latest.why("alignment", "2") != ""
+    assert set(OF_READOUTS) == {"final_layer_alignment", "linearity"}
