@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from spectral_monitor.messages import SpectralMonitorWarning
+
+_lock = threading.Lock()
+_inside: Counter[int] = Counter()  # thread -> how deep
+_shown: Callable[..., None] = warnings.showwarning
 
 
 @contextmanager
@@ -18,14 +23,23 @@ def unheard() -> Iterator[None]:
     Filters stay as they are, and so do the registries of what was shown: after ``warnings.catch_warnings`` Python would
     show again what it shows once.
     """
-    shown, here = warnings.showwarning, threading.get_ident()
-
-    def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
-        if threading.get_ident() != here or issubclass(category, SpectralMonitorWarning):
-            shown(message, category, *rest, **more)
-
-    warnings.showwarning = show
+    global _shown
+    here = threading.get_ident()
+    with _lock:
+        if not _inside:
+            _shown, warnings.showwarning = warnings.showwarning, _show
+        _inside[here] += 1
     try:
         yield
     finally:
-        warnings.showwarning = shown
+        with _lock:
+            _inside[here] -= 1
+            if not _inside[here]:
+                del _inside[here]
+            if not _inside and warnings.showwarning is _show:
+                warnings.showwarning = _shown
+
+
+def _show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+    if threading.get_ident() not in _inside or issubclass(category, SpectralMonitorWarning):
+        _shown(message, category, *rest, **more)

@@ -72,3 +72,28 @@ def test_the_monitors_own_and_those_of_other_threads_are_heard():
             forward()
     assert [str(w.message) for w in caught] == ["of the monitor", "of a thread"]
     assert warnings.showwarning is before
+
+
+def test_threads_that_run_something_again_at_a_time_leave_nothing():
+    """The first to begin is the first to end."""
+    first, second = unheard(), unheard()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before, ended, begun = warnings.showwarning, threading.Event(), threading.Event()
+
+        def other():
+            with second:
+                begun.set()
+                ended.wait(10)
+                warnings.warn("of a forward", stacklevel=1)
+
+        thread = threading.Thread(target=other)
+        with first:
+            thread.start()
+            assert begun.wait(10)
+        warnings.warn("of this thread", stacklevel=1)
+        ended.set()
+        thread.join()
+        warnings.warn("after both", stacklevel=1)
+        assert warnings.showwarning is before
+    assert [str(w.message) for w in caught] == ["of this thread", "after both"]

@@ -193,9 +193,7 @@ def rectification(optimizer: Optimizer, group: Mapping[str, Any], names: Iterabl
     """
     if not any(name.lower().startswith("radam") for name in names):
         return 1.0
-    steps = max(
-        (_number(optimizer.state[p].get("step"), 0.0) for p in group["params"] if p in optimizer.state), default=0
-    )
+    steps = next((_number(optimizer.state[p].get("step"), 0.0) for p in group["params"] if p in optimizer.state), 0.0)
     beta = _number((group.get("betas") or (0.9, 0.999))[1])
     longest = 2 / (1 - beta) - 1  # length of the average, in the end and now
     length = longest - 2 * steps * beta**steps / (1 - beta**steps) if steps > 0 else 0.0
