@@ -36,8 +36,8 @@ Features are measured on at most 512 rows, and the forward after the step is run
 ([how](how_it_works.md#the-first-samples-alone)). Every number that this concerns comes with a standard error, in
 `Measurement.errors`; the largest of `feature_change`, relative to it, is `summary/feature_error`.
 
-Whether the errors hold was tried on recipes that played no part in finding how many samples to take: language models,
-transformers, convolutional networks, perceptrons, autoencoders, under eight optimizers. Two probes watched the same
+The errors were tested on recipes that played no part in finding how many samples to take. They are language models,
+transformers, convolutional networks, perceptrons and autoencoders, under eight optimizers. Two probes watched the same
 steps, one at the defaults, one with all rows of the whole batch.
 
 *Within three standard errors*: numbers whose difference from that of all rows is no larger. *Median error*: the
