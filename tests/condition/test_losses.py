@@ -157,3 +157,11 @@ def test_what_the_loss_was_is_part_of_the_state(before, now, cause):
     now = now or {"summary": {"loss_distance": 1.0}}
     verdicts = other.judge(measured(len(before) + 1, **now))
     assert [verdict.cause for verdict in verdicts] == [cause]
+
+
+def test_a_state_of_before_there_were_distances_knows_none():
+    one, other = Judge(SpectralCondition()), Judge(SpectralCondition())
+    state = one.state_dict()
+    whole = {key: value for key, value in state["whole"].items() if key != "distance"}
+    other.load_state_dict(state | {"whole": whole})
+    assert [verdict.cause for verdict in other.judge(measured(1, **distances(500.0)))] == ["target_scale"]
