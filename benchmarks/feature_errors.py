@@ -62,7 +62,7 @@ class Pair(NamedTuple):
 
     @property
     def held(self) -> bool:
-        """Whether the difference is within three standard errors."""
+        """Return whether the difference is within three standard errors."""
         return abs(self.few - self.every) <= 3 * self.error + (ROUNDING + TOLERANCE) * abs(self.every)
 
     @property

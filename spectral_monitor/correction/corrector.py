@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spectral_monitor.condition import NETWORK, Profile, load_profile
-from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters
+from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.relative import relative_rates
 from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.logit_clip import LogitClip
@@ -152,7 +152,7 @@ class Corrector:
             f"the {'peak' if scheduled else 'constant'} learning rate ({some}) counts as size {size:.3g}: a step then "
             f"changes a layer's outputs by about {100 * size:.2g} %"
             + ("; the schedule keeps its shape" if scheduled else "")
-            + (f"; {unmeasured} are not measured and keep theirs" if left else "")
+            + (f"; {unmeasured} are not measured and keep their learning rates" if left else "")
         )
 
     @property
@@ -210,12 +210,16 @@ class Corrector:
         """Leave the optimizers alone again; safe at any time, also with a step open."""
         self._swap.disarm()
 
-    def update(self, measurement: Measurement) -> list[Change]:
+    def update(self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None = None) -> list[Change]:
         """Move the multipliers by what a measured step showed, and say which.
 
         Policy ``"balance"`` begins to correct a layer when there is a verdict on its update. Where an update is too
         small to be read, its multiplier grows step by step until it can be. A measurement that does not have all that
         it takes changes nothing.
+
+        Args:
+            measurement: the newest one.
+            settings: layer -> its optimizer's settings at that measurement.
         """
         values, quantity = measurement.values, self.correction.quantities[0]
         if not values.keys() >= set(self.correction.quantities):
@@ -224,8 +228,8 @@ class Corrector:
         for i in places if "weight_natural" in values else ():
             if math.isfinite(began := float(values["weight_natural"][i])):
                 self._began.setdefault(self._layers[i].info.name, began)
-        now = hyperparameters(self._layers, self._optimizers)
-        rates = [float(values["lr"][i]) * now[self._layers[i].info.name].rectified for i in places]
+        found = [(settings or {}).get(self._layers[i].info.name, UNKNOWN) for i in places]
+        rates = [float(values["lr"][i]) * its.rectified for i, its in zip(places, found, strict=True)]
         if self.correction.policy == "fsc":
             seen = block_contributions(measurement, self._layers, self._units, rates)
         else:

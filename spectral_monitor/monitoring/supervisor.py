@@ -191,7 +191,7 @@ class Supervisor:
         if self._corrector is None:
             return
         try:
-            changes = self._corrector.update(measurement)
+            changes = self._corrector.update(measurement, self.settings)
             self._engine.multipliers = self._corrector.by_layer()
             if notable := [change for change in changes if change.factor >= TOLD]:
                 tell(f"step {measurement.step}: {_most(notable, measurement)}")

@@ -212,7 +212,9 @@ def test_what_keeps_its_rate_is_told():
     network.register_parameter("waves", nn.Parameter(torch.ones(142, dtype=torch.complex64)))
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     decision = Corrector(LRCorrection(), dissect(network).layers, [optimizer]).decision
-    assert decision.endswith("; 1 of 3 parameters, with 20% of all entries, are not measured and keep theirs")
+    assert decision.endswith(
+        "; 1 of 3 parameters, with 20% of all entries, are not measured and keep their learning rates"
+    )
 
 
 def radam(lr):

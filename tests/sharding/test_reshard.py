@@ -269,4 +269,10 @@ def test_after_a_forward_that_raised(results, way):
 
 
 def test_a_model_without_fsdp_is_left_alone():
-    reshard(Net())
+    torch.manual_seed(0)
+    net = Net()
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    reshard(net)
+    after = dict(net.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(p, before[name]) for name, p in after.items())

@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from spectral_monitor.capture.replay.batch_slicing import slice_batch, tree_map
 from spectral_monitor.capture.replay.eager_pass import OutputGradients, precisely
 from spectral_monitor.capture.replay.loss_flow import LossFlow, loss_in
+from spectral_monitor.state.muted_warnings import muted_warnings
 from spectral_monitor.state.rng import AutocastState, RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
 from spectral_monitor.state.snapshot import Snapshot, preserved
-from spectral_monitor.state.unheard import unheard
 
 
 def clone_tree(value: Any) -> Any:
@@ -102,7 +102,7 @@ class RootCall:
         """Make the call again; return what it returns."""
         args, kwargs = clone_tree(self.given)
         how = precisely(self.module) if self._precisely else self._autocast.replayed()
-        with self.randomness.replayed(), how, unheard():
+        with self.randomness.replayed(), how, muted_warnings():
             output = self.module(*args, **kwargs)
             self.drew = not self.randomness.same(RandomState.now())
         return output

@@ -176,11 +176,11 @@ def _of_layer(layer: Layer, held: Mapping[int, tuple[int, int, Optimizer, Mappin
         weight_decay=_number(group.get("weight_decay"), 0.0),
         frozen=frozen,
         resolution=resolution,
-        rectified=rectification(optimizer, group, names),
+        rectified=_rectification(optimizer, group, names),
     )
 
 
-def rectification(optimizer: Optimizer, group: Mapping[str, Any], names: Iterable[str]) -> float:
+def _rectification(optimizer: Optimizer, group: Mapping[str, Any], names: Iterable[str]) -> float:
     """Return the part of its learning rate that RAdam took the latest step of a group with; 1 of other optimizers.
 
     It grows from 0, over as many steps as the average of squared gradients takes to settle (Liu et al. 2020, "On the

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralMonitorWarning, SpectralProbe
-from spectral_monitor.state.unheard import unheard
+from spectral_monitor.state.muted_warnings import muted_warnings
 
 
 class TimeFirst(nn.Module):
@@ -68,7 +68,7 @@ def test_the_monitors_own_and_those_of_other_threads_are_heard():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         before = warnings.showwarning
-        with pytest.raises(RuntimeError), unheard():
+        with pytest.raises(RuntimeError), muted_warnings():
             forward()
     assert [str(w.message) for w in caught] == ["of the monitor", "of a thread"]
     assert warnings.showwarning is before
@@ -76,7 +76,7 @@ def test_the_monitors_own_and_those_of_other_threads_are_heard():
 
 def test_threads_that_run_something_again_at_a_time_leave_nothing():
     """The first to begin is the first to end."""
-    first, second = unheard(), unheard()
+    first, second = muted_warnings(), muted_warnings()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         before, ended, begun = warnings.showwarning, threading.Event(), threading.Event()

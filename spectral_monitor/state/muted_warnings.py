@@ -17,8 +17,8 @@ _shown: Callable[..., None] = warnings.showwarning
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """Inside, nobody is shown warnings that this thread gives; the monitor's own are.
+def muted_warnings() -> Iterator[None]:
+    """Show nobody the warnings that this thread gives inside; the monitor's own are shown.
 
     Filters stay as they are, and so do the registries of what was shown: after ``warnings.catch_warnings`` Python would
     show again what it shows once.
