@@ -66,7 +66,7 @@ def test_updates_may_be_twice_as_far_down_as_up(factor, named):
     assert SpectralCondition("theory").limits == (1 / 16, 16.0)
 
 
-@pytest.mark.parametrize("factor", [0, -1, math.inf, math.nan, "10", True, None])
+@pytest.mark.parametrize("factor", [0, -1, math.inf, float("inf"), math.nan, "10", True, None])
 def test_an_impossible_expected_factor_is_refused(factor):
     with pytest.raises(ValueError, match=r"expected\['head'\] must be a factor above 0"):
         SpectralCondition(expected={"head": factor})

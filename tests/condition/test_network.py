@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from spectral_monitor import LayerInfo
 from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.condition.findings import findings
-from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.network import Network, _randomness
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.row import Row, columns
 from spectral_monitor.measurement import LOST, Measurement
@@ -166,6 +167,25 @@ def test_gaussian_weights_are_fresh_and_low_rank_ones_are_not():
     assert network_of(some, "AdamW", quantity="weight").looks_fresh, "the median counts"
     blank = measured(1, only=["lr"])
     assert Network.read(blank, columns(blank)).looks_fresh, "nothing speaks against it"
+
+
+def test_randomness_is_the_stable_rank_over_that_of_a_gaussian_matrix():
+    """Of a small convolution, whose taps are summed, too."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {"conv": 0.01 * convolution(9, generator, 16, 8), "matrix": torch.randn(4, 6, generator=generator)}
+    rows = network_of(weights, "AdamW", quantity="weight", shapes={"conv": (16, 8, 3, 3)}).rows
+    for row, weight, taps in zip(rows, weights.values(), (9, 1), strict=True):
+        norm = sum(float(torch.linalg.matrix_norm(tap, 2)) for tap in weight.reshape(-1, *weight.shape[-2:])) / taps
+        m, n = weight.shape[-2:]
+        usual = m * n / (m**0.5 + n**0.5) ** 2
+        assert _randomness(row) == pytest.approx(float(weight.square().sum()) / taps / norm**2 / usual, rel=1e-5)
+
+
+def test_the_way_of_the_median_layer_does_not_count_what_began_at_zero():
+    measurement = measured(1, drift_ratio={"a": 0.1, "b": 0.2, "c": 0.3, "head": 50.0})
+    network = Network.read(measurement, columns(measurement), set_by("AdamW"))
+    assert network.drift == pytest.approx(math.sqrt(0.2 * 0.3))
+    assert replace(network, from_zero=frozenset({"head"})).drift == pytest.approx(0.2)
 
 
 def test_the_gain_of_others_does_not_count_what_began_at_zero():

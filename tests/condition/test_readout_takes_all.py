@@ -189,10 +189,14 @@ def test_as_many_inputs_everywhere_tell_no_rule():
     assert only_verdict(settings=set_by("LARS"), layers=layers, **frobenius(b=5.0)).cause == "unknown"
 
 
-@pytest.mark.parametrize(("names", "expected"), [("c head", False), ("b c head", True)])
-def test_it_takes_three_layers(names, expected):
+@pytest.mark.parametrize(
+    ("names", "expected"), [("c head", False), ("b c head", True), ("a b c", False), ("a b head", False)]
+)
+def test_it_takes_three_layers_of_different_shapes(names, expected):
+    """The shorter side of a, b and c is the same; a, b and head have as many inputs."""
     some = {name: LAYERS[name] for name in names.split()}
-    measurement = measured(1, layers=some, **frobenius(head=5.0))
+    last = names.split()[-1]
+    measurement = measured(1, layers=some, **frobenius(**{last: 5.0}))
     network = Network.read(measurement, columns(measurement), set_by("LARS"))
     assert layers._is_frobenius(network) == expected
 

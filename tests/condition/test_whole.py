@@ -350,6 +350,21 @@ def test_steps_that_are_too_long_for_their_gradient_but_lower_the_loss_are_no_fa
     assert not told(*stuck, *falling)[-1], "the verdict is lifted"
 
 
+@pytest.mark.parametrize(
+    ("losses", "falls"),
+    [
+        ((1.0, 0.5, 9.0, 0.4, 0.3), True),
+        ((1.0, 0.9, 0.2, 0.4, 0.3), True),
+        ((1.0, 0.35, 1.0, 0.3, 0.4), False),
+        ((1.0, 0.9, 0.5, 0.95, 0.4), False),
+        ((1.0, 0.5, 0.9, 0.5, 0.4), False),
+    ],
+)
+def test_a_loss_falls_if_the_last_two_are_below_the_first_two(losses, falls):
+    (*_, last) = told(*[{"summary": {"edge": 3.5, "loss": loss}} for loss in losses])
+    assert ("global_lr_too_large" in last) != falls
+
+
 def test_single_long_steps_and_an_edge_of_two_are_no_fault():
     assert not any(told(*edges(*[0.2, 9.0, 0.3, 9.0, 0.1] * 6)))
     assert not any(told(*edges(*[1.95, 2.02] * 20))), "where full batches make the rate settle"
