@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -156,6 +157,40 @@ class Slowly:
         asked = job.done
         job.done = lambda: asked() and sum(other.ran for other in self.executor.jobs) >= place
         return job
+
+
+class Watching:
+    """Jobs that end one after the other; each counts those that have ended and are held by somebody."""
+
+    def __init__(self):
+        self.jobs, self.ended, self.held = [], [], []
+
+    def submit(self, fn):
+        job = Watched(self, fn, len(self.jobs))
+        self.jobs.append(weakref.ref(job))
+        return job
+
+
+class Watched:
+    def __init__(self, executor, fn, place):
+        self.executor, self.fn, self.place = executor, fn, place
+
+    def done(self):
+        ended = self.executor.ended
+        self.executor.held.append([place for place in ended if self.executor.jobs[place]() is not None])
+        return len(ended) == self.place
+
+    def result(self):
+        self.executor.ended.append(self.place)
+        return self.fn()
+
+
+def test_a_point_that_has_come_back_is_held_by_nobody():
+    """Dask trains again what a worker had done that dies, as long as somebody holds the job."""
+    executor = Watching()
+    assert len(quiet(executor=executor).points) == 6
+    assert executor.ended == list(range(6))
+    assert executor.held == [[]] * len(executor.held)
 
 
 def fails_at_16(width):

@@ -283,9 +283,8 @@ def _submitted(
             done = [key for key, job in jobs.items() if job.done()]
             failure: PointFailure | None = None
             for key in done:
-                job = jobs.pop(key)
                 try:
-                    outcome = job.result()
+                    outcome = jobs.pop(key).result()  # nothing holds the job any longer: dask would run it again
                 except Exception as error:  # not the point's, which returns its own
                     lost[key] = error
                     continue
