@@ -1,7 +1,11 @@
-"""One function on several processes that talk to each other over gloo."""
+"""One function on several processes that talk to each other over gloo.
+
+They are forked from a process that has imported torch and Lightning: importing takes longer than most of the tests.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import warnings
@@ -14,10 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "lightning.pytorch", "spectral_monitor"])
+
 
 def on_processes(function: Callable[..., Any], folder: Path, count: int = 2, *args: Any) -> list[Any]:
     """What a function of a module returns in each process; they meet, and leave it, in an empty folder."""
-    mp.spawn(_process, args=(function, str(folder), count, args), nprocs=count)
+    arguments = (function, str(folder), count, args)
+    mp.start_processes(_process, arguments, nprocs=count, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 

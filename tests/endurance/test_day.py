@@ -1,4 +1,4 @@
-"""A day of training: 86,400 steps that do no work, one of them a simulated second; every 25th is measured."""
+"""A day of training: 86,400 steps that do no work, one of them a simulated second; every 50th is measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spectral_monitor.engine import engine, overhead_budget
 from spectral_monitor.reporting import JSONLinesSink
 from tests.endurance.endure import hooks, resident
 
-STEPS, EVERY, SAMPLE, HISTORY = 86_400, 25, 1_000, 20
+STEPS, EVERY, SAMPLE, HISTORY = 86_400, 50, 1_000, 20
 SETTLED = STEPS // 4
 LIMIT = 1024
 """Bytes per measured step."""

@@ -13,7 +13,7 @@ from tests.oracle.architectures import Network
 from tests.oracle.test_every_quantity import assert_agrees, assert_same_weights, make_batches, make_optimizer
 
 STEPS, DRIFT_EVERY = 3, 2
-QUICK, SLOW = 5, 150
+QUICK, SLOW = 5, 80
 """Networks of each kind."""
 ROWS = {"rel": 0.1}
 """Tolerance of ranks of rows, whose largest singular value is known to a twentieth."""

@@ -1,10 +1,12 @@
-"""How many examples a property is tried on: the same few in every run; many with ``--hypothesis-profile=many``."""
+"""How many examples a property is tried on: the same few in every run, more of them in ``make test-all``, and many with
+``--hypothesis-profile=many``.
+"""
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, Phase, settings
 
-for name, examples in (("few", 40), ("many", 600)):
+for name, examples in (("few", 40), ("more", 150), ("many", 600)):
     # No deadline: timings on a shared machine say nothing. No database: an example that fails belongs in a test.
     settings.register_profile(
         name,
