@@ -128,7 +128,9 @@ def test_it_runs_as_a_module_and_as_a_command(installed, tmp_path):
         assert run(python.with_name("spectral-monitor"), "--version", cwd=tmp_path, env=environment) == said
 
 
-@pytest.mark.parametrize("what", ["spectral_monitor", "spectral_monitor.callbacks", "spectral_monitor.cli"])
+@pytest.mark.parametrize(
+    "what", ["spectral_monitor.callbacks", pytest.param("spectral_monitor.cli", marks=pytest.mark.slow)]
+)
 def test_nothing_is_deprecated(what):
     """As errors: warnings of our own code, and of how it uses others'; those of their own imports are theirs."""
     modules = "import lightning.pytorch, torch.utils.tensorboard, torch.distributed.fsdp"

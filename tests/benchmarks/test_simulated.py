@@ -33,7 +33,6 @@ def job(config, way, tier):
     ("way", "tier", "config"),
     [
         ("fsdp2", "light", TINY),
-        ("fsdp2", "standard", TINY),
         ("hsdp", "standard", TINY),
         ("fsdp2 and tp", "standard", TINY),
     ],

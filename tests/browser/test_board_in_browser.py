@@ -72,6 +72,7 @@ def layout(address):
     return get(f"{address}/data/plugin/custom_scalars/layout")["category"]
 
 
+@pytest.mark.slow
 def test_every_chart_of_every_question_finds_its_numbers(address, runs):
     categories = layout(address)
     assert [category["title"] for category in categories] == QUESTIONS
@@ -120,6 +121,7 @@ def test_the_tab_shows_every_chart_with_its_lines(address, page):
     assert page.locator(".no-data-warning").count() == 0
 
 
+@pytest.mark.slow
 def test_pictures_are_loaded_and_to_be_seen(address, page):
     page.goto(f"{address}/#images")
     pictures = page.locator("tf-image-loader img")
@@ -135,6 +137,7 @@ def test_pictures_are_loaded_and_to_be_seen(address, page):
         assert page.get_by_text(f"spectral/heatmap/{quantity}", exact=True).first.is_visible()
 
 
+@pytest.mark.slow
 def test_verdicts_are_to_be_read(address, page, runs):
     (verdict,) = runs[1]["watched"][-1].verdicts
     assert (verdict.layer, verdict.cause) == ("net.2", "lr_too_large")
@@ -151,6 +154,7 @@ def test_verdicts_are_to_be_read(address, page, runs):
     assert "The correction multiplies" in text["corrected"]
 
 
+@pytest.mark.slow
 def test_the_violations_a_run_ended_with_are_beside_its_hyperparameters(address, page, runs):
     metric = {"group": "", "tag": "spectral/summary/violations"}
     request = {

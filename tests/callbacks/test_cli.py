@@ -102,6 +102,7 @@ def run(folder, *arguments):
     return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_every_argument_from_a_file(tmp_path, defaults):
     assert list(ARGUMENTS) == list(defaults)
     assert not [name for name, value in ARGUMENTS.items() if value == defaults[name]]

@@ -266,7 +266,8 @@ def on_a_small_disk(tmp_path, *arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", [pytest.param("tensorboard", marks=pytest.mark.slow), "csv"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensorboard", "csv"])
 def test_a_full_disk_costs_a_warning(tmp_path, kind):
     said = on_a_small_disk(tmp_path, kind)
     assert "full: No space left on device" in said

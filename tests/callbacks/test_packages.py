@@ -156,10 +156,12 @@ def test_a_checkpoint_of_the_other_package(fits, tmp_path, saves, resumes):
     assert json.loads((tmp_path / "then.json").read_text()) == saved.then
 
 
+@pytest.mark.slow
 def test_the_monitor_may_be_made_before_the_package_is_imported(tmp_path):
     assert run(tmp_path, EITHER_ORDER, PACKAGES[1]).count("measured [1, 2, 3, 4]") == 2
 
 
+@pytest.mark.slow
 def test_the_monitor_may_be_imported_first_where_the_other_package_is_not_installed(tmp_path):
     assert "measured [1, 2, 3, 4]" in run(tmp_path, ALONE, PACKAGES[1])
 

@@ -46,7 +46,11 @@ def adam(lr):
     return lambda network: torch.optim.Adam(network.parameters(), lr=lr)
 
 
-@pytest.mark.parametrize("schedule", [lambda optimizer: None, warmup], ids=["constant", "warm-up and decay"])
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(lambda optimizer: None, marks=pytest.mark.slow), warmup],
+    ids=["constant", "warm-up and decay"],
+)
 @pytest.mark.parametrize(
     "make",
     [
@@ -240,7 +244,7 @@ def test_rates_of_zero_are_not_told(rates, said):
     assert f"learning rate {said} counts as" in decision
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.01, 0.05, 0.1])
+@pytest.mark.parametrize("decay", [0.0, 0.1, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.01, 0.05))])
 def test_weight_decay_drives_no_multiplier_away(decay):
     """Of gains and embeddings too, whose updates are small beside what decay alone takes off."""
     torch.manual_seed(0)

@@ -48,6 +48,7 @@ def check(processes: int, strategy: str, folder: Path) -> None:
         assert all(event.value > 0 for event in found)
 
 
+@pytest.mark.slow
 def test_ddp_on_two_processes(tmp_path):
     check(2, "ddp", tmp_path)
 

@@ -89,7 +89,7 @@ class Run:
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_a_measured_step_takes_one_copy_of_the_weights(network, dtype, monkeypatch):
     """Of a model as small as these that takes weights that are measured a layer at a time; else it may take 128 MB."""
     monkeypatch.setattr(stacks, "SPARE_BYTES", 0)
@@ -104,7 +104,7 @@ def test_a_measured_step_takes_one_copy_of_the_weights(network, dtype, monkeypat
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_with_low_memory_it_takes_two_layers(network, dtype, monkeypatch):
     """Of the device, that is; what is made in host memory is told by who makes it."""
     run = Run(network, DTYPES[dtype], low_memory=True)
@@ -165,7 +165,7 @@ def test_the_update_of_what_is_not_measured_is_made_a_few_rows_at_a_time():
     assert storages.peak["cpu"] < weight.nbytes
 
 
-@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("low_memory", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_between_steps_the_start_is_held_and_nothing_else(low_memory):
     fixed = Run("mlp", torch.float32, quantities="light")  # makes fixed start vectors, which stay
     fixed.peaks()

@@ -76,6 +76,7 @@ def test_numbers_are_nearly_those_that_they_were(run):
     assert not told, "\n".join([*told[:40], f"{len(told)} in all", WRITE.format("trajectory", "json")])
 
 
+@pytest.mark.slow
 def test_two_runs_on_one_machine_are_equal_to_the_last_digit(run, tmp_path):
     """One in this process, one in another."""
     code = "import json, sys; from pathlib import Path; import torch; torch.set_num_threads(1)\n"

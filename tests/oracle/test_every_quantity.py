@@ -260,7 +260,9 @@ def assert_same_weights(model, other):
         assert torch.equal(p, q), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["float64", "float32"]
+)
 @pytest.mark.parametrize("optimizer_kind", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_probe_agrees_with_the_naive_implementation(kind, optimizer_kind, dtype):

@@ -79,7 +79,7 @@ def test_in_a_plain_network_the_layers_put_out_the_cut_nodes():
                 assert step.measured.value(key, f"trunk.V.{node - 1}") == step.at(key, node)
 
 
-@pytest.mark.parametrize("beta", BETA)
+@pytest.mark.parametrize("beta", [pytest.param(beta, marks=[pytest.mark.slow] * (beta != "1/sqrt L")) for beta in BETA])
 def test_predicted_loss_change(beta):
     for step in draws(beta):
         assert step.measured.summary["loss_change_predicted"] == pytest.approx(-ETA * (L - 2) / L, rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +19,7 @@ from .perceptron import geometric_mean, slopes
 WIDTHS = (256, 512, 1024, 2048)
 SEEDS = (0, 1)
 KEYS = ("linearity", "kernel_drift", "feature_drift")
+PARTS = ("output_drift_features", "output_drift_readout", "output_drift_joint")
 
 
 class Net(nn.Module):
@@ -40,25 +42,32 @@ def digits(count=128):
 
 
 def trained(parametrization, width, seed, lr, steps=100):
-    """Return `linearity` of the output after some steps, and the other KEYS of the hidden matrices."""
+    """Return `linearity` of the output, the other KEYS of the hidden matrices, and PARTS of the output's change."""
     torch.manual_seed(seed)
     model, (x, y) = Net(width), digits()
     parametrization.init_(model)
     optimizer = torch.optim.SGD(parametrization.param_groups(model, lr=lr, optimizer="sgd"))
-    probe = SpectralProbe(model, optimizer, quantities=list(KEYS), every_n_steps=steps, drift_every=1)
+    probe = SpectralProbe(model, optimizer, quantities=[*KEYS, *PARTS], every_n_steps=steps, drift_every=1)
     for _ in range(steps):
         with probe.step():
             optimizer.zero_grad()
             model(x, y).backward()
             optimizer.step()
     m = probe.latest
-    return m.summary["linearity"], [[m.value(key, f"hidden.{k}.0") for k in (1, 2)] for key in KEYS[1:]]
+    hidden = [[m.value(key, f"hidden.{k}.0") for k in (1, 2)] for key in KEYS[1:]]
+    return m.summary["linearity"], hidden, [m.value(key, "head") for key in PARTS]
+
+
+@cache
+def runs(parametrization, lr):
+    """Return what every run found, (SEEDS, WIDTHS)."""
+    return [[trained(parametrization, width, seed, lr) for width in WIDTHS] for seed in SEEDS]
 
 
 def over_widths(parametrization, lr):
-    runs = [[trained(parametrization, width, seed, lr) for width in WIDTHS] for seed in SEEDS]
-    linearity = geometric_mean([np.array([run[0] for run in some]) for some in runs])
-    others = geometric_mean([np.array([run[1] for run in some]) for some in runs])
+    found = runs(parametrization, lr)
+    linearity = geometric_mean([np.array([run[0] for run in some]) for some in found])
+    others = geometric_mean([np.array([run[1] for run in some]) for some in found])
     return linearity, slopes(WIDTHS, others)
 
 
@@ -81,28 +90,9 @@ def test_mup_is_not():
     np.testing.assert_allclose(kernels, 0, atol=0.1)
 
 
-PARTS = ("output_drift_features", "output_drift_readout", "output_drift_joint")
-
-
-def parts_over_widths(parametrization, lr, steps=100):
+def parts_over_widths(parametrization, lr):
     """Return the parts of the output's change over widths (WIDTHS, PARTS), geometric means over SEEDS."""
-    found = []
-    for seed in SEEDS:
-        rows = []
-        for width in WIDTHS:
-            torch.manual_seed(seed)
-            model, (x, y) = Net(width), digits()
-            parametrization.init_(model)
-            optimizer = torch.optim.SGD(parametrization.param_groups(model, lr=lr, optimizer="sgd"))
-            probe = SpectralProbe(model, optimizer, quantities=list(PARTS), every_n_steps=steps, drift_every=1)
-            for _ in range(steps):
-                with probe.step():
-                    optimizer.zero_grad()
-                    model(x, y).backward()
-                    optimizer.step()
-            rows.append([probe.latest.value(key, "head") for key in PARTS])
-        found.append(np.array(rows))
-    return geometric_mean(found)
+    return geometric_mean([np.array([run[2] for run in some]) for some in runs(parametrization, lr)])
 
 
 @pytest.mark.slow

@@ -253,6 +253,7 @@ class Small(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+@pytest.mark.slow
 def test_two_thousand_steps(tmp_path):
     monitor = SpectralMonitor(every_n_steps=10, quantities="light", mode="observe", heatmap_every=150)
     logger = WandbLogger(save_dir=tmp_path, offline=True)

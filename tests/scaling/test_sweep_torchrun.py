@@ -99,6 +99,7 @@ def test_two_processes_find_what_one_does(make_module):
     assert_alike([point], [recipe(Net).train(key)])
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_ends_the_others_and_says_why():
     outcome = PointJob(recipe(fails_in_one, processes_per_point=2), RunKey(16, None, 0), 2)()
     assert isinstance(outcome, PointFailure)
