@@ -107,9 +107,10 @@ def test_a_learning_rate_that_explains_little_of_it_is_not_blamed():
     assert only_verdict(update_natural={"b": 9.0}, lr={"b": 0.02}).cause == "unknown"
 
 
-def test_a_learning_rate_that_goes_the_other_way_is_not_blamed():
-    """It is four times smaller, and the update 90 times larger."""
-    assert only_verdict(update_natural={"b": 9.0}, lr={"b": 0.0025}).cause == "unknown"
+@pytest.mark.parametrize(("update", "rate"), [(9.0, 0.0025), (0.1 / 90, 0.04)])
+def test_a_learning_rate_that_goes_the_other_way_is_not_blamed(update, rate):
+    """It is four times smaller, and the update 90 times larger; or the reverse."""
+    assert only_verdict(update_natural={"b": update}, lr={"b": rate}).cause == "unknown"
 
 
 def test_what_stands_out_by_the_settings_needs_less_of_a_deviation():

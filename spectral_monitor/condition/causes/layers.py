@@ -96,7 +96,7 @@ def _number(value: float) -> str:
 
 
 def _lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    if row.get("lr") != 0 and row.settings.lr != 0:
+    if row.lr != 0:
         return None
     others = [_peak(other, other.lr) for other in network.peers_of(row) or network.peers if other.lr > 0]
     if not others:
