@@ -249,13 +249,6 @@ def test_without_a_learning_rate_nothing_is_dead():
         assert any(finding.check == "dead" for finding in found) == dead
 
 
-@pytest.mark.parametrize("reference", ["balance", "theory"])
-def test_what_was_not_measured_is_held_against_nothing(reference):
-    measurement = measured(1, update_natural=nothing("b"), weight_natural=nothing("b"))
-    found = findings(Network.read(measurement, columns(measurement)), SpectralCondition(reference))
-    assert {finding.layer for finding in found if finding.check == "reference"} == {"a", "c", "head"}
-
-
 def test_columns_have_no_nan_and_know_lost_gradients():
     measurement = measured(
         1, update_natural=nothing("a"), contribution={"b": 0.0, "c": 0.0}, reasons={"contribution/b": LOST}
