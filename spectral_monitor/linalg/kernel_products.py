@@ -144,6 +144,8 @@ def _sum(parts: Iterable[Tensor], like: Sequence[Tensor]) -> Tensor:
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
+    a, b = a.to_dense(), b.to_dense()
+    if a.is_complex():  # torch's gradient is that of the real and imaginary parts
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     dtype = compute_dtype(a.dtype)
-    a, b = a.to_dense().to(dtype), b.to_dense().to(dtype)
-    return (a * b).sum(dtype=torch.float64).to(dtype)
+    return (a.to(dtype) * b.to(dtype)).sum(dtype=torch.float64).to(dtype)

@@ -167,6 +167,24 @@ def test_moments_in_half_precision_may_disagree_by_its_rounding():
     assert 0.01 < widest < 0.1
 
 
+def test_a_complex_weight_is_its_real_and_its_imaginary_part():
+    torch.manual_seed(0)
+    f, W = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), torch.randn(4, 2, dtype=torch.complex128)
+    parts = [W.real.clone().requires_grad_(), W.imag.clone().requires_grad_()]
+    found = []
+    for weight, leaves in ((torch.complex(*parts), parts), (W.requires_grad_(), [W])):
+        rates, hidden = [0.1] * len(leaves), f.cdouble() @ weight
+        outputs = hidden.abs() + (hidden * hidden).imag
+        basis = [split(row, [outputs]) for row in torch.eye(6, dtype=torch.float64)]
+        wide = [split(row, [f]) for row in torch.eye(12, dtype=torch.float64)]
+        moments = F.bfk_moments([outputs], leaves, rates, basis)
+        extremes = F.bfk_extremes([outputs], leaves, rates, basis[1], 6)
+        dual = F.dual_bfk_moments((outputs**3).sum(), [f], leaves, rates, wide)
+        found.append(torch.stack([*moments, *extremes, *dual]))
+    torch.testing.assert_close(found[1], found[0])
+    assert (found[0] > 0).all()
+
+
 def test_what_does_not_lead_to_the_outputs_adds_nothing(case):
     outputs, weights, _ = case
     apart = torch.ones(3, dtype=torch.float64, requires_grad=True)
