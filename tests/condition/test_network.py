@@ -107,6 +107,17 @@ def test_layers_are_compared_with_those_of_their_optimizer_only():
     assert math.isnan(network.relative_size(network.row("a")))
 
 
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_rate_of_biases_is_that_of_those_with_the_same_optimizer(owner):
+    """A first layer that has it has it on purpose, whatever another optimizer does to other biases."""
+    lr = dict.fromkeys(LAYERS, 0.001) | {"a": 0.008, "a.bias": 0.008, "b.bias": 1.0, "c.bias": 1.0}
+    other = set_by("AdamW", lr=lr, owner=1 - owner)
+    settings = set_by("AdamW", lr=lr, owner=owner) | {name: other[name] for name in ("b.bias", "c.bias")}
+    measurement = measured(1, lr=lr)
+    network = Network.read(measurement, columns(measurement), settings)
+    assert network.rates["a"].factor == pytest.approx(1)
+
+
 def test_under_a_correction_layers_are_compared_by_what_it_makes_equal():
     """Natural norms, whatever the learning rates that it takes."""
     changed = {"update_natural": {"b": 0.3}, "lr": {"b": 1.0}, "lr_multiplier": dict.fromkeys(LAYERS, 2.0)}
