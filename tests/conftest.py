@@ -2,10 +2,13 @@
 
 import logging
 import signal
+from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  sets the level of its loggers
 import pytest
 import torch
+
+from tests.made_once import made_once
 
 torch.set_num_threads(1)  # on small matrices, and on a machine with other work, threads mostly wait for each other
 for name in ("lightning.pytorch", "lightning.fabric"):
@@ -39,3 +42,17 @@ def alone():
     handler = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture(scope="session")
+def site(request, tmp_path_factory):
+    """The documentation, built strictly: what MkDocs would only warn of is an error."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    def make(folder):
+        config = load_config(str(Path(__file__).parents[1] / "mkdocs.yml"), strict=True, site_dir=str(folder))
+        config.plugins.on_startup(command="build", dirty=False)
+        build(config)
+
+    return made_once(request, tmp_path_factory, "site", make)

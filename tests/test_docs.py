@@ -14,8 +14,6 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from mkdocs.commands.build import build
-from mkdocs.config import load_config
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -209,16 +207,6 @@ def test_pictures_are_there(page):
     for target in re.findall(r"!\[[^]]*]\(([^)]+)\)", page.read_text()):
         picture = page.parent / target
         assert picture.read_bytes().startswith(b"\x89PNG"), target
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The site, built strictly: what MkDocs would only warn of is an error."""
-    folder = tmp_path_factory.mktemp("site")
-    config = load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder))
-    config.plugins.on_startup(command="build", dirty=False)
-    build(config)
-    return folder
 
 
 def test_every_public_name_is_in_the_api(site):

@@ -14,7 +14,21 @@ from tests.condition.synthetic import LAYERS, judged, measured
 
 @pytest.mark.parametrize(
     "band",
-    [(4, 0.25), (0.5, 0.9), (0.5, 1), (1, 4), (1.5, 4), (0, 4), (-1, 4), (0.25,), (0.1, 1, 10), 4, "1/4", (math.nan, 4), (0.5, "4")],
+    [
+        (4, 0.25),
+        (0.5, 0.9),
+        (0.5, 1),
+        (1, 4),
+        (1.5, 4),
+        (0, 4),
+        (-1, 4),
+        (0.25,),
+        (0.1, 1, 10),
+        4,
+        "1/4",
+        (math.nan, 4),
+        (0.5, "4"),
+    ],
 )
 def test_an_impossible_band_is_refused(band):
     with pytest.raises(ValueError, match="0 < low < 1 < high"):
