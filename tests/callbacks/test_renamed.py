@@ -13,7 +13,6 @@ SOME = (
     "callbacks",
     "resume",
     "loops/test_lightning.py",
-    "noninterference/test_bit_identical.py",
     "correction/test_swap_lightning.py",
 )
 """What a trainer does most; ``make test-pytorch-lightning`` runs all of it, strategies included."""

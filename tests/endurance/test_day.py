@@ -15,7 +15,7 @@ from spectral_monitor.engine import engine, overhead_budget
 from spectral_monitor.reporting import JSONLinesSink
 from tests.endurance.endure import hooks, resident
 
-STEPS, EVERY, SAMPLE, HISTORY = 86_400, 50, 1_000, 20
+STEPS, EVERY, SAMPLE, HISTORY = 86_400, 50, 4_000, 20
 SETTLED = STEPS // 4
 LIMIT = 1024
 """Bytes per measured step."""
