@@ -15,13 +15,12 @@ pytest.importorskip("plotly")
 expect = pytest.importorskip("playwright.sync_api").expect
 pytestmark = pytest.mark.slow
 
-BLOCKS = 5
-NAMES = ("net.wte", *(f"net.h.{i}.{part}" for i in range(BLOCKS) for part in ("attn", "mlp")), "net.head")
+NAMES = ("net.wte", *(f"net.h.{i}.{part}" for i in range(10) for part in ("attn", "mlp")), "net.head")
 SEEN = "all => all.filter(line => getComputedStyle(line).display !== 'none').length"
 
 
 def run(names=NAMES, steps=12):
-    """Some blocks; the first layer is off at the end, and update_natural is the place of the layer times the step."""
+    """Ten blocks; the first layer is off at the end, and update_natural is the place of the layer times the step."""
     sizes = torch.arange(1.0, len(names) + 1)
     found = list(run_of(names, steps))
     bands = {"update_natural": torch.tensor([[0.1, 1e6, 1.0]] * len(names))}
@@ -83,9 +82,9 @@ def test_families_first_then_single_layers(deep):
 
 def test_a_family_is_the_lowest_the_median_and_the_highest(deep):
     data = deep.evaluate("document.getElementById('panel-0').data.filter(t => t.uid?.startsWith('Fupdate_natural_0'))")
-    attn = [2.0 + 2 * i for i in range(BLOCKS)]
+    attn = [2.0 + 2 * i for i in range(10)]
     got = [trace["y"][0] for trace in data]
-    assert got == [10 * min(attn), 10 * max(attn), pytest.approx(10 * attn[BLOCKS // 2])]
+    assert got == [10 * min(attn), 10 * max(attn), pytest.approx(10 * attn[4])]
 
 
 def test_pointing_at_a_row_highlights_its_layer_in_every_chart(deep):

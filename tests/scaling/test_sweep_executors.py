@@ -307,8 +307,8 @@ def alone():
 def check(folder, points, table, alone, lost):
     """The table of one process, and nothing trained again that had ended."""
     begun, done = witnesses(folder)
-    assert sorted(done.values()) == [1] * len(alone.points)
-    assert begun.total() == len(alone.points) + lost
+    assert sorted(done.values()) == [1] * 15
+    assert begun.total() == 15 + lost
     assert (folder / "killed").exists()
     assert plain(points) == plain(alone.points)
     assert table == alone.table()
@@ -329,19 +329,18 @@ def test_dask(through, tmp_path, alone):
 
 
 @pytest.mark.slow
-def test_submitit(tmp_path, monkeypatch):
+def test_submitit(tmp_path, monkeypatch, alone):
     """A job is killed: all others end, and the same call trains what is missing."""
     submitit = pytest.importorskip("submitit")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     factory = in_folder(tmp_path, killed=32)
     executor = submitit.AutoExecutor(folder=tmp_path / "jobs", cluster="local")
     executor.update_parameters(timeout_min=5)
-    widths = WIDTHS[:3]
-    given = {"widths": widths, "seeds": 1, "executor": executor, "path": tmp_path / "sweep.jsonl"}
-    with pytest.raises(RuntimeError, match=r"1 of 3 points did not come back .*width 32, seed \d\): UncompletedJobE"):
+    given = {"widths": WIDTHS, "seeds": 3, "executor": executor, "path": tmp_path / "sweep.jsonl"}
+    with pytest.raises(RuntimeError, match=r"1 of 15 points did not come back .*width 32, seed \d\): UncompletedJobE"):
         quiet(factory, **given)
     result = quiet(factory, **given)
-    check(tmp_path, result.points, result.table(), quiet(widths=widths, seeds=1), lost=1)
+    check(tmp_path, result.points, result.table(), alone, lost=1)
 
 
 @pytest.mark.slow
