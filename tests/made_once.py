@@ -1,4 +1,4 @@
-"""What takes long to make, made once where tests are dealt out to several workers."""
+"""Make what takes long once, where tests are dealt out to several workers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import spectral_monitor
 from tests.gloo import on_processes
 
 TOKENS = (2, 32)
-WAYS = {"fsdp2": Way(2), "hsdp": Way(2, 2), "fsdp2 and tp": Way(2, tensor=2)}
+WAYS = {"fsdp2": Way(2), "fsdp2 on 4": Way(4), "hsdp": Way(2, 2), "fsdp2 and tp": Way(2, tensor=2)}
 
 
 def job(config, way, tier):
@@ -33,6 +33,8 @@ def job(config, way, tier):
     ("way", "tier", "config"),
     [
         ("fsdp2", "light", TINY),
+        ("fsdp2", "standard", TINY),
+        ("fsdp2 on 4", "standard", TINY),
         ("hsdp", "standard", TINY),
         ("fsdp2 and tp", "standard", TINY),
     ],

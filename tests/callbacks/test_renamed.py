@@ -9,19 +9,14 @@ from pathlib import Path
 import pytest
 
 RENAMED = Path(__file__).parents[1] / "renamed.py"
-SOME = (
-    "callbacks",
-    "resume",
-    "loops/test_lightning.py",
-    "correction/test_swap_lightning.py",
-)
-"""What a trainer does most; ``make test-pytorch-lightning`` runs all of it, strategies included."""
+OFTEN = ("callbacks", "resume", "loops/test_lightning.py", "correction/test_swap_lightning.py")
+"""What is used most; ``make test-pytorch-lightning`` runs the tests of all that a trainer does, strategies included."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("some", SOME)
-def test_the_same_of_the_other_package(some):
-    command = [sys.executable, str(RENAMED), f"tests/{some}", "-m", "not slow"]
+@pytest.mark.parametrize("path", OFTEN)
+def test_the_same_of_the_other_package(path):
+    command = [sys.executable, str(RENAMED), f"tests/{path}", "-m", "not slow"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

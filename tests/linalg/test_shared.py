@@ -155,9 +155,8 @@ def agree(results, A, tol=1e-5, reference=None):
 
 
 @pytest.mark.parametrize("how", CUTS)
-@pytest.mark.parametrize(
-    ("shape", "count"), [((3, 200, 150), 2), ((3, 130, 190), 4), ((2, 65, 65), 4), ((2, 330, 80), 2)]
-)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("shape", [(3, 200, 150), (3, 130, 190), (2, 65, 65), (2, 330, 80)])
 def test_pieces_have_the_norms_of_the_whole(shape, count, how):
     A = gaussian(*shape, seed=count)
     results, _ = measured([A], how, count)

@@ -31,6 +31,7 @@ KEYS = (
 )
 MEASURED = [
     (FSC, "sgd", 0.01),
+    (FSC, "adam", 0.003),
     (MF_MUP, "sgd", 0.01),
     (NTK, "sgd", 0.1),
     (FSC_RESNET, "sgd", 0.01),

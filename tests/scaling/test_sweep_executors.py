@@ -160,7 +160,7 @@ class Slowly:
 
 
 class Watching:
-    """Jobs that end one after the other; each counts those that have ended and are held by somebody."""
+    """Jobs that end one after the other; each notes which of those before it are still held by somebody."""
 
     def __init__(self):
         self.jobs, self.ended, self.held = [], [], []
@@ -186,7 +186,7 @@ class Watched:
 
 
 def test_a_point_that_has_come_back_is_held_by_nobody():
-    """Dask trains again what a worker had done that dies, as long as somebody holds the job."""
+    """Dask trains again what a worker that dies had done, as long as somebody holds the job."""
     executor = Watching()
     assert len(quiet(executor=executor).points) == 6
     assert executor.ended == list(range(6))

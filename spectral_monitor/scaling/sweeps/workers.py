@@ -284,7 +284,8 @@ def _submitted(
             failure: PointFailure | None = None
             for key in done:
                 try:
-                    outcome = jobs.pop(key).result()  # nothing holds the job any longer: dask would run it again
+                    # No variable holds the job: dask would train it again if the worker that had done it died.
+                    outcome = jobs.pop(key).result()
                 except Exception as error:  # not the point's, which returns its own
                     lost[key] = error
                     continue
