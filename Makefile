@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
 
-.PHONY: demo demo-width test test-fast test-all test-pytorch-lightning test-versions lint types docs tests mutation bench bench-check gpu clean
+.PHONY: demo demo-width test test-fast test-all test-exhaustive test-pytorch-lightning test-versions lint types docs tests mutation bench bench-check gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,8 +49,13 @@ test-fast: lint
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(FAST:%=tests/%)
 
 test-all: test
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore=tests/distributed
-	$(BIN)/python -m pytest -m slow tests/distributed
+	$(BIN)/python -m pytest -m "slow and not exhaustive" -n 2 --dist loadfile --ignore=tests/distributed
+	$(BIN)/python -m pytest -m "slow and not exhaustive" tests/distributed
+
+# The same on many more cases: an hour and a half, before a release.
+test-exhaustive: test-pytorch-lightning
+	$(BIN)/python -m pytest -m exhaustive -n 2 --dist loadfile --ignore=tests/distributed
+	$(BIN)/python -m pytest -m exhaustive tests/distributed
 
 # What a trainer of `lightning` does, one of `pytorch_lightning` does: the same tests under its name.
 test-pytorch-lightning: $(READY)

@@ -10,6 +10,11 @@ import torch
 
 from tests.made_once import made_once
 
+try:
+    from xdist.scheduler import LoadFileScheduling
+except ImportError:  # it is not needed, only faster
+    LoadFileScheduling = object
+
 torch.set_num_threads(1)  # on small matrices, and on a machine with other work, threads mostly wait for each other
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
@@ -28,6 +33,27 @@ CHATTER = (
     "You're resuming from a checkpoint",
     "The number of training batches",
 )
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items):
+    """What is exhaustive is slow, too."""
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.slow)
+
+
+class ByFile(LoadFileScheduling):
+    """A file goes to one worker; so does the folder whose files share processes."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return "tests/distributed" if file.startswith("tests/distributed/") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_configure(config):

@@ -19,12 +19,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "lightning.pytorch", "spectral_monitor"])
+START = "forkserver"
+"""The method of ``multiprocessing`` that starts processes in this way."""
 
 
 def on_processes(function: Callable[..., Any], folder: Path, count: int = 2, *args: Any) -> list[Any]:
     """What a function of a module returns in each process; they meet, and leave it, in an empty folder."""
     arguments = (function, str(folder), count, args)
-    mp.start_processes(_process, arguments, nprocs=count, start_method="forkserver")
+    mp.start_processes(_process, arguments, nprocs=count, start_method=START)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 

@@ -92,7 +92,10 @@ def install(python, *what):
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, *what)
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist", "editable", "zip"])
+@pytest.fixture(
+    scope="module",
+    params=["wheel", "sdist", *(pytest.param(way, marks=pytest.mark.exhaustive) for way in ("editable", "zip"))],
+)
 def installed(request, built, tmp_path_factory):
     """A way of installing: the python to run, where the package must come from, and the environment."""
     wheel, archive, source = built

@@ -96,8 +96,8 @@ def job(kind, way, key_heads=2):
     [
         ("llama", "tp"),
         pytest.param("llama", "fsdp2", marks=pytest.mark.slow),
-        pytest.param("plain", "tp", marks=pytest.mark.slow),
-        pytest.param("plain", "fsdp2", marks=pytest.mark.slow),
+        pytest.param("plain", "tp", marks=pytest.mark.exhaustive),
+        pytest.param("plain", "fsdp2", marks=pytest.mark.exhaustive),
     ],
 )
 def test_two_processes_have_the_numbers_of_one(tmp_path, kind, way):

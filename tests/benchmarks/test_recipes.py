@@ -82,8 +82,12 @@ def test_changes_of_losses_that_are_not_finite():
     assert change(math.inf, math.inf) == 0.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [one.name for one in RECIPES])
+def healthy_ones():
+    for i, one in enumerate(RECIPES):
+        yield pytest.param(one.name, marks=pytest.mark.exhaustive if i % 3 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", healthy_ones())
 def test_healthy_recipes_of_the_development_half_are_not_flagged(name):
     torch.set_num_threads(1)
     assert [(one.step, one.verdict.layer, one.verdict.cause) for one in judged(train(healthy(recipe(name), 2)))] == []

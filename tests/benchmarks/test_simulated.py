@@ -32,11 +32,11 @@ def job(config, way, tier):
 @pytest.mark.parametrize(
     ("way", "tier", "config"),
     [
-        ("fsdp2", "light", TINY),
         ("fsdp2", "standard", TINY),
-        ("fsdp2 on 4", "standard", TINY),
-        ("hsdp", "standard", TINY),
-        ("fsdp2 and tp", "standard", TINY),
+        pytest.param("fsdp2", "light", TINY, marks=pytest.mark.exhaustive),
+        pytest.param("fsdp2 on 4", "standard", TINY, marks=pytest.mark.exhaustive),
+        pytest.param("hsdp", "standard", TINY, marks=pytest.mark.exhaustive),
+        pytest.param("fsdp2 and tp", "standard", TINY, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_simulated_step_is_that_of_real_processes(tmp_path, way, tier, config):
@@ -56,7 +56,7 @@ def test_a_simulated_step_is_that_of_real_processes(tmp_path, way, tier, config)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [Way(64), Way(8, tensor=8)])
+@pytest.mark.parametrize("way", [Way(64), pytest.param(Way(8, tensor=8), marks=pytest.mark.exhaustive)])
 def test_numbers_grow_by_the_same_with_every_block(way):
     case = simulation.Case("Llama 7B", way, "light")
     points = [simulation.numbers(case, depth) for depth in (1, 2, 4)]

@@ -162,7 +162,14 @@ def test_a_phone_has_cards(deep):
     assert "what to do" in todo.evaluate("cell => getComputedStyle(cell, '::before').content")
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        pytest.param(1280, "dark", marks=pytest.mark.exhaustive),
+        pytest.param(390, "light", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_accessibility(width, scheme, page, tmp_path):
     """Axe-core finds nothing that is serious or worse. It looks at each point of each chart; hence few steps."""
     axe = pytest.importorskip("axe_core_python.sync_playwright").Axe

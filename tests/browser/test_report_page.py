@@ -219,7 +219,7 @@ def test_wide_tables_and_pictures_do_not_widen_the_page(plain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1920, 1300, 700, 400])
+@pytest.mark.parametrize("width", [1920, 400, *(pytest.param(w, marks=pytest.mark.exhaustive) for w in (1300, 700))])
 def test_nothing_is_written_over_anything_else(width, page, tmp_path):
     """Titles, names, numbers on axes, legends, the charts themselves; and every name is within its card."""
     names = [f"bert.encoder.layer.{i}.attention.self.query" for i in range(12)]

@@ -149,7 +149,7 @@ def test_the_numbers_are_the_same(fits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saves", "resumes"), [PACKAGES, PACKAGES[::-1]])
+@pytest.mark.parametrize(("saves", "resumes"), [PACKAGES, pytest.param(*PACKAGES[::-1], marks=pytest.mark.exhaustive)])
 def test_a_checkpoint_of_the_other_package(fits, tmp_path, saves, resumes):
     saved = fits(saves)
     run(tmp_path, OTHERS_CHECKPOINT, resumes, saved.folder / "one.ckpt")

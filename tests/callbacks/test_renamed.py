@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 RENAMED = Path(__file__).parents[1] / "renamed.py"
-OFTEN = ("callbacks", "resume", "loops/test_lightning.py", "correction/test_swap_lightning.py")
-"""What is used most; ``make test-pytorch-lightning`` runs the tests of all that a trainer does, strategies included."""
+OFTEN = (
+    "callbacks/test_monitor.py",
+    "callbacks/test_loggers.py",
+    "loops/test_lightning.py",
+    "correction/test_swap_lightning.py",
+)
+"""What is used most, where the packages could differ.
+
+``make test-pytorch-lightning`` runs the tests of all that a trainer does, strategies included.
+"""
 
 
 @pytest.mark.slow

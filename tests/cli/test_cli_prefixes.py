@@ -101,9 +101,9 @@ def test_the_commands_read_prefixes(content, tmp_path, capsys):
         check(content, cut, tmp_path, capsys)
 
 
-@pytest.mark.slow
-def test_the_commands_read_prefixes_of_every_third_length(content, tmp_path, capsys):
-    for cut in range(0, len(content) + 1, 3):
+@pytest.mark.exhaustive
+def test_the_commands_read_every_prefix(content, tmp_path, capsys):
+    for cut in range(len(content) + 1):
         check(content, cut, tmp_path, capsys)
 
 

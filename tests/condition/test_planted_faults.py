@@ -35,7 +35,7 @@ def test_a_fault_that_disturbs_many_layers_is_one_root(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("task", TASKS)
 def test_a_tuned_run_is_left_alone(task, every):
     run = start(TASKS[task], DATA, seed=3)

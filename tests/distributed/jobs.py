@@ -1,20 +1,19 @@
-"""Runs functions on several processes: one launch runs many, for importing torch and Lightning is what takes time.
+"""Runs functions on several processes; one launch runs many.
 
 A :class:`Task` names a function of this package. Every process of a launch runs the same tasks in the same order and
 writes what each returns; the parent reads it. When a task fails on one process only, what the others wait for never
-comes, so the launch ends there: the tasks that are left get another one.
-
-As a script: python -m tests.distributed.jobs FOLDER
+comes, so the launch ends there: the tasks that are left get another one. Processes are forked from one that has
+imported torch and Lightning, which takes longer than most tasks.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,15 +22,17 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests import gloo
+
 START = 120.0
 """Seconds to import everything, on a machine with other work."""
-HEARD = 45.0
+HEARD = 30.0
 """Seconds a process waits for others: in a collective, and to end a task that it has ended itself."""
-LET_GO = HEARD + 45.0
+LET_GO = 2 * HEARD
 """The same for the parent that kills them: a process that waits for one that is gone may learn of it by the group's
 timeout only, and has a trainer to tear down then."""
 SORRY = 4.0
@@ -119,9 +120,9 @@ def _launch(tasks: Sequence[Task]) -> dict[Task, Outcome]:
             stuck = _wait(processes, tasks, folder)
         finally:
             for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                if process.is_alive():
+                    _kill(process)
+                process.join()
         output = [(folder / f"{rank}.log").read_text(errors="replace")[-3000:] for rank in range(count)]
         outcomes = {}
         for index, one in enumerate(tasks):
@@ -139,11 +140,25 @@ def _launch(tasks: Sequence[Task]) -> dict[Task, Outcome]:
         return outcomes
 
 
-def _start(rank: int, count: int, folder: Path) -> subprocess.Popen[bytes]:
-    """A process as torchrun would start it; in a session of its own, so that its children die with it."""
+def _start(rank: int, count: int, folder: Path) -> ForkServerProcess:
+    (folder / f"{rank}.log").touch()
+    process = multiprocessing.get_context(gloo.START).Process(target=_process, args=(rank, count, folder))
+    process.start()
+    return process
+
+
+def _kill(process: ForkServerProcess) -> None:
+    """With its children, once it leads a group; one that was only just forked has none."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+
+
+def _process(rank: int, count: int, folder: Path) -> None:
+    """As torchrun would start it; in a session of its own, so that its children die with it."""
+    os.setsid()
     environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -156,20 +171,24 @@ def _start(rank: int, count: int, folder: Path) -> subprocess.Popen[bytes]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",  # the group is there before anyone needs it
     }
+    os.environ.update(environment)
     if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # without a network the host's own name may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # without a network the host's own name may not resolve
     with (folder / f"{rank}.log").open("wb") as log:
-        command = [sys.executable, "-m", "tests.distributed.jobs", str(folder)]
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log.fileno(), stream.fileno())
+    status = main(folder)
+    sys.stdout.flush()
+    os._exit(status)  # no one is waited for
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], tasks: Sequence[Task], folder: Path) -> bool:
+def _wait(processes: Sequence[ForkServerProcess], tasks: Sequence[Task], folder: Path) -> bool:
     """Until all have ended; whether the task they are at took too long."""
     at, since = -1, time.monotonic()
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() is not None for process in processes):
+    while any(process.is_alive() for process in processes):
+        if not all(process.is_alive() for process in processes):
             (folder / "gone").touch()
-        done = max((int(f.name.split(".")[0]) + 1 for f in folder.glob("*.pickle") if f.name[0].isdigit()), default=0)
+        done = min(len(list(folder.glob(f"*.{rank}.pickle"))) for rank in range(len(processes)))
         if done > at:
             at, since = done, time.monotonic()
         limit = (tasks[at].limit if at < len(tasks) else 0) + (START if at < 1 else LET_GO)
@@ -221,9 +240,3 @@ def _together(folder: Path, index: int, count: int, error: str) -> bool:
             return False
         time.sleep(0.01)
     return all(bool(pickle.loads(file.read_bytes())[1]) == bool(error) for file in files)
-
-
-if __name__ == "__main__":
-    status = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    os._exit(status)  # no one is waited for

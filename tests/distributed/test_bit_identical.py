@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.jobs import task
-from tests.distributed.ways import WAYS, networks
+from tests.distributed.ways import WAYS, marks, networks
 
 MORE = (
     {"way": "ddp", "network": "normalized", "accumulate": 2},
@@ -26,9 +26,10 @@ CORE = (
 )
 
 
-def of(count, arguments, core=False):
+def of(count, arguments, core=False, exhaustive=False):
     one = task("bits.compare", count, **arguments)
-    return pytest.param(one, id=str(one), marks=() if core else pytest.mark.slow)
+    usual = pytest.mark.exhaustive if exhaustive else marks(arguments["way"], count, arguments["network"])
+    return pytest.param(one, id=str(one), marks=() if core else usual)
 
 
 def cases():
@@ -37,7 +38,7 @@ def cases():
         yield of(WAYS[arguments["way"]].processes[0], arguments)
     for way, spec in WAYS.items():
         for network in networks(way):
-            yield of(spec.processes[0], {"way": way, "network": network})
+            yield of(spec.processes[0], {"way": way, "network": network}, exhaustive=network != "transformer")
     for way in ("ddp", "fsdp2", "tp", "fsdp1"):
         yield of(4, {"way": way, "network": "transformer"})
 
@@ -54,7 +55,8 @@ def controls(watcher):
     for way in WAYS:
         network = "perceptron, dropout" if way in core else "transformer, dropout"
         count = WAYS[way].processes[0]
-        yield of(count, {"way": way, "network": network, "watcher": watcher}, way in core and watcher == "naive")
+        arguments = {"way": way, "network": network, "watcher": watcher}
+        yield of(count, arguments, way in core and watcher == "naive", exhaustive=way not in core and not watcher)
 
 
 @pytest.mark.parametrize("one", list(controls("naive")))

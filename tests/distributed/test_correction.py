@@ -7,6 +7,7 @@ import torch
 
 from tests.distributed.correcting import train
 from tests.distributed.jobs import task
+from tests.distributed.ways import marks
 
 
 def cases():
@@ -21,7 +22,7 @@ def cases():
         for policy in ("target", "fsc"):
             one = task("correcting.train", count, way=way, network=network, policy=policy)
             core = (way, policy) == ("fsdp2", "target")
-            yield pytest.param(one, id=str(one), marks=() if core else pytest.mark.slow)
+            yield pytest.param(one, id=str(one), marks=() if core else marks(way, count, network))
     one = task("correcting.train", 2, way="ddp", network="transformer", policy="fsc", polyak=0.0)
     yield pytest.param(one, id=str(one), marks=pytest.mark.slow)
 

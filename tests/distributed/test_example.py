@@ -54,7 +54,13 @@ def test_ddp_on_two_processes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "strategy"), [(1, "ddp"), (2, "fsdp2"), (2, "tp"), (4, "hsdp")])
+@pytest.mark.parametrize(
+    ("processes", "strategy"),
+    [
+        (2, "fsdp2"),
+        *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((1, "ddp"), (2, "tp"), (4, "hsdp"))),
+    ],
+)
 def test_other_strategies(processes, strategy, tmp_path):
     check(processes, strategy, tmp_path)
 
@@ -63,9 +69,14 @@ def test_other_strategies(processes, strategy, tmp_path):
 @pytest.mark.parametrize(
     ("processes", "strategy", "sentence"),
     [
-        (1, "fsdp2", "--strategy fsdp2 needs 2 processes or more"),
         (2, "hsdp", "--strategy hsdp needs an even number of processes, 4 or more, not 2"),
-        (3, "tp", "--strategy tp shares out 4 heads, which do not divide by 3 processes"),
+        *(
+            pytest.param(*one, marks=pytest.mark.exhaustive)
+            for one in (
+                (1, "fsdp2", "--strategy fsdp2 needs 2 processes or more"),
+                (3, "tp", "--strategy tp shares out 4 heads, which do not divide by 3 processes"),
+            )
+        ),
     ],
 )
 def test_refuses_a_wrong_number_of_processes_in_one_sentence(processes, strategy, sentence):

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.fitting import train
 from tests.distributed.jobs import task
-from tests.distributed.ways import WAYS, networks
+from tests.distributed.ways import WAYS, marks, networks
 
 CORE = ("ddp", "fsdp2", "tp")
 
@@ -18,7 +18,7 @@ def cases():
             for network in networks(way):
                 core = count == 2 and way in CORE and network == "perceptron"
                 one = task("fitting.train", count, way=way, network=network, optimizer="adamw" if core else "sgd")
-                yield pytest.param(one, id=str(one), marks=() if core else pytest.mark.slow)
+                yield pytest.param(one, id=str(one), marks=() if core else marks(way, count, network))
 
 
 @cache

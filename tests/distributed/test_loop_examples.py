@@ -66,7 +66,14 @@ def test_on_two_processes(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "more"),
-    [(1, ()), (1, ("--dtype", "bfloat16")), (2, ("--dtype", "bfloat16", "--compile")), (1, ("--compile",))],
+    [
+        (1, ("--dtype", "bfloat16")),
+        (1, ("--compile",)),
+        *(
+            pytest.param(n, more, marks=pytest.mark.exhaustive)
+            for n, more in ((1, ()), (2, ("--dtype", "bfloat16", "--compile")))
+        ),
+    ],
 )
 def test_nanogpt_as_it_is_run(processes, more, tmp_path):
     run("nanogpt", processes, 4, tmp_path, *more)
@@ -76,7 +83,9 @@ def test_nanogpt_as_it_is_run(processes, more, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "more"), [(2, ("--tp", "2")), (4, ("--tp", "2"))])
+@pytest.mark.parametrize(
+    ("processes", "more"), [(2, ("--tp", "2")), pytest.param(4, ("--tp", "2"), marks=pytest.mark.exhaustive)]
+)
 def test_torchtitan_with_tensor_parallelism(processes, more, tmp_path):
     check("torchtitan", processes, tmp_path, *more)
 
@@ -84,7 +93,12 @@ def test_torchtitan_with_tensor_parallelism(processes, more, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "processes", "more"),
-    [("nanogpt", 1, ()), ("nanogpt", 2, ()), ("torchtitan", 2, ()), ("torchtitan", 4, ("--tp", "2"))],
+    [
+        ("nanogpt", 1, ()),
+        ("torchtitan", 2, ()),
+        pytest.param("nanogpt", 2, (), marks=pytest.mark.exhaustive),
+        pytest.param("torchtitan", 4, ("--tp", "2"), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_stopped_and_resumed(name, processes, more, tmp_path):
     check_resumed(name, processes, tmp_path, *more)

@@ -4,6 +4,7 @@ import pytest
 
 from tests.distributed.jobs import task
 from tests.distributed.mishaps import PARTS, STEPS, owner_of
+from tests.distributed.ways import marks
 
 LIMIT = 120
 
@@ -69,11 +70,15 @@ def test_a_logger_raises_on_the_first_process(outcomes, one, reference):
     assert all(result["measured"] == list(range(1, STEPS + 1)) for result in results)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "reference"),
-    [(of("ddp_find_unused", "", "mixture", count), training("ddp_find_unused", "mixture", count)) for count in (2, 4)],
-    ids=["2", "4"],
+    [
+        pytest.param(
+            of(way, "", network, count), training(way, network, count), id=str(count), marks=marks(way, count, network)
+        )
+        for way, network in [("ddp_find_unused", "mixture")]
+        for count in (2, 4)
+    ],
 )
 def test_a_layer_is_skipped_on_one_process(outcomes, one, reference):
     results = went_on(outcomes, one)
@@ -83,7 +88,14 @@ def test_a_layer_is_skipped_on_one_process(outcomes, one, reference):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one", [of(way, "training step") for way in ("ddp", "fsdp2", "tp")], ids=str)
+@pytest.mark.parametrize(
+    "one",
+    [
+        of("fsdp2", "training step"),
+        *(pytest.param(of(way, "training step"), marks=pytest.mark.exhaustive) for way in ("ddp", "tp")),
+    ],
+    ids=str,
+)
 def test_the_training_step_raises_on_one_process(outcomes, one):
     """Its own exception comes out there; the others, which wait for it in the model's collectives, are let go."""
     outcome = outcomes[one]

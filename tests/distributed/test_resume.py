@@ -5,7 +5,7 @@ import pytest
 from tests.distributed import resuming
 from tests.distributed.jobs import run, task
 from tests.distributed.numbers import differences
-from tests.distributed.ways import WAYS
+from tests.distributed.ways import WAYS, marks
 
 # Not FSDP1: on processors torch does not survive its own FSDP.optim_state_dict, with the monitor or without it.
 WAY_NETWORK = [
@@ -20,7 +20,7 @@ WAY_NETWORK = [
 def stories(lose=False):
     for way, network in WAY_NETWORK if not lose else [("ddp", "perceptron"), ("fsdp2", "perceptron")]:
         one = task("resuming.story", WAYS[way].processes[0], way=way, network=network, lose=lose)
-        yield pytest.param(one, id=str(one), marks=() if way == "fsdp2" else pytest.mark.slow)
+        yield pytest.param(one, id=str(one), marks=() if way == "fsdp2" else marks(way, one.processes, network))
 
 
 @pytest.mark.parametrize("one", list(stories()))

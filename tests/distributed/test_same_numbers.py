@@ -14,7 +14,7 @@ from tests.distributed.fitting import fit, measure, plain
 from tests.distributed.jobs import task
 from tests.distributed.models import SIZE, batches
 from tests.distributed.numbers import differences, near, of_weights
-from tests.distributed.ways import WAYS, networks
+from tests.distributed.ways import WAYS, marks, networks
 
 CORE = {
     ("ddp", "perceptron"),
@@ -33,7 +33,7 @@ def cases(only=None):
                 if only in (None, network):
                     one = task("fitting.measure", count, way=way, network=network)
                     core = count == 2 and (way, network) in CORE
-                    yield pytest.param(one, id=str(one), marks=() if core else pytest.mark.slow)
+                    yield pytest.param(one, id=str(one), marks=() if core else marks(way, count, network))
 
 
 @cache
@@ -67,7 +67,7 @@ def test_numbers_are_those_of_one_process(outcomes, one):
     "one",
     [
         task("fitting.measure", count, way=way, network="transformer", tol=0.01)
-        for way, count in (("ddp", 2), ("fsdp2", 2), ("tp", 2), ("hsdp", 4), ("fsdp2_tp", 4))
+        for way, count in (("ddp", 2), ("fsdp2", 2), ("tp", 2), ("hsdp", 4))
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
@@ -122,3 +123,10 @@ def networks(way: str) -> tuple[str, ...]:
     if way not in ("ddp", "ddp_static_graph"):
         names.append("mixture" if way == "ddp_find_unused" else "mixture, empty calls")
     return tuple(names)
+
+
+def marks(way: str, count: int, network: str) -> pytest.MarkDecorator:
+    """Of a test that is slow; on four processes only what two do not show, with the simplest networks."""
+    simple = network in ("perceptron", "transformer")
+    shown = 2 in WAYS[way].processes and (way, network) != ("fsdp2", "transformer")
+    return pytest.mark.exhaustive if count == 4 and (shown or not simple) else pytest.mark.slow

@@ -30,7 +30,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_is_flat_for_a_day(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(overhead_budget, "perf_counter", clock)

@@ -70,6 +70,7 @@ def test_no_hook_is_left():
     assert {left for *_, left in report["samples"]} == {0}, "nor between the steps"
 
 
+@pytest.mark.exhaustive
 def test_a_leak_would_be_seen():
     """Two kilobytes kept of every measured step. In a shorter run they would fill holes of the heap first."""
     report = endured(STEPS, 2 * LIMIT)

@@ -92,7 +92,7 @@ def test_every_norm_of_the_battery_is_within_one_percent_and_bounds_hold():
     assert len(families) >= 15
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_wide_matrices_too():
     count, _, found = battery(longest=math.inf, longer_than=matrices.NORMAL)
     assert found == []

@@ -203,7 +203,14 @@ def test_a_compiled_language_model_has_every_quantity(half):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "half"), [(outside, False), (outside, True), (no_compilation, True)])
+@pytest.mark.parametrize(
+    ("way", "half"),
+    [
+        (outside, True),
+        pytest.param(outside, False, marks=pytest.mark.exhaustive),
+        pytest.param(no_compilation, True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_features_beside_the_step_are_inside_three_standard_errors(way, half):
     inside = compared(range(6), way, half)
     assert len(inside) > 1500

@@ -367,7 +367,7 @@ def test_tasks_have_two_images_of_each_of_five_classes():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_limit_learns_to_learn_and_kernels_do_not(tmp_path):
     """On Omniglot where its archives are at hand, else on digits, where chance is 20 %."""
     rows = {row["name"]: row for row in run(infinite_width_maml, tmp_path)}

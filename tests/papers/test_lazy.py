@@ -81,7 +81,7 @@ def test_ntk_is_lazy():
     np.testing.assert_allclose(kernels, -1, atol=0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mup_is_not():
     linearity, (kernels, features) = over_widths(MUP, 1.0)
     print(linearity, kernels, features)
@@ -110,7 +110,7 @@ def test_under_ntk_the_joint_part_vanishes():
     assert (parts[:, :2] > 0.1).all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_under_mup_it_does_not():
     parts = parts_over_widths(MUP, 1.0)
     found = slopes(WIDTHS, parts)

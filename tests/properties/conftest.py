@@ -1,4 +1,4 @@
-"""How many examples a property is tried on: the same few in every run, more of them in ``make test-all``, and many with
+"""How many examples a property is tried on: the same few in every run, and many in ``make test-exhaustive``, or with
 ``--hypothesis-profile=many``.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, Phase, settings
 
-for name, examples in (("few", 40), ("more", 150), ("many", 600)):
+for name, examples in (("few", 40), ("many", 600)):
     # No deadline: timings on a shared machine say nothing. No database: an example that fails belongs in a test.
     settings.register_profile(
         name,

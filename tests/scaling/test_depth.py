@@ -31,15 +31,16 @@ KEYS = (
 )
 MEASURED = [
     (FSC, "sgd", 0.01),
-    (FSC, "adam", 0.003),
-    (MF_MUP, "sgd", 0.01),
-    (NTK, "sgd", 0.1),
     (FSC_RESNET, "sgd", 0.01),
     (FSC_RESNET, "adam", 0.01),
     (DEPTH_MUP, "sgd", 0.02),
     (DEPTH_MUP, "adam", 0.01),
     (COMPLETE_P, "sgd", 0.02),
     (COMPLETE_P, "adam", 0.01),
+    *(
+        pytest.param(*one, marks=pytest.mark.exhaustive)
+        for one in ((FSC, "adam", 0.003), (MF_MUP, "sgd", 0.01), (NTK, "sgd", 0.1))
+    ),
 ]
 
 

@@ -315,7 +315,7 @@ def check(folder, points, table, alone, lost):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("through", ["executor", "client"])
+@pytest.mark.parametrize("through", ["client", pytest.param("executor", marks=pytest.mark.exhaustive)])
 def test_dask(through, tmp_path, alone):
     """A worker is killed; dask gives its point to another."""
     pytest.importorskip("dask")
@@ -328,7 +328,7 @@ def test_dask(through, tmp_path, alone):
     check(tmp_path, *pickle.loads((tmp_path / "result").read_bytes()), alone, lost=1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_submitit(tmp_path, monkeypatch, alone):
     """A job is killed: all others end, and the same call trains what is missing."""
     submitit = pytest.importorskip("submitit")
@@ -344,7 +344,7 @@ def test_submitit(tmp_path, monkeypatch, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_process_pools(own, tmp_path, alone):
     """A process that dies breaks its pool; what was done is kept, and the same call goes on."""
     factory = in_folder(tmp_path, killed=32)

@@ -92,7 +92,7 @@ def assert_alike(points, alone):
                 torch.testing.assert_close(found.values[key], column, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("make_module", [copied, pytest.param(sharded, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make_module", [copied, pytest.param(sharded, marks=pytest.mark.exhaustive)])
 def test_two_processes_find_what_one_does(make_module):
     key = RunKey(16, None, 0)
     point = PointJob(recipe(make_module, processes_per_point=2), key, 2)()
@@ -106,7 +106,7 @@ def test_a_process_that_fails_ends_the_others_and_says_why():
     assert outcome.message == "width 16, seed 0: OSError: no room on this card"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_points_whose_processes_die_are_named_and_the_others_kept(tmp_path):
     settings = {"widths": WIDTHS, "seeds": 1, "steps": 2, "optimizer": descent, "progress": False}
     with pytest.raises(RuntimeError, match=r"1 of 3 points did not come back .*width 16, seed 0.*a process died"):

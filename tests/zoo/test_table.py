@@ -11,7 +11,7 @@ import transformers
 SCRIPT = Path(__file__).parents[2] / "docs" / "make_support.py"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_table_of_models_is_up_to_date():
     spec = importlib.util.spec_from_file_location("make_support", SCRIPT)
     module = importlib.util.module_from_spec(spec)
