@@ -165,6 +165,17 @@ def test_what_is_not_known_is_nan_and_says_why():
         assert said in found[2]
 
 
+def test_of_a_call_that_returns_no_loss_it_is_not_known():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    probe = SpectralProbe(model, optimizer, replay_samples=None)
+    with probe.step():
+        model(torch.randn(16, 4)).square().mean().backward()
+        optimizer.step()
+    assert math.isnan(probe.latest.summary["edge"])
+    assert "the call that is run again does not return the loss" in probe.latest.why("edge", SUMMARY)
+
+
 def test_of_some_samples_it_is_not_known():
     model = Returns()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -13,7 +13,10 @@ DIGITS = 0.01
 ACCUMULATED = "gradients are accumulated: the loss after the step is of the last micro-batch alone"
 CLIPPED = "gradients were clipped, or may have been, by a factor that is not known"
 SEVERAL = "several optimizers made a step, and the loss after it is of one of them"
-NO_LOSS = "the loss after the step is not known for the whole batch: replay_samples=None runs all of it again"
+NO_LOSS = (
+    "the loss after the step is not known: only some samples were run again (replay_samples=None runs all), or the "
+    "call that is run again does not return the loss"
+)
 OTHER_LOSS = "the loss is not finite, or what the model returns is not what was trained on, or only a part of it"
 NO_PREDICTION = "the predicted change of the loss is not known"
 UPHILL = "the step does not go downhill on this batch"
