@@ -52,7 +52,7 @@ test-all: test
 	$(BIN)/python -m pytest -m "slow and not exhaustive" -n 2 --dist loadfile --ignore=tests/distributed
 	$(BIN)/python -m pytest -m "slow and not exhaustive" tests/distributed
 
-# The same on many more cases: an hour and a half, before a release.
+# The same on many more cases, before a release.
 test-exhaustive: test-pytorch-lightning
 	$(BIN)/python -m pytest -m exhaustive -n 2 --dist loadfile --ignore=tests/distributed
 	$(BIN)/python -m pytest -m exhaustive tests/distributed

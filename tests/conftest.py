@@ -37,14 +37,14 @@ CHATTER = (
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items):
-    """What is exhaustive is slow, too."""
+    """Mark as slow, too, what is exhaustive."""
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)
 
 
 class ByFile(LoadFileScheduling):
-    """A file goes to one worker; so does the folder whose files share processes."""
+    """Deals out files to workers; the files that share processes go to one."""
 
     def _split_scope(self, nodeid):
         file = super()._split_scope(nodeid)

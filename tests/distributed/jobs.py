@@ -29,7 +29,7 @@ from typing import Any
 from tests import gloo
 
 START = 120.0
-"""Seconds to import everything, on a machine with other work."""
+"""Seconds to fork everything and to end the first task, on a machine with other work."""
 HEARD = 30.0
 """Seconds a process waits for others: in a collective, and to end a task that it has ended itself."""
 LET_GO = 2 * HEARD
@@ -141,6 +141,7 @@ def _launch(tasks: Sequence[Task]) -> dict[Task, Outcome]:
 
 
 def _start(rank: int, count: int, folder: Path) -> ForkServerProcess:
+    """Start a process, and the file of what it says."""
     (folder / f"{rank}.log").touch()
     process = multiprocessing.get_context(gloo.START).Process(target=_process, args=(rank, count, folder))
     process.start()
@@ -148,7 +149,7 @@ def _start(rank: int, count: int, folder: Path) -> ForkServerProcess:
 
 
 def _kill(process: ForkServerProcess) -> None:
-    """With its children, once it leads a group; one that was only just forked has none."""
+    """Kill a process with its children, once it leads a group; one that was only just forked has none."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -156,10 +157,9 @@ def _kill(process: ForkServerProcess) -> None:
 
 
 def _process(rank: int, count: int, folder: Path) -> None:
-    """As torchrun would start it; in a session of its own, so that its children die with it."""
+    """Run all tasks as torchrun would have it; in a session of its own, so that its children die with it."""
     os.setsid()
     environment = {
-        "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "TORCHELASTIC_RUN_ID": "tests",

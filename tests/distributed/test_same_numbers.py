@@ -66,8 +66,13 @@ def test_numbers_are_those_of_one_process(outcomes, one):
 @pytest.mark.parametrize(
     "one",
     [
-        task("fitting.measure", count, way=way, network="transformer", tol=0.01)
-        for way, count in (("ddp", 2), ("fsdp2", 2), ("tp", 2), ("hsdp", 4))
+        *(
+            task("fitting.measure", count, way=way, network="transformer", tol=0.01)
+            for way, count in (("ddp", 2), ("fsdp2", 2), ("tp", 2), ("hsdp", 4))
+        ),
+        pytest.param(
+            task("fitting.measure", 4, way="fsdp2_tp", network="transformer", tol=0.01), marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )

@@ -126,7 +126,7 @@ def networks(way: str) -> tuple[str, ...]:
 
 
 def marks(way: str, count: int, network: str) -> pytest.MarkDecorator:
-    """Of a test that is slow; on four processes only what two do not show, with the simplest networks."""
+    """Return the mark of a test that is not quick: exhaustive on four processes, but for what two do not show."""
     simple = network in ("perceptron", "transformer")
     shown = 2 in WAYS[way].processes and (way, network) != ("fsdp2", "transformer")
     return pytest.mark.exhaustive if count == 4 and (shown or not simple) else pytest.mark.slow
