@@ -2,6 +2,7 @@
 
     python benchmarks/any_rate.py --write docs/any_rate.md      # half an hour on two cores
     python benchmarks/any_rate.py --half development            # the recipes that shares were found on
+    python benchmarks/any_rate.py --steep --write docs/any_rate.md   # networks whose steps are shortened, both halves
 
 Each recipe is trained with its learning rates times 1/4, 1/2, 1, 2 and 4, and further where the best is at an end, and
 with ``SpectralLRCorrector()``'s correction at its own rates, at 100 times and at a hundredth of them. The figure is the
@@ -26,6 +27,7 @@ import torch
 from recipes.recipe import Half
 from recipes.records import suite
 from recipes.run import Run, finite
+from recipes.steep import RECIPES as STEEP
 from tqdm import tqdm
 
 from spectral_monitor import LRCorrection, SpectralProbe
@@ -53,16 +55,20 @@ RECIPES: dict[Half, tuple[str, ...]] = {
     ),
 }
 """One or two of each kind and optimizer, chosen by name before any of them was run with a correction."""
+BLIND = "corrected, steps not shortened"
 GRID = (-2, -1, 0, 1, 2)
 STARTS = (1.0, 100.0, 0.01)
 Key = tuple[str, str, float, int]
-"""Recipe, ``"plain"``, ``"corrected"`` or a rival, factor on the learning rates, seed."""
+"""Recipe, ``"plain"``, ``"corrected"``, that without looking at losses, or a rival; factor on the rates; seed."""
 ADAM = (torch.optim.Adam, torch.optim.AdamW)
 """Whose place a rival can take."""
 
 
-def train(run: Run, corrected: bool, size: float = LRCorrection.size) -> float:
-    """Return the loss at the end; schedulers leave their mark in the groups, where there are any."""
+def train(run: Run, corrected: bool, size: float = LRCorrection.size, looks: bool = True) -> float:
+    """Return the loss at the end; schedulers leave their mark in the groups, where there are any.
+
+    ``looks``: whether the correction can look at the loss after a step.
+    """
     base = [group["lr"] for group in run.groups()]
     if len({run.schedule(step) for step in range(run.steps)}) > 1:
         for group in run.groups():
@@ -78,8 +84,11 @@ def train(run: Run, corrected: bool, size: float = LRCorrection.size) -> float:
         if probe is None:
             run.step()
         else:
+            again = run.next_loss()
             with probe.step():
-                run.step()
+                loss = run.step()
+                if loss is not None and looks:
+                    probe.report_loss(loss, again)
         run.after_step()
     return finite(run.evaluate())
 
@@ -88,14 +97,14 @@ def one(key: Key, half: Half) -> tuple[Key, float]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     name, how, factor, seed = key
-    recipe = next(recipe for recipe in suite(half)[0] if recipe.name == name)
+    recipe = next(recipe for recipe in (*suite(half)[0], *STEEP) if recipe.name == name)
     run = recipe.build(seed, 1.0)
     run.scale_rates(factor)
     if how in RIVALS:
         if len(run.optimizers) > 1 or not isinstance(run.optimizers[0], ADAM):
             return key, math.nan
         RIVALS[how](run)
-    return key, train(run, how == "corrected")
+    return key, train(run, how in ("corrected", BLIND), looks=how != BLIND)
 
 
 def prodigy(run: Run) -> None:
@@ -171,11 +180,16 @@ def measure(losses: Losses, names: Sequence[str], half: Half, seeds: int, jobs: 
     rivals = [how for how in RIVALS if how != "Prodigy" or importlib.util.find_spec("prodigyopt")]
     keys += [(name, how, 1.0, seed) for name in names for how in rivals for seed in seen]
     fill(losses, keys, half, jobs, f"{half} recipes")
+    widen(losses, names, half, seeds, jobs)
+
+
+def widen(losses: Losses, names: Sequence[str], half: Half, seeds: int, jobs: int) -> None:
+    """Train at further rates where the best one is at an end of those tried."""
     for _ in range(3):
         further: list[Key] = []
         for name in names:
             at = losses.best(name, seeds)[0]
-            further += [(name, "plain", 2.0 ** (at + d), seed) for d in (-1, 1) for seed in seen]
+            further += [(name, "plain", 2.0 ** (at + d), seed) for d in (-1, 1) for seed in range(seeds)]
         fill(losses, further, half, jobs, "grids that end too early")
 
 
@@ -221,24 +235,57 @@ def table(losses: Losses, names: Sequence[str], seeds: int) -> list[str]:
     ]
 
 
+def steep(losses: Losses, seeds: int, jobs: int) -> list[str]:
+    """Train the steep networks with and without looking at losses; return a table."""
+    names = [recipe.name for recipe in STEEP]
+    keys = [(name, how, 1.0, seed) for name in names for how in ("corrected", BLIND) for seed in range(seeds)]
+    keys += [(name, "plain", 2.0**e, seed) for name in names for e in GRID for seed in range(seeds)]
+    fill(losses, keys, "development", jobs, "steep networks")
+    widen(losses, names, "development", seeds, jobs)
+    lines = [
+        "| network | half | best rate | its loss | own rate | corrected, steps not shortened | corrected |",
+        "|---" * 7 + "|",
+    ]
+    for recipe in STEEP:
+        exponent, best = losses.best(recipe.name, seeds)
+        found = [losses.mean(recipe.name, how, 1.0, seeds) for how in ("plain", BLIND, "corrected")]
+        cells = " | ".join(f"{loss:.3g}" for loss in (best, *found[:2]))
+        lines.append(f"| {recipe.name} | {recipe.half} | x {2.0**exponent:g} | {cells} | **{found[2]:.3g}** |")
+    return lines
+
+
+def written(page: Path, mark: str, lines: str) -> None:
+    """Put lines into a page, between two marks."""
+    before, _, rest = page.read_text().partition(f"<!-- {mark} -->\n")
+    after = rest.partition(f"<!-- /{mark} -->")[2]
+    page.write_text(f"{before}<!-- {mark} -->\n{lines}\n<!-- /{mark} -->{after}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", default="held out", choices=("held out", "development"))
+    parser.add_argument(
+        "--steep", action="store_true", help="the steep networks of benchmarks/recipes/steep.py instead"
+    )
     parser.add_argument("--recipes", nargs="*", metavar="NAME", help="by default one of each kind")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, of one thread each")
     parser.add_argument("--results", type=Path, default=Path("any_rate.jsonl"), help="file to go on from")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="page to put the table into")
     args = parser.parse_args()
+    if args.steep:
+        lines = "\n".join(steep(Losses(args.results), args.seeds, args.jobs))
+        print(lines)
+        if args.write is not None:
+            written(args.write, "steep", lines)
+        return
     names = args.recipes or RECIPES.get(args.half) or [recipe.name for recipe in suite(args.half)[0]]
     losses = Losses(args.results)
     measure(losses, names, args.half, args.seeds, args.jobs)
     lines = "\n".join(table(losses, names, args.seeds))
     print(lines)
     if args.write is not None:
-        before, _, rest = args.write.read_text().partition("<!-- table -->\n")
-        after = rest.partition("<!-- /table -->")[2]
-        args.write.write_text(f"{before}<!-- table -->\n{lines}\n<!-- /table -->{after}")
+        written(args.write, "table", lines)
 
 
 if __name__ == "__main__":

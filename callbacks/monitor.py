@@ -270,7 +270,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         def remember() -> None:
             engine.features.begin()
             engine.features.backward_open = False
-            if engine.watches_features and can_run_again(pl_module):
+            if (engine.watches_features or engine.watches_loss) and can_run_again(pl_module):
                 self._training_step = TrainingStepReplay(pl_module, batch, batch_idx)
 
         engine.arm(keys, remember)

@@ -12,7 +12,7 @@ from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 from torch.optim import Optimizer
 from tuned import DATA, digits, images, text
 
-from recipes.run import Run
+from recipes.run import Run, batches
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def characters() -> tuple[Tensor, int]:
 
 def private(seed: int) -> torch.Generator:
     """Make a generator of batches, apart from the one of the weights."""
-    return torch.Generator().manual_seed(seed + 1000)
+    return batches(seed + 1000)
 
 
 def wide(size: int, width: float, multiple: int = 1) -> int:

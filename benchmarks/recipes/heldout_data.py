@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 from tuned import DATA, images, text
 
-from recipes.run import Schedule
+from recipes.run import Schedule, batches
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 Groups = list[dict[str, object]]
@@ -21,7 +21,7 @@ HELD = 512
 
 
 def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return batches(seed)
 
 
 def wide(size: int, width: float, multiple: int = 8) -> int:

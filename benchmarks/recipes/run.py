@@ -19,6 +19,22 @@ Schedule = Callable[[int], float]
 """Step, counted from 0 -> what every group's learning rate is multiplied by."""
 
 
+_made: list[torch.Generator] = []
+"""Generators of the recipe that is being built."""
+
+
+def batches(seed: int) -> torch.Generator:
+    """Make a generator that batches are drawn from, apart from the one of the weights."""
+    _made.append(torch.Generator().manual_seed(seed))
+    return _made[-1]
+
+
+def _taken() -> list[torch.Generator]:
+    found = list(_made)
+    _made.clear()
+    return found
+
+
 @dataclass
 class Run:
     """A model in training, with everything that a fault may change.
@@ -35,6 +51,7 @@ class Run:
         repeats: optimizer steps taken with each batch's gradients; 1 is right.
         update: what happens in a step, for recipes that are not ``loss().backward()`` and ``step()``; given the run.
         roles: as in ``SpectralMonitor(roles=...)``; empty where no user would have to say anything.
+        generators: that batches are drawn from.
     """
 
     model: nn.Module
@@ -49,6 +66,7 @@ class Run:
     update: Callable[[Run], None] | None = None
     after_step: Callable[[], None] = lambda: None
     roles: dict[str, str] = field(default_factory=dict)
+    generators: list[torch.Generator] = field(default_factory=_taken)
 
     def parameters(self, pattern: str) -> list[tuple[str, nn.Parameter]]:
         """Parameters whose name matches an fnmatch pattern.
@@ -114,6 +132,20 @@ class Run:
         for optimizer in self.optimizers:
             yield from optimizer.param_groups
 
+    def next_loss(self) -> Callable[[], Tensor]:
+        """Return a function that computes the loss of the next batch, whenever it is called, and draws none."""
+        states = [generator.get_state() for generator in self.generators]
+
+        def loss() -> Tensor:
+            now = [generator.get_state() for generator in self.generators]
+            _set(self.generators, states)
+            try:
+                return self.loss()
+            finally:
+                _set(self.generators, now)
+
+        return loss
+
     def step(self) -> Tensor | None:
         """One step of the training loop, at the learning rates of now."""
         if self.update is not None:
@@ -133,6 +165,11 @@ class Run:
     def clip_gradients(self) -> None:
         if self.clip is not None:
             nn.utils.clip_grad_norm_([p for group in self.groups() for p in group["params"]], self.clip)
+
+
+def _set(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 @dataclass(frozen=True)

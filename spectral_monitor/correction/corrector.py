@@ -20,6 +20,7 @@ from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.smoothing import Tracker
+from spectral_monitor.correction.step_length import StepLength
 from spectral_monitor.correction.update_size import block_contributions, observed, remnant, shows_contribution
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
@@ -57,6 +58,7 @@ class Corrector:
 
     Attributes:
         multipliers: layer -> what the optimizer's learning rate is multiplied with.
+        step_length: the part of its size that a step has, less than 1 where steps went too far.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Corrector:
         self._late = "adam" if "adam" in families else min(families, default="")
         self._relative = relative_rates(layers, self._settings) if correction.of_peak else {}
         self._peaks = Peaks()
+        self.step_length = StepLength()
         self._began: dict[str, float] = {}  # natural norms of the first weights
         self._trackers = [Tracker() for _ in self._units]
         self._rates = [self._first(layer) for layer in self._leaders]
@@ -96,7 +99,7 @@ class Corrector:
 
     def _of_group(self, group: Mapping[str, Any]) -> float:
         """Return what the learning rate of a group is multiplied with before any layer's own multiplier."""
-        return self._peaks.part(group) if self.correction.of_peak else 1.0
+        return self._peaks.part(group) * self.step_length.factor if self.correction.of_peak else 1.0
 
     def _family(self, layer: Layer) -> str:
         of = self._settings[layer.info.name]
@@ -154,6 +157,10 @@ class Corrector:
             + ("; the schedule keeps its shape" if scheduled else "")
             + (f"; {unmeasured} are not measured and keep their learning rates" if left else "")
         )
+
+    def wants_loss(self, step: int) -> bool:
+        """Return whether the loss after a step is asked for, to see whether the step is too long."""
+        return self.correction.of_peak and self.step_length.due(step)
 
     @property
     def multipliers(self) -> dict[str, float]:
@@ -221,6 +228,8 @@ class Corrector:
             measurement: the newest one.
             settings: layer -> its optimizer's settings at that measurement.
         """
+        if self.correction.of_peak and "edge" in measurement.summary:
+            self.step_length.see(measurement.step, measurement.summary["edge"])
         values, quantity = measurement.values, self.correction.quantities[0]
         if not values.keys() >= set(self.correction.quantities):
             return []
@@ -333,6 +342,7 @@ class Corrector:
             "peaks": {layer.info.name: self._peaks.state(layer.sources[0]) for layer in self._layers},
             "limited": sorted(self._limited),
             "clip": self._clip.state_dict(),
+            "step_length": self.step_length.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -355,6 +365,7 @@ class Corrector:
         self._rates, self._lowest, self._since = ([row[i] for row in rows] for i in range(3))
         self._trackers = [Tracker(*row[3:]) for row in rows]
         self._clip.load_state_dict(state.get("clip", {}))
+        self.step_length.load_state_dict(state.get("step_length", {}))
         self._began, self._limited = dict(state["began"]), set(state["limited"])
         for layer in self._layers:
             self._peaks.load(layer.sources, state["peaks"][layer.info.name])

@@ -2,6 +2,6 @@
 
 from spectral_monitor.engine.engine import Engine
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.engine.state import START
+from spectral_monitor.engine.state import START, STEP_LOSS
 
-__all__ = ["START", "Engine", "Settings"]
+__all__ = ["START", "STEP_LOSS", "Engine", "Settings"]

@@ -19,7 +19,7 @@ from spectral_monitor.capture.hooks.tensor_version import Marks, marks
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.replay.replayable import Replayable
+from spectral_monitor.capture.replay.replayable import Repeatable, Replayable
 from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.engine.agreement.all_or_none import agreed
 from spectral_monitor.engine.agreement.output_layers import Readouts
@@ -33,6 +33,7 @@ from spectral_monitor.engine.features.outputs import OF_ROWS, measure_outputs
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
 from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs, loss_begun
 from spectral_monitor.engine.features.stage import RowStage, input_rows
+from spectral_monitor.engine.features.step_loss import StepLoss
 from spectral_monitor.engine.model_layout import ModelLayout
 from spectral_monitor.engine.observation import WatchedForward, observations, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
@@ -44,7 +45,7 @@ from spectral_monitor.engine.results.noise import KEY as NOISE
 from spectral_monitor.engine.results.raw import LOSS, NETWORK, REUSED, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import FEATURES, Settings
-from spectral_monitor.engine.state import COMPARED, START, EngineState
+from spectral_monitor.engine.state import COMPARED, START, STEP_LOSS, EngineState
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers.attention import AttentionBlock
@@ -89,6 +90,8 @@ class Engine(EngineState):
         self.settings = self.asked = settings
         self.processes = processes
         self.budget = budget_for(settings, processes is not None, corrected)
+        self._warn = WarnOnce(silent=processes is not None and processes.rank > 0)
+        self._own_warn = WarnOnce()  # of what happened in this process alone
         reshard(self._wrapper)
         found = partial(ModelLayout.of, model, self._wrapper, optimizers, settings, processes, whole_steps)
         layout = (found() if processes is None else processes.all_or_none(found)).placed(processes)
@@ -111,6 +114,7 @@ class Engine(EngineState):
         )
         self._alone = processes is None and self._wrapper is model
         self._replays = Replays(model, self._wrapper, self.features, settings, layout.compiled)
+        self._step_loss = StepLoss(model, self._replays.run_again, layout.sharded, self._own_warn)
         self._picker = RowSampler(settings.max_rows)
         self.armed = False
         self.idle = False
@@ -118,8 +122,6 @@ class Engine(EngineState):
         self.multipliers: Mapping[int, float] = {}
         self._context: Context = nullcontext
         self._in_force: Mapping[int, float] = {}  # in the step that is watched
-        self._warn = WarnOnce(silent=processes is not None and processes.rank > 0)
-        self._own_warn = WarnOnce()  # of what happened in this process alone
         self._clear()
 
     @property
@@ -145,15 +147,21 @@ class Engine(EngineState):
         """True if the step's quantities need hooks on modules."""
         return bool(self.asked.needs & FEATURES)
 
+    @property
+    def watches_loss(self) -> bool:
+        """True if the loss after the step is asked for by itself: what led to it is run again as a whole."""
+        return self._step_loss.wanted
+
     def arm(self, keys: Collection[str], before_forward: Callable[[], None] = lambda: None) -> None:
         """Register the hooks that watch the coming step.
 
         Args:
             keys: quantities that are measured of it, some or all of the settings'; with :data:`START` the batch becomes
-                the one ``feature_drift`` is measured on, and where there is nothing else that is all.
+                the one ``feature_drift`` is measured on, and where there is nothing else that is all; with
+                :data:`STEP_LOSS` the whole batch runs once more for its loss.
             before_forward: called before the forward, if that runs inside the optimizer's step.
         """
-        wanted = set(keys) - {START}
+        wanted = set(keys) - {START, STEP_LOSS}
         self._reported = self.settings.only(wanted) if wanted else None
         self.asked = self.settings.only(wanted | {"feature_drift"} if START in keys else wanted)
         self._in_force = self.multipliers
@@ -161,6 +169,7 @@ class Engine(EngineState):
         self.armed = True
         self.idle = False
         self._before_forward = before_forward
+        self._step_loss.begin(STEP_LOSS in keys)
         self._replays.needs = self.asked.needs
         self._replays.looked, self._replays.unseen, self._replays.whole = False, "", None
         with self._harmless("setting up"):
@@ -185,6 +194,7 @@ class Engine(EngineState):
     def disarm(self) -> None:
         """Remove every hook and forget what was recorded; safe to call at any time."""
         self.armed = False
+        self._step_loss.begin(False)
         self.optimizers.disarm()
         self._reuse.disarm()
         self.features.disarm()
@@ -270,6 +280,9 @@ class Engine(EngineState):
             part = self._changes(forward, seen, rows, facts, given)
             if self._failed and self.processes is None:
                 return None
+        if self._step_loss.wanted:
+            changed = len(self.optimizers.optimizers)
+            self._run(self._step_loss.after(changed, given, seen, facts, self.processes, out))
         if self._reported is None:
             return None
         self.measured += 1
@@ -404,6 +417,11 @@ class Engine(EngineState):
             context: to be entered around it.
         """
         self._replays.whole, self._context = (training_step, LossGradient(gradient)), context
+        self.offer_loss(training_step, context)
+
+    def offer_loss(self, again: Repeatable, context: Context = nullcontext) -> None:
+        """Take what led to the loss of the step, to be run again where :attr:`watches_loss`."""
+        self._step_loss.offer(again, context)
 
     @contextmanager
     def _looking_aside(self) -> Iterator[None]:
@@ -433,6 +451,7 @@ class Engine(EngineState):
             if (reused := self._reuse.stepping(optimizer)) is not None:
                 self._out.put(NETWORK, f"{REUSED}.{self._reuse.steps}", reused)
             self._stage.ready(optimizer)
+            self._step_loss.stepping()
             if self.watches_features and not self._replays.looked:
                 self._replays.look_aside(self._own_warn, self._looking_aside)
                 self._stage.norms.samples = self.features.looked_at

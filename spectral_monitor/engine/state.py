@@ -41,6 +41,9 @@ from spectral_monitor.sharding import ProcessGroup
 START = "start"
 """Stands among a step's quantities for the batch that ``feature_drift`` is measured on."""
 
+STEP_LOSS = "step loss"
+"""Stands there for the loss of the step's whole batch after the step, of which ``summary/edge`` is made."""
+
 COMPARED = frozenset(key for key, q in QUANTITIES.items() if "probe" in q.needs) - {"feature_drift"}
 """Quantities that compare features with those of the start, and are due by a count of their own."""
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spectral_monitor.capture.replay.loss_replay import LossReplay
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.correction import LRCorrection
@@ -191,6 +192,7 @@ class SpectralProbe(MeasuredRun):
         self._begun = self._open = False
         self._keys: frozenset[str] = frozenset()
         self._loss: Tensor | None = None
+        self._replay: LossReplay | None = None
 
     @property
     def anatomy(self) -> Anatomy:
@@ -261,11 +263,17 @@ class SpectralProbe(MeasuredRun):
         self._supervisor.arm()
         if self._keys:
             self._engine.arm(self._keys)
+            self._replay = LossReplay(self._engine.model) if self._engine.watches_loss else None
 
-    def report_loss(self, loss: Tensor) -> None:
+    def report_loss(self, loss: Tensor, again: Callable[[], Tensor] | None = None) -> None:
         """Tell the loss on which ``backward`` is called in this step; there is no need to where the model returns it.
 
         With it ``summary/loss_distance`` is known, and verdicts can tell targets that are far too large.
+
+        Args:
+            loss: that one.
+            again: computes it once more, of the same batch. A correction then sees, now and then, what a step has made
+                of the loss, and shortens steps that go too far.
 
         Raises:
             ValueError: it is not a scalar.
@@ -274,10 +282,13 @@ class SpectralProbe(MeasuredRun):
             raise ValueError(f"report_loss needs the scalar tensor that backward is called on, got {loss!r}")
         if self._keys:
             self._loss = loss.detach().reshape(()).clone()
+            if self._replay is not None and again is not None:
+                self._replay.function = again
+                self._engine.offer_loss(self._replay)
 
     def abandon_step(self) -> None:
         """Give up a step that was begun, such as one that raised; safe to call at any time."""
-        self._keys, self._open, self._loss = frozenset(), False, None
+        self._keys, self._open, self._loss, self._replay = frozenset(), False, None, None
         self._engine.disarm()
         self._supervisor.disarm()
 
@@ -291,7 +302,7 @@ class SpectralProbe(MeasuredRun):
             clipped: whether the gradients were clipped; ``edge``, which needs them as they were, is then NaN.
         """
         keys, self._keys, self._open = self._keys, frozenset(), False
-        loss, self._loss = self._loss, None
+        loss, self._loss, self._replay = self._loss, None, None
         self._supervisor.disarm()
         if not keys:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property
@@ -15,7 +16,7 @@ from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Change, Corrector, LRCorrection, looks_drawn, rescale, starting_norm
-from spectral_monitor.engine import START, Engine
+from spectral_monitor.engine import START, STEP_LOSS, Engine
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.quantities import resolve
@@ -30,6 +31,7 @@ EARLY = 8
 """The first steps that a correction measures are apart by the steps so far over this."""
 TOLD = 1.5
 """Factor on a learning rate, either way, from which a correction says so in a line."""
+GIVEN_UP = "the loss does not follow its gradients, however short steps are (a straight-through estimator, say)"
 
 
 class Supervisor:
@@ -56,6 +58,7 @@ class Supervisor:
         self.settings: dict[str, Hyperparameters] = {}
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
+        self._told_length = 1.0
         # A profile, or the theory, has a reference for every layer.
         self._expects = correction is not None and condition.reference == "balance"
         self._corrector = None
@@ -134,7 +137,7 @@ class Supervisor:
             if step in _first_steps(schedule.every):
                 keys |= alike
             if needed[0] in keys:
-                keys |= frozenset(needed)
+                keys |= frozenset(needed) | ({STEP_LOSS} if self._corrector.wants_loss(step) else frozenset())
         return keys
 
     def arm(self) -> None:
@@ -193,6 +196,8 @@ class Supervisor:
         try:
             changes = self._corrector.update(measurement, self.settings)
             self._engine.multipliers = self._corrector.by_layer()
+            if said := self._length_said(measurement):
+                tell(f"step {measurement.step}: {said}")
             if notable := [change for change in changes if change.factor >= TOLD]:
                 tell(f"step {measurement.step}: {_most(notable, measurement)}")
         except Exception as error:
@@ -201,6 +206,26 @@ class Supervisor:
         matrices = {info.name for info in measurement.layers if info.is_matrix}
         if limited := [change for change in changes if change.limited and change.layer in matrices]:
             self._warn(f"step {measurement.step}: {_held(limited, measurement)}")
+
+    def _length_said(self, measurement: Measurement) -> str:
+        """Return what became of the length of steps since that was said last; empty if it is much the same."""
+        assert self._corrector is not None
+        length, before = self._corrector.step_length, self._told_length
+        if length.given_up:
+            self._told_length = math.nan
+            return "" if math.isnan(before) else f"{GIVEN_UP}; steps keep their length"
+        if max(length.factor / before, before / length.factor) < TOLD and not length.factor == 1 > before:
+            return ""
+        self._told_length = length.factor
+        if length.factor == 1:
+            return "steps have their full size again"
+        if length.factor > before:
+            return f"steps are made longer again: {length.factor:.2g} of their size"
+        edge = measurement.summary["edge"]
+        return (
+            f"steps go too far (edge {edge:.2g}: a shorter one would have lowered the loss further); "
+            f"they are shortened to {length.factor:.2g} of their size"
+        )
 
     def _judged(self, measurement: Measurement) -> Measurement:
         verdicts = self._verdicts(measurement)
@@ -216,17 +241,21 @@ class Supervisor:
         )
 
     def _verdicts(self, measurement: Measurement) -> tuple[Verdict, ...]:
-        """Return what a correction makes larger on purpose is held against others by what it would be without."""
+        """Return the verdicts: what a correction makes larger on purpose is held against others by what it would be
+        without, and steps that are too long are its own affair.
+        """
         expected, key = self._expected, "update_natural"
         self.settings = settings = hyperparameters(self._engine.anatomy.layers, self._engine.optimizers.optimizers)
-        values = dict(measurement.values)
+        values, summary = dict(measurement.values), dict(measurement.summary)
+        if self._corrector is not None and self._corrector.correction.of_peak:
+            summary.pop("edge", None)
         if key in values:
             values[key] = values[key] / torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers])
         return tuple(
             replace(v, value=v.value * share, band=(v.band[0] * share, v.band[1] * share))
             if (share := expected.get(v.layer, 1.0)) != 1.0 and v.quantity == key
             else v
-            for v in self._judge.judge(replace(measurement, values=values), settings)
+            for v in self._judge.judge(replace(measurement, values=values, summary=summary), settings)
         )
 
     def _bands(self, measurement: Measurement) -> dict[str, torch.Tensor]:
@@ -257,6 +286,7 @@ class Supervisor:
         self._flagged = set(state["flagged"])
         if self._corrector is not None and "corrector" in state:
             self._corrector.load_state_dict(state["corrector"])
+            self._told_length = self._corrector.step_length.factor
             self._engine.multipliers = self._corrector.by_layer()
 
 

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 
+from spectral_monitor.correction.step_length import LONGEST
 from tests.distributed.correcting import train
 from tests.distributed.jobs import task
 from tests.distributed.ways import marks
@@ -23,23 +24,33 @@ def cases():
             one = task("correcting.train", count, way=way, network=network, policy=policy)
             core = (way, policy) == ("fsdp2", "target")
             yield pytest.param(one, id=str(one), marks=() if core else marks(way, count, network))
-    one = task("correcting.train", 2, way="ddp", network="transformer", policy="fsc", polyak=0.0)
-    yield pytest.param(one, id=str(one), marks=pytest.mark.slow)
+    for way, settings in (("ddp", {"policy": "fsc", "polyak": 0.0}), ("fsdp2", {"policy": "target", "size": LONG})):
+        one = task("correcting.train", 2, way=way, network="transformer", **settings)
+        yield pytest.param(one, id=str(one), marks=pytest.mark.slow)
+
+
+LONG = 4.0
+"""A size of steps that go too far, and are shortened."""
 
 
 @cache
-def alone(network, policy, polyak=None):
-    return train("", network, policy, polyak)
+def alone(network, policy, polyak=None, size=1 / 8):
+    return train("", network, policy, polyak, size)
 
 
 @pytest.mark.parametrize("one", list(cases()))
 def test_multipliers_are_those_of_one_process(outcomes, one):
     arguments = dict(one.arguments)
-    expected = alone(arguments["network"], arguments["policy"], arguments.get("polyak"))
+    expected = alone(**{key: value for key, value in arguments.items() if key != "way"})
     results = outcomes[one].get()
     assert all(result["multipliers"] == results[0]["multipliers"] for result in results), "bit for bit"
     assert results[0]["multipliers"] == pytest.approx(expected["multipliers"], rel=2e-2)
     assert set(expected["multipliers"].values()) != {1.0}
+    if arguments["policy"] == "target":
+        assert expected["edges"][0] is not None
+        assert all(result["edges"] == results[0]["edges"] for result in results), "bit for bit"
+        assert results[0]["edges"] == pytest.approx(expected["edges"], rel=2e-2)
+        assert (max(expected["edges"][:3]) > LONGEST) == (arguments.get("size") == LONG)
     for result in results:
         assert result["groups"] == 1
         for name, weight in expected["weights"].items():

@@ -7,12 +7,31 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 
-class Replayable(Protocol):
-    """A forward that can be run again as it was, with its own randomness and precision.
+class Repeatable(Protocol):
+    """What can be run again as it was, with its own randomness and precision.
 
     Attributes:
         iterators: types of iterators that it would use up; then it must not be.
         uncopied: why what it is given could not be copied, if it could not; then it cannot be.
+    """
+
+    iterators: list[str]
+    uncopied: Exception | None
+
+    def rewind(self) -> None:
+        """Give the model the state it had before that forward, but for its weights."""
+
+    def __call__(self) -> Tensor | None:
+        """Run it; the loss, if it has one."""
+
+    def precise(self) -> Repeatable:
+        """Return the same, to be run eagerly and in full precision whatever is compiled."""
+
+
+class Replayable(Repeatable, Protocol):
+    """A forward that can be run again, as a whole or for some samples.
+
+    Attributes:
         module: what is called.
         given: what it is given: nested containers and their tensors.
         modes: whether each module inside was training.
@@ -20,19 +39,11 @@ class Replayable(Protocol):
         first_loss: the loss of all samples when it was first run again eagerly and in full precision.
     """
 
-    iterators: list[str]
-    uncopied: Exception | None
     module: nn.Module
     given: Any
     modes: tuple[bool, ...]
     drew: bool
     first_loss: Tensor | None
-
-    def rewind(self) -> None:
-        """Give the model the state it had before that forward, but for its weights."""
-
-    def __call__(self) -> Tensor | None:
-        """Run it; the loss, if it has one."""
 
     def output(self) -> Any:
         """Run it; return all that it returns."""
@@ -47,8 +58,8 @@ class Replayable(Protocol):
         """Return all of it in plain types, when the model was just rewound; raise an error if that is impossible."""
 
 
-def why_not(again: Replayable) -> str:
-    """Return why a forward cannot be run again; empty if it can."""
+def why_not(again: Repeatable) -> str:
+    """Return why something cannot be run again; empty if it can."""
     if again.uncopied is not None:
         return f"its arguments cannot be copied: {type(again.uncopied).__name__}: {again.uncopied}"
     return f"that would use up an iterator ({again.iterators[0]})" if again.iterators else ""

@@ -18,7 +18,7 @@ from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs, Replay
 from spectral_monitor.capture.replay.graph_replay import sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.replay.replayable import Replayable, why_not
+from spectral_monitor.capture.replay.replayable import Repeatable, Replayable, why_not
 from spectral_monitor.capture.replay.sample_independence import IndependenceCheck, SeparateRun
 from spectral_monitor.engine.features.replay_subset import DRAWS, NO, UNSEEN, YES, ReplaySubset
 from spectral_monitor.engine.results.reasons import MOVED, StepContext
@@ -104,7 +104,7 @@ class Replays:
         self._features = features
         self.needs = settings.needs
         self._drift_every = settings.drift_every
-        self._compiled = compiled
+        self.compiled = compiled
         self._host = settings.low_memory
         self.slices = ReplaySubset(settings.replay_samples, model)
         self.probe: Probe | None = None
@@ -128,12 +128,12 @@ class Replays:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             if hidden:
-                warn(f"{self._compiled} is compiled, and could not be run eagerly; no features are measured", error)
+                warn(f"{self.compiled} is compiled, and could not be run eagerly; no features are measured", error)
         if hidden and why:  # otherwise there is what was seen
             self.unseen = self._beyond(why)
 
     def _beyond(self, why: str) -> str:
-        return f"{self._compiled} is compiled, and could not be run eagerly: {why}"
+        return f"{self.compiled} is compiled, and could not be run eagerly: {why}"
 
     def choose(self, given: StepInputs, moved: bool, warn: WarnOnce) -> tuple[Replayable | None, Tensor | None, str]:
         """Return how the forward can be run again, the loss it had, and why it cannot."""
@@ -143,9 +143,9 @@ class Replays:
             self.unseen = self._beyond(f"the model is called in {len(roots)} separate parts")
         if moved or self.unseen:
             return None, None, MOVED if moved else self.unseen
-        if self._compiled and not self._features.hidden_layers:
+        if self.compiled and not self._features.hidden_layers:
             # A replay would have to run eagerly, where roundings and dropout are others than in the compiled forward.
-            return None, None, f"the forward cannot be run again: {self._compiled} is compiled"
+            return None, None, f"the forward cannot be run again: {self.compiled} is compiled"
         if looked is not None or len(roots) == 1:
             again = roots[0] if looked is None else looked
             before = trained_on(again, given)
@@ -211,7 +211,7 @@ class Replays:
         what, portion = f"the forward of {self._name(again)}", self.slices.portion
         try:
             run = again.part(slice(portion.samples)) if part == YES and portion is not None else again
-            loss = self._run(run, context, *([replay] if rehearsal is None else [replay, rehearsal]))
+            loss = self.run_again(run, context, *([replay] if rehearsal is None else [replay, rehearsal]))
             if part == YES:
                 _check_part(run, replay)
         except Exception as error:
@@ -251,7 +251,7 @@ class Replays:
             parts.append(seen)
             try:
                 part = again.part(which)
-                self._run(part, context, seen)
+                self.run_again(part, context, seen)
                 wrong = wrong or (DRAWS if part.drew else "")
             except Exception as error:
                 wrong = wrong or f"the forward of {portion.samples} samples fails ({type(error).__name__}: {error})"
@@ -262,7 +262,7 @@ class Replays:
     ) -> ReplayResult:
         replay = Replay(probe.outputs, keys, samples=batch_size(probe.again.given) if probe.part else None)
         try:
-            loss = self._run(probe.again, context, replay)
+            loss = self.run_again(probe.again, context, replay)
             if probe.part:
                 _check_part(probe.again, replay)
         except Exception as error:
@@ -286,8 +286,8 @@ class Replays:
         except Exception as error:
             return None, str(error)
 
-    def _run(self, again: Replayable, context: Context, *watchers: Watcher) -> Tensor | None:
-        """Run a forward before some watchers; the loss, if it has one."""
+    def run_again(self, again: Repeatable, context: Context, *watchers: Watcher) -> Tensor | None:
+        """Run a forward before some watchers, without a trace; the loss, if it has one."""
         with preserved(self._model, host=self._host), torch.no_grad():
             again.rewind()
             try:

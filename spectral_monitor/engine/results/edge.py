@@ -25,6 +25,15 @@ NOT_CONVEX = "the loss does not curve upwards along the step"
 NO_RATE = "no learning rate above 0 is known"
 
 
+def why_unknown(optimizers: int, facts: StepContext) -> str:
+    """Return why no edge is known of such a step, whatever the loss after it; empty if it may be."""
+    if facts.accumulated > 1:
+        return ACCUMULATED
+    if facts.clipped_before:
+        return CLIPPED
+    return SEVERAL if optimizers > 1 else ""
+
+
 def edge(
     summary: Mapping[str, float], loss: float, no_loss: str, optimizers: int, facts: StepContext
 ) -> tuple[dict[str, float], dict[str, str]]:
@@ -44,17 +53,12 @@ def edge(
     """
     change, predicted = summary["loss_change"], summary["loss_change_predicted"]
     value = 2 * (1 - change / predicted) if predicted else math.nan
-    rounding = max(facts.eps.values(), default=0.0) * abs(loss)
-    why = ""
-    if facts.accumulated > 1:
-        why = ACCUMULATED
-    elif facts.clipped_before:
-        why = CLIPPED
-    elif optimizers > 1:
-        why = SEVERAL
-    elif not math.isfinite(change):
-        why = no_loss
-    elif not math.isfinite(predicted):
+    eps = max(facts.eps.values(), default=0.0) if facts.loss_eps is None else facts.loss_eps
+    rounding = eps * abs(loss)
+    why = why_unknown(optimizers, facts) or ("" if math.isfinite(change) else no_loss)
+    if why:
+        return {"edge": math.nan, "critical_lr": math.nan}, {"edge": why, "critical_lr": why}
+    if not math.isfinite(predicted):
         why = NO_PREDICTION
     elif predicted >= 0:
         why = UPHILL

@@ -43,7 +43,7 @@ class Measured:
             skipped: updates before this one that were.
         """
         keys, facts, network = self.asked.keys, self.facts, raw.get(NETWORK, {})
-        no_loss = facts.no_replay or (OTHER_LOSS if LOSS_CHANGE in network else NO_LOSS)
+        no_loss = facts.no_loss or facts.no_replay or (OTHER_LOSS if LOSS_CHANGE in network else NO_LOSS)
         change, loss = network.pop(LOSS_CHANGE, [math.nan, math.nan])
         begun = float(network.pop(LOSS, [math.nan])[0])
         changed = [value for name, value in network.items() if name.startswith("g.changed")]
@@ -71,7 +71,7 @@ class Measured:
             missing.update({f"stale_gradient/{SUMMARY}": NO_TWO_STEPS} if math.isnan(summary["stale_gradient"]) else {})
         if facts.rewritten or facts.clipped or facts.closures > 1:
             summary["loss_change_predicted"] = math.nan
-        if "dh" in self.asked.needs:
+        if "dh" in self.asked.needs or facts.no_loss is not None:
             summary["loss"], summary["loss_change"] = begun if math.isnan(loss) else loss, change
             unknown = [key for key in ("loss", "loss_change") if math.isnan(summary[key])]
             missing.update({f"{key}/{SUMMARY}": no_loss for key in unknown})

@@ -74,6 +74,8 @@ class StepContext:
         clipped_before: whether gradients were clipped by a factor that is not known.
         loss_parts: of how many losses like the model's that of the step is the sum; 1 if it is their mean.
         moved: whether the weights of the forward are not those before the update.
+        no_loss: why the loss after the step is not known, where it was asked for by itself; ``None`` if it was not.
+        loss_eps: rounding of that loss, if it was.
         multipliers: layer index -> what a correction multiplied the learning rate with.
         decay: layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter.
         attention: layer index -> what must be known of the values of the attention block reported there, by quantity.
@@ -109,6 +111,8 @@ class StepContext:
     loss_parts: int = 1
     clipped_before: bool = False
     moved: bool = False
+    no_loss: str | None = None
+    loss_eps: float | None = None
     multipliers: Mapping[int, float] = field(default_factory=dict)
     decay: dict[int, WeightDecay] = field(default_factory=dict)
     attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)

@@ -1,0 +1,125 @@
+"""The loss of the whole batch after the step: for a correction that asks whether its steps are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from spectral_monitor.capture.replay.replayable import Repeatable, why_not
+from spectral_monitor.engine.agreement.rank_report import RankReports
+from spectral_monitor.engine.features.replays import Context, StepInputs
+from spectral_monitor.engine.results.edge import why_unknown
+from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, RawScalars
+from spectral_monitor.engine.results.reasons import StepContext
+from spectral_monitor.layers.compiled import compiled_modules
+from spectral_monitor.linalg import Coroutine, all_reduce_norm
+from spectral_monitor.messages import WarnOnce
+from spectral_monitor.sharding import ProcessGroup
+from spectral_monitor.state.rng import AutocastState
+
+NOT_WHOLE = "the loss after the step is not known: nothing that is run again returns it"
+IN_PARTS = "processes share weights, and what is compiled or in half precision would have to run before the step too"
+"""Why a step's loss cannot be had although it can be run again."""
+ELSEWHERE = "the loss after the step is not known in another process"
+
+
+class StepLoss:
+    """Runs the forward of a step again, whole, when the optimizer has stepped.
+
+    Where it is compiled or in half precision, the loss that it returned is rounded, and so would be their difference,
+    which is small. It then runs eagerly and in full precision, before the step and after it.
+
+    Attributes:
+        wanted: whether the loss after the step that is watched is asked for.
+    """
+
+    def __init__(
+        self, model: nn.Module, run: Callable[[Repeatable, Context], Tensor | None], sharded: bool, warn: WarnOnce
+    ) -> None:
+        """``run``: runs a forward again without a trace and returns its loss; ``sharded``: whether processes share
+        weights.
+        """
+        self._model, self._run, self._sharded, self._warn = model, run, sharded, warn
+        self._compiled = bool(compiled_modules(model))
+        self.begin(False)
+
+    def begin(self, wanted: bool) -> None:
+        """Forget the last step; ``wanted``: whether that of the coming one is asked for."""
+        self.wanted = wanted
+        self._again: Repeatable | None = None
+        self._context: Context = nullcontext
+        self._before: Tensor | None = None
+        self._why = ""
+
+    def offer(self, again: Repeatable, context: Context) -> None:
+        """Take what led to the loss of the step that is watched, and what is to be entered when it is run again."""
+        if self.wanted:
+            self._again, self._context = again, context
+            self._why = why_not(again)
+
+    def stepping(self) -> None:
+        """Look at the loss before the optimizer steps, if that which the forward returned is not precise enough."""
+        if self._again is None or self._before is not None or self._why:
+            return
+        with self._context():
+            rounded = self._compiled or AutocastState.now(self._model).halves
+        if rounded and self._sharded:
+            self._why = IN_PARTS
+        elif rounded:
+            self._again = self._again.precise()
+            self._before = self._run(self._again, self._context)
+
+    @torch.no_grad()
+    def after(
+        self,
+        optimizers: int,
+        given: StepInputs,
+        seen: RankReports,
+        facts: StepContext,
+        processes: ProcessGroup | None,
+        out: RawScalars,
+    ) -> Coroutine[None]:
+        """Put the change of the loss, the mean over the batches of all processes, or say why it is not known.
+
+        Args:
+            optimizers: how many made a step.
+            given: what the training loop knows of the step.
+            seen: reports of all processes.
+            facts: of the step; are told why, and how precise the loss is.
+            processes: those that train together.
+            out: where it is put.
+        """
+        self._why = self._why or why_unknown(optimizers, facts)
+        change = self._change(given)
+        if processes is not None:
+            mine = torch.zeros(3)
+            mine[2] = float(change is None)
+            if change is not None and seen.first_of_batch:
+                mine[:2] = change * facts.loss_parts
+            total, level, missing = (yield from all_reduce_norm(mine, 1, processes)).tolist()
+            self._why = self._why or (ELSEWHERE if missing else "")
+            change = None if missing else torch.tensor([total, level]) / seen.batch_count
+        elif change is not None:
+            change = change * facts.loss_parts
+        facts.no_loss = "" if change is not None else self._why or NOT_WHOLE
+        facts.loss_eps = max(torch.finfo(p.dtype).eps for p in self._model.parameters() if p.is_floating_point())
+        if change is not None:
+            out.put(NETWORK, LOSS_CHANGE, change)
+
+    def _change(self, given: StepInputs) -> Tensor | None:
+        """Return the loss after the step less that before it, and that before it."""
+        again, before = self._again, self._before
+        if before is None and given.loss is not None:
+            before = given.loss * given.accumulated
+        if again is None or before is None or self._why:
+            return None
+        try:
+            after = self._run(again, self._context)
+        except Exception as error:
+            self._why = f"the step could not be run again ({type(error).__name__}: {error})"
+            self._warn(f"{self._why}; steps that are too long are not noticed", error)
+            return None
+        return None if after is None else torch.stack([after.double() - before.double(), before.double()])

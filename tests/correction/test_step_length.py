@@ -1,0 +1,341 @@
+"""Steps that go too far are shortened: by the edge, in networks whose norms do not show how long steps are."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import logging
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
+from spectral_monitor.correction.step_length import FRUITLESS, LONGEST, RISE, SELDOM, SHORTEST, StepLength
+from spectral_monitor.measurement import SUMMARY
+
+
+def test_a_step_that_is_too_long_gets_the_right_length_at_once():
+    length = StepLength()
+    assert [length.see(step, edge) for step, edge in enumerate((2.8, 1.9, 4.5), 1)] == pytest.approx([1, 1, 0.5])
+    assert length.see(4, 1.4) == pytest.approx(0.5), "which was half as long"
+
+
+def test_one_batch_in_three_says_nothing():
+    length = StepLength()
+    assert [length.see(step, edge) for step, edge in enumerate((0.5, 0.6, 9.0, 0.5, 0.7), 1)] == [1.0] * 5
+
+
+def test_it_becomes_longer_again_by_and_by():
+    length = StepLength()
+    for step in range(1, 4):
+        length.see(step, 40.0 * length.factor)
+    shortest = length.factor
+    assert shortest == pytest.approx(LONGEST / 40)
+    factors = [length.see(step, 0.1 * length.factor) for step in range(4, 60)]
+    assert factors[:2] == pytest.approx([shortest, shortest * RISE]), "two of three edges are small by then"
+    assert all(after <= before * RISE * (1 + 1e-9) for before, after in itertools.pairwise(factors))
+    assert factors[-1] == 1.0
+
+
+@pytest.mark.parametrize("edge", [math.nan, math.inf, -math.inf])
+def test_an_edge_that_is_not_known_changes_nothing(edge):
+    length = StepLength()
+    for step in range(3):
+        length.see(step, 2.8)
+    assert length.see(3, edge) == pytest.approx(0.5)
+
+
+def test_a_loss_that_curves_down_is_no_reason_to_shorten_steps():
+    length = StepLength()
+    assert [length.see(step, -5.0) for step in range(1, 6)] == [1.0] * 5
+
+
+def test_it_looks_seldom_while_all_is_well():
+    length = StepLength()
+    looked = []
+    for step in range(1, 1001):
+        if length.due(step):
+            looked.append(step)
+            length.see(step, 0.3)
+    assert looked[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert 30 < len(looked) < 45
+    assert max(b - a for a, b in itertools.pairwise(looked)) == SELDOM
+
+
+@pytest.mark.parametrize("edges", [[0.8], [2.8, 2.8, 2.8, 0.1]], ids=["nearly too long", "shortened"])
+def test_it_looks_at_every_measurement_else(edges):
+    length = StepLength()
+    for step, edge in enumerate(edges, 500):
+        length.see(step, edge)
+    assert length.due(500 + len(edges))
+
+
+def test_gradients_of_another_loss_are_given_up():
+    length = StepLength()
+    factors = [length.see(step, 2.5) for step in range(1, 40)]
+    assert min(factors) == SHORTEST
+    assert factors.count(SHORTEST) == FRUITLESS
+    assert factors[-1] == 1.0
+    assert length.given_up
+    assert not length.due(1000)
+
+
+def test_it_goes_on_from_its_state():
+    edges = [2.0, 1.8, 1.1, 2.4, 0.4, 0.5, 0.3, 0.2, 1.0]
+    whole, begun = StepLength(), StepLength()
+    for step, edge in enumerate(edges, 1):
+        whole.see(step, edge)
+    for step, edge in enumerate(edges[:4], 1):
+        begun.see(step, edge)
+    assert begun.factor < 1
+    resumed = StepLength()
+    resumed.load_state_dict(begun.state_dict())
+    for step, edge in enumerate(edges[4:], 5):
+        resumed.see(step, edge)
+    assert resumed.state_dict() == whole.state_dict()
+    resumed.load_state_dict({})
+    assert resumed.state_dict() == StepLength().state_dict(), "a checkpoint of before had none"
+
+
+class Sine(nn.Module):
+    """A layer of a SIREN (Sitzmann and others, 2020): 30 times what the weights say."""
+
+    def __init__(self, fan_in, fan_out, first=False):
+        super().__init__()
+        self.linear = nn.Linear(fan_in, fan_out)
+        bound = 1 / fan_in if first else math.sqrt(6 / fan_in) / 30
+        nn.init.uniform_(self.linear.weight, -bound, bound)
+
+    def forward(self, x):
+        return torch.sin(30 * self.linear(x))
+
+
+def siren(width=128):
+    torch.manual_seed(0)
+    return nn.Sequential(Sine(2, width, True), Sine(width, width), Sine(width, width), nn.Linear(width, 1))
+
+
+def image(x):
+    return torch.sin(9 * x[:, :1]) * torch.cos(7 * x[:, 1:])
+
+
+def points(step, count=256):
+    return torch.rand(count, 2, generator=torch.Generator().manual_seed(step)) * 2 - 1
+
+
+def fit(looks, steps=120, network=None, **settings):
+    """Train with and without looking at the loss after steps; return the probe, the network and the last losses."""
+    network = siren() if network is None else network
+    optimizer = torch.optim.Adam([{"params": network.parameters(), "initial_lr": 1e-3}], lr=1e-3)
+    rule = LRCorrection(**settings)
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=10, quantities=rule.quantities, correction=rule, mode="correct"
+    )
+    torch.manual_seed(1)
+    losses = []
+    for step in range(steps):
+        x = points(step)
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + math.cos(math.pi * step / steps)) / 2
+
+        def compute(x=x):
+            return (network(x) - image(x)).square().mean()
+
+        with probe.step():
+            optimizer.zero_grad()
+            loss = compute()
+            probe.report_loss(loss, compute if looks else None)
+            loss.backward()
+            optimizer.step()
+        losses.append(float(loss.detach()))
+    return probe, network, sum(losses[-20:]) / 20
+
+
+def factor(probe):
+    return probe._supervisor._corrector.step_length.factor
+
+
+def test_a_siren_learns_at_any_rate():
+    _, _, lost = fit(looks=False)
+    probe, _, learnt = fit(looks=True)
+    assert lost > 0.2, "norms of weights alone make its steps too long"
+    assert learnt < lost / 3
+    assert factor(probe) < 0.7
+
+
+def test_looking_leaves_no_trace(monkeypatch):
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *(nn.Linear(2, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1)),
+            *(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)),
+        )
+
+    monkeypatch.setattr(StepLength, "see", lambda self, step, edge: 1.0)  # it looks at every measured step then
+    probe, looked, _ = fit(looks=True, network=network())
+    after = torch.get_rng_state()
+    _, plain, _ = fit(looks=False, network=network())
+    found = [measurement.summary["edge"] for measurement in probe.measurements]
+    assert sum(not math.isnan(edge) for edge in found) > 30
+    assert torch.equal(after, torch.get_rng_state())
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, looked.state_dict()[key]), key
+
+
+def test_edge_is_what_the_loss_after_the_step_says():
+    probe, network, _ = fit(looks=True, steps=7)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    probe = SpectralProbe(network, optimizer, correction=LRCorrection(), mode="correct", quantities="light")
+    before, x = copy.deepcopy(network).double(), points(99)
+    with probe.step():
+        optimizer.zero_grad()
+        loss = (network(x) - image(x)).square().mean()
+        probe.report_loss(loss, lambda: (network(x) - image(x)).square().mean())
+        loss.backward()
+        optimizer.step()
+    after, y = copy.deepcopy(network).double(), image(x).double()
+    losses = [(model(x.double()) - y).square().mean() for model in (before, after)]
+    gradients = torch.autograd.grad(losses[0], list(before.parameters()))
+    pairs = zip(gradients, before.parameters(), after.parameters(), strict=True)
+    predicted = sum(float((g * (b - a)).sum()) for g, a, b in pairs)
+    change = float(losses[1] - losses[0])
+    assert probe.latest.summary["loss_change"] == pytest.approx(change, rel=1e-3)
+    assert probe.latest.summary["edge"] == pytest.approx(2 * (1 - change / predicted), rel=1e-2)
+
+
+def test_a_loss_that_does_not_follow_its_gradients_is_left_alone():
+    class Quantized(nn.Module):
+        """Rounds coarsely, straight through: small steps change nothing, or much."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner, self.outer = nn.Linear(2, 64), nn.Linear(64, 1)
+
+        def forward(self, x):
+            h = self.inner(x)
+            return self.outer(h + ((-3 * h).detach() - h.detach()))  # moves the other way, three times as far
+
+    probe, _, _ = fit(looks=True, network=Quantized(), steps=200)
+    assert probe._supervisor._corrector.step_length.given_up
+    assert factor(probe) == 1.0
+
+
+@pytest.mark.parametrize("size", ["lr", 1 / 8])
+def test_a_size_that_is_the_rate_is_left_to_it(size):
+    probe, _, _ = fit(looks=True, steps=12, size=size)
+    assert any("edge" in found.summary for found in probe.measurements) == (size != "lr")
+
+
+class Module(pl.LightningModule):
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.calls = network, 0
+        self.logged = []
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        (x,) = batch
+        loss = (self.network(x) - image(x)).square().mean()
+        self.log("loss", loss)
+        self.logged.append(1)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
+
+
+def lightning(network, steps=40, others=(), path=None, verbose=0, **options):
+    module = Module(network)
+    corrector = SpectralLRCorrector(verbose=verbose)
+    trainer = pl.Trainer(
+        max_steps=steps,
+        callbacks=[corrector, *others],
+        logger=False,
+        enable_checkpointing=any(isinstance(other, ModelCheckpoint) for other in others),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        **options,
+    )
+    data = TensorDataset(torch.cat([points(step, 64) for step in range(30)]))
+    trainer.fit(module, DataLoader(data, batch_size=64), ckpt_path=path)
+    return module, corrector
+
+
+def edges(corrector):
+    return {found.step: found.summary["edge"] for found in corrector.measurements if "edge" in found.summary}
+
+
+@pytest.mark.filterwarnings("ignore:no logger")
+def test_lightning_runs_the_training_step_again_without_a_trace(caplog):
+    log = logging.getLogger("lightning.pytorch.spectral_monitor")
+    caplog.set_level("INFO", log.name)
+    log.addHandler(caplog.handler)
+    try:
+        module, corrector = lightning(siren(), verbose=1)
+    finally:
+        log.removeHandler(caplog.handler)
+    found = edges(corrector)
+    assert len(found) > 15
+    assert not any(math.isnan(edge) for edge in found.values())
+    assert module.calls == 40
+    assert len(module.logged) == 40
+    said = " ".join(caplog.text.split())
+    assert "steps go too far (edge" in said
+    assert "they are shortened to 0." in said
+
+
+@pytest.mark.filterwarnings("ignore:no logger")
+def test_a_run_goes_on_bit_for_bit_with_steps_that_were_shortened(tmp_path):
+    kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=30, save_top_k=-1)
+    whole, _ = lightning(siren(), 60, others=[kept])
+    path = tmp_path / "step=30.ckpt"
+    assert '"factor": 0.' in json.dumps(torch.load(path)["callbacks"], default=str)
+    resumed, _ = lightning(siren(), 60, path=path)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+
+
+class Weights(pl.Callback):
+    """Keeps the weights before and after every step."""
+
+    def __init__(self):
+        self.pairs = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.before = copy.deepcopy(pl_module.network.state_dict())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.pairs.append((self.before, copy.deepcopy(pl_module.network.state_dict())))
+
+
+@pytest.mark.filterwarnings("ignore:no logger")
+@pytest.mark.parametrize("how", ["bf16-mixed", "compiled"])
+def test_what_is_rounded_is_looked_at_precisely(how):
+    network, weights = siren(), Weights()
+    if how == "compiled":
+        network.compile(backend="eager")
+    precision = {"precision": how} if how == "bf16-mixed" else {}
+    _, corrector = lightning(network, 4, others=[weights], **precision)
+    oracle = siren().double()
+    for step, (found, states) in enumerate(zip(corrector.measurements, weights.pairs, strict=True)):
+        losses, x = [], points(step, 64).double()
+        for state in states:
+            oracle.load_state_dict(state)
+            losses.append(float((oracle(x) - image(x)).square().mean().detach()))
+        assert found.summary["loss_change"] == pytest.approx(losses[1] - losses[0], rel=1e-3), step
+        assert not math.isnan(found.summary["edge"])
+
+
+@pytest.mark.filterwarnings("ignore:no logger")
+def test_why_an_edge_is_not_known_is_said():
+    _, corrector = lightning(siren(), steps=2, accumulate_grad_batches=2)
+    latest = corrector.measurements[-1]
+    assert math.isnan(latest.summary["edge"])
+    assert "accumulated" in latest.why("edge", SUMMARY)
