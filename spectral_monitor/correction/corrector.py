@@ -20,7 +20,7 @@ from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.smoothing import Tracker
-from spectral_monitor.correction.step_length import StepLength
+from spectral_monitor.correction.step_length import LONGEST, LONGEST_PROPORTIONAL, StepLength
 from spectral_monitor.correction.update_size import block_contributions, observed, remnant, shows_contribution
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
@@ -85,7 +85,7 @@ class Corrector:
         self._late = "adam" if "adam" in families else min(families, default="")
         self._relative = relative_rates(layers, self._settings) if correction.of_peak else {}
         self._peaks = Peaks()
-        self.step_length = StepLength()
+        self.step_length = StepLength(LONGEST if families <= STEADY else LONGEST_PROPORTIONAL)
         self._began: dict[str, float] = {}  # natural norms of the first weights
         self._trackers = [Tracker() for _ in self._units]
         self._rates = [self._first(layer) for layer in self._leaders]

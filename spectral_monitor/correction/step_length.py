@@ -12,8 +12,12 @@ LONGEST = 1.4
 
 For a loss that is quadratic along the step that is from 4/3 on. Networks that train well are at 0.1 to 1.
 """
-MEDIAN = 3
-"""So many edges, the latest ones, of which the median counts: a single batch says little."""
+LONGEST_PROPORTIONAL = 1.0
+"""The same where updates go with gradients, as under SGD: steps that are too long make gradients, and steps, larger."""
+EDGES = 3
+"""So many, the latest ones, count. Their median shortens steps, for a single batch says little. Steps become longer
+again as far as the largest allows, for overshooting comes and goes.
+"""
 RISE = 2**0.125
 """Factor by which steps become longer again, at most, each time one is looked at."""
 SHORTEST = 1 / 64
@@ -31,14 +35,18 @@ class StepLength:
     curvature stay unseen. ``edge`` sees both. It goes with the length of the step, so that one measurement tells which
     length would be right.
 
+    Args:
+        longest: the largest edge that is left alone.
+
     Attributes:
         factor: that part, from 1/64 to 1.
         given_up: whether the loss does not follow its gradients, as with straight-through estimators; steps then keep
             their length.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: float = LONGEST) -> None:
         self.factor, self.given_up = 1.0, False
+        self._longest = longest
         self._curvatures: list[float] = []  # latest edges, of steps of full length
         self._next, self._fruitless = 1, 0
 
@@ -51,21 +59,25 @@ class StepLength:
         if self.given_up:
             return self.factor
         # Now and then while all is well; at each measurement while steps are too long or nearly so.
-        watchful = self.factor < 1 or edge > LONGEST / 2
+        watchful = self.factor < 1 or edge > self._longest / 2
         self._next = step + (1 if watchful else min(max(1, step // PART), SELDOM))
         if not math.isfinite(edge):
             return self.factor
-        self._curvatures = [*self._curvatures, edge / self.factor][-MEDIAN:]
-        if len(self._curvatures) < MEDIAN:
+        self._curvatures = [*self._curvatures, edge / self.factor][-EDGES:]
+        if len(self._curvatures) < EDGES:
             return self.factor
-        curvature = statistics.median(self._curvatures)
-        right = LONGEST / curvature if curvature > 0 else math.inf
+        self._fruitless = self._fruitless + 1 if self.factor == SHORTEST and edge > self._longest else 0
+        right = self._right(statistics.median(self._curvatures))
+        longer = min(self.factor * RISE, self._right(max(self._curvatures)))
         # At once where they are too long, by and by where they may be longer again.
-        self._fruitless = self._fruitless + 1 if self.factor == SHORTEST and edge > LONGEST else 0
-        self.factor = min(max(right, SHORTEST), 1.0, self.factor * RISE)
+        self.factor = min(right, max(self.factor, longer))
         if self._fruitless == FRUITLESS:
             self.factor, self.given_up = 1.0, True
         return self.factor
+
+    def _right(self, curvature: float) -> float:
+        """Return the factor at which steps of such an edge, at full length, have the largest that is left alone."""
+        return min(max(self._longest / curvature, SHORTEST), 1.0) if curvature > 0 else 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers."""

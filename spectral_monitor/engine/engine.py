@@ -300,6 +300,7 @@ class Engine(EngineState):
         """Fill in what hooks have recorded of the step's forward, and how it can be run again."""
         self._stage.rest()
         self._attention.rest()
+        forward.whole = self._step_loss.can_run(given)
         if self.watches_features:
             forward.outputs = self.features.outputs()
             forward.again, forward.loss, forward.no_replay = self._replays.choose(given, self._moved, self._warn)
@@ -330,6 +331,7 @@ class Engine(EngineState):
             samples=self._replays.slices.samples,
             apart=0.0 if self.budget is None else self.budget.wait,
             begun=math.nan if begun is None or self.processes is None else float(begun),
+            whole=forward.whole,
         )
 
     def _agree(self, seen: RankReports) -> bool:

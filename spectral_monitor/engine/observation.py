@@ -31,6 +31,7 @@ class WatchedForward:
         loss: that it had; ``None`` if it is not known.
         begun: the loss that the backward pass began with; ``None`` if it is not known.
         part: whether the first samples will do where it is run again.
+        whole: whether all that led to the loss can be run again.
         layers, prints: the report on each layer, and hashes of its outputs' rows.
     """
 
@@ -42,6 +43,7 @@ class WatchedForward:
     loss: Tensor | None = None
     begun: Tensor | None = None
     part: float = NO
+    whole: bool = False
 
     @classmethod
     def of(cls, layers: int) -> WatchedForward:

@@ -16,7 +16,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
-from spectral_monitor.correction.step_length import FRUITLESS, LONGEST, RISE, SELDOM, SHORTEST, StepLength
+from spectral_monitor.correction.step_length import (
+    FRUITLESS,
+    LONGEST,
+    LONGEST_PROPORTIONAL,
+    RISE,
+    SELDOM,
+    SHORTEST,
+    StepLength,
+)
 from spectral_monitor.measurement import SUMMARY
 
 
@@ -24,6 +32,15 @@ def test_a_step_that_is_too_long_gets_the_right_length_at_once():
     length = StepLength()
     assert [length.see(step, edge) for step, edge in enumerate((2.8, 1.9, 4.5), 1)] == pytest.approx([1, 1, 0.5])
     assert length.see(4, 1.4) == pytest.approx(0.5), "which was half as long"
+
+
+def test_steps_that_grow_with_gradients_have_less_room():
+    optimizers = {torch.optim.SGD: LONGEST_PROPORTIONAL, torch.optim.AdamW: LONGEST}
+    for kind, longest in optimizers.items():
+        network = nn.Linear(2, 1)
+        probe = SpectralProbe(network, kind(network.parameters(), lr=0.1), mode="correct")
+        length = probe._supervisor._corrector.step_length
+        assert [length.see(step, 2.0) for step in range(3)][-1] == pytest.approx(longest / 2)
 
 
 def test_one_batch_in_three_says_nothing():
@@ -38,7 +55,8 @@ def test_it_becomes_longer_again_by_and_by():
     shortest = length.factor
     assert shortest == pytest.approx(LONGEST / 40)
     factors = [length.see(step, 0.1 * length.factor) for step in range(4, 60)]
-    assert factors[:2] == pytest.approx([shortest, shortest * RISE]), "two of three edges are small by then"
+    assert factors[:2] == pytest.approx([shortest] * 2), "while one of three edges is too large"
+    assert factors[2] == pytest.approx(shortest * RISE)
     assert all(after <= before * RISE * (1 + 1e-9) for before, after in itertools.pairwise(factors))
     assert factors[-1] == 1.0
 
@@ -206,6 +224,73 @@ def test_edge_is_what_the_loss_after_the_step_says():
     change = float(losses[1] - losses[0])
     assert probe.latest.summary["loss_change"] == pytest.approx(change, rel=1e-3)
     assert probe.latest.summary["edge"] == pytest.approx(2 * (1 - change / predicted), rel=1e-2)
+
+
+def test_a_loss_of_derivatives_is_known_too():
+    network = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    probe = SpectralProbe(network, optimizer, correction=LRCorrection(), mode="correct", quantities="light")
+
+    def residual():
+        x = points(0).requires_grad_()
+        (slope,) = torch.autograd.grad(network(x).sum(), x, create_graph=True)
+        return (slope - 1).square().mean()
+
+    for _ in range(2):
+        with probe.step():
+            optimizer.zero_grad()
+            loss = residual()
+            probe.report_loss(loss, residual)
+            loss.backward()
+            gradients = [p.grad.clone() for p in network.parameters() if p.grad is not None]
+            optimizer.step()
+        assert probe.latest.summary["loss_change"] == pytest.approx(float((residual() - loss).detach()), rel=1e-3)
+        left = [p.grad for p in network.parameters() if p.grad is not None]
+        assert all(torch.equal(a, b) for a, b in zip(left, gradients, strict=True))
+
+
+def deep(seed):
+    """12 layers without normalization, under SGD: far from what it can bear at the usual size."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(20, 64)]
+    for _ in range(11):
+        layers += [nn.ReLU(), nn.Linear(64, 64)]
+    network = nn.Sequential(*layers, nn.ReLU(), nn.Linear(64, 5))
+    for layer in network:
+        if isinstance(layer, nn.Linear):
+            nn.init.kaiming_normal_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    return network
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_deep_network_learns_under_sgd(seed):
+    teacher = torch.randn(20, 5, generator=torch.Generator().manual_seed(9))
+    ends = {}
+    for looks in (False, True):
+        network, losses, steps = deep(seed), [], 120
+        optimizer = torch.optim.SGD([{"params": network.parameters(), "initial_lr": 0.01}], lr=0.01, momentum=0.9)
+        rule = LRCorrection()
+        probe = SpectralProbe(
+            network, optimizer, every_n_steps=10, quantities=rule.quantities, correction=rule, mode="correct"
+        )
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = 0.01 * (1 + math.cos(math.pi * step / steps)) / 2
+            x = torch.randn(64, 20, generator=torch.Generator().manual_seed(step))
+
+            def compute(x=x, network=network):
+                return nn.functional.cross_entropy(network(x), (x @ teacher).argmax(1))
+
+            with probe.step():
+                optimizer.zero_grad()
+                loss = compute()
+                probe.report_loss(loss, compute if looks else None)
+                loss.backward()
+                optimizer.step()
+            losses.append(float(loss.detach()))
+        ends[looks] = sum(losses[-20:]) / 20
+    assert ends[True] < 1.1
+    assert not ends[False] < 1.3, "chance is 1.6"
 
 
 def test_a_loss_that_does_not_follow_its_gradients_is_left_alone():

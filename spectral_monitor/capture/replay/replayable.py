@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Repeatable(Protocol):
-    """What can be run again as it was, with its own randomness and precision.
+    """A piece of training that can be run again as it was, with its own randomness and precision.
 
     Attributes:
         iterators: types of iterators that it would use up; then it must not be.

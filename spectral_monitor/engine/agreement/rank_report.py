@@ -68,6 +68,7 @@ class StepObservation:
         samples: how many those would be; 0 for all.
         apart: steps from the measured step before to the next one, at least, by this process's clock.
         begun: the loss that the backward pass began with, NaN if it is not known.
+        whole: whether all that led to the loss can be run again for the loss after the step.
     """
 
     failed: float = 0.0
@@ -83,6 +84,7 @@ class StepObservation:
     samples: float = 0.0
     apart: float = 0.0
     begun: float = math.nan
+    whole: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -286,9 +286,9 @@ class Replays:
         except Exception as error:
             return None, str(error)
 
-    def run_again(self, again: Repeatable, context: Context, *watchers: Watcher) -> Tensor | None:
-        """Run a forward before some watchers, without a trace; the loss, if it has one."""
-        with preserved(self._model, host=self._host), torch.no_grad():
+    def run_again(self, again: Repeatable, context: Context, *watchers: Watcher, graph: bool = False) -> Tensor | None:
+        """Run a forward before some watchers, without a trace; the loss, if it has one. ``graph``: with one."""
+        with preserved(self._model, host=self._host), torch.set_grad_enabled(graph):
             again.rewind()
             try:
                 with context(), self._features.replaying(*watchers):

@@ -36,13 +36,12 @@ class StepLoss:
         wanted: whether the loss after the step that is watched is asked for.
     """
 
-    def __init__(
-        self, model: nn.Module, run: Callable[[Repeatable, Context], Tensor | None], sharded: bool, warn: WarnOnce
-    ) -> None:
-        """``run``: runs a forward again without a trace and returns its loss; ``sharded``: whether processes share
-        weights.
+    def __init__(self, model: nn.Module, run: Callable[..., Tensor | None], sharded: bool, warn: WarnOnce) -> None:
+        """``run``: runs a forward again without a trace and returns its loss, see :meth:`.replays.Replays.run_again`;
+        ``sharded``: whether processes share weights.
         """
-        self._model, self._run, self._sharded, self._warn = model, run, sharded, warn
+        self._model, self._run_again, self._sharded, self._warn = model, run, sharded, warn
+        self._graph = False
         self._compiled = bool(compiled_modules(model))
         self.begin(False)
 
@@ -70,7 +69,7 @@ class StepLoss:
             self._why = IN_PARTS
         elif rounded:
             self._again = self._again.precise()
-            self._before = self._run(self._again, self._context)
+            self._before = self._run(self._again)
 
     @torch.no_grad()
     def after(
@@ -93,7 +92,9 @@ class StepLoss:
             out: where it is put.
         """
         self._why = self._why or why_unknown(optimizers, facts)
-        change = self._change(given)
+        if not all(some.whole for some in seen.steps):
+            self._why = self._why or NOT_WHOLE
+        change = None if self._why else self._change(given)
         if processes is not None:
             mine = torch.zeros(3)
             mine[2] = float(change is None)
@@ -105,19 +106,37 @@ class StepLoss:
         elif change is not None:
             change = change * facts.loss_parts
         facts.no_loss = "" if change is not None else self._why or NOT_WHOLE
-        facts.loss_eps = max(torch.finfo(p.dtype).eps for p in self._model.parameters() if p.is_floating_point())
+        kinds = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
+        facts.loss_eps = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
         if change is not None:
             out.put(NETWORK, LOSS_CHANGE, change)
 
+    def _run(self, again: Repeatable) -> Tensor | None:
+        """Return the loss; with a graph where it does not come without, for it has derivatives of the network in it."""
+        try:
+            return self._run_again(again, self._context, graph=self._graph)
+        except RuntimeError:
+            if self._graph or self._sharded:
+                raise
+            self._graph = True
+            return self._run_again(again, self._context, graph=True)
+
+    def can_run(self, given: StepInputs) -> bool:
+        """Return whether this process knows the loss before the step and can run again what led to it."""
+        return self._again is not None and not self._why and self._loss_before(given) is not None
+
+    def _loss_before(self, given: StepInputs) -> Tensor | None:
+        if self._before is not None or given.loss is None:
+            return self._before
+        return given.loss * given.accumulated
+
     def _change(self, given: StepInputs) -> Tensor | None:
         """Return the loss after the step less that before it, and that before it."""
-        again, before = self._again, self._before
-        if before is None and given.loss is not None:
-            before = given.loss * given.accumulated
-        if again is None or before is None or self._why:
-            return None
+        again, before = self._again, self._loss_before(given)
+        assert again is not None
+        assert before is not None
         try:
-            after = self._run(again, self._context)
+            after = self._run(again)
         except Exception as error:
             self._why = f"the step could not be run again ({type(error).__name__}: {error})"
             self._warn(f"{self._why}; steps that are too long are not noticed", error)
