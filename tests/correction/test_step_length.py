@@ -294,8 +294,8 @@ def test_a_deep_network_learns_under_sgd(seed):
 
 
 def test_a_loss_that_does_not_follow_its_gradients_is_left_alone():
-    class Quantized(nn.Module):
-        """Rounds coarsely, straight through: small steps change nothing, or much."""
+    class Turned(nn.Module):
+        """Passes gradients straight through, where it turns features round."""
 
         def __init__(self):
             super().__init__()
@@ -304,9 +304,9 @@ def test_a_loss_that_does_not_follow_its_gradients_is_left_alone():
 
         def forward(self, x):
             h = self.inner(x)
-            return self.outer(h + ((-3 * h).detach() - h.detach()))  # moves the other way, three times as far
+            return self.outer(h + ((-3 * h).detach() - h.detach()))
 
-    probe, _, _ = fit(looks=True, network=Quantized(), steps=200)
+    probe, _, _ = fit(looks=True, network=Turned(), steps=200)
     assert probe._supervisor._corrector.step_length.given_up
     assert factor(probe) == 1.0
 
