@@ -19,8 +19,7 @@ from spectral_monitor.correction.param_groups_code import param_groups_code
 from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
 from spectral_monitor.correction.settings import LRCorrection
-from spectral_monitor.correction.smoothing import Tracker
-from spectral_monitor.correction.step_length import LONGEST, LONGEST_PROPORTIONAL, StepLength
+from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, StepLength, Tracker
 from spectral_monitor.correction.update_size import block_contributions, observed, remnant, shows_contribution
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer

@@ -28,8 +28,7 @@ from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
 from spectral_monitor.engine.attention_watch import AttentionWatch
 from spectral_monitor.engine.features.changes import ChangeStage
 from spectral_monitor.engine.features.kernels import ALONE, BACKWARD, FullStage
-from spectral_monitor.engine.features.noise import measure_noise
-from spectral_monitor.engine.features.outputs import OF_ROWS, measure_outputs
+from spectral_monitor.engine.features.outputs import OF_ROWS, measure_noise, measure_outputs
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
 from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs, loss_begun
 from spectral_monitor.engine.features.stage import RowStage, input_rows

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
-from spectral_monitor.correction.step_length import (
+from spectral_monitor.correction.smoothing import (
     FRUITLESS,
     LONGEST,
     LONGEST_PROPORTIONAL,

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from spectral_monitor.correction.step_length import LONGEST
+from spectral_monitor.correction.smoothing import LONGEST
 from tests.distributed.correcting import train
 from tests.distributed.jobs import task
 from tests.distributed.ways import marks

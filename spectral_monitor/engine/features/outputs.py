@@ -1,4 +1,6 @@
-"""Outliers among features, the size of a classifier's outputs, and what formats of 8 bits lose of rows."""
+"""Outliers among features, the size of a classifier's outputs, what formats of 8 bits lose of rows, and the noise of
+gradients over samples.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,18 @@ from torch import Tensor
 from spectral_monitor.capture.records.calls import Call, joined
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.engine.features.stage import RowStage, gradient_rows, input_rows
+from spectral_monitor.engine.results.noise import COLUMNS, MOMENTS
+from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.functional.features import channel_sizes, feature_kurtosis, outlier_ratio, underflow_share
-from spectral_monitor.linalg import Coroutine, gather, rank_table
+from spectral_monitor.functional.noise import noise_moments
+from spectral_monitor.linalg import AllReduce, Coroutine, gather, rank_table
 
 FORMATS = {"underflow_inputs": torch.float8_e4m3fn, "underflow_backward": torch.float8_e5m2}
 """Quantity -> the format that its rows are cast to."""
 CHANNELS = frozenset({"feature_kurtosis", "outlier_ratio"})
 OF_ROWS = CHANNELS | FORMATS.keys() | {"log_z"}
-"""Quantities that are measured here."""
+"""Quantities that are measured of rows here."""
 DIVIDED = "processes share out its outputs"
 
 Calls = Mapping[int, Sequence[Call]]
@@ -77,3 +82,24 @@ def _means(rows: RowStage, name: str, found: Mapping[int, Tensor | None]) -> Cor
         (sums,) = yield [sums]
     for i, (total, count) in zip(found, sums, strict=True):
         rows.out.put(i, name, total / count)
+
+
+def measure_noise(calls: Calls, layers: int, exchange: AllReduce | None, out: RawScalars) -> Coroutine[None]:
+    """Put the moments of each layer, and of all of them together, as every process saw them."""
+    found = {}
+    for i, recorded in calls.items():
+        checked = recorded[0].checked
+        if len(recorded) == recorded[0].b_count == 1 and checked is not None and checked.products is not None:
+            found[i] = checked.products
+    device = next((squares.device for squares, _ in found.values()), torch.device("cpu"))
+    table = torch.zeros(layers + 1, COLUMNS, dtype=torch.float64, device=device)
+    for i, products in found.items():
+        table[i, 0], table[i, 1:] = 1, noise_moments(*products)
+    if len({len(squares) for squares, _ in found.values()}) == 1:
+        squares, along = (sum(part.to(device) for part in parts) for parts in zip(*found.values(), strict=True))
+        table[layers, 0], table[layers, 1:] = len(found), noise_moments(squares, along)
+    whole = table[None]
+    if exchange is not None:
+        (whole,) = yield [rank_table(table.float(), exchange)]
+    for i in range(layers + 1):
+        out.put(NETWORK if i == layers else i, MOMENTS, whole[:, i])
