@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property
@@ -58,7 +57,7 @@ class Supervisor:
         self.settings: dict[str, Hyperparameters] = {}
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
-        self._told_length = 1.0
+        self._length_told = 1.0, False  # the factor on the length of steps, and whether it was given up
         # A profile, or the theory, has a reference for every layer.
         self._expects = correction is not None and condition.reference == "balance"
         self._corrector = None
@@ -210,13 +209,13 @@ class Supervisor:
     def _length_said(self, measurement: Measurement) -> str:
         """Return what became of the length of steps since that was said last; empty if it is much the same."""
         assert self._corrector is not None
-        length, before = self._corrector.step_length, self._told_length
-        if length.given_up:
-            self._told_length = math.nan
-            return "" if math.isnan(before) else f"{GIVEN_UP}; steps keep their length"
-        if max(length.factor / before, before / length.factor) < TOLD and not length.factor == 1 > before:
+        length, (before, gave_up) = self._corrector.step_length, self._length_told
+        moved = max(length.factor / before, before / length.factor) >= TOLD or length.factor == 1 > before
+        if not moved and length.given_up == gave_up:
             return ""
-        self._told_length = length.factor
+        self._length_told = length.factor, length.given_up
+        if length.given_up:
+            return f"{GIVEN_UP}; steps keep their length"
         if length.factor == 1:
             return "steps have their full size again"
         if length.factor > before:
@@ -286,7 +285,7 @@ class Supervisor:
         self._flagged = set(state["flagged"])
         if self._corrector is not None and "corrector" in state:
             self._corrector.load_state_dict(state["corrector"])
-            self._told_length = self._corrector.step_length.factor
+            self._length_told = self._corrector.step_length.factor, self._corrector.step_length.given_up
             self._engine.multipliers = self._corrector.by_layer()
 
 

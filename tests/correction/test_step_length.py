@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import math
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -147,23 +148,18 @@ def points(step, count=256):
     return torch.rand(count, 2, generator=torch.Generator().manual_seed(step)) * 2 - 1
 
 
-def fit(looks, steps=120, network=None, **settings):
-    """Train with and without looking at the loss after steps; return the probe, the network and the last losses."""
-    network = siren() if network is None else network
-    optimizer = torch.optim.Adam([{"params": network.parameters(), "initial_lr": 1e-3}], lr=1e-3)
+def train(network, optimizer, looks, steps, loss_of, **settings):
+    """Train with or without looking at the loss after steps; return the probe and the mean of the last losses."""
     rule = LRCorrection(**settings)
     probe = SpectralProbe(
         network, optimizer, every_n_steps=10, quantities=rule.quantities, correction=rule, mode="correct"
     )
-    torch.manual_seed(1)
+    (group,) = optimizer.param_groups
+    group["initial_lr"] = peak = group["lr"]
     losses = []
     for step in range(steps):
-        x = points(step)
-        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + math.cos(math.pi * step / steps)) / 2
-
-        def compute(x=x):
-            return (network(x) - image(x)).square().mean()
-
+        group["lr"] = peak * (1 + math.cos(math.pi * step / steps)) / 2
+        compute = partial(loss_of, step)
         with probe.step():
             optimizer.zero_grad()
             loss = compute()
@@ -171,7 +167,20 @@ def fit(looks, steps=120, network=None, **settings):
             loss.backward()
             optimizer.step()
         losses.append(float(loss.detach()))
-    return probe, network, sum(losses[-20:]) / 20
+    return probe, sum(losses[-20:]) / 20 if losses else math.nan
+
+
+def fit(looks, steps=120, network=None, **settings):
+    """Train a network of the image; return the probe, the network and the last losses."""
+    network = siren() if network is None else network
+    torch.manual_seed(1)
+
+    def loss_of(step):
+        return (network(points(step)) - image(points(step))).square().mean()
+
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    probe, last = train(network, optimizer, looks, steps, loss_of, **settings)
+    return probe, network, last
 
 
 def factor(probe):
@@ -266,31 +275,19 @@ def deep(seed):
 @pytest.mark.parametrize("seed", range(2))
 def test_a_deep_network_learns_under_sgd(seed):
     teacher = torch.randn(20, 5, generator=torch.Generator().manual_seed(9))
-    ends = {}
-    for looks in (False, True):
-        network, losses, steps = deep(seed), [], 120
-        optimizer = torch.optim.SGD([{"params": network.parameters(), "initial_lr": 0.01}], lr=0.01, momentum=0.9)
-        rule = LRCorrection()
-        probe = SpectralProbe(
-            network, optimizer, every_n_steps=10, quantities=rule.quantities, correction=rule, mode="correct"
-        )
-        for step in range(steps):
-            optimizer.param_groups[0]["lr"] = 0.01 * (1 + math.cos(math.pi * step / steps)) / 2
+
+    def last(looks):
+        network = deep(seed)
+
+        def loss_of(step):
             x = torch.randn(64, 20, generator=torch.Generator().manual_seed(step))
+            return nn.functional.cross_entropy(network(x), (x @ teacher).argmax(1))
 
-            def compute(x=x, network=network):
-                return nn.functional.cross_entropy(network(x), (x @ teacher).argmax(1))
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+        return train(network, optimizer, looks, 120, loss_of)[1]
 
-            with probe.step():
-                optimizer.zero_grad()
-                loss = compute()
-                probe.report_loss(loss, compute if looks else None)
-                loss.backward()
-                optimizer.step()
-            losses.append(float(loss.detach()))
-        ends[looks] = sum(losses[-20:]) / 20
-    assert ends[True] < 1.1
-    assert not ends[False] < 1.3, "chance is 1.6"
+    assert last(looks=True) < 1.1
+    assert not last(looks=False) < 1.3, "chance is 1.6"
 
 
 def test_a_loss_that_does_not_follow_its_gradients_is_left_alone():
@@ -309,6 +306,13 @@ def test_a_loss_that_does_not_follow_its_gradients_is_left_alone():
     probe, _, _ = fit(looks=True, network=Turned(), steps=200)
     assert probe._supervisor._corrector.step_length.given_up
     assert factor(probe) == 1.0
+    told = []
+    probe._supervisor.correct(probe.latest, told.append)
+    assert not any("does not follow" in line for line in told), "that was said once"
+    resumed, _, _ = fit(looks=True, network=Turned(), steps=0)
+    resumed.load_state_dict(probe.state_dict())
+    resumed._supervisor.correct(probe.latest, told.append)
+    assert not any("does not follow" in line for line in told), "and is not said again"
 
 
 @pytest.mark.parametrize("size", ["lr", 1 / 8])

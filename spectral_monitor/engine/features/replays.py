@@ -104,7 +104,7 @@ class Replays:
         self._features = features
         self.needs = settings.needs
         self._drift_every = settings.drift_every
-        self.compiled = compiled
+        self._compiled = compiled
         self._host = settings.low_memory
         self.slices = ReplaySubset(settings.replay_samples, model)
         self.probe: Probe | None = None
@@ -128,12 +128,12 @@ class Replays:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             if hidden:
-                warn(f"{self.compiled} is compiled, and could not be run eagerly; no features are measured", error)
+                warn(f"{self._compiled} is compiled, and could not be run eagerly; no features are measured", error)
         if hidden and why:  # otherwise there is what was seen
             self.unseen = self._beyond(why)
 
     def _beyond(self, why: str) -> str:
-        return f"{self.compiled} is compiled, and could not be run eagerly: {why}"
+        return f"{self._compiled} is compiled, and could not be run eagerly: {why}"
 
     def choose(self, given: StepInputs, moved: bool, warn: WarnOnce) -> tuple[Replayable | None, Tensor | None, str]:
         """Return how the forward can be run again, the loss it had, and why it cannot."""
@@ -143,9 +143,9 @@ class Replays:
             self.unseen = self._beyond(f"the model is called in {len(roots)} separate parts")
         if moved or self.unseen:
             return None, None, MOVED if moved else self.unseen
-        if self.compiled and not self._features.hidden_layers:
+        if self._compiled and not self._features.hidden_layers:
             # A replay would have to run eagerly, where roundings and dropout are others than in the compiled forward.
-            return None, None, f"the forward cannot be run again: {self.compiled} is compiled"
+            return None, None, f"the forward cannot be run again: {self._compiled} is compiled"
         if looked is not None or len(roots) == 1:
             again = roots[0] if looked is None else looked
             before = trained_on(again, given)

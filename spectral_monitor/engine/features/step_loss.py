@@ -115,11 +115,12 @@ class StepLoss:
         """Return the loss; with a graph where it does not come without, for it has derivatives of the network in it."""
         try:
             return self._run_again(again, self._context, graph=self._graph)
-        except RuntimeError:
-            if self._graph or self._sharded:
+        except RuntimeError as error:
+            if self._graph or self._sharded or isinstance(error, torch.OutOfMemoryError):
                 raise
+            loss = self._run_again(again, self._context, graph=True)
             self._graph = True
-            return self._run_again(again, self._context, graph=True)
+            return loss
 
     def can_run(self, given: StepInputs) -> bool:
         """Return whether this process knows the loss before the step and can run again what led to it."""
