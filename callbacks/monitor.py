@@ -24,7 +24,8 @@ from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import with_loss
-from spectral_monitor.engine import Engine, Settings
+from spectral_monitor.engine import STEP_LOSS, Engine, Settings
+from spectral_monitor.engine.features.step_loss import MicroBatch
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
@@ -196,6 +197,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         asked = () if isinstance(quantities, str) else tuple(quantities)
         self._reports = SinkManager(sinks, heatmap_every, histograms, settings, self._warn, log, asked)
         self._training_step: TrainingStepReplay | None = None
+        self._micro_batches: list[MicroBatch] = []
         self._loss_scale = 1.0
         self._overdue: frozenset[str] = frozenset()
         self._began = self._spent = 0.0
@@ -256,10 +258,18 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Arm, if the optimizer steps in this batch and its step is to be measured."""
+        """Arm, if the optimizer steps in this batch and its step is to be measured.
+
+        Of batches before it, whose gradients are part of that step, only the loss is asked for, if anything.
+        """
         engine = self._engine
         keys = self._due(trainer, pl_module)
         if engine is None or not keys:
+            return
+        if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
+            if STEP_LOSS in keys and can_run_again(pl_module):
+                with self._said("steps that are too long are not noticed"):
+                    self._training_step = TrainingStepReplay(pl_module, batch, batch_idx)
             return
         self._training_step = None
         self._loss_scale = 1.0
@@ -279,14 +289,13 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             remember()
 
     def _due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> frozenset[str]:
-        """Return what is measured of this batch: if the optimizer steps in it, and at the right step.
+        """Return what is measured of the step that this batch is part of.
 
         With manual optimization nobody knows beforehand whether any does; the batches count, and if none has stepped
         in the one that was due, the next one is.
         """
         if pl_module.automatic_optimization:
-            keys = self._at(trainer, trainer.global_step + 1)
-            return frozenset() if keys and trainer.fit_loop._should_accumulate() else keys
+            return self._at(trainer, trainer.global_step + 1)
         self._overdue |= self._at(trainer, _batches(trainer))
         return self._overdue
 
@@ -315,7 +324,8 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             self._engine.features.backward_open = True
             if self._training_step is not None:
                 gradient = self._loss_scale / trainer.accumulate_grad_batches
-                self._engine.offer(self._training_step, gradient, partial(logging_suppressed, trainer, pl_module))
+                context = partial(logging_suppressed, trainer, pl_module)
+                self._engine.offer(self._training_step, gradient, context, self._micro_batches)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -333,7 +343,10 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measure what was watched, log it and act on it."""
-        if self._engine is None or not self._engine.armed:
+        if self._engine is None:
+            return
+        if not self._engine.armed:
+            self._remember(outputs)
             return
         automatic = pl_module.automatic_optimization
         again, roots = self._training_step, self._engine.features.roots
@@ -348,13 +361,19 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             context=partial(logging_suppressed, trainer, pl_module),
             only_if_stepped=not automatic,
         )
-        self._training_step = None
+        self._training_step, self._micro_batches = None, []
         if automatic or not self._engine.idle:
             self._overdue = frozenset()
         with self._said("a checkpoint will not hold the probe batch"):
             self._continuation.agree(self._engine)
         if measurement is not None:
             self._take(measurement, trainer)
+
+    def _remember(self, outputs: Any) -> None:
+        """Keep a micro-batch whose step will be looked at again."""
+        again, self._training_step = self._training_step, None
+        if again is not None and (loss := loss_in(outputs)) is not None:
+            self._micro_batches.append(MicroBatch(again, loss.detach()))
 
     def _take(self, measurement: Measurement, trainer: pl.Trainer) -> None:
         """Judge a measurement, log it, correct learning rates by it, and stop training if that is asked for."""
@@ -412,7 +431,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             self._engine.budget.pause()
         if self._engine is not None and self._engine.armed:
             self._engine.disarm()
-            self._training_step = None
+            self._training_step, self._micro_batches = None, []
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave no hook behind."""
@@ -426,7 +445,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     def __getstate__(self) -> dict[str, Any]:
         """Settings and measurements; what belongs to a fit or a model, and the methods Lightning adds, stay behind."""
         state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
-        return {**state, "_engine": None, "_supervisor": None, "_training_step": None}
+        return {**state, "_engine": None, "_supervisor": None, "_training_step": None, "_micro_batches": []}
 
     def _stop(self, module: pl.LightningModule) -> None:
         self._reports.end()
@@ -437,7 +456,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             with self._said("the end of training was not remembered"):
                 self._continuation.end(module, self._engine)
         self._engine = self._supervisor = None
-        self._training_step, self._overdue = None, frozenset()
+        self._training_step, self._micro_batches, self._overdue = None, [], frozenset()
 
 
 def clips(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

@@ -19,7 +19,7 @@ from spectral_monitor.correction.param_groups_code import param_groups_code
 from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
 from spectral_monitor.correction.settings import LRCorrection
-from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, StepLength, Tracker
+from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, UPHILL_EDGE, StepLength, Tracker
 from spectral_monitor.correction.update_size import block_contributions, observed, remnant, shows_contribution
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
@@ -216,7 +216,12 @@ class Corrector:
         """Leave the optimizers alone again; safe at any time, also with a step open."""
         self._swap.disarm()
 
-    def update(self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None = None) -> list[Change]:
+    def update(
+        self,
+        measurement: Measurement,
+        settings: Mapping[str, Hyperparameters] | None = None,
+        uphill: bool = False,
+    ) -> list[Change]:
         """Move the multipliers by what a measured step showed, and say which.
 
         Policy ``"balance"`` begins to correct a layer when there is a verdict on its update. Where an update is too
@@ -226,9 +231,10 @@ class Corrector:
         Args:
             measurement: the newest one.
             settings: layer -> its optimizer's settings at that measurement.
+            uphill: whether that is why it has no ``edge``.
         """
         if self.correction.of_peak and "edge" in measurement.summary:
-            self.step_length.see(measurement.step, measurement.summary["edge"])
+            self.step_length.see(measurement.step, UPHILL_EDGE if uphill else measurement.summary["edge"])
         values, quantity = measurement.values, self.correction.quantities[0]
         if not values.keys() >= set(self.correction.quantities):
             return []

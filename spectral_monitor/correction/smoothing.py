@@ -22,6 +22,10 @@ For a loss that is quadratic along the step that is from 4/3 on. Networks that t
 """
 LONGEST_PROPORTIONAL = 1.0
 """The same where updates go with gradients, as under SGD: steps that are too long make gradients, and steps, larger."""
+UPHILL_EDGE = 2.0
+"""What counts as the edge of a step that its own batch's gradient says goes uphill, so that it has none: the least with
+which a step gains nothing. Momentum carries on where the steps before went past the lowest point.
+"""
 EDGES = 3
 """So many, the latest ones, count. Their median shortens steps, for a single batch says little. Steps become longer
 again as far as the largest allows, for overshooting comes and goes.

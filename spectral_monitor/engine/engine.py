@@ -32,7 +32,7 @@ from spectral_monitor.engine.features.outputs import OF_ROWS, measure_noise, mea
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
 from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs, loss_begun
 from spectral_monitor.engine.features.stage import RowStage, input_rows
-from spectral_monitor.engine.features.step_loss import StepLoss
+from spectral_monitor.engine.features.step_loss import MicroBatch, StepLoss
 from spectral_monitor.engine.model_layout import ModelLayout
 from spectral_monitor.engine.observation import WatchedForward, observations, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
@@ -409,20 +409,29 @@ class Engine(EngineState):
         index = self._picker.choose(len(rows), rows_worth(self.layers[i].layout), rows.device)
         return rows if index is None else rows[index]
 
-    def offer(self, training_step: Replayable, gradient: float, context: Context) -> None:
+    def offer(
+        self, training_step: Replayable, gradient: float, context: Context, earlier: Sequence[MicroBatch] = ()
+    ) -> None:
         """Take a training step whose backward pass begins now, to be run again where its parts cannot be seen.
 
         Args:
             training_step: to be run again.
             gradient: of the loss it returned, that the backward pass begins with.
             context: to be entered around it.
+            earlier: as for :meth:`offer_loss`.
         """
         self._replays.whole, self._context = (training_step, LossGradient(gradient)), context
-        self.offer_loss(training_step, context)
+        self.offer_loss(training_step, context, earlier)
 
-    def offer_loss(self, again: Repeatable, context: Context = nullcontext) -> None:
-        """Take what led to the loss of the step, to be run again where :attr:`watches_loss`."""
-        self._step_loss.offer(again, context)
+    def offer_loss(self, again: Repeatable, context: Context = nullcontext, earlier: Sequence[MicroBatch] = ()) -> None:
+        """Take what led to the loss of the step, to be run again where :attr:`watches_loss`.
+
+        Args:
+            again: runs its forward again.
+            context: to be entered around that.
+            earlier: micro-batches before this one, where gradients are accumulated.
+        """
+        self._step_loss.offer(again, context, earlier)
 
     @contextmanager
     def _looking_aside(self) -> Iterator[None]:

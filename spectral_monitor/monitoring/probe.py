@@ -18,6 +18,7 @@ from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import Engine, Settings
+from spectral_monitor.engine.features.step_loss import MicroBatch
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import SpectralMonitorWarning, WarnOnce, announce
@@ -193,6 +194,7 @@ class SpectralProbe(MeasuredRun):
         self._keys: frozenset[str] = frozenset()
         self._loss: Tensor | None = None
         self._replay: LossReplay | None = None
+        self._earlier: list[MicroBatch] = []
 
     @property
     def anatomy(self) -> Anatomy:
@@ -270,10 +272,13 @@ class SpectralProbe(MeasuredRun):
 
         With it ``summary/loss_distance`` is known, and verdicts can tell targets that are far too large.
 
+        Where gradients are accumulated it may be called for each micro-batch.
+
         Args:
             loss: that one.
-            again: computes it once more, of the same batch. A correction then sees, now and then, what a step has made
-                of the loss, and shortens steps that go too far.
+            again: computes it once more, of the same batch, before it is divided by the number of micro-batches. A
+                correction then sees, now and then, what a step has made of the loss, and shortens steps that go too
+                far. Where gradients are accumulated, it has to know this of each micro-batch.
 
         Raises:
             ValueError: it is not a scalar.
@@ -284,11 +289,13 @@ class SpectralProbe(MeasuredRun):
             self._loss = loss.detach().reshape(()).clone()
             if self._replay is not None and again is not None:
                 self._replay.function = again
-                self._engine.offer_loss(self._replay)
+                self._engine.offer_loss(self._replay, earlier=self._earlier)
+                self._earlier.append(MicroBatch(self._replay, self._loss))
+                self._replay = LossReplay(self._engine.model)  # of the next micro-batch, if there is one
 
     def abandon_step(self) -> None:
         """Give up a step that was begun, such as one that raised; safe to call at any time."""
-        self._keys, self._open, self._loss, self._replay = frozenset(), False, None, None
+        self._keys, self._open, self._loss, self._replay, self._earlier = frozenset(), False, None, None, []
         self._engine.disarm()
         self._supervisor.disarm()
 
@@ -302,7 +309,7 @@ class SpectralProbe(MeasuredRun):
             clipped: whether the gradients were clipped; ``edge``, which needs them as they were, is then NaN.
         """
         keys, self._keys, self._open = self._keys, frozenset(), False
-        loss, self._loss, self._replay = self._loss, None, None
+        loss, self._loss, self._replay, self._earlier = self._loss, None, None, []
         self._supervisor.disarm()
         if not keys:
             return

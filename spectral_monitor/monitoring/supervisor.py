@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property
@@ -16,7 +17,8 @@ from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameter
 from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Change, Corrector, LRCorrection, looks_drawn, rescale, starting_norm
 from spectral_monitor.engine import START, STEP_LOSS, Engine
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.engine.results.edge import UPHILL
+from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.quantities import resolve
 from spectral_monitor.reporting.content.headline import announcement, names_in
@@ -193,7 +195,8 @@ class Supervisor:
         if self._corrector is None:
             return
         try:
-            changes = self._corrector.update(measurement, self.settings)
+            uphill = measurement.why("edge", SUMMARY) == UPHILL
+            changes = self._corrector.update(measurement, self.settings, uphill)
             self._engine.multipliers = self._corrector.by_layer()
             if said := self._length_said(measurement):
                 tell(f"step {measurement.step}: {said}")
@@ -221,10 +224,10 @@ class Supervisor:
         if length.factor > before:
             return f"steps are made longer again: {length.factor:.2g} of their size"
         edge = measurement.summary["edge"]
-        return (
-            f"steps go too far (edge {edge:.2g}: a shorter one would have lowered the loss further); "
-            f"they are shortened to {length.factor:.2g} of their size"
-        )
+        why = f"edge {edge:.2g}: a shorter one would have lowered the loss further"
+        if not math.isfinite(edge):
+            why = "this one goes uphill on its own batch: those before went past the lowest point"
+        return f"steps go too far ({why}); they are shortened to {length.factor:.2g} of their size"
 
     def _judged(self, measurement: Measurement) -> Measurement:
         verdicts = self._verdicts(measurement)

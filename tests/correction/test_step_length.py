@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
+from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.correction.smoothing import (
     FRUITLESS,
     LONGEST,
@@ -24,9 +24,12 @@ from spectral_monitor.correction.smoothing import (
     RISE,
     SELDOM,
     SHORTEST,
+    UPHILL_EDGE,
     StepLength,
 )
-from spectral_monitor.measurement import SUMMARY
+from spectral_monitor.engine.results.edge import edge
+from spectral_monitor.engine.results.reasons import StepContext
+from spectral_monitor.measurement import SUMMARY, Measurement
 
 
 def test_a_step_that_is_too_long_gets_the_right_length_at_once():
@@ -103,6 +106,63 @@ def test_gradients_of_another_loss_are_given_up():
     assert factors[-1] == 1.0
     assert length.given_up
     assert not length.due(1000)
+
+
+def uphill(step, predicted=1e-3):
+    """A measurement of a step that the gradient of its own batch says goes uphill."""
+    facts = StepContext({0: 0.1}, {0}, set(), loss_eps=torch.finfo(torch.float32).eps)
+    network = {"loss_change_predicted": predicted, "loss_change": 3 * predicted}
+    found, why = edge(network, 1.0, "", 1, facts)
+    reasons = {f"{key}/{SUMMARY}": reason for key, reason in why.items()}
+    return Measurement(step, (), {}, {**network, **found}, reasons=reasons)
+
+
+def test_steps_that_go_uphill_are_too_long():
+    probe, _, _ = fit(looks=True, steps=0, network=nn.Linear(2, 1))
+    said = []
+    for step in range(1, 4):
+        assert math.isnan(uphill(step).summary["edge"])
+        probe._supervisor.correct(uphill(step), said.append)
+    assert factor(probe) == pytest.approx(LONGEST / UPHILL_EDGE)
+    for step in (4, 5):
+        probe._supervisor.correct(uphill(step), said.append)
+    assert "uphill" in said[0]
+    assert "nan" not in " ".join(said)
+
+
+def test_what_is_lost_in_rounding_does_not_go_uphill():
+    probe, _, _ = fit(looks=True, steps=0, network=nn.Linear(2, 1))
+    for step, predicted in enumerate((1e-9, 1e-8, 0.0, 1e-8, 1e-9), 1):
+        probe._supervisor.correct(uphill(step, predicted))
+    assert factor(probe) == 1.0
+
+
+def spiral(seed):
+    """A neural ODE of 20 steps, and its loss."""
+    torch.manual_seed(seed)
+    network = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    turn = torch.tensor([[-0.1, 2.0], [-2.0, -0.1]])
+
+    def end(f, x):
+        for _ in range(20):
+            x = x + 0.1 * f(x + 0.05 * f(x))
+        return x
+
+    def loss_of(step):
+        x = points(step, 128)
+        return (end(network, x) - end(lambda y: y.pow(3) @ turn, x)).square().mean()
+
+    return network, loss_of
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_neural_ode_that_hovers_goes_on_learning(seed):
+    def last(looks):
+        network, loss_of = spiral(seed)
+        optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+        return train(network, optimizer, looks, 150, loss_of)[1]
+
+    assert last(looks=True) < 0.7 * last(looks=False)
 
 
 def test_it_goes_on_from_its_state():
@@ -423,8 +483,87 @@ def test_what_is_rounded_is_looked_at_precisely(how):
 
 
 @pytest.mark.filterwarnings("ignore:no logger")
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_of_accumulated_gradients_the_loss_of_all_micro_batches_counts(clip):
+    weights, oracle = Weights(), siren().double()
+    _, corrector = lightning(siren(), 5, others=[weights], accumulate_grad_batches=3, gradient_clip_val=clip)
+    for step, found in enumerate(corrector.measurements):
+        micro = weights.pairs[3 * step : 3 * step + 3]
+        batches = [points(3 * step + k, 64).double() for k in range(3)]
+
+        def loss_of(state, batches=batches):
+            oracle.load_state_dict(state)
+            return sum((oracle(x) - image(x)).square().mean() for x in batches) / 3
+
+        oracle.zero_grad()
+        before = loss_of(micro[0][0])
+        before.backward()
+        change = float((loss_of(micro[2][1]) - before).detach())
+        after, moves = micro[2][1], oracle.named_parameters()
+        predicted = sum(float((p.grad * (after[name] - micro[0][0][name])).sum()) for name, p in moves)
+        assert found.summary["loss_change"] == pytest.approx(change, rel=1e-3)
+        assert found.summary["edge"] == pytest.approx(2 * (1 - change / predicted), abs=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:no logger")
 def test_why_an_edge_is_not_known_is_said():
-    _, corrector = lightning(siren(), steps=2, accumulate_grad_batches=2)
+    _, corrector = lightning(siren(), steps=11, accumulate_grad_batches=3)
     latest = corrector.measurements[-1]
-    assert math.isnan(latest.summary["edge"])
+    assert not math.isnan(latest.summary["edge"])
+    corrector.measurements.clear()
+    _, corrector = lightning(siren(), steps=8, accumulate_grad_batches=4)
+    latest = corrector.measurements[-1]
+    assert math.isnan(latest.summary["edge"]), "the last step of the epoch is of two batches"
     assert "accumulated" in latest.why("edge", SUMMARY)
+
+
+def accumulated(told, again_of, divide=4, noise=0.0):
+    """Make a step of 4 micro-batches in a loop of one's own; return the measurement, and the loss before and after."""
+    network, batches = siren(), [points(k, 64) for k in range(4)]
+    network.append(nn.Dropout(noise))
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
+    probe = SpectralProbe(network, optimizer, correction=LRCorrection(), mode="correct", quantities="light")
+    torch.manual_seed(3)
+    states, losses = [], []
+    with probe.step(accumulated=divide):
+        optimizer.zero_grad()
+        for k, x in enumerate(batches):
+            states.append(torch.get_rng_state())
+            losses.append((network(x) - image(x)).square().mean())
+            if k in told:
+                probe.report_loss(losses[-1] / divide, again_of(network, batches, k))
+            (losses[-1] / divide).backward()
+        optimizer.step()
+    after = []
+    for x, state in zip(batches, states, strict=True):
+        torch.set_rng_state(state)
+        after.append((network(x) - image(x)).square().mean())
+    return probe.latest, float(sum(losses).detach()) / divide, float(sum(after).detach()) / divide
+
+
+def its_own(network, batches, k):
+    return lambda: (network(batches[k]) - image(batches[k])).square().mean()
+
+
+@pytest.mark.parametrize("divide", [4, 1])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_a_loop_of_ones_own_tells_the_loss_of_each_micro_batch(divide, noise):
+    found, before, after = accumulated(range(4), its_own, divide, noise)
+    assert found.summary["loss_change"] == pytest.approx(after - before, rel=1e-3)
+    assert not math.isnan(found.summary["edge"])
+
+
+def test_one_micro_batch_of_several_says_nothing():
+    found, _, _ = accumulated([3], its_own)
+    assert math.isnan(found.summary["edge"])
+    assert "accumulated" in found.why("edge", SUMMARY)
+
+
+def test_a_function_that_gives_another_loss_is_noticed():
+    def the_last(network, batches, k):
+        return lambda: (network(batches[3]) - image(batches[3])).square().mean()
+
+    with pytest.warns(SpectralMonitorWarning, match="another loss"):
+        found, _, _ = accumulated(range(4), the_last)
+    assert math.isnan(found.summary["edge"])
+    assert "another loss" in found.why("edge", SUMMARY)

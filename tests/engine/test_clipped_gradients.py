@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from spectral_monitor import SpectralMonitor
+from spectral_monitor import LRCorrection, SpectralMonitor
 
 BATCHES = 4
 
@@ -51,8 +51,9 @@ def data():
     return [(torch.randn(32, 6, **draw), 3 * torch.randn(32, 2, **draw)) for _ in range(BATCHES)]
 
 
-def fitted(tmp_path, module, accumulate=1, quantities="light", **trainer):
-    watch = SpectralMonitor(every_n_steps=1, quantities=quantities, verbose=0, tol=1e-6)
+def fitted(tmp_path, module, accumulate=1, quantities="light", correct=None, **trainer):
+    mode = {"mode": "correct", "correction": correct} if correct else {}
+    watch = SpectralMonitor(every_n_steps=1, quantities=quantities, verbose=0, tol=1e-6, **mode)
     pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -93,6 +94,30 @@ def test_contributions_are_of_the_gradient_before_its_norm_is_clipped(tmp_path, 
         for name, layer in NAMES.items():
             assert measured.value("contribution", layer) == pytest.approx(want[name], rel=1e-5)
         assert measured.summary["loss_change_predicted"] == pytest.approx(-sum(want.values()), rel=1e-6)
+
+
+def test_a_correction_that_splits_groups_does_not_hide_what_was_clipped(tmp_path):
+    module = Net(adam=True)
+    watch = fitted(tmp_path, module, gradient_clip_val=0.05, correct=LRCorrection())
+    assert len(watch.measurements) == BATCHES
+    for measured in watch.measurements:
+        want = oracle(module, measured.step)
+        assert measured.summary["loss_change_predicted"] == pytest.approx(-sum(want.values()), rel=1e-6)
+        assert measured.value("contribution", "net.0") == pytest.approx(want["0.weight"], rel=1e-5)
+
+
+class Unfreezing(Net):
+    """Gives a parameter a gradient after the others were clipped."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.net[2].bias.grad = None
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+def test_other_gradients_than_were_clipped_have_no_factor(tmp_path):
+    watch = fitted(tmp_path, Unfreezing(), gradient_clip_val=0.05)
+    assert watch.latest.values["contribution"].isnan().all()
+    assert "other gradients" in watch.latest.why("contribution", "net.0")
 
 
 def test_sizes_of_gradients_are_those_before_the_norm_is_clipped(tmp_path):

@@ -158,7 +158,7 @@ def test_what_is_not_known_is_nan_and_says_why():
         (why("", accumulated=2), "accumulated"),
         (why("uphill"), "downhill"),
         (why("", lr=1e-6, dtype=torch.float32), "rounding"),
-        (why("", lr=0.0), "downhill"),
+        (why("", lr=0.0), "no change"),
     ):
         assert math.isnan(found[0])
         assert said in found[1]

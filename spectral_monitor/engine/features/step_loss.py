@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +24,30 @@ from spectral_monitor.state.rng import AutocastState
 NOT_WHOLE = "the loss after the step is not known: nothing that is run again returns it"
 IN_PARTS = "processes share weights, and what is compiled or in half precision would have to run before the step too"
 """Why a step's loss cannot be had although it can be run again."""
+NOT_REPEATABLE = (
+    "what is run again gives another loss ({again:.4g}) than the step had ({told:.4g}); a function given to "
+    "report_loss must compute that loss again, of its own micro-batch (lambda x=x, y=y: ...)"
+)
+SAME, SAME_ROUNDED = 1e-3, 0.25
+"""Parts by which a loss may differ from what it was, in full precision and where that was rounded, as in a difference
+of two.
+"""
 ELSEWHERE = "the loss after the step is not known in another process"
+
+
+class MicroBatch(NamedTuple):
+    """One of several whose gradients are added up: how to run its forward again, and what its backward began with."""
+
+    again: Repeatable
+    loss: Tensor
 
 
 class StepLoss:
     """Runs the forward of a step again, whole, when the optimizer has stepped.
 
     Where it is compiled or in half precision, the loss that it returned is rounded, and so would be their difference,
-    which is small. It then runs eagerly and in full precision, before the step and after it.
+    which is small. It then runs eagerly and in full precision, before the step and after it. The first time it always
+    runs before the step too, to see whether it gives the same loss again.
 
     Attributes:
         wanted: whether the loss after the step that is watched is asked for.
@@ -41,35 +58,48 @@ class StepLoss:
         ``sharded``: whether processes share weights.
         """
         self._model, self._run_again, self._sharded, self._warn = model, run, sharded, warn
-        self._graph = False
+        self._graph = self._checked = False
         self._compiled = bool(compiled_modules(model))
         self.begin(False)
 
     def begin(self, wanted: bool) -> None:
         """Forget the last step; ``wanted``: whether that of the coming one is asked for."""
         self.wanted = wanted
-        self._again: Repeatable | None = None
+        self._parts: list[Repeatable] = []  # micro-batches, and what backward passes began with, but for the last
+        self._losses: list[Tensor] = []
         self._context: Context = nullcontext
         self._before: Tensor | None = None
+        self._halves = False
         self._why = ""
 
-    def offer(self, again: Repeatable, context: Context) -> None:
-        """Take what led to the loss of the step that is watched, and what is to be entered when it is run again."""
+    def offer(self, again: Repeatable, context: Context, earlier: Sequence[MicroBatch] = ()) -> None:
+        """Take what led to the loss of the step that is watched.
+
+        Args:
+            again: runs its forward again.
+            context: to be entered around that.
+            earlier: micro-batches before this one whose gradients are part of the step.
+        """
         if self.wanted:
-            self._again, self._context = again, context
-            self._why = why_not(again)
+            self._parts, self._context = [*(part.again for part in earlier), again], context
+            self._losses = [part.loss for part in earlier]
+            self._why = next(filter(None, map(why_not, self._parts)), "")
 
     def stepping(self) -> None:
-        """Look at the loss before the optimizer steps, if that which the forward returned is not precise enough."""
-        if self._again is None or self._before is not None or self._why:
+        """Look at the loss before the optimizer steps, if that which the forward returned is not precise enough, or it
+        is not known yet whether it can be had again.
+        """
+        if not self._parts or self._before is not None or self._why:
             return
         with self._context():
-            rounded = self._compiled or AutocastState.now(self._model).halves
+            self._halves = AutocastState.now(self._model).halves
+        rounded = self._compiled or self._halves
         if rounded and self._sharded:
             self._why = IN_PARTS
         elif rounded:
-            self._again = self._again.precise()
-            self._before = self._run(self._again)
+            self._parts = [again.precise() for again in self._parts]
+        if not self._why and (rounded or not (self._checked or self._sharded)):
+            self._before = self._total()
 
     @torch.no_grad()
     def after(
@@ -91,9 +121,8 @@ class StepLoss:
             processes: those that train together.
             out: where it is put.
         """
-        self._why = self._why or why_unknown(optimizers, facts)
-        if not all(some.whole for some in seen.steps):
-            self._why = self._why or NOT_WHOLE
+        whole = all(some.whole for some in seen.steps)
+        self._why = self._why or why_unknown(optimizers, facts, whole) or ("" if whole else NOT_WHOLE)
         change = None if self._why else self._change(given)
         if processes is not None:
             mine = torch.zeros(3)
@@ -123,23 +152,44 @@ class StepLoss:
             return loss
 
     def can_run(self, given: StepInputs) -> bool:
-        """Return whether this process knows the loss before the step and can run again what led to it."""
-        return self._again is not None and not self._why and self._loss_before(given) is not None
+        """Return whether this process knows the loss before the step and can run again all that led to it."""
+        self._check(given)
+        # A loss that is divided by 1 is one of one batch, or of several that are added up.
+        whole = len(self._parts) == given.accumulated or (given.accumulated == 1 and len(self._parts) > 1)
+        return whole and not self._why and self._loss_before(given) is not None
+
+    def _check(self, given: StepInputs) -> None:
+        """See, once, whether what was run again before the step gave its loss."""
+        told = self._told(given)
+        if self._checked or self._why or self._before is None or told is None:
+            return
+        again, was = float(self._before / given.accumulated), float(told)
+        self._checked = abs(again - was) <= (SAME_ROUNDED if self._halves else SAME) * abs(was)
+        if not self._checked:
+            self._why = NOT_REPEATABLE.format(again=again, told=was)
+            self._warn(f"{self._why}; steps that are too long are not noticed")
 
     def _loss_before(self, given: StepInputs) -> Tensor | None:
-        if self._before is not None or given.loss is None:
-            return self._before
-        return given.loss * given.accumulated
+        """Return the loss that the step's gradient is that of."""
+        return self._told(given) if self._before is None else self._before / given.accumulated
+
+    def _told(self, given: StepInputs) -> Tensor | None:
+        """Return that loss as backward passes began with it."""
+        return None if given.loss is None else torch.stack([*self._losses, given.loss]).double().sum()
+
+    def _total(self) -> Tensor | None:
+        """Run all micro-batches; return the sum of their losses."""
+        losses = [loss for again in self._parts if (loss := self._run(again)) is not None]
+        return torch.stack(losses).double().sum() if len(losses) == len(self._parts) else None
 
     def _change(self, given: StepInputs) -> Tensor | None:
         """Return the loss after the step less that before it, and that before it."""
-        again, before = self._again, self._loss_before(given)
-        assert again is not None
+        before = self._loss_before(given)
         assert before is not None
         try:
-            after = self._run(again)
+            after = self._total()
         except Exception as error:
             self._why = f"the step could not be run again ({type(error).__name__}: {error})"
             self._warn(f"{self._why}; steps that are too long are not noticed", error)
             return None
-        return None if after is None else torch.stack([after.double() - before.double(), before.double()])
+        return None if after is None else torch.stack([after / given.accumulated - before, before])

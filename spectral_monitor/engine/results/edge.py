@@ -19,15 +19,19 @@ NO_LOSS = (
 )
 OTHER_LOSS = "the loss is not finite, or what the model returns is not what was trained on, or only a part of it"
 NO_PREDICTION = "the predicted change of the loss is not known"
+STILL = "no change of the loss is predicted"
 UPHILL = "the step does not go downhill on this batch"
 FEW_DIGITS = "the change of the loss is too close to its rounding"
 NOT_CONVEX = "the loss does not curve upwards along the step"
 NO_RATE = "no learning rate above 0 is known"
 
 
-def why_unknown(optimizers: int, facts: StepContext) -> str:
-    """Return why no edge is known of such a step, whatever the loss after it; empty if it may be."""
-    if facts.accumulated > 1:
+def why_unknown(optimizers: int, facts: StepContext, whole: bool = False) -> str:
+    """Return why no edge is known of such a step, whatever the loss after it; empty if it may be.
+
+    ``whole``: whether that loss is of all micro-batches.
+    """
+    if facts.accumulated > 1 and not whole:
         return ACCUMULATED
     if facts.clipped_before:
         return CLIPPED
@@ -55,15 +59,18 @@ def edge(
     value = 2 * (1 - change / predicted) if predicted else math.nan
     eps = max(facts.eps.values(), default=0.0) if facts.loss_eps is None else facts.loss_eps
     rounding = eps * abs(loss)
-    why = why_unknown(optimizers, facts) or ("" if math.isfinite(change) else no_loss)
+    why = why_unknown(optimizers, facts, whole=facts.no_loss == "")
+    why = (facts.no_loss or why) if why else "" if math.isfinite(change) else no_loss
     if why:
         return {"edge": math.nan, "critical_lr": math.nan}, {"edge": why, "critical_lr": why}
     if not math.isfinite(predicted):
         why = NO_PREDICTION
-    elif predicted >= 0:
-        why = UPHILL
+    elif predicted == 0:
+        why = STILL
     elif 2 * rounding > DIGITS * abs(value * predicted):
         why = FEW_DIGITS
+    elif predicted > 0:
+        why = UPHILL
     rate = max((lr for lr in facts.lr.values() if lr > 0), default=math.nan)
     beyond = why or (NOT_CONVEX if value <= 0 else "") or (NO_RATE if math.isnan(rate) else "")
     found = {"edge": math.nan if why else value, "critical_lr": math.nan if beyond else 2 * rate / value}

@@ -74,7 +74,8 @@ class StepContext:
         clipped_before: whether gradients were clipped by a factor that is not known.
         loss_parts: of how many losses like the model's that of the step is the sum; 1 if it is their mean.
         moved: whether the weights of the forward are not those before the update.
-        no_loss: why the loss after the step is not known, where it was asked for by itself; ``None`` if it was not.
+        no_loss: why the loss after the step is not known, where it was asked for by itself, which is that of all
+            micro-batches; ``None`` if it was not.
         loss_eps: rounding of that loss, if it was.
         multipliers: layer index -> what a correction multiplied the learning rate with.
         decay: layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter.
@@ -224,7 +225,7 @@ def _no_gradient(facts: StepContext) -> str:
     if facts.rewritten:
         return "the optimizer overwrote the gradients"
     if facts.clipped:
-        return "gradients were clipped entry by entry: what they were before is not known"
+        return "gradients were clipped entry by entry, or are other gradients now: what they were before is not known"
     return ""
 
 

@@ -21,7 +21,7 @@ class Clipping:
 
     Attributes:
         factor: by which gradients were larger before.
-        uneven: 1 where no factor says it, for gradients were clipped entry by entry, else 0.
+        uneven: 1 where no factor says it, for gradients were clipped entry by entry or are others than before, else 0.
     """
 
     factor: Tensor
@@ -46,15 +46,18 @@ class Unclipped:
         return cls(parameters, gradient_norms(parameters), by_value)
 
     def compared(self, parameters: Sequence[Tensor], norms: Tensor) -> Clipping | None:
-        """Return what was done since; ``None`` where there are no gradients, or other ones than before.
+        """Return what was done since; ``None`` where there are no gradients.
 
         Args:
-            parameters: those with a gradient now.
+            parameters: those with a gradient now, in any order: a correction splits groups, and so exchanges them.
             norms: of these gradients.
         """
-        if not parameters or [id(p) for p in parameters] != [id(p) for p in self.parameters]:
+        if not parameters:
             return None
-        then = self.norms
+        places = {id(p): place for place, p in enumerate(self.parameters)}
+        if places.keys() != {id(p) for p in parameters}:
+            return Clipping(torch.ones_like(norms[0]), torch.ones_like(norms[0]))
+        then = self.norms[[places[id(p)] for p in parameters]]
         factor = torch.linalg.vector_norm(then) / torch.linalg.vector_norm(norms)
         factor = torch.where(factor.isfinite(), factor, 1.0)  # NaN and inf speak for themselves
         off = norms < then if self.by_value else (then - factor * norms).abs() > UNEVEN * then
