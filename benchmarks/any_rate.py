@@ -24,10 +24,11 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 
 import torch
+from recipes import steep as steep_development
+from recipes import steep_heldout
 from recipes.recipe import Half
 from recipes.records import suite
 from recipes.run import Run, finite
-from recipes.steep import RECIPES as STEEP
 from tqdm import tqdm
 
 from spectral_monitor import LRCorrection, SpectralProbe
@@ -55,6 +56,7 @@ RECIPES: dict[Half, tuple[str, ...]] = {
     ),
 }
 """One or two of each kind and optimizer, chosen by name before any of them was run with a correction."""
+STEEP = (*steep_development.RECIPES, *steep_heldout.RECIPES)
 BLIND = "corrected, steps not shortened"
 GRID = (-2, -1, 0, 1, 2)
 STARTS = (1.0, 100.0, 0.01)
