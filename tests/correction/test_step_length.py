@@ -27,7 +27,7 @@ from spectral_monitor.correction.smoothing import (
     UPHILL_EDGE,
     StepLength,
 )
-from spectral_monitor.engine.results.edge import edge
+from spectral_monitor.engine.results import edge as of_line
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.measurement import SUMMARY, Measurement
 
@@ -112,7 +112,7 @@ def uphill(step, predicted=1e-3):
     """A measurement of a step that the gradient of its own batch says goes uphill."""
     facts = StepContext({0: 0.1}, {0}, set(), loss_eps=torch.finfo(torch.float32).eps)
     network = {"loss_change_predicted": predicted, "loss_change": 3 * predicted}
-    found, why = edge(network, 1.0, "", 1, facts)
+    found, why = of_line.edge(network, 1.0, "", 1, facts)
     reasons = {f"{key}/{SUMMARY}": reason for key, reason in why.items()}
     return Measurement(step, (), {}, {**network, **found}, reasons=reasons)
 
