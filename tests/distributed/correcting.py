@@ -12,7 +12,12 @@ STEPS = 8
 
 
 def train(
-    way: str, network: str, policy: str, polyak: float | None = None, size: float | str = 1 / 8
+    way: str,
+    network: str,
+    policy: str,
+    polyak: float | None = None,
+    size: float | str = 1 / 8,
+    accumulate: int = 1,
 ) -> dict[str, Any]:
     """Multipliers after some steps, the weights they led to, the edges of steps, and the groups the optimizer was left
     with.
@@ -20,7 +25,7 @@ def train(
     corrector, keeper = SpectralLRCorrector(policy, every_n_steps=2, polyak=polyak, size=size), Keeper(network)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpectralConditionWarning)
-        module = fit(way, network, STEPS, [corrector, keeper], "adamw")
+        module = fit(way, network, STEPS, [corrector, keeper], "adamw", accumulate_grad_batches=accumulate)
     return {
         "multipliers": corrector.multipliers,
         "weights": keeper.weights[-1],

@@ -24,7 +24,12 @@ def cases():
             one = task("correcting.train", count, way=way, network=network, policy=policy)
             core = (way, policy) == ("fsdp2", "target")
             yield pytest.param(one, id=str(one), marks=() if core else marks(way, count, network))
-    for way, settings in (("ddp", {"policy": "fsc", "polyak": 0.0}), ("fsdp2", {"policy": "target", "size": LONG})):
+    for way, settings in (
+        ("ddp", {"policy": "fsc", "polyak": 0.0}),
+        ("fsdp2", {"policy": "target", "size": LONG}),
+        ("ddp", {"policy": "target", "accumulate": 2}),
+        ("fsdp2", {"policy": "target", "accumulate": 2}),
+    ):
         one = task("correcting.train", 2, way=way, network="transformer", **settings)
         yield pytest.param(one, id=str(one), marks=pytest.mark.slow)
 
@@ -34,8 +39,8 @@ LONG = 4.0
 
 
 @cache
-def alone(network, policy, polyak=None, size=1 / 8):
-    return train("", network, policy, polyak, size)
+def alone(network, policy, **settings):
+    return train("", network, policy, **settings)
 
 
 @pytest.mark.parametrize("one", list(cases()))
