@@ -25,7 +25,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameter
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import STEP_LOSS, Engine, Settings
-from spectral_monitor.engine.features.step_loss import MicroBatch
+from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
@@ -268,7 +268,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             return
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             if STEP_LOSS in keys and can_run_again(pl_module):
-                with self._said("steps that are too long are not noticed"):
+                with self._said(UNNOTICED):
                     self._training_step = TrainingStepReplay(pl_module, batch, batch_idx)
             return
         self._training_step = None

@@ -28,10 +28,11 @@ NOT_REPEATABLE = (
     "what is run again gives another loss ({again:.4g}) than the step had ({told:.4g}); a function given to "
     "report_loss must compute that loss again, of its own micro-batch (lambda x=x, y=y: ...)"
 )
-SAME, SAME_ROUNDED = 1e-3, 0.25
-"""Parts by which a loss may differ from what it was, in full precision and where that was rounded, as in a difference
-of two.
+SAME, ALIKE = 1e-3, 0.5
+"""Parts by which a loss may differ from what it was: where the same was run again, and where it ran eagerly and in full
+precision instead. Compiled code draws other random numbers.
 """
+UNNOTICED = "steps that are too long are not noticed"
 ELSEWHERE = "the loss after the step is not known in another process"
 
 
@@ -59,6 +60,7 @@ class StepLoss:
         """
         self._model, self._run_again, self._sharded, self._warn = model, run, sharded, warn
         self._graph = self._checked = False
+        self._never = ""
         self._compiled = bool(compiled_modules(model))
         self.begin(False)
 
@@ -69,8 +71,8 @@ class StepLoss:
         self._losses: list[Tensor] = []
         self._context: Context = nullcontext
         self._before: Tensor | None = None
-        self._halves = False
-        self._why = ""
+        self._rounded = False
+        self._why = self._never
 
     def offer(self, again: Repeatable, context: Context, earlier: Sequence[MicroBatch] = ()) -> None:
         """Take what led to the loss of the step that is watched.
@@ -83,7 +85,7 @@ class StepLoss:
         if self.wanted:
             self._parts, self._context = [*(part.again for part in earlier), again], context
             self._losses = [part.loss for part in earlier]
-            self._why = next(filter(None, map(why_not, self._parts)), "")
+            self._why = self._never or next(filter(None, map(why_not, self._parts)), "")
 
     def stepping(self) -> None:
         """Look at the loss before the optimizer steps, if that which the forward returned is not precise enough, or it
@@ -92,13 +94,12 @@ class StepLoss:
         if not self._parts or self._before is not None or self._why:
             return
         with self._context():
-            self._halves = AutocastState.now(self._model).halves
-        rounded = self._compiled or self._halves
-        if rounded and self._sharded:
+            self._rounded = self._compiled or AutocastState.now(self._model).halves
+        if self._rounded and self._sharded:
             self._why = IN_PARTS
-        elif rounded:
+        elif self._rounded:
             self._parts = [again.precise() for again in self._parts]
-        if not self._why and (rounded or not (self._checked or self._sharded)):
+        if not self._why and (self._rounded or not (self._checked or self._sharded)):
             self._before = self._total()
 
     @torch.no_grad()
@@ -161,13 +162,13 @@ class StepLoss:
     def _check(self, given: StepInputs) -> None:
         """See, once, whether what was run again before the step gave its loss."""
         told = self._told(given)
-        if self._checked or self._why or self._before is None or told is None:
+        if self._checked or self._before is None or told is None:
             return
+        self._checked = True  # in all processes alike, which may have to run it together
         again, was = float(self._before / given.accumulated), float(told)
-        self._checked = abs(again - was) <= (SAME_ROUNDED if self._halves else SAME) * abs(was)
-        if not self._checked:
-            self._why = NOT_REPEATABLE.format(again=again, told=was)
-            self._warn(f"{self._why}; steps that are too long are not noticed")
+        if abs(again - was) > (ALIKE if self._rounded else SAME) * abs(was):
+            self._why = self._never = NOT_REPEATABLE.format(again=again, told=was)
+            self._warn(f"{self._why}; {UNNOTICED}")
 
     def _loss_before(self, given: StepInputs) -> Tensor | None:
         """Return the loss that the step's gradient is that of."""
@@ -178,18 +179,17 @@ class StepLoss:
         return None if given.loss is None else torch.stack([*self._losses, given.loss]).double().sum()
 
     def _total(self) -> Tensor | None:
-        """Run all micro-batches; return the sum of their losses."""
-        losses = [loss for again in self._parts if (loss := self._run(again)) is not None]
+        """Run all micro-batches; return the sum of their losses, ``None`` where one has none or cannot be run again."""
+        try:
+            losses = [loss for again in self._parts if (loss := self._run(again)) is not None]
+        except Exception as error:
+            self._why = f"the step could not be run again ({type(error).__name__}: {error})"
+            self._warn(f"{self._why}; {UNNOTICED}", error)
+            return None
         return torch.stack(losses).double().sum() if len(losses) == len(self._parts) else None
 
     def _change(self, given: StepInputs) -> Tensor | None:
         """Return the loss after the step less that before it, and that before it."""
-        before = self._loss_before(given)
+        before, after = self._loss_before(given), self._total()
         assert before is not None
-        try:
-            after = self._total()
-        except Exception as error:
-            self._why = f"the step could not be run again ({type(error).__name__}: {error})"
-            self._warn(f"{self._why}; steps that are too long are not noticed", error)
-            return None
         return None if after is None else torch.stack([after / given.accumulated - before, before])
