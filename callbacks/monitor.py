@@ -17,6 +17,7 @@ from spectral_monitor.callbacks.checkpoint_hooks import CheckpointHooks
 from spectral_monitor.callbacks.conflicts import check_conflicts, monitor_index
 from spectral_monitor.callbacks.lightning_packages import package_of
 from spectral_monitor.callbacks.loggers import SinkManager, every, shortest, show, tell, warn_of_condition
+from spectral_monitor.callbacks.schedules import planned_peaks
 from spectral_monitor.callbacks.strategies import check_supported, strategy_context
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
 from spectral_monitor.capture.replay.loss_flow import loss_in
@@ -233,13 +234,16 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         check_conflicts(trainer, self)
         self._supervisor = Supervisor(self.mode, self.condition, self.correction, self._engine)
         self._roles = Roles.of(self._engine.anatomy)
+        if corrected:
+            for parameters, highest in planned_peaks(trainer, pl_module):
+                self._supervisor.plan(parameters, highest)
         if self.verbose:
             when = every(self.settings.every_n_steps)
             show(rendered(role_rows(self._engine.anatomy, folded=self.verbose < 2, when=when)))
-            if self.mode != "observe" and (recipe := self._supervisor.recipe):
-                self._tell(trainer, f"spectral monitor: {recipe}")
-            if decision := self._supervisor.decision:
-                self._tell(trainer, f"spectral monitor: {decision}")
+            # What a learning rate means for other widths says nothing where a correction gives it another meaning.
+            said = self._supervisor.decision or (self._supervisor.recipe if self.mode != "observe" else "")
+            if said:
+                self._tell(trainer, f"spectral monitor: {said}")
         if not trainer.loggers and trainer.is_global_zero:
             self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
 

@@ -6,11 +6,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from spectral_monitor.condition import NETWORK, Profile, load_profile
-from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters, hyperparameters
+from spectral_monitor.condition.optimizers.hyperparameters import (
+    UNKNOWN,
+    Hyperparameters,
+    hyperparameters,
+    rectification,
+)
 from spectral_monitor.condition.optimizers.relative import relative_rates
 from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.logit_clip import LogitClip
@@ -44,6 +51,10 @@ whose updates go with gradients, multipliers follow all the time.
 """
 DEADBAND = 1.02
 """A multiplier that would change by less stays what it is."""
+LATE = (
+    "the learning rates of ASGD cannot be corrected layer by layer: it takes the learning rate of a step for the next "
+    "one, so that an update does not show what its rate does"
+)
 MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam", "ntk_scaling"})
 """Causes that policy ``"balance"`` acts on: they stand in the settings, and a learning rate of one layer mends them."""
 
@@ -67,7 +78,13 @@ class Corrector:
         optimizers: Sequence[Optimizer],
         attention: Sequence[AttentionBlock] = (),
     ) -> None:
-        """``attention``: the blocks whose logits are limited, if they are."""
+        """``attention``: the blocks whose logits are limited, if they are.
+
+        Raises:
+            ValueError: an optimizer whose learning rates cannot be corrected, or groups without one.
+        """
+        if any(isinstance(optimizer, torch.optim.ASGD) for optimizer in optimizers):
+            raise ValueError(LATE)
         self.correction = correction
         self._layers = tuple(layers)
         self._optimizers = tuple(optimizers)
@@ -83,7 +100,9 @@ class Corrector:
         # What is unfrozen later may go to any of them: so the rule of those whose first updates can be too large.
         self._late = "adam" if "adam" in families else min(families, default="")
         self._relative = relative_rates(layers, self._settings) if correction.of_peak else {}
-        self._peaks = Peaks()
+        self._peaks, self._began_training = Peaks(), False
+        groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+        self._owners = {p: optimizer for optimizer, group in groups for p in group["params"]}
         self.step_length = StepLength(LONGEST if families <= STEADY else LONGEST_PROPORTIONAL)
         self._began: dict[str, float] = {}  # natural norms of the first weights
         self._trackers = [Tracker() for _ in self._units]
@@ -97,8 +116,15 @@ class Corrector:
         )
 
     def _of_group(self, group: Mapping[str, Any]) -> float:
-        """Return what the learning rate of a group is multiplied with before any layer's own multiplier."""
-        return self._peaks.part(group) * self.step_length.factor if self.correction.of_peak else 1.0
+        """Return what the learning rate of a group is multiplied with before any layer's own multiplier.
+
+        RAdam multiplies its own steps too, and by less than 1 for a thousand of them. That is taken out: a size is one.
+        """
+        if not self.correction.of_peak:
+            return 1.0
+        owner = next((self._owners[p] for p in group["params"] if p in self._owners), None)
+        own = 1.0 if owner is None else rectification(owner, group, ahead=1)
+        return self._peaks.part(group) * self.step_length.factor / (own or 1.0)
 
     def _family(self, layer: Layer) -> str:
         of = self._settings[layer.info.name]
@@ -147,7 +173,7 @@ class Corrector:
         held = {p for layer in self._layers for p in layer.sources}
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         left = [p for p in trained if p not in held]
-        part = sum(p.numel() for p in left) / max(sum(p.numel() for p in trained), 1)
+        part = _entries(left) / max(_entries(trained), 1)
         unmeasured = f"{len(left)} of {len(trained)} parameters, with {part:.0%} of all entries,"
         size = self._size if scheduled else self._size * CONSTANT
         return (
@@ -156,6 +182,23 @@ class Corrector:
             + ("; the schedule keeps its shape" if scheduled else "")
             + (f"; {unmeasured} are not measured and keep their learning rates" if left else "")
         )
+
+    @property
+    def unreached(self) -> str:
+        """Return, in a sentence, that learning rates fall again far below what counts as their peak; empty if not."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups if group["params"]]
+        low = next((peak for peak in map(self._peaks.see, groups) if peak.is_missed), None)
+        if not self.correction.of_peak or low is None:
+            return ""
+        return (
+            f"a learning rate falls again after {low.seen:.3g}, but {low.named:.3g} counts as its peak: steps have at "
+            f"most {low.seen / low.named:.2g} of their size; set initial_lr of its group to {low.seen:.3g}, or call "
+            "probe.report_schedule(scheduler, steps) in a loop of your own"
+        )
+
+    def plan(self, parameters: Iterable[nn.Parameter], highest: float) -> None:
+        """Take the highest learning rate that the schedule of a parameter group comes to."""
+        self._peaks.plan(parameters, highest)
 
     def wants_loss(self, step: int) -> bool:
         """Return whether the loss after a step is asked for, to see whether the step is too long."""
@@ -210,6 +253,9 @@ class Corrector:
 
     def arm(self) -> None:
         """Correct every step from now on."""
+        if not self._began_training:
+            self._peaks.begin()
+        self._began_training = True
         self._swap.arm()
 
     def disarm(self) -> None:
@@ -372,9 +418,15 @@ class Corrector:
         self._clip.load_state_dict(state.get("clip", {}))
         self.step_length.load_state_dict(state.get("step_length", {}))
         self._began, self._limited = dict(state["began"]), set(state["limited"])
+        self._began_training = True
         for layer in self._layers:
             self._peaks.load(layer.sources, state["peaks"][layer.info.name])
         self._swap.multipliers = self._by_parameter()
 
     def __repr__(self) -> str:
         return f"Corrector({self.correction.policy!r}, {len(self._units)} multipliers)"
+
+
+def _entries(parameters: Iterable[nn.Parameter]) -> int:
+    """Return how many there are; those of lazy modules come with the first forward."""
+    return sum(p.numel() for p in parameters if not is_lazy(p))

@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from spectral_monitor.state.muted_warnings import muted_warnings
 
 NAMES = ("max_lr", "initial_lr")
 """Options in which schedules note a learning rate that they start from or go up to."""
 CONSTANT = 0.5
 """A learning rate that nothing schedules counts as so much of a peak: as much as one that decays has on average."""
 
+FALLEN, MISSED = 0.9, 0.25
+"""A learning rate that has fallen to such a part of the highest it had, where that is less than such a part of what it
+names, will not come to that: warm-ups rise, and restarts begin with a peak.
+"""
+
 
 @dataclass
 class Peak:
-    """The highest learning rate of a group so far.
+    """The highest learning rate of a group.
 
     Attributes:
-        highest: that it names or had.
+        seen: that it had so far.
         first: that it had.
         scheduled: whether something schedules it: it names one, or was another before.
+        named: that it names, or its schedule plans.
+        now: that it has.
     """
 
-    highest: float
+    seen: float
     first: float
     scheduled: bool
+    named: float = 0.0
+    now: float = 0.0
+
+    @property
+    def is_missed(self) -> bool:
+        """Return whether the learning rate falls again far below what it names."""
+        return self.now < FALLEN * self.seen and self.seen < MISSED * self.named
+
+    @property
+    def highest(self) -> float:
+        """Return the highest one known."""
+        return max(self.seen, self.named)
 
 
 class Peaks:
-    """Peaks of parameter groups: ``max_lr``, ``initial_lr`` or the highest rate seen, whichever is largest.
+    """Peaks of parameter groups: what a schedule plans, or where none is known, ``max_lr`` or ``initial_lr``; or the
+    highest rate seen, if that is larger.
 
     They are kept by parameter, for optimizers make new groups when they load a state.
 
@@ -44,6 +68,15 @@ class Peaks:
 
     def __init__(self) -> None:
         self._peaks: dict[nn.Parameter, Peak] = {}
+        self._planned: dict[nn.Parameter, float] = {}
+
+    def plan(self, parameters: Iterable[nn.Parameter], highest: float) -> None:
+        """Take the highest learning rate that the schedule of a group comes to; its options no longer count."""
+        self._planned.update(dict.fromkeys(parameters, highest))
+
+    def begin(self) -> None:
+        """Forget learning rates that groups had before training: a schedule may have come since, and changed them."""
+        self._peaks.clear()
 
     def see(self, group: Mapping[str, Any]) -> Peak:
         """Return what is known of a group, the learning rate of now included."""
@@ -52,8 +85,11 @@ class Peaks:
         if found is None:
             found = Peak(0.0, lr, any(name in group for name in NAMES))
             self._peaks.update(dict.fromkeys(parameters, found))
-        found.scheduled = found.scheduled or lr != found.first
-        found.highest = max(found.highest, lr, *(_number(group.get(name)) for name in NAMES))
+        planned = self._planned.get(parameters[0]) if parameters else None
+        found.scheduled = found.scheduled or planned is not None or lr != found.first
+        found.seen, found.now = max(found.seen, lr), lr
+        names = (_number(group.get(name)) for name in NAMES)
+        found.named = max(found.named, *names) if planned is None else planned
         return found
 
     def part(self, group: Mapping[str, Any]) -> float:
@@ -71,6 +107,38 @@ class Peaks:
         """Go on from what :meth:`state` gave."""
         if state:
             self._peaks.update({p: Peak(*state) for p in parameters})
+
+
+def planned_rates(scheduler: LRScheduler, calls: int, shared: Sequence[object] = ()) -> list[float]:
+    """Return the highest learning rate that each parameter group of a scheduler's optimizer has during so many calls of
+    its ``step``, that of now included.
+
+    Options of groups do not tell: a schedule whose function returns learning rates, such as that of the first
+    transformer, says 1. So a copy of it runs ahead, with a stand-in for the optimizer.
+
+    Args:
+        scheduler: any but those that go by a metric.
+        calls: how many.
+        shared: what a schedule may refer to and is not copied with it, such as the network.
+
+    Raises:
+        Exception: it cannot be copied, or fails before its first call.
+    """
+    groups = [{**group, "params": [nn.Parameter(torch.zeros(()))]} for group in scheduler.optimizer.param_groups]
+    stand_in = torch.optim.SGD([{**group, "lr": _number(group["lr"])} for group in groups], lr=1.0)
+    kept = {id(item): item for item in shared}
+    with muted_warnings():  # that the stand-in takes no steps
+        ahead = copy.deepcopy(scheduler, {**kept, id(scheduler.optimizer): stand_in})
+        found = [_number(group["lr"]) for group in stand_in.param_groups]
+        for call in range(calls):
+            try:
+                ahead.step()
+            except Exception:
+                if call == 0:
+                    raise
+                break  # it has come to its end
+            found = [max(rate, _number(group["lr"])) for rate, group in zip(found, stand_in.param_groups, strict=True)]
+    return found
 
 
 def _number(value: object) -> float:

@@ -30,6 +30,10 @@ EDGES = 3
 """So many, the latest ones, count. Their median shortens steps, for a single batch says little. Steps become longer
 again as far as the largest allows, for overshooting comes and goes.
 """
+AT_ONCE = 0.5
+"""Factor by which the median shortens steps at most each time one is looked at, for edges of small batches scatter
+widely. What the smallest of them asks for is done at once.
+"""
 RISE = 2**0.125
 """Factor by which steps become longer again, at most, each time one is looked at."""
 SHORTEST = 1 / 64
@@ -93,10 +97,11 @@ class StepLength:
         factor: that part, from 1/64 to 1.
         given_up: whether the loss does not follow its gradients, as with straight-through estimators; steps then keep
             their length.
+        edge: the median of the latest, for steps as long as the one that was seen last.
     """
 
     def __init__(self, longest: float = LONGEST) -> None:
-        self.factor, self.given_up = 1.0, False
+        self.factor, self.given_up, self.edge = 1.0, False, math.nan
         self._longest = longest
         self._curvatures: list[float] = []  # latest edges, of steps of full length
         self._next, self._fruitless = 1, 0
@@ -117,8 +122,10 @@ class StepLength:
         self._curvatures = [*self._curvatures, edge / self.factor][-EDGES:]
         if len(self._curvatures) < EDGES:
             return self.factor
+        self.edge = statistics.median(self._curvatures) * self.factor
         self._fruitless = self._fruitless + 1 if self.factor == SHORTEST and edge > self._longest else 0
-        right = self._right(statistics.median(self._curvatures))
+        right, agreed = self._right(statistics.median(self._curvatures)), self._right(min(self._curvatures))
+        right = max(right, min(AT_ONCE * self.factor, agreed))
         longer = min(self.factor * RISE, self._right(max(self._curvatures)))
         # At once where they are too long, by and by where they may be longer again.
         self.factor = min(right, max(self.factor, longer))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from spectral_monitor.condition import Judge, SpectralCondition, Verdict
 from spectral_monitor.condition.bands import bands
@@ -30,6 +31,8 @@ BEGINNING = frozenset({"weight_natural", "drift_ratio"})
 
 EARLY = 8
 """The first steps that a correction measures are apart by the steps so far over this."""
+NEARLY = 0.8
+"""Part of their length from which on only the whole of it is worth a line."""
 TOLD = 1.5
 """Factor on a learning rate, either way, from which a correction says so in a line."""
 GIVEN_UP = "the loss does not follow its gradients, however short steps are (a straight-through estimator, say)"
@@ -82,6 +85,11 @@ class Supervisor:
     @property
     def _expected(self) -> dict[str, float]:
         return self._corrector.expected if self._corrector is not None and self._expects else {}
+
+    def plan(self, parameters: Sequence[nn.Parameter], highest: float) -> None:
+        """Tell a correction the highest learning rate that the schedule of a parameter group comes to."""
+        if self._corrector is not None:
+            self._corrector.plan(parameters, highest)
 
     @property
     def multipliers(self) -> dict[str, float]:
@@ -198,6 +206,8 @@ class Supervisor:
             uphill = measurement.why("edge", SUMMARY) == UPHILL
             changes = self._corrector.update(measurement, self.settings, uphill)
             self._engine.multipliers = self._corrector.by_layer()
+            if missed := self._corrector.unreached:
+                self._warn(missed)
             if said := self._length_said(measurement):
                 tell(f"step {measurement.step}: {said}")
             if notable := [change for change in changes if change.factor >= TOLD]:
@@ -213,7 +223,8 @@ class Supervisor:
         """Return what became of the length of steps since that was said last; empty if it is much the same."""
         assert self._corrector is not None
         length, (before, gave_up) = self._corrector.step_length, self._length_told
-        moved = max(length.factor / before, before / length.factor) >= TOLD or length.factor == 1 > before
+        longer = length.factor / before
+        moved = 1 / longer >= TOLD or (longer >= TOLD and length.factor <= NEARLY) or length.factor == 1 > before
         if not moved and length.given_up == gave_up:
             return ""
         self._length_told = length.factor, length.given_up
@@ -223,9 +234,8 @@ class Supervisor:
             return "steps have their full size again"
         if length.factor > before:
             return f"steps are made longer again: {length.factor:.2g} of their size"
-        edge = measurement.summary["edge"]
-        why = f"edge {edge:.2g}: a shorter one would have lowered the loss further"
-        if not math.isfinite(edge):
+        why = f"edge {length.edge:.2g}: shorter ones would have lowered the loss further"
+        if not math.isfinite(measurement.summary["edge"]):
             why = "this one goes uphill on its own batch: those before went past the lowest point"
         return f"steps go too far ({why}); they are shortened to {length.factor:.2g} of their size"
 

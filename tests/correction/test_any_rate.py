@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
-from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters
+from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters, rectification
 from spectral_monitor.condition.optimizers.relative import relative_rates
 from spectral_monitor.correction.corrector import SETTLED, Corrector
 from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
@@ -231,7 +231,9 @@ def test_radams_own_warmup_is_no_reason_for_larger_rates():
     found = {}
     for name, make in kinds.items():
         probe, _ = run(make, steps=120)
-        found[name] = {layer: value for layer, value in probe.multipliers.items() if "bias" not in layer}
+        (optimizer,) = probe._engine.optimizers.optimizers
+        own = rectification(optimizer, optimizer.param_groups[0])
+        found[name] = {layer: value * own for layer, value in probe.multipliers.items() if "bias" not in layer}
     for layer, value in found["adam"].items():
         assert found["radam"][layer] == pytest.approx(value, rel=0.5), layer
 

@@ -47,6 +47,12 @@ def test_steps_that_grow_with_gradients_have_less_room():
         assert [length.see(step, 2.0) for step in range(3)][-1] == pytest.approx(longest / 2)
 
 
+def test_edges_that_scatter_shorten_by_half_at_most():
+    length = StepLength()
+    assert [length.see(step, edge) for step, edge in enumerate((0.9, 14.0, 14.0), 1)][-1] == 0.5
+    assert length.see(4, 7.0) == pytest.approx(LONGEST / 14), "the smallest of three is 14 now, at full length"
+
+
 def test_one_batch_in_three_says_nothing():
     length = StepLength()
     assert [length.see(step, edge) for step, edge in enumerate((0.5, 0.6, 9.0, 0.5, 0.7), 1)] == [1.0] * 5

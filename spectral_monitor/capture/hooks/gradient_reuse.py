@@ -10,6 +10,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -41,7 +42,11 @@ class GradientReuse:
         self._harmless = harmless
         for optimizer in optimizers:
             held = [p for group in optimizer.param_groups for p in group["params"]]
-            some = [p for p in held if p.requires_grad and p.is_leaf and p.numel() > 1 and not is_distributed(p)]
+            some = [
+                p
+                for p in held
+                if p.requires_grad and p.is_leaf and not is_lazy(p) and p.numel() > 1 and not is_distributed(p)
+            ]
             if some:
                 self._watched[id(optimizer)] = p = min(some, key=Tensor.numel)
                 self._nodes.append(node := get_gradient_edge(p).node)  # else it would be made again, without hooks

@@ -176,11 +176,11 @@ def _of_layer(layer: Layer, held: Mapping[int, tuple[int, int, Optimizer, Mappin
         weight_decay=_number(group.get("weight_decay"), 0.0),
         frozen=frozen,
         resolution=resolution,
-        rectified=_rectification(optimizer, group, names),
+        rectified=rectification(optimizer, group),
     )
 
 
-def _rectification(optimizer: Optimizer, group: Mapping[str, Any], names: Iterable[str]) -> float:
+def rectification(optimizer: Optimizer, group: Mapping[str, Any], ahead: int = 0) -> float:
     """Return the part of its learning rate that RAdam took the latest step of a group with; 1 of other optimizers.
 
     It grows from 0, over as many steps as the average of squared gradients takes to settle (Liu et al. 2020, "On the
@@ -189,11 +189,12 @@ def _rectification(optimizer: Optimizer, group: Mapping[str, Any], names: Iterab
     Args:
         optimizer: that holds the group; only read.
         group: one of its groups.
-        names: of its class and base classes.
+        ahead: of the step so many further on.
     """
-    if not any(name.lower().startswith("radam") for name in names):
+    if not any(kind.__name__.lower().startswith("radam") for kind in type(optimizer).__mro__):
         return 1.0
-    steps = next((_number(optimizer.state[p].get("step"), 0.0) for p in group["params"] if p in optimizer.state), 0.0)
+    taken = (_number(optimizer.state[p].get("step"), 0.0) for p in group["params"] if p in optimizer.state)
+    steps = next(taken, 0.0) + ahead
     beta = _number((group.get("betas") or (0.9, 0.999))[1])
     longest = 2 / (1 - beta) - 1  # length of the average, in the end and now
     length = longest - 2 * steps * beta**steps / (1 - beta**steps) if steps > 0 else 0.0
