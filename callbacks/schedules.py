@@ -1,4 +1,4 @@
-"""Where Lightning's schedules of learning rates will go, for a correction that needs their peaks."""
+"""The course of Lightning's schedules of learning rates, for a correction that needs their peaks."""
 
 from __future__ import annotations
 
