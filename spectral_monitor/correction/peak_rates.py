@@ -129,6 +129,7 @@ def planned_rates(scheduler: LRScheduler, calls: int, shared: Sequence[object] =
     kept = {id(item): item for item in shared}
     with muted_warnings():  # that the stand-in takes no steps
         ahead = copy.deepcopy(scheduler, {**kept, id(scheduler.optimizer): stand_in})
+        vars(ahead)["verbose"] = False  # which prints every step before torch 2.7
         found = [_number(group["lr"]) for group in stand_in.param_groups]
         for call in range(calls):
             try:
