@@ -51,7 +51,7 @@ whose updates go with gradients, multipliers follow all the time.
 """
 DEADBAND = 1.02
 """A multiplier that would change by less stays what it is."""
-LATE = (
+NO_ASGD = (
     "the learning rates of ASGD cannot be corrected layer by layer: it takes the learning rate of a step for the next "
     "one, so that an update does not show what its rate does"
 )
@@ -84,7 +84,7 @@ class Corrector:
             ValueError: an optimizer whose learning rates cannot be corrected, or groups without one.
         """
         if any(isinstance(optimizer, torch.optim.ASGD) for optimizer in optimizers):
-            raise ValueError(LATE)
+            raise ValueError(NO_ASGD)
         self.correction = correction
         self._layers = tuple(layers)
         self._optimizers = tuple(optimizers)
@@ -116,15 +116,17 @@ class Corrector:
         )
 
     def _of_group(self, group: Mapping[str, Any]) -> float:
-        """Return what the learning rate of a group is multiplied with before any layer's own multiplier.
+        """Return what the learning rate of a group is multiplied with before any layer's own multiplier."""
+        if not self.correction.of_peak:
+            return 1.0
+        return self._peaks.part(group) * self.step_length.factor / self._rectified(group)
 
-        RAdam multiplies its own steps too, and by less than 1 for a thousand of them. That is taken out: a size is one.
-        """
+    def _rectified(self, group: Mapping[str, Any]) -> float:
+        """Return what RAdam multiplies the next step of a group with, where sizes are to go without that; otherwise 1."""
         if not self.correction.of_peak:
             return 1.0
         owner = next((self._owners[p] for p in group["params"] if p in self._owners), None)
-        own = 1.0 if owner is None else rectification(owner, group, ahead=1)
-        return self._peaks.part(group) * self.step_length.factor / (own or 1.0)
+        return 1.0 if owner is None else rectification(owner, group, ahead=1) or 1.0
 
     def _family(self, layer: Layer) -> str:
         of = self._settings[layer.info.name]
@@ -235,8 +237,8 @@ class Corrector:
         Args:
             names: of the network's parameters.
         """
-        peaks = {
-            p: self._peaks.see(group).highest
+        peaks = {  # RAdam goes on rectifying its steps
+            p: self._peaks.see(group).highest * self._rectified(group)
             for optimizer in self._optimizers
             for group in optimizer.param_groups
             for p in group["params"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import lightning.pytorch as pl
 import pytest
@@ -201,6 +202,7 @@ def test_of_usual_schedules_nothing_is_said(name):
     probe, network, optimizer = probe_of(lr=SCHEDULES[name][0])
     optimizer.defaults.setdefault("momentum", 0.9)
     run(probe, network, optimizer, SCHEDULES[name][1](optimizer), STEPS - 1)
+    assert probe._supervisor._corrector.unreached == ""
 
 
 def test_the_warm_up_of_radam_is_no_part_of_a_size():
@@ -210,6 +212,16 @@ def test_the_warm_up_of_radam_is_no_part_of_a_size():
     run(adam, network, optimizer, steps=40)
     found, expected = (list(p.measurements)[-3].values["update_natural"][:3:2] for p in (probe, adam))
     assert (found / expected).log().abs().max() < math.log(2)
+
+
+def test_rates_that_are_taken_over_leave_radam_its_warm_up():
+    found = {}
+    for kind in (torch.optim.Adam, torch.optim.RAdam):
+        probe, network, optimizer = probe_of(kind, lr=1e-3)
+        run(probe, network, optimizer, steps=40)
+        found[kind] = [float(lr) for lr in re.findall(r'"lr": ([\d.e-]+)', probe.param_groups_code())]
+    assert len(found[torch.optim.Adam]) == 4
+    assert found[torch.optim.RAdam] == pytest.approx(found[torch.optim.Adam], rel=0.5)
 
 
 def test_asgd_is_refused():
