@@ -122,7 +122,7 @@ class Corrector:
         return self._peaks.part(group) * self.step_length.factor / self._rectified(group)
 
     def _rectified(self, group: Mapping[str, Any]) -> float:
-        """Return what RAdam multiplies the next step of a group with, where sizes are to go without that; otherwise 1."""
+        """Return what RAdam multiplies the next step of a group with, where sizes go without that; otherwise 1."""
         if not self.correction.of_peak:
             return 1.0
         owner = next((self._owners[p] for p in group["params"] if p in self._owners), None)
