@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.hooks.arrived_gradients import ArrivedGradients
 from spectral_monitor.capture.hooks.gradient_reuse import GradientReuse
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.hooks.recording import nothing
@@ -104,6 +105,7 @@ class Engine(EngineState):
             check_supported(optimizers)
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
         self._reuse = GradientReuse()
+        self._arrived = ArrivedGradients()
         wanted = range(len(self.layers)) if settings.needs & FEATURES else ()
         room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
         # Where the weights of a forward lie is no one's but FSDP's affair.
@@ -188,6 +190,8 @@ class Engine(EngineState):
                 self._attention.arm(self.asked)
             if self.processes is None and "contribution" in self.asked.keys:
                 self._reuse.arm(self.optimizers.optimizers, self._harmless)
+            if self.processes is None and "g" in self.asked.needs:
+                self._arrived.arm(self.optimizers.optimizers, self._harmless)
             self.optimizers.arm()
 
     def disarm(self) -> None:
@@ -196,6 +200,7 @@ class Engine(EngineState):
         self._step_loss.begin(False)
         self.optimizers.disarm()
         self._reuse.disarm()
+        self._arrived.disarm()
         self.features.disarm()
         self._clear()
 
@@ -460,7 +465,7 @@ class Engine(EngineState):
         with self._harmless("looking at the gradients"):
             if (reused := self._reuse.stepping(optimizer)) is not None:
                 self._out.put(NETWORK, f"{REUSED}.{self._reuse.steps}", reused)
-            self._stage.ready(optimizer)
+            self._stage.ready(optimizer, self._arrived.of(optimizer))
             self._step_loss.stepping()
             if self.watches_features and not self._replays.looked:
                 self._replays.look_aside(self._own_warn, self._looking_aside)

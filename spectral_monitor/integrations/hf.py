@@ -202,13 +202,14 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         return self._micro_batches * len(set(engine.processes.batches))
 
     def _clipped(self, args: TrainingArguments, model: nn.Module) -> bool:
-        """Return whether the gradients may have been clipped.
+        """Return whether the gradients may have been clipped by a factor that is not known.
 
-        The Trainer tells callbacks neither that nor the factor. Gradients that were have the norm ``max_grad_norm``.
+        The Trainer tells callbacks neither that nor the factor. A single process sees it by itself; of several,
+        gradients that were clipped have the norm ``max_grad_norm``.
         """
         assert self.probe is not None
         engine = self.probe._engine
-        if not (engine.armed and engine.watches_features and args.max_grad_norm > 0):
+        if engine.processes is None or not (engine.armed and engine.watches_features and args.max_grad_norm > 0):
             return False
         if fsdp1_wrapper(model, engine.model) is not None:
             return True  # each process has pieces, some of them empty, and no common way to add them up

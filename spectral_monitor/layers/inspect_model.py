@@ -23,6 +23,9 @@ ROLE_CHOICES = (*ROLES, "ignore")
 _DISPLAYED = {"hidden": "operator", "output": "readout"}
 """What roles are called in tables, which users may call them too."""
 
+PART_OF = "part of the weight of"
+"""Begins the reason why a parameter is not measured by itself, but in the weight that is computed from it."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -244,7 +247,7 @@ def _weights(root: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> list[_Fo
                 reason = f"the weight computed from it is not known ({type(error).__name__}: {error})"
             else:
                 found.append(item)
-                reason = f"part of the weight of {item.name}"
+                reason = f"{PART_OF} {item.name}"
             parts.update((id(source), reason) for source in computed.sources)
             inside.update((id(part), reason) for part in computed.modules)
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -34,7 +34,7 @@ EARLY = 8
 NEARLY = 0.8
 """Part of their length from which on only the whole of it is worth a line."""
 TOLD = 1.5
-"""Factor on a learning rate, either way, from which a correction says so in a line."""
+"""Factor on a matrix's learning rate, either way, from which a correction says so in a line."""
 GIVEN_UP = "the loss does not follow its gradients, however short steps are (a straight-through estimator, say)"
 
 
@@ -198,7 +198,8 @@ class Supervisor:
 
         Args:
             measurement: the newest one.
-            tell: is told what was corrected, in one line.
+            tell: is told which matrices' learning rates were corrected, in one line. Those of biases and gains swing
+                and hardly matter.
         """
         if self._corrector is None:
             return
@@ -210,13 +211,14 @@ class Supervisor:
                 self._warn(missed)
             if said := self._length_said(measurement):
                 tell(f"step {measurement.step}: {said}")
+            matrices = {info.name for info in measurement.layers if info.is_matrix}
+            changes = [change for change in changes if change.layer in matrices]
             if notable := [change for change in changes if change.factor >= TOLD]:
                 tell(f"step {measurement.step}: {_most(notable, measurement)}")
         except Exception as error:
             self._warn(f"learning rates were not corrected ({type(error).__name__}: {error})", error)
             return
-        matrices = {info.name for info in measurement.layers if info.is_matrix}
-        if limited := [change for change in changes if change.limited and change.layer in matrices]:
+        if limited := [change for change in changes if change.limited]:
             self._warn(f"step {measurement.step}: {_held(limited, measurement)}")
 
     def _length_said(self, measurement: Measurement) -> str:

@@ -1,4 +1,4 @@
-"""Contributions are those of the loss's gradient, before Lightning clips it; oracles are autograd's own gradients."""
+"""Contributions are those of the loss's gradient, before it is clipped; oracles are autograd's own gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from spectral_monitor import LRCorrection, SpectralMonitor
+from spectral_monitor import LRCorrection, SpectralMonitor, SpectralProbe
 
 BATCHES = 4
 
@@ -177,3 +177,83 @@ def test_parameters_that_are_not_measured_count_too(tmp_path, include):
     ).fit(module, torch.utils.data.DataLoader(data(), batch_size=None))
     want = -sum(oracle(module, 1).values())
     assert watch.measurements[0].summary["loss_change_predicted"] == pytest.approx(want, rel=1e-6)
+
+
+def clip_norm(net):
+    nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+
+
+def clip_loosely(net):
+    nn.utils.clip_grad_norm_(net.parameters(), 1e3)
+
+
+def clip_values(net):
+    nn.utils.clip_grad_value_(net.parameters(), 0.01)
+
+
+def clip_layers(net):
+    for p in net.parameters():
+        nn.utils.clip_grad_norm_(p, 0.05)
+
+
+def looped(clip, scale=None, correct=None, micro_batches=1, adam=False):
+    """A loop of one's own, and the weights before and after each step."""
+    module = Net(adam)
+    net, optimizer = module.net, module.configure_optimizers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    mode = {"mode": "correct", "correction": correct} if correct else {}
+    probe = SpectralProbe(net, optimizer, every_n_steps=1, quantities="light", tol=1e-6, **mode)
+    batches, lost = data(), []
+    for first in range(0, BATCHES, micro_batches):
+        with probe.step():
+            optimizer.zero_grad()
+            for x, y in batches[first : first + micro_batches]:
+                loss = (net(x) - y).square().mean() / micro_batches
+                scaler.scale(loss).backward()
+            lost.append(float(loss))
+            if micro_batches == 1:
+                probe.report_loss(loss, lambda x=x, y=y: (net(x) - y).square().mean())
+            scaler.unscale_(optimizer)
+            clip(net)
+            scaler.step(optimizer)
+            scaler.update()
+        module.kept += [copy.deepcopy(net)] * micro_batches
+    return module, probe
+
+
+@pytest.mark.parametrize("clip", [clip_norm, clip_loosely])
+@pytest.mark.parametrize("scale", [None, 1024.0])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("adam", [False, True])
+def test_a_loop_of_ones_own_need_not_tell_that_it_clips(clip, scale, micro_batches, adam):
+    module, probe = looped(clip, scale, micro_batches=micro_batches, adam=adam)
+    assert [m.step for m in probe.measurements] == list(range(1, BATCHES // micro_batches + 1))
+    for measured in probe.measurements:
+        want = oracle(module, measured.step, micro_batches)
+        for name, layer in NAMES.items():
+            assert measured.value("contribution", layer.removeprefix("net.")) == pytest.approx(want[name], rel=1e-5)
+        assert measured.summary["loss_change_predicted"] == pytest.approx(-sum(want.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [clip_values, clip_layers])
+def test_what_no_factor_says_is_not_known_in_a_loop_of_ones_own_either(change):
+    _, probe = looped(change)
+    assert probe.latest.values["contribution"].isnan().all()
+    assert "entry by entry" in probe.latest.why("contribution", "0")
+
+
+def test_steps_of_clipped_gradients_are_shortened_as_others_are():
+    """The edge that a correction goes by is of the gradient before it is clipped."""
+    module, probe = looped(clip_norm, correct=LRCorrection(), adam=True)
+    for k, measured in enumerate(probe.measurements):
+        (x, y), before, after = data()[k], module.kept[k], module.kept[k + 1]
+        change = float((after(x) - y).square().mean() - (before(x) - y).square().mean())
+        predicted = -sum(oracle(module, k + 1).values())
+        assert measured.summary["edge"] == pytest.approx(2 * (1 - change / predicted), rel=1e-2)
+        assert abs(measured.summary["edge"]) > 1e-3, "so that it tells"
+
+
+def test_no_hook_remains_on_the_graph_of_parameters():
+    _, probe = looped(clip_norm)
+    assert not probe._engine._arrived._handles
+    assert not probe._engine._arrived._norms

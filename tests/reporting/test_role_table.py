@@ -62,6 +62,16 @@ def test_a_small_network_and_whoever_asks_for_it_get_a_row_for_every_matrix():
     assert set(names) < set(role_rows(dissect(gpt()), folded=False).columns[0].cells)
 
 
+def test_a_table_has_as_many_tokens_as_rows_whatever_stands_before_them():
+    """Positions are often kept as (1, places, width), to be added to a batch."""
+    model = nn.Sequential(nn.ParameterList([torch.randn(1, 17, 8)]), nn.Linear(8, 8))
+    assert cells(role_rows(dissect(model, roles={"0.0": "embedding"})), "in -> out") == [("17 tokens -> 8",), ("8 -> 8",)]
+
+
+def test_one_matrix_and_one_bias_are_named_so():
+    assert role_rows(dissect(nn.Linear(2, 2))).title == "spectral monitor: 1 matrix and 1 bias or gain are measured"
+
+
 def test_when_is_measured_is_said():
     text = role_rows(dissect(nn.Linear(2, 2)), when="every 5 steps").plain(80)
     assert text.splitlines()[1] == "every 5 steps"

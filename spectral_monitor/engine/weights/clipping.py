@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from spectral_monitor.engine.weights.gradients import gradient_norms
 
+SAME = 1e-3
+"""Gradients whose norm has changed by a smaller part were left alone: sums in another order differ in the last digits."""
 UNEVEN = 0.01
 """Two norms whose ratio is off by more were not multiplied by one factor: roundings of half precision average out."""
 
@@ -33,11 +35,18 @@ class Unclipped:
     """Norms of what is here of an optimizer's gradients before they are clipped.
 
     A factor is the same in every process, so each finds it by what it holds.
+
+    Attributes:
+        parameters: whose gradients these are.
+        norms: of them.
+        by_value: whether their entries are clipped one by one.
+        whole: whether they are all that the optimizer had; else there may be others, of which nothing is known.
     """
 
     parameters: tuple[Tensor, ...]
     norms: Tensor
-    by_value: bool
+    by_value: bool = False
+    whole: bool = True
 
     @classmethod
     def of(cls, optimizer: Optimizer, by_value: bool) -> Unclipped:
@@ -46,7 +55,7 @@ class Unclipped:
         return cls(parameters, gradient_norms(parameters), by_value)
 
     def compared(self, parameters: Sequence[Tensor], norms: Tensor) -> Clipping | None:
-        """Return what was done since; ``None`` where there are no gradients.
+        """Return what was done since; ``None`` where there are no gradients, or nothing is known of any.
 
         Args:
             parameters: those with a gradient now, in any order: a correction splits groups, and so exchanges them.
@@ -55,10 +64,14 @@ class Unclipped:
         if not parameters:
             return None
         places = {id(p): place for place, p in enumerate(self.parameters)}
-        if places.keys() != {id(p) for p in parameters}:
+        both = [(places[id(p)], place) for place, p in enumerate(parameters) if id(p) in places]
+        if self.whole and not len(both) == len(places) == len(parameters):
             return Clipping(torch.ones_like(norms[0]), torch.ones_like(norms[0]))
-        then = self.norms[[places[id(p)] for p in parameters]]
+        if not both:
+            return None
+        then, norms = self.norms[[i for i, _ in both]].to(norms), norms[[i for _, i in both]]
         factor = torch.linalg.vector_norm(then) / torch.linalg.vector_norm(norms)
-        factor = torch.where(factor.isfinite(), factor, 1.0)  # NaN and inf speak for themselves
+        # NaN and inf speak for themselves.
+        factor = torch.where(factor.isfinite() & ((factor - 1).abs() > SAME), factor, 1.0)
         off = norms < then if self.by_value else (then - factor * norms).abs() > UNEVEN * then
         return Clipping(factor, off.any().float())

@@ -136,8 +136,11 @@ class MatrixStage:
             self._unclipped[id(optimizer)] = Unclipped.of(optimizer, by_value)
 
     @torch.no_grad()
-    def ready(self, optimizer: Optimizer) -> None:
-        """Note which gradients there are, now that they are final, and the learning rates they meet."""
+    def ready(self, optimizer: Optimizer, arrived: tuple[tuple[Tensor, ...], Tensor] | None = None) -> None:
+        """Note which gradients there are, now that they are final, and the learning rates they meet.
+
+        ``arrived``: parameters and the norms of their gradients as backward passes left them, where that is known.
+        """
         held = self._held[id(optimizer)]
         owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for i, member in held.members.items():
@@ -156,8 +159,11 @@ class MatrixStage:
         if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
             held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             held.gradient_norms = gradient_norms(held.trained)
-            if id(optimizer) in self._unclipped:
-                held.clipping = self._unclipped[id(optimizer)].compared(held.trained, held.gradient_norms)
+            before = self._unclipped.get(id(optimizer))
+            if before is None and arrived is not None:
+                before = Unclipped(*arrived, whole=False)
+            if before is not None:
+                held.clipping = before.compared(held.trained, held.gradient_norms)
             for i, member in held.members.items():
                 p = member.layer.sources[0]
                 if member.layer.compute is None and i not in self.divided and summed_over(p):
@@ -176,9 +182,7 @@ class MatrixStage:
             self._sum(self._inner_products(inner))
         if shares:
             shares = dict(sorted(shares.items()))  # one order on every process, whichever gradients are here
-            if factor is not None:
-                shares = {i: share * factor.to(share) for i, share in shares.items()}
-            self._sum(self._contributions(shares, self._arrivals(held, shares)))
+            self._sum(self._contributions(shares, self._arrivals(held, shares), factor))
         if "state" in self.settings.needs:
             self._sum(adam_state(optimizer, held.members, self._copies, self.no_moments, self._out))
         if "g" in self.settings.needs:
@@ -346,8 +350,9 @@ class MatrixStage:
         counts = [[known[id(p)] for p in self.members[i].layer.sources if id(p) in known] or [none] for i in layers]
         return torch.stack([count[0] if len(count) == 1 else torch.stack(count).sum() for count in counts])
 
-    def _contributions(self, shares: dict[int, Tensor], arrivals: Tensor) -> Coroutine[None]:
+    def _contributions(self, shares: dict[int, Tensor], arrivals: Tensor, factor: Tensor | None) -> Coroutine[None]:
         here = torch.stack([share.to(next(iter(shares.values()))) for share in shares.values()])
+        here = here if factor is None else here * factor.to(here)
         total, arrived = yield [here, arrivals]
         for i, value, gradients in zip(shares, total, arrived, strict=True):
             if not self.members[i].layer.tied_to and i not in self.unused:

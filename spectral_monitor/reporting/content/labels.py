@@ -166,3 +166,14 @@ def _cut(text: str, room: int) -> str:
     """In the middle, where there is nothing else to leave out; of both ends the last tells more."""
     start = room // 3
     return text if len(text) <= room else f"{text[:start]}{GAP}{text[len(text) - max(0, room - start - 1) :]}"
+
+
+def measured_parts(matrices: int, vectors: int) -> str:
+    """Return what is measured of a model.
+
+    Example:
+        >>> measured_parts(2, 0), measured_parts(1, 1)
+        ('2 matrices and 0 biases and gains', '1 matrix and 1 bias or gain')
+    """
+    first = "1 matrix" if matrices == 1 else f"{matrices} matrices"
+    return f"{first} and " + ("1 bias or gain" if vectors == 1 else f"{vectors} biases and gains")

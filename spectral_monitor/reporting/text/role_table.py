@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from spectral_monitor.layers.inspect_model import PART_OF
 from spectral_monitor.layers.output_layers import BY_PLACE
 from spectral_monitor.reporting.content.families import folded as folded_names
 from spectral_monitor.reporting.content.families import kind, places_in
 from spectral_monitor.reporting.content.headline import some
-from spectral_monitor.reporting.content.labels import role_name, unprefixed
+from spectral_monitor.reporting.content.labels import measured_parts, role_name, unprefixed
 from spectral_monitor.reporting.text.folding import SHOWN
 from spectral_monitor.reporting.text.lines import Table, printable, text_column
 from spectral_monitor.reporting.text.table import WIDTH, fans
@@ -37,8 +38,8 @@ def role_rows(anatomy: Anatomy, folded: bool = True, when: str = "") -> Table:
         when: at which steps is measured, in words.
     """
     matrices = [layer for layer in anatomy.layers if layer.is_matrix]
-    vectors = len(anatomy.layers) - len(matrices)
-    title = f"spectral monitor: {len(matrices)} matrices and {vectors} biases and gains are measured"
+    parts = measured_parts(len(matrices), len(anatomy.layers) - len(matrices))
+    title = f"spectral monitor: {parts} are measured"
     names = [layer.info.name for layer in matrices]
     if folded:
         bare = unprefixed(tuple(names))
@@ -91,12 +92,15 @@ def _nodes(anatomy: Anatomy) -> list[str]:
 
 
 def _unmeasured(anatomy: Anatomy) -> list[str]:
-    if not anatomy.unmeasured:
-        return []
+    """Return the lines on parameters that have no row, by reason."""
+    parts = [item for item in anatomy.unmeasured if item.reason.startswith(PART_OF)]
+    left = [item for item in anatomy.unmeasured if not item.reason.startswith(PART_OF)]
     grouped: dict[str, list[str]] = {}
-    for item in anatomy.unmeasured:
+    for item in left:
         grouped.setdefault(item.reason, []).append(item.name)
-    lines = [f"not measured ({len(anatomy.unmeasured)}):"]
+    made = some(folded_names([item.name for item in parts]), NAMED)
+    lines = [printable(f"parts of weights that are measured ({len(parts)}): {made}")] if parts else []
+    lines += [f"not measured ({len(left)}):"] if left else []
     for reason, names in grouped.items():
         lines.append(printable(f"  {some(folded_names(names), NAMED)}: {reason}"))
     return lines

@@ -57,14 +57,16 @@ class Roles(dict[str, str]):
 
     def table(self) -> Table:
         """Return a row for every matrix; below, what is not measured and why."""
+        from spectral_monitor.reporting.content.labels import measured_parts
         from spectral_monitor.reporting.text.lines import Column, Table, printable
+        from spectral_monitor.reporting.text.table import fans
 
         matrices = [info for info in self.layers if info.is_matrix]
-        title = f"{len(matrices)} matrices and {len(self.layers) - len(matrices)} biases and gains"
+        title = measured_parts(len(matrices), len(self.layers) - len(matrices))
         cells = {
             "layer": [info.name for info in matrices],
             "role": [info.role for info in matrices],
-            "in -> out": [_fans(info) for info in matrices],
+            "in -> out": [fans(info) for info in matrices],
             "note": [self.notes.get(info.name, "") for info in matrices],
         }
         columns = [
@@ -89,9 +91,3 @@ class Roles(dict[str, str]):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.layers, self.notes, self.unmeasured)
-
-
-def _fans(info: LayerInfo) -> str:
-    """Return inputs and outputs in words; a table has as many inputs as rows."""
-    inputs = f"{info.shape[0]} tokens" if info.role == "embedding" and len(info.shape) > 1 else str(info.fan_in)
-    return f"{inputs} -> {info.fan_out}" + (f" x{info.blocks}" if info.blocks > 1 else "")

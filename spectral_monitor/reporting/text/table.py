@@ -113,13 +113,13 @@ def _shared(cells: set[str]) -> str:
 
 
 def fans(info: LayerInfo) -> str:
-    """Return what a layer maps: inputs to outputs, tokens to outputs, and how many such blocks are stacked in it.
-
-    Empty for a node.
+    """Return what a layer maps: inputs to outputs, rows of a table to outputs, and how many such blocks are stacked in
+    it; empty for a node.
     """
     if info.role == NODE:
         return ""
-    inputs = f"{info.shape[0]} tokens" if info.role == "embedding" and len(info.shape) > 1 else str(info.fan_in)
+    rows = math.prod(info.shape[:-1])
+    inputs = f"{rows} tokens" if info.role == "embedding" and len(info.shape) > 1 else str(info.fan_in)
     return f"{inputs} -> {info.fan_out}" + (f" x{info.blocks}" if info.blocks > 1 else "")
 
 

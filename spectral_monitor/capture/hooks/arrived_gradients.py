@@ -1,0 +1,79 @@
+"""Gradients as backward passes leave them, before a loop clips them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from spectral_monitor.state.dtensor import is_distributed
+
+
+class ArrivedGradients:
+    """Takes the norm of every gradient when it has arrived, while armed; nothing is copied.
+
+    Of a single process: of several, gradients are averaged after that. The norms are those that the latest backward
+    pass has left, earlier micro-batches included.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._nodes: list[Any] = []
+        self._norms: dict[Tensor, Tensor] = {}
+
+    def arm(self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any]) -> None:
+        """Register the hooks: in the graph, so that parameters show no trace of them."""
+        self.disarm()
+        self._harmless = harmless
+        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        for p in dict.fromkeys(held):
+            if p.requires_grad and p.is_leaf and not is_lazy(p) and not is_distributed(p):
+                self._nodes.append(node := get_gradient_edge(p).node)  # else it would be made again, without hooks
+                self._handles.append(node.register_hook(partial(self._arrived, p)))
+
+    def disarm(self) -> None:
+        """Remove the hooks and forget the norms; safe to call at any time."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._nodes.clear()
+        self._norms.clear()
+
+    @torch.no_grad()
+    def _arrived(self, p: Tensor, *_: Any) -> None:
+        with self._harmless("looking at gradients that have arrived"):
+            self._norms.pop(p, None)
+            if p.grad is not None and not p.grad.is_sparse:
+                self._norms[p] = torch.linalg.vector_norm(p.grad)
+
+    def of(self, optimizer: Optimizer) -> tuple[tuple[Tensor, ...], Tensor] | None:
+        """Return the parameters of an optimizer that is about to step whose gradients have arrived, and their norms as
+        loss scaling would have left them; ``None`` if there are none.
+        """
+        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._norms]
+        if not mine:
+            return None
+        norms = torch.stack([self._norms[p].to(self._norms[mine[0]]) for p in mine])
+        return tuple(mine), norms / scale_in_use()
+
+
+def scale_in_use() -> float:
+    """Return the loss scale of the ``GradScaler`` that makes an optimizer step right now; 1 if none does.
+
+    It has taken the scale out of the gradients by then, and leaves no mark on the optimizer. So it is looked for among
+    the callers.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:
+            return float(frame.f_locals["self"].get_scale())
+        frame = frame.f_back  # type: ignore[assignment]
+    return 1.0
