@@ -11,11 +11,12 @@ from functools import partial
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.arrived_gradients import ArrivedGradients
+from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.gradient_reuse import GradientReuse
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.hooks.recording import nothing
+from spectral_monitor.capture.hooks.returned_losses import ReturnedLosses
 from spectral_monitor.capture.hooks.tensor_version import Marks, marks
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
@@ -106,6 +107,7 @@ class Engine(EngineState):
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
         self._reuse = GradientReuse()
         self._arrived = ArrivedGradients()
+        self._returned = None if whole_steps or layout.compiled else ReturnedLosses()
         wanted = range(len(self.layers)) if settings.needs & FEATURES else ()
         room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
         # Where the weights of a forward lie is no one's but FSDP's affair.
@@ -142,6 +144,11 @@ class Engine(EngineState):
             self.members, self.asked, self._start, self._inputs, self._copies, self.processes, self._out
         )
         self._attention.clear(self.asked, self._out)
+
+    @property
+    def calls(self) -> Sequence[RootCall]:
+        """The calls of the model that were recorded in the step that is watched."""
+        return self.features.roots or (() if self._returned is None else self._returned.calls)
 
     @property
     def watches_features(self) -> bool:
@@ -192,6 +199,8 @@ class Engine(EngineState):
                 self._reuse.arm(self.optimizers.optimizers, self._harmless)
             if self.processes is None and "g" in self.asked.needs:
                 self._arrived.arm(self.optimizers.optimizers, self._harmless)
+            if self._returned is not None and self.watches_loss:
+                self._returned.arm(self.model, self._harmless)
             self.optimizers.arm()
 
     def disarm(self) -> None:
@@ -201,6 +210,8 @@ class Engine(EngineState):
         self.optimizers.disarm()
         self._reuse.disarm()
         self._arrived.disarm()
+        if self._returned is not None:
+            self._returned.disarm()
         self.features.disarm()
         self._clear()
 
@@ -466,6 +477,9 @@ class Engine(EngineState):
             if (reused := self._reuse.stepping(optimizer)) is not None:
                 self._out.put(NETWORK, f"{REUSED}.{self._reuse.steps}", reused)
             self._stage.ready(optimizer, self._arrived.of(optimizer))
+            if self._returned is not None:
+                self._returned.close()
+                self._step_loss.offer_returned(self._returned.calls)
             self._step_loss.stepping()
             if self.watches_features and not self._replays.looked:
                 self._replays.look_aside(self._own_warn, self._looking_aside)

@@ -195,7 +195,7 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         """Return of how many losses that of the step is the sum: models that are told its tokens divide by all."""
         assert self.probe is not None
         engine = self.probe._engine
-        if all(call.given[1].get("num_items_in_batch") is None for call in engine.features.roots):
+        if all(call.given[1].get("num_items_in_batch") is None for call in engine.calls):
             return 1
         if engine.processes is None or not args.average_tokens_across_devices:
             return self._micro_batches

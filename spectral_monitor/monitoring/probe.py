@@ -280,7 +280,8 @@ class SpectralProbe(MeasuredRun):
             loss: that one.
             again: computes it once more, of the same batch, before it is divided by the number of micro-batches. A
                 correction then sees, now and then, what a step has made of the loss, and shortens steps that go too
-                far. Where gradients are accumulated, it has to know this of each micro-batch.
+                far. There is no need to where the model returns the loss. Where gradients are accumulated, it has to
+                know this of each micro-batch.
 
         Raises:
             ValueError: it is not a scalar.
@@ -328,7 +329,8 @@ class SpectralProbe(MeasuredRun):
             accumulated: as for :meth:`step`.
             loss_parts: of how many losses like the one the model returns, of micro-batches and processes, that of the
                 step is the sum, where the model divides by the tokens of all of them; 1 where it is their mean.
-            clipped: whether the gradients were clipped; ``edge``, which needs them as they were, is then NaN.
+            clipped: whether the gradients were clipped by a factor that cannot be seen, as on several processes;
+                ``edge``, which needs them as they were, is then NaN.
         """
         keys, self._keys, self._open = self._keys, frozenset(), False
         loss, self._loss, self._replay, self._earlier = self._loss, None, None, []

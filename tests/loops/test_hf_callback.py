@@ -153,6 +153,57 @@ def test_the_edge_is_of_gradients_before_they_are_clipped(tmp_path):
     assert edges[1e-1][0] == pytest.approx(shorter * edges[0][0], rel=0.05)
 
 
+class Waves(nn.Module):
+    """A network whose norms do not say how steep its loss is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(12, 32), nn.Linear(32, 32), nn.Linear(32, 32)])
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = torch.sin(30 * layer(x))
+        logits = self.head(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_correction_shortens_steps_that_go_too_far(tmp_path, accumulate):
+    """At the Trainer's own clipping, and nobody tells it the loss."""
+    spectral = SpectralCallback(mode="correct", correction=LRCorrection(), quantities="light", verbose=0)
+    sizes = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": accumulate, "optim": "adamw_torch"}
+    trainer(tmp_path, spectral, net=Waves(), max_steps=20, **sizes).train()
+    edges = [m.summary["edge"] for m in spectral.measurements if "edge" in m.summary]
+    assert len(edges) > 5
+    assert any(math.isfinite(edge) for edge in edges)
+    assert spectral.probe._supervisor._corrector.step_length.factor < 0.7
+
+
+class Counting(Waves):
+    """Divides by the rows of all micro-batches, as language models do by tokens."""
+
+    def forward(self, x, labels, num_items_in_batch=None, **kwargs):
+        found = super().forward(x, labels)
+        if num_items_in_batch is None:
+            return found
+        return {**found, "loss": found["loss"] * len(labels) / num_items_in_batch}
+
+
+@pytest.mark.parametrize("net", [Waves, Counting])
+def test_steps_of_several_micro_batches_are_as_long_as_those_of_one(tmp_path, net):
+    found = []
+    for size, accumulate in ((16, 1), (4, 4)):
+        spectral = SpectralCallback(mode="correct", correction=LRCorrection(), quantities="light", verbose=0)
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulate}
+        more = {"train_sampling_strategy": "sequential", "optim": "adamw_torch"}
+        trainer(tmp_path / f"{size}", spectral, net=net(), **sizes, **more).train()
+        found.append([m.summary["edge"] for m in spectral.measurements])
+    assert len(found[0]) == 4
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
 def test_the_last_step_of_an_epoch_may_have_fewer_micro_batches(tmp_path):
     """7 batches of the same rows: 4 of them in the first step, 3 in the second; one epoch of each is compared."""
     found = []

@@ -65,7 +65,10 @@ def test_a_small_network_and_whoever_asks_for_it_get_a_row_for_every_matrix():
 def test_a_table_has_as_many_tokens_as_rows_whatever_stands_before_them():
     """Positions are often kept as (1, places, width), to be added to a batch."""
     model = nn.Sequential(nn.ParameterList([torch.randn(1, 17, 8)]), nn.Linear(8, 8))
-    assert cells(role_rows(dissect(model, roles={"0.0": "embedding"})), "in -> out") == [("17 tokens -> 8",), ("8 -> 8",)]
+    assert cells(role_rows(dissect(model, roles={"0.0": "embedding"})), "in -> out") == [
+        ("17 tokens -> 8",),
+        ("8 -> 8",),
+    ]
 
 
 def test_one_matrix_and_one_bias_are_named_so():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -71,9 +72,9 @@ def scale_in_use() -> float:
     It has taken the scale out of the gradients by then, and leaves no mark on the optimizer. So it is looked for among
     the callers.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is GradScaler.step.__code__:
             return float(frame.f_locals["self"].get_scale())
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return 1.0

@@ -74,19 +74,20 @@ class LossFlow:
             whole = whole & (rest.norm() <= torch.finfo(arrived.dtype).eps ** 0.5 * arrived.norm()).to(whole.device)
         return whole
 
-    def whole(self, accumulated: int, parts: int = 1) -> Tensor | bool:
+    def whole(self, accumulated: int, parts: int = 1, *, divided: bool = False) -> Tensor | bool:
         """Return whether the backward pass began at the loss, as it is or divided by ``accumulated``.
 
         Where the loss is one of ``parts`` that are summed over processes, which take the mean of their gradients, it
-        was multiplied by ``parts`` beforehand.
+        was multiplied by ``parts`` beforehand. ``divided``: whether it must have been divided.
         """
         if len(self.gradients) != 1:
             return False
         gradient = self.gradients[0]
         eps = 4 * torch.finfo(gradient.dtype).eps
-        divided = gradient * (accumulated / parts)
-        scaled = (divided >= SCALE) & (torch.frexp(divided.float()).mantissa == 0.5)
-        return self.alone() & (((gradient - 1).abs() <= eps) | ((divided - 1).abs() <= eps) | scaled)
+        times = gradient * (accumulated / parts)
+        scaled = (times >= SCALE) & (torch.frexp(times.float()).mantissa == 0.5)
+        begun = ((times - 1).abs() <= eps) | scaled
+        return self.alone() & (begun if divided else begun | ((gradient - 1).abs() <= eps))
 
 
 def loss_in(output: Any) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Repeatable, why_not
 from spectral_monitor.engine.agreement.rank_report import RankReports
 from spectral_monitor.engine.features.replays import Context, StepInputs
@@ -69,6 +70,7 @@ class StepLoss:
         self.wanted = wanted
         self._parts: list[Repeatable] = []  # micro-batches, and what backward passes began with, but for the last
         self._losses: list[Tensor] = []
+        self._returned: Sequence[RootCall] = ()  # calls whose losses are known by what they returned
         self._context: Context = nullcontext
         self._before: Tensor | None = None
         self._rounded = False
@@ -86,6 +88,16 @@ class StepLoss:
             self._parts, self._context = [*(part.again for part in earlier), again], context
             self._losses = [part.loss for part in earlier]
             self._why = self._never or next(filter(None, map(why_not, self._parts)), "")
+
+    def offer_returned(self, calls: Sequence[RootCall]) -> None:
+        """Take the calls that returned the losses of the step's micro-batches, where nothing else was offered."""
+        if self.wanted and calls and not self._parts:
+            self.offer(
+                calls[-1],
+                nullcontext,
+                [MicroBatch(call, loss) for call in calls[:-1] if (loss := call.loss) is not None],
+            )
+            self._returned = calls
 
     def stepping(self) -> None:
         """Look at the loss before the optimizer steps, if that which the forward returned is not precise enough, or it
@@ -172,10 +184,15 @@ class StepLoss:
 
     def _loss_before(self, given: StepInputs) -> Tensor | None:
         """Return the loss that the step's gradient is that of."""
-        return self._told(given) if self._before is None else self._before / given.accumulated
+        told = self._told(given)
+        return told if told is None or self._before is None else self._before / given.accumulated
 
     def _told(self, given: StepInputs) -> Tensor | None:
-        """Return that loss as backward passes began with it."""
+        """Return that loss as backward passes began with it; ``None`` if it is not known."""
+        if self._returned:
+            losses = [call.loss for call in self._returned if call.loss is not None and _is_whole(call, given)]
+            known = len(losses) == len(self._returned)
+            return torch.stack(losses).double().sum() / given.accumulated if known else None
         return None if given.loss is None else torch.stack([*self._losses, given.loss]).double().sum()
 
     def _total(self) -> Tensor | None:
@@ -193,3 +210,8 @@ class StepLoss:
         before, after = self._loss_before(given), self._total()
         assert before is not None
         return None if after is None else torch.stack([after / given.accumulated - before, before])
+
+
+def _is_whole(call: RootCall, given: StepInputs) -> bool:
+    """Return whether the backward pass began with the loss that a call returned, and with nothing else."""
+    return call.flow is not None and bool(call.flow.whole(given.accumulated, given.loss_parts, divided=True))

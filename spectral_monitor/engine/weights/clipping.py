@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from spectral_monitor.engine.weights.gradients import gradient_norms
 
 SAME = 1e-3
-"""Gradients whose norm has changed by a smaller part were left alone: sums in another order differ in the last digits."""
+"""Gradients whose norm has changed by a smaller part were left alone: sums in another order differ a little."""
 UNEVEN = 0.01
 """Two norms whose ratio is off by more were not multiplied by one factor: roundings of half precision average out."""
 
