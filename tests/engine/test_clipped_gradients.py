@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
@@ -11,6 +12,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralMonitor, SpectralProbe
+from spectral_monitor.capture.hooks.arrived_gradients import ArrivedGradients
+from spectral_monitor.engine.weights.clipping import Unclipped
+from spectral_monitor.engine.weights.gradients import gradient_norms
 
 BATCHES = 4
 
@@ -257,3 +261,19 @@ def test_no_hook_remains_on_the_graph_of_parameters():
     _, probe = looped(clip_norm)
     assert not probe._engine._arrived._handles
     assert not probe._engine._arrived._norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_gradients_that_nobody_touches_have_the_very_norms_they_arrived_with(dtype):
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(size, dtype=dtype)) for size in (3, 1000, (64, 64), ())]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    arrived = ArrivedGradients()
+    arrived.arm([optimizer], lambda what: nullcontext())
+    sum((w * w.conj()).real.float().sum() for w in weights).backward()
+    parameters, norms = arrived.of(optimizer)
+    assert list(map(id, parameters)) == list(map(id, weights))
+    found = Unclipped(parameters, norms, whole=False).compared(weights, gradient_norms(weights))
+    assert torch.equal(norms.float(), gradient_norms(weights).float())
+    assert (float(found.factor), float(found.uneven)) == (1.0, 0.0)
+    arrived.disarm()

@@ -53,7 +53,7 @@ class ArrivedGradients:
         with self._harmless("looking at gradients that have arrived"):
             self._norms.pop(p, None)
             if p.grad is not None and not p.grad.is_sparse:
-                self._norms[p] = torch.linalg.vector_norm(p.grad)
+                (self._norms[p],) = torch._foreach_norm([p.grad])  # rounded as those of all together are later
 
     def of(self, optimizer: Optimizer) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """Return the parameters of an optimizer that is about to step whose gradients have arrived, and their norms as

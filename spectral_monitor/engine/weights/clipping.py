@@ -65,11 +65,14 @@ class Unclipped:
             return None
         places = {id(p): place for place, p in enumerate(self.parameters)}
         both = [(places[id(p)], place) for place, p in enumerate(parameters) if id(p) in places]
-        if self.whole and not len(both) == len(places) == len(parameters):
+        alike = len(both) == len(places) == len(parameters)
+        if self.whole and not alike:
             return Clipping(torch.ones_like(norms[0]), torch.ones_like(norms[0]))
         if not both:
             return None
-        then, norms = self.norms[[i for i, _ in both]].to(norms), norms[[i for _, i in both]]
+        then = self.norms.to(norms)
+        if not (alike and all(i == j for i, j in both)):  # else a device would wait for the order
+            then, norms = then[[i for i, _ in both]], norms[[j for _, j in both]]
         factor = torch.linalg.vector_norm(then) / torch.linalg.vector_norm(norms)
         # NaN and inf speak for themselves.
         factor = torch.where(factor.isfinite() & ((factor - 1).abs() > SAME), factor, 1.0)
