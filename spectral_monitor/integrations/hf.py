@@ -209,7 +209,8 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         """
         assert self.probe is not None
         engine = self.probe._engine
-        if engine.processes is None or not (engine.armed and engine.watches_features and args.max_grad_norm > 0):
+        looks = engine.armed and (engine.watches_features or engine.watches_loss)
+        if engine.processes is None or not (looks and args.max_grad_norm > 0):
             return False
         if fsdp1_wrapper(model, engine.model) is not None:
             return True  # each process has pieces, some of them empty, and no common way to add them up
