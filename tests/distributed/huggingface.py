@@ -128,6 +128,19 @@ def measure(way: str, network: str, accumulate: int = 1, **arguments: Any) -> di
     return {"measurements": [plain(m) for m in spectral.measurements], "model": type(job.model_wrapped).__name__}
 
 
+def correct(way: str, network: str, accumulate: int = 1, **arguments: Any) -> dict[str, Any]:
+    """What a correction makes of five steps: how far they go along their line, and the measurements of the last one."""
+    spectral = SpectralCallback(mode="correct", quantities="light", tol=1e-6, verbose=0)
+    job = trainer(way, network, spectral, gradient_accumulation_steps=accumulate, max_steps=5, **arguments)
+    job.train()
+    assert spectral.latest is not None
+    return {
+        "edges": [m.summary["edge"] for m in spectral.measurements],
+        "why": spectral.latest.why("edge", "summary"),
+        "lr": spectral.latest.values["lr"].tolist(),
+    }
+
+
 class Reader(TrainerCallback):
     """Everything after every step, the hooks too."""
 
