@@ -267,7 +267,7 @@ def assert_same_weights(model, other):
 @pytest.mark.parametrize("kind", MODELS)
 def test_probe_agrees_with_the_naive_implementation(kind, optimizer_kind, dtype):
     accumulated, clip = ACCUMULATED.get(kind, 1), CLIPPED.get(kind)
-    records, trained = naive_records(kind, optimizer_kind, dtype, accumulated, clip)
+    records, trained = naive_records(kind, optimizer_kind, dtype, accumulated, clip, sees_clipping=True)
 
     model = make_model(kind, dtype)
     optimizer = make_optimizer(optimizer_kind, model)

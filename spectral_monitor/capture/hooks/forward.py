@@ -74,6 +74,7 @@ class FeatureCapture(CallRecorder):
         self.watch_losses = self.watch_gradients = self.watch_weights = False
         self._model = model
         self.redirected = False
+        self._nodes: list[Any] = []
         self._tables = {i for i, layer in self.layers.items() if layer.info.role == "embedding"}
         self.begin()
 
@@ -87,7 +88,6 @@ class FeatureCapture(CallRecorder):
         self.looked_at = 0
         self.weights: Marks = {}
         self.weight_gradients: dict[int, Tensor | None] = {}
-        self._nodes: list[Any] = []
         self._waiting: set[int] = set()
         self._depth = 0
         self._way_in = self.redirected
@@ -153,6 +153,7 @@ class FeatureCapture(CallRecorder):
         """Remove the hooks and drop every tensor; safe to call at any time."""
         while self._handles:
             self._handles.pop().remove()
+        self._nodes.clear()
         self.begin()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:

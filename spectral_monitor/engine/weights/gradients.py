@@ -59,9 +59,11 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     """Norms of what is here of the gradients, -1 for those that are gone."""
     if not parameters:
         return torch.empty(0)
-    gone = torch.tensor(-1.0, device=local_part(parameters[0]).device)
     gradients = [None if p.grad is None else _dense(local_part(p.grad)) for p in parameters]
     there = [g for g in gradients if g is not None]
+    doubles = any(g.dtype in (torch.float64, torch.complex128) for g in there)
+    dtype = torch.float64 if doubles else torch.float32
+    gone = torch.tensor(-1.0, dtype=dtype, device=local_part(parameters[0]).device)
     norms = iter(torch._foreach_norm(there) if there else ())
     return torch.stack([gone if g is None else next(norms).to(gone) for g in gradients])
 
