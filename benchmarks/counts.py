@@ -116,7 +116,7 @@ def place() -> str:
 
 
 def is_index(t: Tensor) -> bool:
-    """Whether a tensor holds whole numbers, as indices do, which are made on the host."""
+    """Return whether a tensor holds whole numbers, as indices do, which are made on the host."""
     return not t.is_floating_point() and t.dtype != torch.bool
 
 
@@ -252,7 +252,7 @@ class Watch:
 
     @contextmanager
     def step(self) -> Iterator[Tally]:
-        """What happens inside is one step."""
+        """Count what happens inside as one step."""
         operators = self.operators
         operators.contents.begin()
         self.spaces.clear()
@@ -262,7 +262,7 @@ class Watch:
         tally.peak -= begin
 
     def steps(self) -> dict[tuple[str, str], int]:
-        """Of Lanczos in the last step, by matrix and parameter."""
+        """Return the steps of Lanczos in the last step, by matrix and parameter."""
         found: Counter[tuple[str, str]] = Counter()
         for steps in self.spaces:
             found |= steps
@@ -304,7 +304,7 @@ def count(model: nn.Module, optimizer: Optimizer, loss: Callable[[nn.Module], Te
 def difference(
     measured: Tally, plain: Tally, passes: dict[tuple[str, str], Counter[str]], steps: dict[tuple[str, str], int]
 ) -> Counts:
-    """What a measured step does beyond a plain one."""
+    """Return what a measured step does beyond a plain one."""
     operators, read = Counter(measured.operators), Counter(measured.read)
     operators.subtract(plain.operators)
     read.subtract(plain.read)

@@ -119,6 +119,27 @@ def test_losses_that_were_divided_by_a_number_nobody_told_are_left_alone():
     assert math.isnan(probe.latest.summary["edge"])
 
 
+def test_under_autocast_the_loss_is_looked_at_in_full_precision():
+    """In half precision a small change of it is rounding."""
+    torch.manual_seed(0)
+    model = Noisy(noise=0.0).float()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection(size=1 / 1024), quantities="light")
+    for x, y in data(4):
+        x, y = x.float(), y.float()
+        before = copy.deepcopy(model)
+        with probe.step():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x, y)["loss"]
+            loss.backward()
+            optimizer.step()
+        after = copy.deepcopy(before)
+        after.load_state_dict({**after.state_dict(), **dict(model.named_parameters())})
+        losses = [float(net.double()(x.double(), y.double())["loss"].detach()) for net in (before, after)]
+        assert probe.latest.summary["loss_change"] == pytest.approx(losses[1] - losses[0], rel=0.02)
+
+
 def test_what_is_called_without_gradients_is_no_micro_batch():
     @torch.no_grad()
     def validate(model, batch):

@@ -207,14 +207,13 @@ def looped(clip, scale=None, correct=None, micro_batches=1, adam=False):
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     mode = {"mode": "correct", "correction": correct} if correct else {}
     probe = SpectralProbe(net, optimizer, every_n_steps=1, quantities="light", tol=1e-6, **mode)
-    batches, lost = data(), []
+    batches = data()
     for first in range(0, BATCHES, micro_batches):
         with probe.step():
             optimizer.zero_grad()
             for x, y in batches[first : first + micro_batches]:
                 loss = (net(x) - y).square().mean() / micro_batches
                 scaler.scale(loss).backward()
-            lost.append(float(loss))
             if micro_batches == 1:
                 probe.report_loss(loss, lambda x=x, y=y: (net(x) - y).square().mean())
             scaler.unscale_(optimizer)

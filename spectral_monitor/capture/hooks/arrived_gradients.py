@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from spectral_monitor.capture.hooks.registration import GradientHook
 from spectral_monitor.state.dtensor import is_distributed
 
 
@@ -27,25 +26,22 @@ class ArrivedGradients:
     """
 
     def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-        self._nodes: list[Any] = []
+        self._handles: list[GradientHook] = []
         self._norms: dict[Tensor, Tensor] = {}
 
     def arm(self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any]) -> None:
-        """Register the hooks: in the graph, so that parameters show no trace of them."""
+        """Register the hooks."""
         self.disarm()
         self._harmless = harmless
         held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         for p in dict.fromkeys(held):
             if p.requires_grad and p.is_leaf and not is_lazy(p) and not is_distributed(p):
-                self._nodes.append(node := get_gradient_edge(p).node)  # else it would be made again, without hooks
-                self._handles.append(node.register_hook(partial(self._arrived, p)))
+                self._handles.append(GradientHook(p, partial(self._arrived, p), after=True))
 
     def disarm(self) -> None:
         """Remove the hooks and forget the norms; safe to call at any time."""
         while self._handles:
             self._handles.pop().remove()
-        self._nodes.clear()
         self._norms.clear()
 
     @torch.no_grad()

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from spectral_monitor.capture.hooks.recording import CallRecorder, Harmless, Watcher
 from spectral_monitor.capture.hooks.registration import (
+    GradientHook,
     Hook,
     Removable,
     WrappedCall,
@@ -74,7 +74,6 @@ class FeatureCapture(CallRecorder):
         self.watch_losses = self.watch_gradients = self.watch_weights = False
         self._model = model
         self.redirected = False
-        self._nodes: list[Any] = []
         self._tables = {i for i, layer in self.layers.items() if layer.info.role == "embedding"}
         self.begin()
 
@@ -112,7 +111,7 @@ class FeatureCapture(CallRecorder):
         return [self._hooked[i].register_forward_hook(hook, with_kwargs=True) for i, hook in hooks.items()]
 
     def _weight_hooks(self) -> list[Removable]:
-        """Register hooks where gradients of weights arrive: in the graph, so that parameters show no trace of them."""
+        """Register hooks where gradients of weights arrive."""
         weights = {i: layer.sources[0] for i, layer in self.layers.items() if layer.sources and layer.compute is None}
         return self._hooks_at(weights, self._weight_gradient)
 
@@ -128,9 +127,7 @@ class FeatureCapture(CallRecorder):
         return self._hooks_at(alone, self._table_gradient)
 
     def _hooks_at(self, weights: Mapping[int, Tensor], hook: Callable[..., None]) -> list[Removable]:
-        nodes = {i: get_gradient_edge(p).node for i, p in weights.items() if p.requires_grad}
-        self._nodes += nodes.values()  # else they would be made again, without hooks
-        return [node.register_prehook(partial(hook, i)) for i, node in nodes.items()]
+        return [GradientHook(p, partial(hook, i)) for i, p in weights.items() if p.requires_grad]
 
     def _table_gradient(self, i: int, gradients: Sequence[Tensor | None]) -> None:
         apart = self.hidden_layers or self.halved  # known by now
@@ -153,7 +150,6 @@ class FeatureCapture(CallRecorder):
         """Remove the hooks and drop every tensor; safe to call at any time."""
         while self._handles:
             self._handles.pop().remove()
-        self._nodes.clear()
         self.begin()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:

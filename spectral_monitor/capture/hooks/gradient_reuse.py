@@ -9,11 +9,10 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from spectral_monitor.capture.hooks.registration import GradientHook
 from spectral_monitor.state.dtensor import is_distributed
 
 
@@ -30,14 +29,13 @@ class GradientReuse:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._handles: list[RemovableHandle] = []
-        self._nodes: list[Any] = []
+        self._handles: list[GradientHook] = []
         self._watched: dict[int, Tensor] = {}  # optimizer -> its parameter
         self._left: dict[int, tuple[ReferenceType[Tensor], int]] = {}  # optimizer -> gradient after its latest step
         self._found: dict[int, Tensor] = {}  # since its latest step: 1 used before, 0 new, NaN unknown
 
     def arm(self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any]) -> None:
-        """Register the hooks: in the graph, so that parameters show no trace of them."""
+        """Register the hooks."""
         self.disarm()
         self._harmless = harmless
         for optimizer in optimizers:
@@ -49,14 +47,12 @@ class GradientReuse:
             ]
             if some:
                 self._watched[id(optimizer)] = p = min(some, key=Tensor.numel)
-                self._nodes.append(node := get_gradient_edge(p).node)  # else it would be made again, without hooks
-                self._handles.append(node.register_prehook(partial(self._arrive, id(optimizer))))
+                self._handles.append(GradientHook(p, partial(self._arrive, id(optimizer))))
 
     def disarm(self) -> None:
         """Remove the hooks; safe to call at any time."""
         while self._handles:
             self._handles.pop().remove()
-        self._nodes.clear()
         self._watched.clear()
         self._found.clear()
         self.steps = 0

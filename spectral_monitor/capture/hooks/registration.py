@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 
 class Removable(Protocol):
@@ -62,6 +63,26 @@ class WrappedCall:
         """Put back what was there, unless somebody else has put something there."""
         if self._space.get("_compiled_call_impl") is self._call:
             self._space["_compiled_call_impl"] = self._compiled
+
+
+class GradientHook:
+    """Calls a function where the gradient of a parameter arrives, in the graph: the parameter shows no trace of it.
+
+    It keeps the node alive, which would else be made again without the hook.
+
+    Args:
+        p: a leaf that requires a gradient.
+        function: is given gradients as torch's hooks on nodes are.
+        after: whether it is called when the gradient has been added, rather than before.
+    """
+
+    def __init__(self, p: Tensor, function: Callable[..., None], *, after: bool = False) -> None:
+        self._node = node = get_gradient_edge(p).node
+        self._handle = node.register_hook(function) if after else node.register_prehook(function)
+
+    def remove(self) -> None:
+        """Take it back."""
+        self._handle.remove()
 
 
 def ancestors(model: nn.Module, targets: set[int]) -> list[nn.Module]:

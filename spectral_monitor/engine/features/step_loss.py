@@ -106,7 +106,8 @@ class StepLoss:
         if not self._parts or self._before is not None or self._why:
             return
         with self._context():
-            self._rounded = self._compiled or AutocastState.now(self._model).halves
+            halves = AutocastState.now(self._model).halves or any(call.halves for call in self._returned)
+            self._rounded = self._compiled or halves
         if self._rounded and self._sharded:
             self._why = IN_PARTS
         elif self._rounded:
