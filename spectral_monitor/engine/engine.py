@@ -47,6 +47,7 @@ from spectral_monitor.engine.results.raw import LOSS, NETWORK, REUSED, RawScalar
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import FEATURES, Settings
 from spectral_monitor.engine.state import COMPARED, START, STEP_LOSS, EngineState
+from spectral_monitor.engine.weights.gradients import gradient_norms
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers.attention import AttentionBlock
@@ -101,12 +102,13 @@ class Engine(EngineState):
         self._readouts = Readouts(self.anatomy)
         self._tracker = None if layout.flat else ParameterTracker(model, self.anatomy.layers)
         self._replaced: set[int] = set()
+        self._flat = layout.flat
         self._copies = partial(copies, flat=layout.flat, processes=processes)
         if settings.needs & FEATURES:
             check_supported(optimizers)
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
         self._reuse = GradientReuse()
-        self._arrived = ArrivedGradients()
+        self._arrived = ArrivedGradients(gradient_norms)
         self._returned = None if whole_steps or layout.compiled else ReturnedLosses()
         wanted = range(len(self.layers)) if settings.needs & FEATURES else ()
         room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
@@ -197,8 +199,9 @@ class Engine(EngineState):
                 self._attention.arm(self.asked)
             if self.processes is None and "contribution" in self.asked.keys:
                 self._reuse.arm(self.optimizers.optimizers, self._harmless)
-            if self.processes is None and "g" in self.asked.needs:
-                self._arrived.arm(self.optimizers.optimizers, self._harmless)
+            if "g" in self.asked.needs:
+                several = None if self.processes is None else self._wrapper
+                self._arrived.arm(self.optimizers.optimizers, several, self._flat, self._harmless)
             if self._returned is not None and self.watches_loss:
                 self._returned.arm(self.model, self._harmless)
             self.optimizers.arm()
@@ -224,7 +227,6 @@ class Engine(EngineState):
         accumulated: int = 1,
         loss_scale: float = 1.0,
         loss_parts: int = 1,
-        clipped_before: bool = False,
         context: Context = nullcontext,
         only_if_stepped: bool = False,
     ) -> Measurement | None:
@@ -238,7 +240,6 @@ class Engine(EngineState):
             loss_scale: what it was multiplied by before the backward pass, to keep half precision from underflow.
             loss_parts: of how many losses, of processes and micro-batches, that of the step is the sum; 1 if it is
                 their mean.
-            clipped_before: whether the gradients were clipped, by a factor that is not known.
             context: precision the replayed forward runs under, besides the autocast that was recorded.
             only_if_stepped: measure nothing if no optimizer has stepped; :attr:`idle` then says so.
 
@@ -247,9 +248,7 @@ class Engine(EngineState):
         """
         measurement = None
         loss = None if loss is None else loss.detach()
-        given = StepInputs(
-            training_step, loss, accumulated, loss_scale, loss_parts, clipped_before, context, only_if_stepped
-        )
+        given = StepInputs(training_step, loss, accumulated, loss_scale, loss_parts, context, only_if_stepped)
         try:
             with self._harmless("measuring"), full_precision():
                 if self.armed and (self.processes is not None or not self._failed):

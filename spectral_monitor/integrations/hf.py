@@ -7,9 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.nn.utils import get_total_norm
-
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.engine.settings import FEATURES
 from spectral_monitor.integrations.hf_checkpoint import ResumeFiles
@@ -22,8 +19,6 @@ from spectral_monitor.reporting.sinks import checked_sinks
 from spectral_monitor.reporting.text.console import rendered
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
-from spectral_monitor.sharding.training_processes import fsdp1_wrapper
-from spectral_monitor.state.dtensor import is_distributed
 from spectral_monitor.suggestions import unknown
 
 try:
@@ -37,8 +32,6 @@ except ImportError as error:
 SUPPORTED = "one process, DDP (torchrun) or FSDP"
 OWN = ("model", "optimizer", "every_n_steps", "sinks", "max_overhead")
 """Arguments of the probe that the callback gives itself."""
-ROUNDING = 1e-3
-"""Relative, of the norm of gradients after clipping."""
 
 
 class SpectralCallback(MeasuredRun, TrainerCallback):
@@ -151,9 +144,7 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
     ) -> None:
         """Measure the step, right after the optimizer's."""
         if self.probe is not None:
-            parts = self._loss_parts(args)
-            clipped = self._clipped(args, kwargs["model"])
-            self.probe.end_step(accumulated=self._micro_batches, loss_parts=parts, clipped=clipped)
+            self.probe.end_step(accumulated=self._micro_batches, loss_parts=self._loss_parts(args))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -200,23 +191,6 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         if engine.processes is None or not args.average_tokens_across_devices:
             return self._micro_batches
         return self._micro_batches * len(set(engine.processes.batches))
-
-    def _clipped(self, args: TrainingArguments, model: nn.Module) -> bool:
-        """Return whether the gradients may have been clipped by a factor that is not known.
-
-        The Trainer tells callbacks neither that nor the factor. A single process sees it by itself; of several,
-        gradients that were clipped have the norm ``max_grad_norm``.
-        """
-        assert self.probe is not None
-        engine = self.probe._engine
-        looks = engine.armed and (engine.watches_features or engine.watches_loss)
-        if engine.processes is None or not (looks and args.max_grad_norm > 0):
-            return False
-        if fsdp1_wrapper(model, engine.model) is not None:
-            return True  # each process has pieces, some of them empty, and no common way to add them up
-        norm: Any = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        whole = norm.full_tensor() if is_distributed(norm) else norm
-        return bool(whole > (1 - ROUNDING) * args.max_grad_norm)
 
     def _show(self, text: str) -> None:
         """Print a text, on the first process."""

@@ -322,24 +322,20 @@ class SpectralProbe(MeasuredRun):
         self._engine.disarm()
         self._supervisor.disarm()
 
-    def end_step(self, *, accumulated: int = 1, loss_parts: int = 1, clipped: bool = False) -> None:
+    def end_step(self, *, accumulated: int = 1, loss_parts: int = 1) -> None:
         """Measure the step that was begun, if it is one that is measured.
 
         Args:
             accumulated: as for :meth:`step`.
             loss_parts: of how many losses like the one the model returns, of micro-batches and processes, that of the
                 step is the sum, where the model divides by the tokens of all of them; 1 where it is their mean.
-            clipped: whether the gradients were clipped by a factor that cannot be seen, as on several processes;
-                ``edge``, which needs them as they were, is then NaN.
         """
         keys, self._keys, self._open = self._keys, frozenset(), False
         loss, self._loss, self._replay, self._earlier = self._loss, None, None, []
         self._supervisor.disarm()
         if not keys:
             return
-        measurement = self._engine.finish(
-            self.steps, loss=loss, accumulated=accumulated, loss_parts=loss_parts, clipped_before=clipped
-        )
+        measurement = self._engine.finish(self.steps, loss=loss, accumulated=accumulated, loss_parts=loss_parts)
         if measurement is None:
             return
         measurement = self._supervisor.judge(measurement, announce if self.is_first else _say_nothing)

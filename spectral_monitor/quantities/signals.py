@@ -34,7 +34,7 @@ ENTRIES = (
         source="Spectral Condition, Eq. 20",
         meaning="largest decrease of the loss by an update of natural norm 1 and rank 1: the size of the gradient",
         healthy="alike at any width; it falls as the loss does",
-        misleads="convolutions: an upper bound; gradients that you clip in a loop of your own on several processes",
+        misleads="convolutions: an upper bound",
         question=questions.GRADIENTS,
         title="size of the gradient",
     ),

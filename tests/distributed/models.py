@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as nnf
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 Batch = tuple[Tensor, ...]
@@ -58,10 +59,13 @@ class Perceptron(nn.Module):
 
 
 class Deep(nn.Module):
-    """As many layers of one shape as one likes; ``alike`` begin with the same weights."""
+    """As many layers of one shape as one likes; ``alike`` begin with the same weights; ``again``: each is called once
+    more in the backward pass, in a backward pass of its own.
+    """
 
-    def __init__(self, depth: int, alike: bool = False) -> None:
+    def __init__(self, depth: int, alike: bool = False, again: bool = False) -> None:
         super().__init__()
+        self.again = again
         self.layers = nn.ModuleList([nn.Linear(128, 128) for _ in range(depth - 1)])
         self.readout = nn.Linear(128, 3)
         if alike:
@@ -69,8 +73,9 @@ class Deep(nn.Module):
                 layer.load_state_dict(self.layers[0].state_dict())
 
     def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_(self.again)
         for layer in self.layers:
-            x = x + layer(x).tanh()
+            x = x + (checkpoint(layer, x, use_reentrant=True) if self.again else layer(x)).tanh()
         return self.readout(x)
 
     def parts(self) -> list[nn.Module]:
@@ -210,6 +215,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "normalized": Normalized,
     "deep 4": lambda: Deep(4),
     "deep 40": lambda: Deep(40),
+    "deep 4, checkpoints": lambda: Deep(4, again=True),
     "alike 4": lambda: Deep(4, alike=True),
     "alike 40": lambda: Deep(40, alike=True),
 }

@@ -37,6 +37,12 @@ def _fsdp2(net: Any) -> nn.Module:
     return net
 
 
+def _fsdp2_compiled(net: Any) -> nn.Module:
+    for part in net.parts():
+        part.compile(backend="aot_eager")
+    return _fsdp2(net)
+
+
 def _hsdp(net: Any) -> nn.Module:
     cut(net, init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard")))
     return net
@@ -58,6 +64,7 @@ WAYS: dict[str, Wrap] = {
     "ddp_find_unused": partial(DistributedDataParallel, find_unused_parameters=True),
     "fsdp1": partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True),
     "fsdp2": _fsdp2,
+    "fsdp2_compiled": _fsdp2_compiled,
     "fsdp2_tp": _fsdp2_tp,
     "hsdp": _hsdp,
     "tp": _tp,
@@ -80,6 +87,18 @@ def unsynced(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
     return model.no_sync() if not last and hasattr(model, "no_sync") else nullcontext()
 
 
+def clip(model: Any, largest: float) -> None:
+    """Clip the norm of all gradients, whether they are sharded or not."""
+    if isinstance(model, FullyShardedDataParallel):
+        model.clip_grad_norm_(largest)
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+    norm = torch.cat([g.flatten() for g in whole]).norm()
+    for g in gradients:
+        g.mul_((largest / norm).clamp(max=1.0))
+
+
 @dataclass
 class Loop:
     """A network, wrapped, its optimizer, and its batches."""
@@ -89,6 +108,7 @@ class Loop:
     optimizer_name: str = "sgd"
     accumulate: int = 1
     shift: float = 0.0
+    largest: float | None = None
 
     def __post_init__(self) -> None:
         torch.manual_seed(1)
@@ -122,6 +142,8 @@ class Loop:
                         loss.backward()
                         if probe is not None:
                             probe.report_loss(loss)
+                if self.largest is not None:
+                    clip(self.model, self.largest)
                 self.optimizer.step()
             self.optimizer.zero_grad()
             yield step
@@ -130,10 +152,12 @@ class Loop:
 EXACT = {"tol": 1e-6, "drift_every": 2, "replay_samples": None, "mode": "observe"}
 
 
-def measure(way: str, network: str, accumulate: int = 1, **options: Any) -> dict[str, Any]:
-    """Every measurement of three steps."""
+def measure(
+    way: str, network: str, accumulate: int = 1, largest: float | None = None, **options: Any
+) -> dict[str, Any]:
+    """Every measurement of three steps; ``largest``: norm of gradients that are clipped."""
     narrow = SpectralCondition(band=(0.8, 1.25), persistence=1)  # so that there are verdicts to compare
-    loop = Loop(way, network, accumulate=accumulate)
+    loop = Loop(way, network, accumulate=accumulate, largest=largest)
     probe = loop.probe(**{**EXACT, "condition": narrow, **options})
     list(loop.train(range(3), probe))
     return {"measurements": [plain(m) for m in probe.measurements]}

@@ -31,13 +31,13 @@ def cases(function, **arguments):
 
 
 @cache
-def alone(network, accumulate=1):
-    return probing.measure("", network, accumulate)["measurements"]
+def alone(network, accumulate=1, **more):
+    return probing.measure("", network, accumulate, **more)["measurements"]
 
 
 def check_numbers(one, outcomes):
     arguments, results = dict(one.arguments), outcomes[one].get()
-    expected = alone(arguments["network"], arguments.get("accumulate", 1))
+    expected = alone(**{key: value for key, value in arguments.items() if key != "way"})
     for result in results:
         found = differences(expected, result["measurements"])
         assert not found, f"{len(found)} differences:\n" + "\n".join(found[:40])
@@ -61,6 +61,42 @@ def test_numbers_are_those_of_one_process(outcomes, one):
 )
 def test_numbers_with_accumulated_gradients(outcomes, one):
     check_numbers(one, outcomes)
+
+
+CLIP = 0.02
+CLIPPED = [
+    ("ddp", "perceptron", 2, {}),
+    ("fsdp2", "transformer", 2, {}),
+    ("ddp", "perceptron", 2, {"accumulate": 2}),
+    ("ddp", "deep 4, checkpoints", 2, {"quantities": "light"}),
+    ("ddp_find_unused", "mixture", 2, {}),
+    ("fsdp1", "perceptron", 2, {}),
+    ("fsdp2", "deep 4, checkpoints", 2, {"quantities": "light"}),
+    ("fsdp2_compiled", "deep 4", 2, {"quantities": "light"}),
+    ("hsdp", "perceptron", 4, {}),
+    ("tp", "transformer", 2, {}),
+    ("fsdp2_tp", "transformer", 4, {}),
+]
+
+
+def clipped():
+    for way, network, count, more in CLIPPED:
+        one = task("probing.measure", count, way=way, network=network, largest=CLIP, **more)
+        core = (way, network) in CORE and not more
+        yield pytest.param(one, id=str(one), marks=() if core else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("one", list(clipped()))
+def test_numbers_of_gradients_that_are_clipped(outcomes, one):
+    """In a single process they are of the gradients before that: tests/engine/test_clipped_gradients.py."""
+    check_numbers(one, outcomes)
+    arguments = dict(one.arguments)
+    free = alone(**{key: value for key, value in arguments.items() if key not in ("way", "largest")})[0]["values"]
+    found = outcomes[one].get()[0]["measurements"][0]["values"]
+    factor = found["update_norm"][0] / free["update_norm"][0]
+    assert factor < 0.9, "it was clipped"
+    # Contributions are <g, lr factor g>: proportional to the factor, not to its square.
+    assert found["contribution"][0] == pytest.approx(factor * free["contribution"][0], rel=1e-4)
 
 
 def test_there_are_verdicts_and_values_to_compare():

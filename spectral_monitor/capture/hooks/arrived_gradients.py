@@ -3,53 +3,121 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from spectral_monitor.capture.hooks.registration import GradientHook
+from spectral_monitor.capture.hooks.registration import (
+    GradientHook,
+    Hook,
+    Removable,
+    WrappedCall,
+    after_backward,
+    backward_pass,
+    in_backward,
+    in_transform,
+)
+from spectral_monitor.capture.replay.loss_flow import tensors_in
+from spectral_monitor.layers import compiled_modules, entrances
 from spectral_monitor.state.dtensor import is_distributed
 
 
 class ArrivedGradients:
-    """Takes the norm of every gradient when it has arrived, while armed; nothing is copied.
+    """Takes the norms of gradients at the end of backward passes, while armed; nothing is copied.
 
-    Of a single process: of several, gradients are averaged after that. The norms are those that the latest backward
-    pass has left, earlier micro-batches included.
+    By then processes have averaged them. The norms are those that the latest backward pass has left, earlier
+    micro-batches included. A pass shows itself where it reaches parameters. Those of sharded weights are others than
+    the optimizer's, so there it shows itself at what modules returned.
+
+    Args:
+        norms_of: returns the norms of what is here of the gradients of parameters.
     """
 
-    def __init__(self) -> None:
-        self._handles: list[GradientHook] = []
+    def __init__(self, norms_of: Callable[[Sequence[Tensor]], Tensor]) -> None:
+        self._norms_of = norms_of
+        self._handles: list[Removable] = []
         self._norms: dict[Tensor, Tensor] = {}
+        self._sharded: list[Tensor] = []
+        self._reached: dict[Tensor, int] = {}  # parameter -> the latest backward pass that has reached it
+        self._seen: set[int] = set()  # backward passes whose end is waited for, or has come
 
-    def arm(self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any]) -> None:
-        """Register the hooks."""
+    def arm(
+        self,
+        optimizers: Sequence[Optimizer],
+        model: nn.Module | None,
+        flat: Collection[int],
+        harmless: Callable[[str], Any],
+    ) -> None:
+        """Register the hooks.
+
+        Args:
+            optimizers: whose gradients are looked at.
+            model: what several processes train, FSDP's wrapper where there is one; ``None`` in a single process.
+            flat: ids of parameters whose place is FSDP's affair.
+            harmless: to be entered around what hooks do.
+        """
         self.disarm()
         self._harmless = harmless
         held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         for p in dict.fromkeys(held):
-            if p.requires_grad and p.is_leaf and not is_lazy(p) and not is_distributed(p):
-                self._handles.append(GradientHook(p, partial(self._arrived, p), after=True))
+            if not p.requires_grad or is_lazy(p):
+                continue
+            if is_distributed(p) or id(p) in flat:
+                self._sharded.append(p)
+            elif p.is_leaf:
+                self._handles.append(GradientHook(p, partial(self._reaching, p)))
+        if model is not None:
+            for module in entrances(model, compiled_modules(model).values()):
+                if module is not model and not any(map(is_distributed, module.parameters(recurse=False))):
+                    continue
+                if getattr(module, "_compiled_call_impl", None) is not None:
+                    self._handles.append(WrappedCall(module, lambda *_: None, self._called))
+                else:
+                    self._handles.append(module.register_forward_hook(Hook(self._called), with_kwargs=True))
 
     def disarm(self) -> None:
         """Remove the hooks and forget the norms; safe to call at any time."""
         while self._handles:
             self._handles.pop().remove()
         self._norms.clear()
+        self._sharded.clear()
+        self._reached.clear()
+        self._seen.clear()
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if in_backward() or in_transform():
+            return
+        with self._harmless("the end of a module's forward pass"):
+            self._handles += [x.register_hook(self._begun) for x in tensors_in(output) if x.grad_fn is not None]
+
+    def _reaching(self, p: Tensor, *_: Any) -> None:
+        self._reached[p] = backward_pass()
+        self._begun()
+
+    def _begun(self, *_: Any) -> None:
+        """Wait for the end of the backward pass this is called in."""
+        this = backward_pass()
+        if this not in self._seen:
+            self._seen.add(this)
+            # Processes average gradients at the end too. That has been asked for when the first of these is called.
+            after_backward(lambda: after_backward(partial(self._ended, this)))
 
     @torch.no_grad()
-    def _arrived(self, p: Tensor, *_: Any) -> None:
+    def _ended(self, this: int) -> None:
+        """Take the norms of what arrived; the passes since this one were inside it (checkpoints, for example)."""
         with self._harmless("looking at gradients that have arrived"):
-            self._norms.pop(p, None)
-            if p.grad is not None and not p.grad.is_sparse:
-                (self._norms[p],) = torch._foreach_norm([p.grad])  # rounded as those of all together are later
+            arrived = [p for p, latest in self._reached.items() if latest >= this]
+            there = [p for p in (*arrived, *self._sharded) if p.grad is not None and not p.grad.is_sparse]
+            for p in arrived:
+                self._norms.pop(p, None)
+            self._norms.update(zip(there, self._norms_of(there).unbind(), strict=True))
 
     def of(self, optimizer: Optimizer) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """Return the parameters of an optimizer that is about to step whose gradients have arrived, and their norms as

@@ -72,13 +72,12 @@ class GradientHook:
 
     Args:
         p: a leaf that requires a gradient.
-        function: is given gradients as torch's hooks on nodes are.
-        after: whether it is called when the gradient has been added, rather than before.
+        function: is given gradients as torch's hooks on nodes are, before they are added.
     """
 
-    def __init__(self, p: Tensor, function: Callable[..., None], *, after: bool = False) -> None:
+    def __init__(self, p: Tensor, function: Callable[..., None]) -> None:
         self._node = node = get_gradient_edge(p).node
-        self._handle = node.register_hook(function) if after else node.register_prehook(function)
+        self._handle = node.register_prehook(function)
 
     def remove(self) -> None:
         """Take it back."""
@@ -97,6 +96,18 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def backward_pass() -> int:
+    """Return the number of the backward pass this is called in the middle of, -1 outside one; those that begin later,
+    inside it or after it, have larger ones.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
 def in_backward() -> bool:
     """Return whether this is called in the middle of a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_pass() != -1
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Have a function called when the backward pass this is called in ends, after all that was asked for before."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

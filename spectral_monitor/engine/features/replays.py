@@ -55,7 +55,6 @@ class StepInputs:
     accumulated: int
     loss_scale: float
     loss_parts: int
-    clipped_before: bool
     context: Context
     only_if_stepped: bool = False
 

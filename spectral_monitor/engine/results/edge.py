@@ -11,7 +11,6 @@ DIGITS = 0.01
 """Two digits: what rounding may amount to, relative to the edge."""
 
 ACCUMULATED = "gradients are accumulated: the loss after the step is of the last micro-batch alone"
-CLIPPED = "gradients were clipped, or may have been, by a factor that is not known"
 SEVERAL = "several optimizers made a step, and the loss after it is of one of them"
 NO_LOSS = (
     "the loss after the step is not known: only some samples were run again (replay_samples=None runs all), or the "
@@ -33,8 +32,6 @@ def why_unknown(optimizers: int, facts: StepContext, whole: bool = False) -> str
     """
     if facts.accumulated > 1 and not whole:
         return ACCUMULATED
-    if facts.clipped_before:
-        return CLIPPED
     return SEVERAL if optimizers > 1 else ""
 
 

@@ -71,7 +71,6 @@ class StepContext:
         clipped: whether gradients were clipped otherwise than by a factor.
         accumulated: what the loss was divided by before the backward pass.
         loss_scale: what it was multiplied by.
-        clipped_before: whether gradients were clipped by a factor that is not known.
         loss_parts: of how many losses like the model's that of the step is the sum; 1 if it is their mean.
         moved: whether the weights of the forward are not those before the update.
         no_loss: why the loss after the step is not known, where it was asked for by itself, which is that of all
@@ -110,7 +109,6 @@ class StepContext:
     accumulated: int = 1
     loss_scale: float = 1.0
     loss_parts: int = 1
-    clipped_before: bool = False
     moved: bool = False
     no_loss: str | None = None
     loss_eps: float | None = None

@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 
 from spectral_monitor.engine.weights.gradients import gradient_norms
 
-SAME = 1e-3
-"""Gradients whose norm has changed by a smaller part were left alone: sums in another order differ a little."""
-UNEVEN = 0.01
-"""Two norms whose ratio is off by more were not multiplied by one factor: roundings of half precision average out."""
+UNEVEN = 1e-4
+"""Two norms whose ratio is off by more were not multiplied by one factor."""
+UNEVEN_HALF = 0.01
+"""The same of gradients in half precision, where each entry is rounded to three digits."""
+SAME = 0.1
+"""Of that: gradients whose norm has changed by a smaller part were left alone."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,9 @@ class Unclipped:
         then = self.norms.to(norms)
         if not (alike and all(i == j for i, j in both)):  # else a device would wait for the order
             then, norms = then[[i for i, _ in both]], norms[[j for _, j in both]]
+        uneven = UNEVEN_HALF if any(p.grad is not None and p.grad.itemsize < 4 for p in parameters) else UNEVEN
         factor = torch.linalg.vector_norm(then) / torch.linalg.vector_norm(norms)
         # NaN and inf speak for themselves.
-        factor = torch.where(factor.isfinite() & ((factor - 1).abs() > SAME), factor, 1.0)
-        off = norms < then if self.by_value else (then - factor * norms).abs() > UNEVEN * then
+        factor = torch.where(factor.isfinite() & ((factor - 1).abs() > SAME * uneven), factor, 1.0)
+        off = norms < then if self.by_value else (then - factor * norms).abs() > uneven * then
         return Clipping(factor, off.any().float())
