@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import MethodType
 
 import pytest
 import torch
@@ -119,25 +120,43 @@ def test_losses_that_were_divided_by_a_number_nobody_told_are_left_alone():
     assert math.isnan(probe.latest.summary["edge"])
 
 
-def test_under_autocast_the_loss_is_looked_at_in_full_precision():
+class Decorated(Noisy):
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(self, *batch):
+        return super().forward(*batch)
+
+
+def accelerated(model):
+    """Hugging Face's Trainer decorates the method of its model."""
+    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(Noisy.forward), model)
+    return model
+
+
+HALVES = {"around the call": Noisy, "of the class": Decorated, "of the model": lambda **kw: accelerated(Noisy(**kw))}
+
+
+@pytest.mark.parametrize("where", HALVES)
+def test_under_autocast_the_loss_is_looked_at_in_full_precision(where):
     """In half precision a small change of it is rounding."""
     torch.manual_seed(0)
-    model = Noisy(noise=0.0).float()
+    model = HALVES[where](noise=0.0).float()
+    space = dict(vars(model))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection(size=1 / 1024), quantities="light")
     for x, y in data(4):
         x, y = x.float(), y.float()
-        before = copy.deepcopy(model)
+        before, after = Noisy(noise=0.0), Noisy(noise=0.0)
+        before.load_state_dict(model.state_dict())
         with probe.step():
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=where == "around the call"):
                 loss = model(x, y)["loss"]
             loss.backward()
             optimizer.step()
-        after = copy.deepcopy(before)
-        after.load_state_dict({**after.state_dict(), **dict(model.named_parameters())})
+        after.load_state_dict({**before.state_dict(), **dict(model.named_parameters())})
         losses = [float(net.double()(x.double(), y.double())["loss"].detach()) for net in (before, after)]
         assert probe.latest.summary["loss_change"] == pytest.approx(losses[1] - losses[0], rel=0.02)
+    assert vars(model) == space, "nothing is left on it"
 
 
 def test_what_is_called_without_gradients_is_no_micro_batch():

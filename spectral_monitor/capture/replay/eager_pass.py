@@ -6,8 +6,9 @@ Its gradients begin where those of the step arrived: at what the outermost call 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from spectral_monitor.capture.replay.loss_flow import loss_in, tensors_in
 from spectral_monitor.capture.row_sampling import GuardedTensor
 from spectral_monitor.state.rng import AutocastState
 
+AUTOCAST_DECORATOR = "decorate_autocast"
+"""The function of torch's that calls a decorated one under autocast; decorated ones are told by it."""
+
 
 @contextmanager
 def precisely(module: nn.Module) -> Iterator[None]:
@@ -27,8 +31,41 @@ def precisely(module: nn.Module) -> Iterator[None]:
 
     No graph is made, and none is dropped.
     """
-    with torch.compiler.set_stance("force_eager"), AutocastState.now(module).without().replayed():
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(AutocastState.now(module).without().replayed())
+        for part, forward in undecorated(module).items():
+            stack.enter_context(_in_place_of_forward(part, forward))
         yield
+
+
+def undecorated(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+    """Return the modules whose ``forward`` is decorated with ``torch.autocast``, as Hugging Face's Trainer does it, and
+    what is decorated.
+    """
+    found = {}
+    for module in model.modules():
+        outer, inner = module.forward, None
+        while (below := getattr(outer, "__wrapped__", None)) is not None:
+            code = getattr(outer, "__code__", None)
+            inner = below if code is not None and code.co_name == AUTOCAST_DECORATOR else inner
+            outer = below
+        if inner is not None:
+            found[module] = inner if hasattr(inner, "__self__") else MethodType(inner, module)
+    return found
+
+
+@contextmanager
+def _in_place_of_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a module's calls go to another function."""
+    space = vars(module)
+    before = {key: space[key] for key in ("forward",) if key in space}
+    space["forward"] = forward
+    try:
+        yield
+    finally:
+        del space["forward"]
+        space.update(before)
 
 
 class OutputGradients:

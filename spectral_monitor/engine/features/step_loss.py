@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from spectral_monitor.capture.replay.eager_pass import undecorated
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Repeatable, why_not
 from spectral_monitor.engine.agreement.rank_report import RankReports
@@ -107,7 +108,7 @@ class StepLoss:
             return
         with self._context():
             halves = AutocastState.now(self._model).halves or any(call.halves for call in self._returned)
-            self._rounded = self._compiled or halves
+            self._rounded = self._compiled or halves or bool(undecorated(self._model))
         if self._rounded and self._sharded:
             self._why = IN_PARTS
         elif self._rounded:
