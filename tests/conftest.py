@@ -37,10 +37,18 @@ CHATTER = (
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items):
-    """Mark as slow, too, what is exhaustive."""
+    """Mark as slow, too, what is exhaustive, and of tests of which a few cases do all but these."""
+    cases = {}
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)
+        elif (mark := item.get_closest_marker("few")) and not item.get_closest_marker("slow"):
+            cases.setdefault((item.path, item.originalname, *mark.args), []).append(item)
+    for (_, _, few), same in cases.items():
+        kept = {int((k + 0.5) * len(same) / few) for k in range(few)}
+        for k, item in enumerate(same):
+            if k not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 class ByFile(LoadFileScheduling):

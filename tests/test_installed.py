@@ -131,6 +131,7 @@ def test_it_runs_as_a_module_and_as_a_command(installed, tmp_path):
         assert run(python.with_name("spectral-monitor"), "--version", cwd=tmp_path, env=environment) == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", ["spectral_monitor.callbacks", pytest.param("spectral_monitor.cli", marks=pytest.mark.slow)]
 )

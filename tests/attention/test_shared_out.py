@@ -91,6 +91,7 @@ def job(kind, way, key_heads=2):
     return [values, {key: probe.latest.why(key, layers[0]) for key in (*WEIGHTS, *ROWS)}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way"),
     [

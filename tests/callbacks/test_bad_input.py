@@ -218,6 +218,7 @@ def warned(run):
     return sorted(f"{w.category.__name__}: {w.message}" for w in caught)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("what", ["loss", "weight", "input", "gradient"])
 @pytest.mark.parametrize("optimizer", [partial(optim.SGD, lr=0.1), partial(optim.AdamW, lr=0.1)], ids=["sgd", "adamw"])

@@ -286,6 +286,7 @@ OURS = {  # where it happens, and how many of six steps are measured all the sam
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("what", OURS)
 def test_an_error_of_ours_costs_the_measurement(what, monkeypatch):
     (owner, name, measured), monitor = OURS[what], SpectralMonitor(every_n_steps=1)

@@ -126,6 +126,7 @@ def fits(tmp_path_factory):
     return fit
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_only_the_package_in_use_is_imported(fits, package):
     assert fits(package).packages == [package.partition(".")[0]]

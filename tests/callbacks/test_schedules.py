@@ -171,6 +171,7 @@ def test_manual_optimization_counts_batches(monkeypatch):
     assert [m.step for m in monitor.measurements] == [4, 10, 16, 36, 48, 60]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("at", [0, 1, 5])
 @pytest.mark.parametrize(
     "settings", [{"every_n_steps": {"light": 2, "standard": 7}}, {"every_n_steps": 2, "max_overhead": 0.05}]

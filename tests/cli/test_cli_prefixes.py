@@ -59,6 +59,7 @@ def test_the_oracle_sees_lines(content):
     assert steps_before(content, len(content) - 2) == [10, 20, 5]
 
 
+@pytest.mark.slow
 def test_every_prefix_is_read(content, tmp_path):
     path = tmp_path / FILE
     for cut in range(len(content) + 1):

@@ -75,6 +75,7 @@ def last(recipe, optimizer, width, factor=1.0):
     return probe.latest
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("width", [256, 1024])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("recipe", [ours, packaged])

@@ -46,6 +46,7 @@ def adam(lr):
     return lambda network: torch.optim.Adam(network.parameters(), lr=lr)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "schedule",
     [pytest.param(lambda optimizer: None, marks=pytest.mark.slow), warmup],

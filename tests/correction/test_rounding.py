@@ -66,6 +66,7 @@ def train(network, optimizer, probe, steps, scale=1.0):
     return seen
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore::spectral_monitor.SpectralConditionWarning")
 @pytest.mark.parametrize(
     ("dtype", "kind", "lr", "scale"),

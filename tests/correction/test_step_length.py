@@ -161,6 +161,7 @@ def spiral(seed):
     return network, loss_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_neural_ode_that_hovers_goes_on_learning(seed):
     def last(looks):
@@ -338,6 +339,7 @@ def deep(seed):
     return network
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_deep_network_learns_under_sgd(seed):
     teacher = torch.randn(20, 5, generator=torch.Generator().manual_seed(9))

@@ -12,6 +12,7 @@ def alone():
     return alike.measure("")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one", [task("alike.measure", 2, way=way) for way in ("ddp", "fsdp2")], ids=str)
 def test_numbers_are_those_of_one_process(outcomes, alone, one):
     first, second = outcomes[one].get()

@@ -43,6 +43,7 @@ def cases():
         yield of(4, {"way": way, "network": "transformer"})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("one", list(cases()))
 def test_training_is_not_changed(outcomes, one):
     for rank, result in enumerate(outcomes[one].get()):
@@ -59,6 +60,7 @@ def controls(watcher):
         yield of(count, arguments, way in core and watcher == "naive", exhaustive=way not in core and not watcher)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one", list(controls("naive")))
 def test_a_naive_monitor_is_found_out(outcomes, one):
     for result in outcomes[one].get():

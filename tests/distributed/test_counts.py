@@ -30,6 +30,7 @@ def pairs(watcher):
     return [pytest.param([of(way, "deep 4", watcher), of(way, "deep 40", watcher)], id=way) for way in WAYS]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pair", pairs("monitor"))
 def test_the_number_does_not_depend_on_depth(outcomes, pair):
     """It is that of the longest Lanczos iteration, whatever else goes on beside it, and a few."""
@@ -61,6 +62,7 @@ def test_where_no_layer_is_harder_than_the_others_it_is_the_very_same(outcomes, 
         assert [one["name"] for one in monitors(shallow)] == [one["name"] for one in monitors(deep)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pair", pairs("monitor"))
 def test_no_weight_is_gathered(outcomes, pair):
     for one in pair:
@@ -69,6 +71,7 @@ def test_no_weight_is_gathered(outcomes, pair):
             assert "monitor" not in result["full_tensor"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pair", pairs("monitor"))
 def test_processes_send_the_same_in_the_same_order(outcomes, pair):
     for one in pair:
@@ -86,6 +89,7 @@ def test_nor_on_four_processes(outcomes, one):
         assert "monitor" not in result["full_tensor"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pair", pairs("gathers"))
 def test_a_monitor_that_gathers_is_found_out(outcomes, pair):
     few, many = ([len(monitors(result)) for result in outcomes[one].get()] for one in pair)

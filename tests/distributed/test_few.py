@@ -20,6 +20,7 @@ def alone(network, parts, samples=SAMPLES):
 CASES = [("ddp", "perceptron"), ("ddp", "transformer"), ("fsdp2", "transformer"), ("tp", "transformer")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "one", [task("few.measure", 2, way=way, network=network, samples=SAMPLES) for way, network in CASES], ids=str
 )
@@ -45,6 +46,7 @@ REFUSING = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("one", "rank", "way"), REFUSING, ids=lambda value: str(value))
 def test_what_does_not_go_on_one_process_goes_on_none(outcomes, one, rank, way):
     """All run the same number of forwards, and the numbers are those of all samples."""
@@ -61,6 +63,7 @@ def test_what_does_not_go_on_one_process_goes_on_none(outcomes, one, rank, way):
     assert [len(said) for said in reasons] == [1, 0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "one",
     [task("few.measure", 2, way="fsdp2", network="perceptron", samples=SAMPLES, forgetful=rank) for rank in (0, 1)],

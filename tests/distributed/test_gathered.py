@@ -14,6 +14,7 @@ def alone():
     return gathered.measure("")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one", [task("gathered.measure", 2, way=way) for way in ("fsdp2", "fsdp1")], ids=str)
 def test_who_holds_gathered_weights_is_measured_as_alone(outcomes, one):
     expected = alone()

@@ -26,6 +26,7 @@ def alone(network, optimizer):
     return train("", network, optimizer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one", list(cases()))
 def test_every_way_trains_alike(outcomes, one):
     arguments = dict(one.arguments)

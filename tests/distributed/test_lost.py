@@ -7,6 +7,7 @@ from tests.distributed import lost
 from tests.distributed.jobs import task
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one", [task("lost.measure", 2, way=way) for way in ("ddp", "fsdp2")], ids=str)
 def test_a_gradient_on_one_process_is_one(outcomes, one):
     expected = lost.measure("")

@@ -7,6 +7,7 @@ import pytest
 from tests.distributed.jobs import task
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one", [task("pacing.story", 2, way=way) for way in ("ddp", "fsdp2")], ids=str)
 def test_all_measure_the_same_steps(outcomes, one):
     """Half a step's time at 10 %: 5 steps apart, from the fourth on, for a cost is told at the next measured step.

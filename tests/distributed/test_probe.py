@@ -134,6 +134,7 @@ def bits(cases, **more):
         yield pytest.param(one, id=str(one), marks=() if (way, network, arguments) in BITS else pytest.mark.slow)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one", list(bits([*BITS, *MORE_BITS])))
 def test_training_is_not_changed(outcomes, one):
     for rank, result in enumerate(outcomes[one].get()):
@@ -142,6 +143,7 @@ def test_training_is_not_changed(outcomes, one):
         assert all(result["compared"][kind] > 5 for kind in ("parameter", "optimizer", "random"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one", list(bits(BITS[:2], watch="naive")))
 def test_a_naive_probe_is_found_out(outcomes, one):
     for result in outcomes[one].get():
@@ -151,6 +153,7 @@ def test_a_naive_probe_is_found_out(outcomes, one):
 RESUMED = [("ddp", "perceptron", "own"), ("fsdp2", "transformer", "own"), ("ddp", "transformer", "all")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "one", [task("probing.resume", 2, way=way, network=net, states=states) for way, net, states in RESUMED], ids=str
 )

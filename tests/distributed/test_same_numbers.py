@@ -46,6 +46,7 @@ def expected(one):
     return alone(dict(one.arguments)["network"].replace(", empty calls", ""))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("one", list(cases()))
 def test_numbers_are_those_of_one_process(outcomes, one):
     results = outcomes[one].get()
@@ -82,6 +83,7 @@ def test_the_same_numbers_at_the_default_tolerance(outcomes, one):
     assert differences(expected, outcomes[one].get()[0]["measurements"]) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "one",
     [
@@ -96,12 +98,14 @@ def test_the_same_numbers_of_one_layer_after_the_other(outcomes, one):
     assert differences(expected, outcomes[one].get()[0]["measurements"]) == []
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("one", list(cases()))
 def test_all_processes_hold_the_same_bits(outcomes, one):
     first, *others = [repr(result["measurements"]) for result in outcomes[one].get()]  # repr of a float is exact
     assert all(other == first for other in others)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one", list(cases("perceptron")))
 def test_norms_are_those_of_the_gathered_weights(outcomes, one):
     results = outcomes[one].get()
@@ -127,6 +131,7 @@ def test_all_quantities_are_compared_where_they_have_values():
     assert seen == {*measurement["values"], *measurement["summary"]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("network", ["perceptron", "transformer", "mixture"])
 def test_the_rows_of_one_process_would_give_other_numbers(network):
     """Of every kind that depends on the rows, in the first step already, so the comparison tells."""
@@ -138,6 +143,7 @@ def test_the_rows_of_one_process_would_give_other_numbers(network):
     assert dependent <= kinds
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("network", ["perceptron", "transformer", "mixture"])
 def test_another_order_of_the_rows_is_within_the_tolerances(network):
     """Which is what several processes are, when they work; where all rows are used, so that they are the same."""
@@ -152,6 +158,7 @@ def test_another_order_of_the_rows_is_within_the_tolerances(network):
     assert differences(*found) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("factor", [1.02, math.nan])
 def test_any_other_value_is_noticed(factor):
     whole = alone("transformer")["measurements"]

@@ -9,6 +9,7 @@ from tests.distributed.numbers import differences
 NORMS = ("*norm*", "*last*")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "one", [task("sequence.measure", 2, way="tp", exclude=some) for some in ((), NORMS)], ids=["all", "norms excluded"]
 )

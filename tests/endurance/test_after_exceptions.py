@@ -111,6 +111,7 @@ def test_a_probe_in_one_long_loop(place):
     assert [m.step for m in probe.measurements] == [2 * ROUNDS - 2, 2 * ROUNDS]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_fit_after_fit(place):
     """One monitor, a new module and trainer each time."""

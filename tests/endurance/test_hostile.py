@@ -140,6 +140,7 @@ class Jumps:
         return self.now
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("share", [None, 0.01, 0.9])
 def test_a_clock_that_jumps(seed, share, monkeypatch):

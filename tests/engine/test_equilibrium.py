@@ -128,6 +128,7 @@ def test_decay_of_what_a_weight_is_computed_from_is_not_its_own():
     assert latest.value("update_angle", "qkv") > 0
 
 
+@pytest.mark.slow
 def test_adamw_comes_into_equilibrium():
     """Hidden matrices in front of normalizations, the mean of many steps after 3 / (lr wd) = 600 of them.
 

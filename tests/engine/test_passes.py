@@ -40,6 +40,7 @@ def lanczos_steps(counts: Counts) -> int:
     return sum(counts.steps.values())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_passes_over_a_matrix_are_those_of_its_lanczos_and_four_more(tier):
     counts, _ = counted(tier)
@@ -50,6 +51,7 @@ def test_passes_over_a_matrix_are_those_of_its_lanczos_and_four_more(tier):
     assert too_many == {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_bytes_read_are_linear_in_the_number_of_parameters_as_the_width_grows(tier):
     (narrow, few), (wide, many) = counted(tier), counted(tier, width=192)
@@ -61,6 +63,7 @@ def test_bytes_read_are_linear_in_the_number_of_parameters_as_the_width_grows(ti
     assert read <= linear
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_operators_and_bytes_are_linear_in_the_depth(tier):
     (shallow, _), (deep, _) = counted(tier), counted(tier, depth=8)

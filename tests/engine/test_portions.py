@@ -72,6 +72,7 @@ def measured(monkeypatch, spare, dtype, **settings):
     return probe.latest, before, after, portions
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("low_memory", [False, True])
 @pytest.mark.parametrize("spare", [0, 300_000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

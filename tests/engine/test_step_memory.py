@@ -103,6 +103,7 @@ def test_a_measured_step_takes_one_copy_of_the_weights(network, dtype, monkeypat
     assert left == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("network", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_with_low_memory_it_takes_two_layers(network, dtype, monkeypatch):
@@ -165,6 +166,7 @@ def test_the_update_of_what_is_not_measured_is_made_a_few_rows_at_a_time():
     assert storages.peak["cpu"] < weight.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low_memory", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_between_steps_the_start_is_held_and_nothing_else(low_memory):
     fixed = Run("mlp", torch.float32, quantities="light")  # makes fixed start vectors, which stay

@@ -128,6 +128,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_of_many_random_matrices_none_is_missed(family):
     """A single start vector misses the leading direction of about 1 in 100 of these, by up to 8 %."""
@@ -380,6 +381,7 @@ def test_doubt_bounds_how_often_a_direction_stays_hidden():
             assert (missed & certain).sum() <= p * len(A)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("above", [1.0121, 1.02])
 def test_one_start_in_a_hundred_may_miss_a_value_just_above_many_equal_ones(above):
     """The matrices for which the certificate promises hardly more than is true: two steps see all of the equal ones."""

@@ -58,6 +58,7 @@ def trained(kind, *callbacks, talks=False):
     return graphs(), [p.detach().clone() for p in module.parameters()]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("quantities", ["light", "standard"])
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("kind", [*KINDS, "the LightningModule"])

@@ -93,6 +93,7 @@ def trained(kind, way, steps=3, **settings):
     return probe, [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [Network, WithLoss])
 @pytest.mark.parametrize("way", WAYS)
 def test_all_features_are_those_of_the_eager_run(kind, way):

@@ -23,6 +23,7 @@ STEPS = 8
 ROUNDED = "its change is too close to the rounding of its outputs"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_training_is_the_same(example, precision):
     fabric, runs = example("fabric"), []

@@ -108,6 +108,7 @@ STEP = (
 )
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_give_the_updates_of_one_big_batch(tmp_path):
     """Of other rows in every micro-batch."""
     found = []
@@ -169,6 +170,7 @@ class Waves(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_correction_shortens_steps_that_go_too_far(tmp_path, accumulate):
     """At the Trainer's own clipping, and nobody tells it the loss."""
@@ -191,6 +193,7 @@ class Counting(Waves):
         return {**found, "loss": found["loss"] * len(labels) / num_items_in_batch}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("net", [Waves, Counting])
 def test_steps_of_several_micro_batches_are_as_long_as_those_of_one(tmp_path, net):
     found = []
@@ -274,6 +277,7 @@ def test_from_elsewhere(tmp_path):
     assert min(value for (_, key, _), value in rest.items() if key == "drift_ratio") > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
@@ -366,6 +370,7 @@ def hooked(net):
     return [path for path, n in of_module(net).items() if path.startswith("hooks/") and n]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("go_on", ["abandon", "evaluate", "train"])
 def test_a_step_that_raised_leaves_no_hook_when_one_goes_on(tmp_path, go_on):
     spectral, net = SpectralCallback(1, verbose=0), Net()
@@ -397,6 +402,7 @@ def test_bad_options_are_refused_at_once(options, kind, sentence):
         SpectralCallback(**options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

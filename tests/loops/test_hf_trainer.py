@@ -43,6 +43,7 @@ def trained(module, *callbacks, **arguments):
     return reader.run
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arguments", [{}, {"bf16": True}, {"activation_checkpointing": True}], ids=str)
 def test_training_is_the_same(example, arguments):
     module = example("hf_trainer")

@@ -71,6 +71,7 @@ def check(cell):
         assert not any(ROUNDED in reasons for reasons in found.missing.values())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cell", FAST, ids=str)
 def test_training_is_the_same_and_measured(cell):
     check(cell)

@@ -261,6 +261,7 @@ def test_sums_survive_a_module_cast_to_half_precision(case):
     assert module["metric"].compute().item() == pytest.approx(case.naive(batches), rel=5e-6)
 
 
+@pytest.mark.few(3)
 @each_metric
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_survive_set_dtype(case, dtype):

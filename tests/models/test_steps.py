@@ -52,6 +52,7 @@ def train(kind, watched, quantities="standard"):
     return run, probe
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("kind", MODELS)
 def test_training_is_the_same_and_every_gap_is_explained(kind):
     plain, _ = train(kind, watched=False)
@@ -103,6 +104,7 @@ def largest(weight, blocks):
     )
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "always noisy"])
 def test_norms_are_those_of_the_weights_in_use(kind):
     """Every layer with matrices, block by block, by singular values; the update around the very step."""

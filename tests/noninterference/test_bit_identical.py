@@ -186,6 +186,7 @@ def monitor_of(name: str, every: int, quantities: str = "standard") -> SpectralM
     return SpectralMonitor(every_n_steps=every, **{"quantities": quantities, **WAYS[name].monitor})
 
 
+@pytest.mark.few(14)
 # torch refuses to take gradients of chosen tensors through this kind of checkpointing: said once, and NaN.
 @pytest.mark.filterwarnings("ignore:the forward could not be run again with a graph .RuntimeError. When use_reentrant")
 @pytest.mark.parametrize(
@@ -223,6 +224,7 @@ PARTS = {  # whether some samples can be run alone
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", PARTS)
 def test_training_is_the_same_where_only_the_first_samples_are_run_again(name):
     monitor = SpectralMonitor(every_n_steps=1, replay_samples=2, **WAYS[name].monitor)
@@ -264,6 +266,7 @@ ROUNDS = {"recurrent"}  # without gradients torch runs the LSTM by another kerne
 MOVES_ITSELF = {"mlp, lbfgs, light", "sets rates", "steps its scheduler"}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", [name for name in WAYS if name not in MOVES_ITSELF])
 def test_the_forward_after_a_step_of_length_zero_is_the_same(name):
     """So what ``feature_change`` shows is due to the step: the same batch, randomness, precision, state."""
@@ -382,6 +385,7 @@ NAIVE = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("guard", NAIVE)
 def test_without_a_guard_it_is_not(guard, monkeypatch):
     name, owner, attribute, naive, kinds = NAIVE[guard]
@@ -433,6 +437,7 @@ def loop(name: str, every: int = 0, quantities: str = "standard", **options: Any
     return run, probe
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("every", "quantities"), [(1, "standard"), (2, "standard"), (1, "full")])
 @pytest.mark.parametrize("name", BARE)
 def test_a_bare_loop_is_the_same(name, every, quantities):

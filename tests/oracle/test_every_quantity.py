@@ -260,6 +260,7 @@ def assert_same_weights(model, other):
         assert torch.equal(p, q), name
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["float64", "float32"]
 )

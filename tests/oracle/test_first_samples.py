@@ -93,6 +93,7 @@ def train(probe, model, optimizer):
             optimizer.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_a_probe_agrees_with_the_naive_implementation_on_the_first_samples(kind):
     records = records_of(kind, torch.float64)
@@ -117,6 +118,7 @@ class InParts(Lit):
         return nn.functional.cross_entropy(net.head(net.norm(h)).flatten(0, 1), y.flatten())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "module"), [("cnn", Lit), ("transformer", Lit), ("transformer", InParts)], ids=["cnn", "call", "step"]
 )

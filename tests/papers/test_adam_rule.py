@@ -56,6 +56,7 @@ def over_widths(digits, *recipe):
     )
 
 
+@pytest.mark.slow
 def test_adam_with_the_rule_of_sgd_grows_like_width(digits):
     natural = over_widths(digits, Adam, 1e-3, sgd_rule)
     into, hidden, readout = slopes(WIDTHS, natural)

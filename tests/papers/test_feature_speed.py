@@ -59,6 +59,7 @@ def test_table_of_angles(beta):
     np.testing.assert_allclose(mean, ANGLES[beta], rtol=0.2)  # 0.06 would let pass anything at beta = 1/L
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [pytest.param(beta, marks=[pytest.mark.slow] * (beta != "1")) for beta in BETA])
 def test_probe_sees_what_the_test_recorded(beta):
     for step in draws(beta):
@@ -79,6 +80,7 @@ def test_in_a_plain_network_the_layers_put_out_the_cut_nodes():
                 assert step.measured.value(key, f"trunk.V.{node - 1}") == step.at(key, node)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [pytest.param(beta, marks=[pytest.mark.slow] * (beta != "1/sqrt L")) for beta in BETA])
 def test_predicted_loss_change(beta):
     for step in draws(beta):
@@ -86,6 +88,7 @@ def test_predicted_loss_change(beta):
         assert step.measured.summary["contribution_spread"] == pytest.approx(1, rel=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("beta", BETA)
 def test_loss_change(beta):
     for step in draws(beta):
@@ -107,6 +110,7 @@ def test_features_of_every_layer_carry_the_decrease_up_to_there(beta):
             assert change / step.at("sensitivity", node) == pytest.approx(decrease[node], rel=0.03)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("beta", BETA)
 def test_formula_is_exact_for_the_velocity(beta):
     """-<b, velocity> = sum of contributions; hence |velocity| = sum / (cos |b|) and Eq. 4."""

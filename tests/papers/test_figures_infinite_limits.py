@@ -227,6 +227,7 @@ def test_pretraining_does_nothing_for_a_probe_in_the_kernel_regime(tmp_path, cif
     assert mup[1] > 3 * ntp[1]
 
 
+@pytest.mark.slow
 def test_word2vec_learns_analogies_as_the_limit_does(tmp_path):
     rows = {row["width"]: float(row["mean"]) for row in run(infinite_width_word2vec, tmp_path)}
     assert rows["infinite"] > 0.85

@@ -42,6 +42,7 @@ def muon(g):
 UPDATES = {"SGD": lambda g: g, "Adam": np.sign, "RMSProp": np.sign, "sign descent": np.sign, "Muon": muon}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.parametrize("batch", [1, 12])
 def test_the_first_step(name, batch):

@@ -40,6 +40,7 @@ def wandb_rows(folder, *monitors):
     return rows, axes
 
 
+@pytest.mark.slow
 def test_wandb_steps_are_doubled(tmp_path, monkeypatch):
     """W&B counts calls: one more for each measured step, none for each value, and the true step with every one."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -193,6 +194,7 @@ def two_rates(parameters):
     return optim.AdamW([{"params": [first], "lr": 0.1}, {"params": rest, "lr": 0.02}])
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedulers_undo_or_are_disturbed(name):

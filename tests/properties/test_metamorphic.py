@@ -212,6 +212,7 @@ class Three(nn.Module):
 # --- the same step
 
 
+@pytest.mark.slow
 @fewer
 @given(seeds, widths, st.integers(2, 3))
 def test_a_batch_several_times_over_is_that_batch(seed, width, times):

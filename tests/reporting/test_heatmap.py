@@ -237,6 +237,7 @@ def test_settings_of_matplotlib_are_neither_used_nor_changed():
         assert dict(mpl.rcParams) == settings
 
 
+@pytest.mark.slow
 def test_no_window_system_is_touched():
     code = (
         "import sys\n"

@@ -440,6 +440,7 @@ def test_the_table_has_what_was_measured_where_nothing_usual_was():
     assert "head output 64 -> 64 0.44" in below
 
 
+@pytest.mark.slow
 def test_a_very_deep_network():
     page = Page(text := report(deep(1000, 60)))
     assert len(text.encode()) < 15e6

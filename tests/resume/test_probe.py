@@ -32,6 +32,7 @@ class Run(Loop):
         return self
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("at", [0, 1, 2, 5, 6])
 def test_it_measures_the_same(at):
     """Before the first measured step, right after it, and later."""

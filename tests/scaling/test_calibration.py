@@ -140,6 +140,7 @@ def check(module, readout, batches, loss, found, step=torch.optim.SGD):
     assert found.predicted_decrease == pytest.approx(1, rel=1e-9)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("depth", "width"), [(3, 32), (3, 128), (8, 64), (20, 32), (20, 96)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_perceptrons(depth, width, bias):

@@ -156,6 +156,7 @@ def slope(p, index, **options):
     return sum((x - mean) * y for x, y in zip(xs, logs, strict=True)) / sum((x - mean) ** 2 for x in xs)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "p", [standard(2), ntp(2), mup(2), ntp(3), mup(3), abc((0, 0, 0.5), (0, 0.5, 0.5), 0.5)], ids=str
 )
@@ -167,6 +168,7 @@ def test_features_of_real_networks_move_as_told(p):
 BODY_NTK, NNGP = abc((0, 0.5, 1), (0, 0, -0.5), 0), abc((0.25, 0.75, 0.5), (-0.25, -0.25, 0), 0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("p", "limit", "body", "readout"),
     [
@@ -185,6 +187,7 @@ def test_what_reaches_the_output_names_the_limit(p, limit, body, readout):
     assert slope(p, 1, nonlinearity=torch.tanh, trained={2}) == pytest.approx(readout, abs=0.1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("p", [ntp(2), mup(2), uniform(2, 0.25), abc((0, 0, 0.5), (0, 0.5, 0.5), 0.5)], ids=str)
 def test_outputs_at_the_start(p):
     """The limit of ntp begins as a Gaussian process, those that learn features begin at zero (Corollary 3.10)."""
@@ -237,6 +240,7 @@ def identity(x):
     return x
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("c", [0.5, 0.75, 1.0])
 def test_outputs_blow_up_in_standard_parametrization(c):
     """The example of section 4: two hidden layers, linear, the middle one trained: the output moves by n^(1 - c)."""

@@ -377,6 +377,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_points_of_another_sweep_are_refused(name, tmp_path):
     changes, message = CHANGES[name]

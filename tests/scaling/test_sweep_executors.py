@@ -74,6 +74,7 @@ def in_folder(folder, **kwargs):
 # ------------------------------------------------------------------------------------------------------ same numbers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [Mailing, lambda: ThreadPoolExecutor(3)])
 def test_the_numbers_of_one_process(make):
     """Threads of one process share its random numbers, so points take turns."""

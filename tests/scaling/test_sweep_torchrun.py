@@ -92,6 +92,7 @@ def assert_alike(points, alone):
                 torch.testing.assert_close(found.values[key], column, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_module", [copied, pytest.param(sharded, marks=pytest.mark.exhaustive)])
 def test_two_processes_find_what_one_does(make_module):
     key = RunKey(16, None, 0)

@@ -20,6 +20,7 @@ def verdicts(ran):
     return [(m.step, v.layer, v.cause, v.sentence) for m in ran.measurements for v in m.verdicts]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", ["tiny", "small"])
 def test_timms_vision_transformers(size):
     model = like_timm(size)

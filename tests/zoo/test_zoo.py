@@ -19,6 +19,7 @@ def visited(request) -> Visit:
     return visit(request.param)
 
 
+@pytest.mark.few(4)
 def test_training_is_the_same_bit_for_bit(visited):
     assert differences(visited.plain, visited.observed) == []
     first, last = (dict(visited.plain.records[i][1]) for i in (0, -1))
