@@ -6,11 +6,20 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
 from lightning.fabric import Fabric
 from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Accelerate remembers, for the process, the precision and the gradients of whoever trained before."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    Accelerator(cpu=True)
 
 
 def net():
