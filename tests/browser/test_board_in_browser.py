@@ -95,6 +95,7 @@ def test_every_chart_of_every_question_finds_its_numbers(address, runs):
     assert first["spectral_vs_typical_log2/net.2"][-1][2] > first["spectral_vs_typical_log2/limits/high"][-1][2]
 
 
+@pytest.mark.slow
 def test_the_tab_shows_every_chart_with_its_lines(address, page):
     page.goto(f"{address}/#custom_scalars")
     categories = layout(address)

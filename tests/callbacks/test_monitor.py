@@ -391,6 +391,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("moment", [*MOMENTS, "another monitor"])
 @pytest.mark.parametrize("first", [False, True], ids=["after the monitor", "before it"])
 def test_forwards_of_others_are_not_measured(moment, first):

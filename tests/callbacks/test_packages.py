@@ -132,6 +132,7 @@ def test_only_the_package_in_use_is_imported(fits, package):
     assert fits(package).packages == [package.partition(".")[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_it_measures_logs_and_resumes(fits, package):
     found = fits(package)

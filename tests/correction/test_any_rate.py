@@ -226,6 +226,7 @@ def radam(lr):
     return lambda network: torch.optim.RAdam(network.parameters(), lr=lr, betas=(0.9, 0.99))
 
 
+@pytest.mark.slow
 def test_radams_own_warmup_is_no_reason_for_larger_rates():
     """Its steps grow to those of Adam, and no multiplier was found by those of before."""
     kinds = {"radam": radam(1e-3), "adam": lambda net: torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.9, 0.99))}
@@ -247,6 +248,7 @@ def test_rates_of_zero_are_not_told(rates, said):
     assert f"learning rate {said} counts as" in decision
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("decay", [0.0, 0.1, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.01, 0.05))])
 def test_weight_decay_drives_no_multiplier_away(decay):
     """Of gains and embeddings too, whose updates are small beside what decay alone takes off."""

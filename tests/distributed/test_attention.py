@@ -10,7 +10,7 @@ WAYS = {"ddp": set(), "fsdp2": WEIGHTS, "fsdp1": WEIGHTS, "fsdp1_nested": WEIGHT
 """Way -> what is missing."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one", [task("attending.measure", 2, way=way) for way in WAYS], ids=str)
 def test_all_processes_say_the_same(outcomes, one):
     way = dict(one.arguments)["way"]

@@ -46,7 +46,7 @@ def expected(one):
     return alone(dict(one.arguments)["network"].replace(", empty calls", ""))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("one", list(cases()))
 def test_numbers_are_those_of_one_process(outcomes, one):
     results = outcomes[one].get()
@@ -98,7 +98,7 @@ def test_the_same_numbers_of_one_layer_after_the_other(outcomes, one):
     assert differences(expected, outcomes[one].get()[0]["measurements"]) == []
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("one", list(cases()))
 def test_all_processes_hold_the_same_bits(outcomes, one):
     first, *others = [repr(result["measurements"]) for result in outcomes[one].get()]  # repr of a float is exact

@@ -83,6 +83,7 @@ def rounds(once):
 PLACES = ["forward", "backward", "optimizer step"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_probe_in_one_long_loop(place):
     """Every second step fails; the user catches that and goes on."""

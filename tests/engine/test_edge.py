@@ -265,6 +265,7 @@ def test_of_one_step_from_the_same_weights_the_one_near_edge_one_is_best():
     assert found[-1][1] > 2
 
 
+@pytest.mark.slow
 def test_in_a_sweep_the_loss_falls_most_near_edge_one_and_rises_beyond_two():
     found = [swept(lr)[:2] for lr in RATES]
     best = max(found)

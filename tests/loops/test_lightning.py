@@ -167,7 +167,7 @@ def reference(name: str) -> tuple[Run, int]:
     return train(name)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(("name", "last"), CASES)
 def test_training_is_the_same(name, last, every):

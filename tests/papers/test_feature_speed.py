@@ -98,6 +98,7 @@ def test_loss_change(beta):
             assert change == pytest.approx(-ETA * (L - 2) / L, rel=0.03)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("beta", SMALL)
 def test_features_of_every_layer_carry_the_decrease_up_to_there(beta):
     """-<b, df> is the sum of contributions: of the recorded features everywhere, of the probe's at the windows."""
