@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from spectral_monitor.callbacks.checkpoint_hooks import CheckpointHooks
 from spectral_monitor.callbacks.conflicts import check_conflicts, monitor_index
-from spectral_monitor.callbacks.lightning_packages import package_of
 from spectral_monitor.callbacks.loggers import SinkManager, every, shortest, show, tell, warn_of_condition
 from spectral_monitor.callbacks.schedules import planned_peaks
 from spectral_monitor.callbacks.strategies import check_supported, strategy_context
@@ -331,13 +330,6 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
                 context = partial(logging_suppressed, trainer, pl_module)
                 self._engine.offer(self._training_step, gradient, context, self._micro_batches)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Look at the gradients if they are clipped next: contributions are of those before that."""
-        if self._engine is not None and self._engine.armed and clips(trainer, pl_module):
-            self._engine.unclipped(optimizer, str(trainer.gradient_clip_algorithm or "") == "value")
-
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Later gradients are not."""
         if self._engine is not None and self._engine.armed and pl_module.automatic_optimization:
@@ -461,13 +453,6 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
                 self._continuation.end(module, self._engine)
         self._engine = self._supervisor = None
         self._training_step, self._micro_batches, self._overdue = None, [], frozenset()
-
-
-def clips(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Return whether Lightning clips gradients, or the module does it in the place that there is for that."""
-    usual = package_of(trainer).LightningModule.configure_gradient_clipping
-    own = type(module).configure_gradient_clipping is not usual
-    return module.automatic_optimization and (own or bool(trainer.gradient_clip_val))
 
 
 def _scaler(trainer: pl.Trainer) -> Any:

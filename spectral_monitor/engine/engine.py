@@ -457,12 +457,6 @@ class Engine(EngineState):
         with self._harmless("remembering the batch"):
             self._before_forward()
 
-    def unclipped(self, optimizer: Optimizer, by_value: bool) -> None:
-        """Look at gradients that are final but for their clipping; ``by_value``: entry by entry, not by a factor."""
-        if self.armed:
-            with self._harmless("looking at gradients before they are clipped"):
-                self._stage.unclipped(optimizer, by_value)
-
     def _before(self, optimizer: Optimizer) -> None:
         with self._harmless("copying the weights"), full_precision():
             self._stage.before(optimizer)

@@ -92,14 +92,20 @@ def train(way: str, network: str, optimizer: str = "sgd", steps: int = 3) -> dic
 
 
 def measure(
-    way: str, network: str, optimizer: str = "sgd", steps: int = 3, tol: float = 1e-6, low_memory: bool = False
+    way: str,
+    network: str,
+    optimizer: str = "sgd",
+    steps: int = 3,
+    tol: float = 1e-6,
+    low_memory: bool = False,
+    largest: float | None = None,
 ) -> dict[str, Any]:
-    """Every measurement of a run, and the weights it was of."""
+    """Every measurement of a run, and the weights it was of; ``largest``: norm of gradients that are clipped."""
     narrow = SpectralCondition(band=(0.8, 1.25), persistence=1)  # so that there are verdicts to compare
     options = {"tol": tol, "drift_every": 2, "low_memory": low_memory, "condition": narrow, "mode": "observe"}
     monitor = SpectralMonitor(**{"every_n_steps": 1, "replay_samples": None, **options})
     keeper = Keeper(network)
-    fit(way, network, steps, [monitor, keeper], optimizer)
+    fit(way, network, steps, [monitor, keeper], optimizer, gradient_clip_val=largest)
     return {"measurements": [plain(m) for m in monitor.measurements], "weights": keeper.weights}
 
 

@@ -63,6 +63,26 @@ def test_numbers_are_those_of_one_process(outcomes, one):
     assert not found, f"{len(found)} differences:\n" + "\n".join(found[:40])
 
 
+CLIPPED = [("ddp", "perceptron", 2), ("fsdp2", "perceptron", 2), ("hsdp", "perceptron", 4)]  # not FSDP1, says Lightning
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "one",
+    [task("fitting.measure", count, way=way, network=network, largest=0.02) for way, network, count in CLIPPED],
+    ids=str,
+)
+def test_numbers_of_gradients_that_the_trainer_clips(outcomes, one):
+    """In a single process they are of the gradients before that: tests/engine/test_clipped_gradients.py."""
+    expected = measure("", dict(one.arguments)["network"], largest=0.02)["measurements"]
+    found = differences(expected, outcomes[one].get()[0]["measurements"])
+    assert not found, f"{len(found)} differences:\n" + "\n".join(found[:40])
+    free = alone(dict(one.arguments)["network"])["measurements"][0]["values"]
+    factor = expected[0]["values"]["update_norm"][0] / free["update_norm"][0]
+    assert factor < 0.9, "it was clipped"
+    assert expected[0]["values"]["contribution"][0] == pytest.approx(factor * free["contribution"][0], rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "one",

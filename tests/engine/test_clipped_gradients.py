@@ -13,7 +13,7 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralMonitor, SpectralProbe
 from spectral_monitor.capture.hooks.arrived_gradients import ArrivedGradients
-from spectral_monitor.engine.weights.clipping import Unclipped
+from spectral_monitor.engine.weights.clipping import clipping_since
 from spectral_monitor.engine.weights.gradients import gradient_norms
 
 BATCHES = 4
@@ -110,18 +110,22 @@ def test_a_correction_that_splits_groups_does_not_hide_what_was_clipped(tmp_path
         assert measured.value("contribution", "net.0") == pytest.approx(want["0.weight"], rel=1e-5)
 
 
-class Unfreezing(Net):
-    """Gives a parameter a gradient after the others were clipped."""
+class Freezing(Net):
+    """Takes a parameter's gradient away before the others are clipped."""
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         self.net[2].bias.grad = None
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
 
-def test_other_gradients_than_were_clipped_have_no_factor(tmp_path):
-    watch = fitted(tmp_path, Unfreezing(), gradient_clip_val=0.05)
-    assert watch.latest.values["contribution"].isnan().all()
-    assert "other gradients" in watch.latest.why("contribution", "net.0")
+def test_a_gradient_that_is_gone_does_not_hide_the_factor_of_the_others(tmp_path):
+    module = Freezing()
+    watch = fitted(tmp_path, module, gradient_clip_val=0.05)
+    for measured in watch.measurements:
+        want = oracle(module, measured.step)
+        assert measured.value("contribution", "net.0") == pytest.approx(want["0.weight"], rel=1e-5)
+        assert measured.value("contribution", "net.2") == pytest.approx(want["2.weight"], rel=1e-5)
+        assert measured.value("contribution", "net.2.bias") != measured.value("contribution", "net.2.bias")
 
 
 def test_sizes_of_gradients_are_those_before_the_norm_is_clipped(tmp_path):
@@ -142,9 +146,16 @@ def test_the_prediction_of_a_clipped_step_predicts(tmp_path):
     assert watch.measurements[0].summary["loss_change_predicted"] == pytest.approx(change, rel=0.01)
 
 
-def test_clipped_entry_by_entry_contributions_are_not_known(tmp_path):
-    watch = fitted(tmp_path, Net(), gradient_clip_val=0.01, gradient_clip_algorithm="value")
-    for measured in watch.measurements:
+def largest():
+    """The largest entry of the first step's gradient."""
+    net, (x, y) = Net().net, data()[0]
+    return max(float(g.abs().max()) for g in torch.autograd.grad((net(x) - y).square().mean(), list(net.parameters())))
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.99 * largest()])
+def test_clipped_entry_by_entry_contributions_are_not_known(tmp_path, limit):
+    watch = fitted(tmp_path, Net(), gradient_clip_val=limit, gradient_clip_algorithm="value")
+    for measured in watch.measurements if limit == 0.01 else list(watch.measurements)[:1]:
         assert measured.values["contribution"].isnan().all()
         assert "entry by entry" in measured.why("contribution", "net.0")
         assert measured.summary["loss_change_predicted"] != measured.summary["loss_change_predicted"]
@@ -272,7 +283,7 @@ def test_gradients_that_nobody_touches_have_the_very_norms_they_arrived_with(dty
     sum((w * w.conj()).real.float().sum() for w in weights).backward()
     parameters, norms = arrived.of(optimizer)
     assert list(map(id, parameters)) == list(map(id, weights))
-    found = Unclipped(parameters, norms, whole=False).compared(weights, gradient_norms(weights))
+    found = clipping_since((parameters, norms), weights, gradient_norms(weights))
     assert torch.equal(norms.float(), gradient_norms(weights).float())
     assert (float(found.factor), float(found.uneven)) == (1.0, 0.0)
     arrived.disarm()

@@ -16,7 +16,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay, w
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.adam_state import COMPUTED, adam_state
-from spectral_monitor.engine.weights.clipping import Clipping, Unclipped
+from spectral_monitor.engine.weights.clipping import Clipping, clipping_since
 from spectral_monitor.engine.weights.gradients import (
     SUMMED,
     contribution_here,
@@ -92,7 +92,6 @@ class MatrixStage:
         self._jobs: list[Job] = []
         self._waiting: list[Coroutine[None]] = []
         self._steps = 0
-        self._unclipped: dict[int, Unclipped] = {}
         self.lr: dict[int, float] = {}
         self.decay: dict[int, WeightDecay] = {}
         self.replaced: set[int] = set()
@@ -130,12 +129,6 @@ class MatrixStage:
         self._held[id(optimizer)] = held
 
     @torch.no_grad()
-    def unclipped(self, optimizer: Optimizer, by_value: bool) -> None:
-        """Note how large gradients are that are about to be clipped; ``by_value``: entry by entry."""
-        if "g" in self.settings.needs:
-            self._unclipped[id(optimizer)] = Unclipped.of(optimizer, by_value)
-
-    @torch.no_grad()
     def ready(self, optimizer: Optimizer, arrived: tuple[tuple[Tensor, ...], Tensor] | None = None) -> None:
         """Note which gradients there are, now that they are final, and the learning rates they meet.
 
@@ -159,11 +152,8 @@ class MatrixStage:
         if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
             held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             held.gradient_norms = gradient_norms(held.trained)
-            before = self._unclipped.get(id(optimizer))
-            if before is None and arrived is not None:
-                before = Unclipped(*arrived, whole=False)
-            if before is not None:
-                held.clipping = before.compared(held.trained, held.gradient_norms)
+            if arrived is not None:
+                held.clipping = clipping_since(arrived, held.trained, held.gradient_norms)
             for i, member in held.members.items():
                 p = member.layer.sources[0]
                 if member.layer.compute is None and i not in self.divided and summed_over(p):
