@@ -29,6 +29,8 @@ READOUT_ROOM = 4.0
 """A readout's update may be larger than those of hidden layers by this much more, where none is like Adam's."""
 ROUNDING = 0.25
 """An update below this many times the distance between neighbouring numbers, relative to the weights, is rounded."""
+NO_STEP = "no optimizer made a step"
+"""Why no update was measured."""
 AT_ONCE = 1.0 + 1e-9
 """The scale of a finding for which whatever is outside its band is evidence enough."""
 SMALLEST = 5e-324

@@ -252,12 +252,13 @@ class Network:
     def initial_gain(self, row: Row) -> float:
         """Return how many times the usual gain a layer's weights had as they began; NaN once updates replaced them.
 
-        After an explosion it is the first that was measured, so that what set it off is still known.
+        It is the first that was measured, for weight decay changes the weights, and what is usual. After an explosion
+        it is told all the same, so that what set it off is still known.
         """
         if self.exploded:
             return self.began.get(row.info.name, math.nan)
         moved = row.get("drift_ratio") > MOVED and self.step > 1  # the first step begins with what was drawn
-        return math.nan if moved else row.gain / self.usual_gain(row)
+        return math.nan if moved else self.began.get(row.info.name, row.gain / self.usual_gain(row))
 
     def initial_rows(self, row: Row) -> float:
         """Return the size of an embedding's largest row; after an explosion the first that was measured."""

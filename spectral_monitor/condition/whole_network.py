@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spectral_monitor.condition.causes import History
-from spectral_monitor.condition.findings import AT_ONCE, SMALLEST, Finding
+from spectral_monitor.condition.findings import AT_ONCE, NO_STEP, SMALLEST, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.functional.medians import geometric_median
@@ -305,7 +305,9 @@ def _still(measurement: Measurement, network: Network) -> Finding | None:
     moves += [row.get(keys[0]) for row in network.vectors.values()]
     known = [abs(x) for x in moves if not math.isnan(x)]
     largest = max(known, default=0.0)
-    why = why_still(network) or "every update is 0, NaN or skipped"
+    reasons = {measurement.why(keys[0], row.info.name) for row in network.rows}
+    no_step = f"{NO_STEP} that is known of" if reasons == {NO_STEP} else ""
+    why = why_still(network) or no_step or "every update is 0, NaN or skipped"
     return Finding("nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, (SMALLEST, math.inf), against=why)
 
 

@@ -117,6 +117,7 @@ class Engine(EngineState):
         self.features = FeatureCapture(
             model, self.layers, wanted, room, watched, self._harmless, layout.entries, not layout.sharded
         )
+        self._overwrites = False  # whether an optimizer was seen to overwrite gradients
         self._alone = processes is None and self._wrapper is model
         self._replays = Replays(model, self._wrapper, self.features, settings, layout.compiled)
         self._step_loss = StepLoss(model, self._replays.run_again, layout.sharded, self._own_warn)
@@ -145,6 +146,7 @@ class Engine(EngineState):
         self._stage = MatrixStage(
             self.members, self.asked, self._start, self._inputs, self._copies, self.processes, self._out
         )
+        self._stage.overwrites = self._overwrites
         self._attention.clear(self.asked, self._out)
 
     @property
@@ -306,6 +308,7 @@ class Engine(EngineState):
         raw = out.fetch()
         self._attention.settle(raw, facts)
         measurement = self._put_together(measured, raw)
+        self._overwrites |= facts.rewritten
         if part == YES:
             self._replays.slices.widen(relative_errors(measurement.values, measurement.errors, "feature_change"))
         return measurement

@@ -30,7 +30,7 @@ except ImportError as error:
     ) from error
 
 SUPPORTED = "one process, DDP (torchrun) or FSDP"
-OWN = ("model", "optimizer", "every_n_steps", "sinks", "max_overhead")
+OWN = ("model", "optimizer", "every_n_steps", "sinks", "max_overhead", "verbose")
 """Arguments of the probe that the callback gives itself."""
 
 
@@ -112,7 +112,9 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         model, optimizer = kwargs["model"], kwargs["optimizer"]  # as accelerate has wrapped them
         about = {"model": type(model).__name__, "optimizer": args.optim if isinstance(args.optim, str) else ""}
         file = JSONLinesSink(folder / run_file_name(1), {key: value for key, value in about.items() if value})
-        self.probe = probe = SpectralProbe(model, optimizer, sinks=[file, *self._sinks], **self._options)
+        self.probe = probe = SpectralProbe(
+            model, optimizer, sinks=[file, *self._sinks], verbose=self.verbose > 0, **self._options
+        )
         if getattr(args, "torch_compile", False) and probe.settings.needs & FEATURES:
             self.probe = None
             raise ValueError(

@@ -23,7 +23,7 @@ from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.engine.features.step_loss import MicroBatch
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.messages import SpectralMonitorWarning, WarnOnce, announce
+from spectral_monitor.messages import SpectralMonitorWarning, WarnOnce, announce, in_lines
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
 from spectral_monitor.monitoring.supervisor import Mode, Supervisor, checked, with_needed
 from spectral_monitor.reporting.run import MeasuredRun
@@ -96,6 +96,7 @@ class SpectralProbe(MeasuredRun):
             all processes at once; ``"any"`` for all.
         data_parallel_rank: the number of the batch this process gets, where some processes share one, as under tensor
             parallelism; by default each process gets its own.
+        verbose: whether the first process prints what a correction does, in lines.
 
     Attributes:
         should_stop: whether a verdict of ``stop_on`` has begun; leave the loop then.
@@ -151,6 +152,7 @@ class SpectralProbe(MeasuredRun):
         on_verdict: OnVerdict | None = None,
         stop_on: str | Sequence[str] = (),
         data_parallel_rank: int | None = None,
+        verbose: bool = True,
     ) -> None:
         self._reactions, self.should_stop = Reactions(on_verdict, stop_on), False
         given_sinks = checked_sinks(sinks)
@@ -178,9 +180,11 @@ class SpectralProbe(MeasuredRun):
         optimizers = [unwrap_optimizer(item) for item in given]
         if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
+        _check_owned(model, optimizers)
         processes = training_processes(model, data_parallel_rank)
         self.rank, self.processes = (0, 1) if processes is None else (processes.rank, processes.size)
         self._warn = WarnOnce(silent=not self.is_first)
+        self._verbose = verbose and self.is_first
         self._sinks = Sinks(given_sinks if self.is_first else (), self._warn)
         self.settings = settings
         self.steps = 0
@@ -197,6 +201,10 @@ class SpectralProbe(MeasuredRun):
         self._loss: Tensor | None = None
         self._replay: LossReplay | None = None
         self._earlier: list[MicroBatch] = []
+        # Accelerate's own optimizers say whether a block that accumulates gradients ends with a step.
+        self._accelerated = [item for item in given if hasattr(item, "gradient_state")]
+        self._postponed: frozenset[str] = frozenset()
+        self._micro_batches = 1
 
     @property
     def anatomy(self) -> Anatomy:
@@ -245,7 +253,15 @@ class SpectralProbe(MeasuredRun):
         Args:
             accumulated: what the loss was divided by, when gradients are accumulated over that many micro-batches;
                 features are those of the last one.
+
+        Raises:
+            ValueError: ``accumulated`` is below 1.
+            RuntimeError: a step is open already.
         """
+        if accumulated < 1:
+            raise ValueError(f"accumulated is a number of micro-batches, at least 1, got {accumulated!r}")
+        if self._open:
+            raise RuntimeError("probe.step() inside probe.step(): a step is open already")
         self.begin_step()
         try:
             yield
@@ -262,8 +278,10 @@ class SpectralProbe(MeasuredRun):
             self._begun = True
             if self._supervisor.rescale():
                 self._engine.start()
+        if not self.steps and self._supervisor.decision:
+            self._say(self._supervisor.decision)
         self.steps, self._open = self.steps + 1, True
-        self._keys = self._supervisor.due(self.steps, self._warn)
+        self._keys = self._supervisor.due(self.steps, self._warn) | self._postponed
         self._supervisor.arm()
         if self._keys:
             self._engine.arm(self._keys)
@@ -330,20 +348,33 @@ class SpectralProbe(MeasuredRun):
             loss_parts: of how many losses like the one the model returns, of micro-batches and processes, that of the
                 step is the sum, where the model divides by the tokens of all of them; 1 where it is their mean.
         """
+        if not all(item.gradient_state.sync_gradients for item in self._accelerated):
+            self._postponed, self._micro_batches = self._keys, self._micro_batches + 1
+            self.steps -= 1
+            self.abandon_step()
+            return
         keys, self._keys, self._open = self._keys, frozenset(), False
         loss, self._loss, self._replay, self._earlier = self._loss, None, None, []
         self._supervisor.disarm()
+        micro_batches, self._micro_batches, self._postponed = self._micro_batches, 1, frozenset()
         if not keys:
             return
+        if micro_batches > 1:  # Accelerate has divided the loss where nobody sees it
+            accumulated, loss = micro_batches, None if loss is None else loss / micro_batches
         measurement = self._engine.finish(self.steps, loss=loss, accumulated=accumulated, loss_parts=loss_parts)
         if measurement is None:
             return
         measurement = self._supervisor.judge(measurement, announce if self.is_first else _say_nothing)
         self._measurements.append(measurement)
         self._sinks.write(measurement)
-        self._supervisor.correct(measurement)
+        self._supervisor.correct(measurement, self._say)
         if self._reactions(self._supervisor.began, self._warn, self.is_first) is not None:
             self.should_stop = True
+
+    def _say(self, text: str) -> None:
+        """Print a line, on the first process."""
+        if self._verbose:
+            print(in_lines(f"spectral monitor: {text}"), flush=True)
 
     def close(self) -> None:
         """Tell the sinks that training is over; without sinks there is no need to."""
@@ -374,6 +405,9 @@ class SpectralProbe(MeasuredRun):
         several = [state] if isinstance(state, Mapping) else list(state)
         if not several:
             raise ValueError("load_state_dict was given the states of no process")
+        for one in several:
+            if not isinstance(one, Mapping) or not {"steps", "state", "tensors"} <= one.keys():
+                raise ValueError("load_state_dict needs what state_dict() returned, with steps, state and tensors")
         mine, tensors = self._engine.part_of(several)
         anew = self._engine.restore(mine["state"], tensors, int(mine["steps"]))
         self.steps = int(mine["steps"])
@@ -394,6 +428,15 @@ class SpectralProbe(MeasuredRun):
 
     def __repr__(self) -> str:
         return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"
+
+
+def _check_owned(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError for optimizers of another model."""
+    mine = {id(p) for p in model.parameters()}
+    held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+    if mine and not any(mine & some for some in held):
+        kind = type(model).__name__
+        raise ValueError(f"the optimizer holds no parameter of the model ({kind}): it is another model's, or a copy's")
 
 
 def _say_nothing(text: str) -> None:

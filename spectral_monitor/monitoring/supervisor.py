@@ -35,6 +35,8 @@ NEARLY = 0.8
 """Part of their length from which on only the whole of it is worth a line."""
 TOLD = 1.5
 """Factor on a matrix's learning rate, either way, from which a correction says so in a line."""
+BLIND = 3
+"""Looks at the loss that saw nothing, after which that is said."""
 GIVEN_UP = "the loss does not follow its gradients, however short steps are (a straight-through estimator, say)"
 
 
@@ -63,6 +65,7 @@ class Supervisor:
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
         self._length_told = 1.0, False  # the factor on the length of steps, and whether it was given up
+        self._looks, self._blind = False, 0  # whether the loss is looked at in this step, and looks that saw nothing
         # A profile, or the theory, has a reference for every layer.
         self._expects = correction is not None and condition.reference == "balance"
         self._corrector = None
@@ -116,6 +119,7 @@ class Supervisor:
                 (tell or self._warn)(budget.news)
         if keys and self._corrector is not None:
             self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
+        self._looks = STEP_LOSS in keys
         # Later steps would take for the start what training has changed already.
         return keys | {START} if self._engine.start_due else keys
 
@@ -209,6 +213,8 @@ class Supervisor:
             self._engine.multipliers = self._corrector.by_layer()
             if missed := self._corrector.unreached:
                 self._warn(missed)
+            if said := self._unseen(measurement):
+                tell(said)
             if said := self._length_said(measurement):
                 tell(f"step {measurement.step}: {said}")
             matrices = {info.name for info in measurement.layers if info.is_matrix}
@@ -220,6 +226,15 @@ class Supervisor:
             return
         if limited := [change for change in changes if change.limited]:
             self._warn(f"step {measurement.step}: {_held(limited, measurement)}")
+
+    def _unseen(self, measurement: Measurement) -> str:
+        """Return that the loss after a step is never known, and why, when a few looks have shown it; empty else."""
+        if self._looks and self._blind >= 0:
+            self._blind = self._blind + 1 if math.isnan(measurement.summary.get("loss_change", math.nan)) else -1
+        if self._blind != BLIND:
+            return ""
+        self._blind = -1
+        return f"steps that go too far are not noticed: {measurement.why('edge', SUMMARY)}"
 
     def _length_said(self, measurement: Measurement) -> str:
         """Return what became of the length of steps since that was said last; empty if it is much the same."""
@@ -265,12 +280,19 @@ class Supervisor:
             summary.pop("edge", None)
         if key in values:
             values[key] = values[key] / torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers])
+        verdicts = self._judge.judge(replace(measurement, values=values, summary=summary), settings)
         return tuple(
             replace(v, value=v.value * share, band=(v.band[0] * share, v.band[1] * share))
             if (share := expected.get(v.layer, 1.0)) != 1.0 and v.quantity == key
             else v
-            for v in self._judge.judge(replace(measurement, values=values, summary=summary), settings)
+            for v in map(self._in_reach, verdicts)
         )
+
+    def _in_reach(self, verdict: Verdict) -> Verdict:
+        """Return a verdict whose advice can be followed: under some corrections learning rates have only a shape."""
+        if self._corrector is None or not self._corrector.correction.of_peak:
+            return verdict
+        return replace(verdict, sentence=verdict.sentence.replace("every learning rate by", "the correction's size by"))
 
     def _bands(self, measurement: Measurement) -> dict[str, torch.Tensor]:
         """Return where layers should be, those that a correction makes larger on purpose included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -494,6 +495,51 @@ def test_an_overwritten_gradient_promises_nothing(kind, way):
         assert probe.latest.value("update_natural", info.name) > 0
     assert math.isnan(probe.latest.summary["loss_change_predicted"])
     assert math.isnan(probe.latest.summary["contribution_spread"])
+
+
+def steps_of(make, count=3):
+    """Contributions of a run, and of each step what autograd and the weights say."""
+    model = make_model()
+    optimizer = make(model.parameters())
+    probe = SpectralProbe(model, optimizer, quantities="light")
+    expected, seen = [], []
+    for _ in range(count):
+        with probe.step():
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            given = [p.grad.clone() for p in model.parameters()]
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.step()
+            after = [p.detach() for p in model.parameters()]
+            seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        left = [p.grad for p in model.parameters()]
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(seen[-1], left, strict=True)), "as it was left"
+        pairs = zip(given, before, after, strict=True)
+        expected.append(-sum(float((g * (b - a)).sum()) for g, a, b in pairs))
+    return probe, expected
+
+
+OVERWRITE = {
+    "nesterov, foreach": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "old style": partial(OldStyle, lr=0.1),
+    "consumes": partial(ConsumesGradients, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", OVERWRITE)
+def test_gradients_of_an_optimizer_that_overwrote_them_once_are_copied_from_then_on(kind):
+    """As SGD with Nesterov's momentum does on accelerators, by default."""
+    probe, expected = steps_of(OVERWRITE[kind])
+    first, *later = [-m.summary["loss_change_predicted"] for m in probe.measurements]
+    assert math.isnan(first)
+    assert later == pytest.approx(expected[1:], rel=1e-4)
+    assert all(probe.latest.value("contribution", info.name) > 0 for info in probe.latest.layers)
+
+
+def test_gradients_that_are_left_alone_are_not_copied():
+    probe, expected = steps_of(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    assert [-m.summary["loss_change_predicted"] for m in probe.measurements] == pytest.approx(expected, rel=1e-4)
+    assert not probe._engine._overwrites
 
 
 @pytest.mark.parametrize("chosen", [{}, {"exclude": ["0"]}], ids=["measured", "not measured"])

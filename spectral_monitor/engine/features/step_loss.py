@@ -23,7 +23,10 @@ from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import ProcessGroup
 from spectral_monitor.state.rng import AutocastState
 
-NOT_WHOLE = "the loss after the step is not known: nothing that is run again returns it"
+NOT_WHOLE = (
+    "the loss after the step is not known: nothing that is run again returns it (in a loop of your own, "
+    "probe.report_loss(loss, again=...) tells how it is computed)"
+)
 IN_PARTS = "processes share weights, and what is compiled or in half precision would have to run before the step too"
 """Why a step's loss cannot be had although it can be run again."""
 NOT_REPEATABLE = (

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from spectral_monitor.capture.replay.feature_change import PARTS
+from spectral_monitor.condition.findings import NO_STEP
 from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay
 from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
@@ -193,7 +194,7 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
         return "it is no output layer"
     updated = needs & {"dW", "g", "dqk", "state"}
     if (updated or key in ("lr", "lr_multiplier")) and i not in facts.lr:
-        return "no optimizer updates it" if facts.lr else "no optimizer made a step"
+        return "no optimizer updates it" if facts.lr else NO_STEP
     if updated and i in facts.unused:
         return UNUSED
     if updated and i not in facts.stepped:

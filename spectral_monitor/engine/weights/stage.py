@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -41,6 +42,7 @@ class _Held:
     trained: list[nn.Parameter] = field(default_factory=list)
     others: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     gradient_norms: Tensor = field(default_factory=lambda: torch.empty(0))
+    gradients: list[Tensor] = field(default_factory=list)
     clipping: Clipping | None = None
 
 
@@ -61,6 +63,7 @@ class MatrixStage:
         stepped: layers whose optimizer has stepped.
         unused: layers that had no gradient.
         divided: layers whose parameters are stepped by several optimizers.
+        overwrites: whether optimizers are known to overwrite gradients, which are then copied before the step.
         no_moments: layer index -> why its optimizer has no moments like Adam's, where those are asked for.
         no_gradient: layer index -> why its gradient is no matrix, where norms of gradients are asked for.
         old: layer index -> its weight before the step, where parts of changes are asked for.
@@ -92,6 +95,7 @@ class MatrixStage:
         self._jobs: list[Job] = []
         self._waiting: list[Coroutine[None]] = []
         self._steps = 0
+        self.overwrites = False
         self.lr: dict[int, float] = {}
         self.decay: dict[int, WeightDecay] = {}
         self.replaced: set[int] = set()
@@ -152,6 +156,8 @@ class MatrixStage:
         if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
             held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             held.gradient_norms = gradient_norms(held.trained)
+            if self.overwrites and not self._host:
+                held.gradients = [p.grad.clone() for p in held.trained if p.grad is not None]
             if arrived is not None:
                 held.clipping = clipping_since(arrived, held.trained, held.gradient_norms)
             for i, member in held.members.items():
@@ -164,6 +170,10 @@ class MatrixStage:
         """Measure weights, then, in the same memory, the update, then the drift; or keep what that takes."""
         held = self._held.pop(id(optimizer))
         self.stepped.update(held.members)
+        with _given_back(held):
+            self._after(optimizer, held)
+
+    def _after(self, optimizer: Optimizer, held: _Held) -> None:
         shares: dict[int, Tensor] = {}
         inner: dict[int, Tensor] = {}
         factor = None if held.clipping is None else held.clipping.factor
@@ -353,15 +363,34 @@ class MatrixStage:
         """Return the contribution of parameters that are not measured, and whether gradients were overwritten, or
         clipped otherwise than by a factor.
         """
-        self._steps += 1
-        name = self._steps
+        # At once: gradients may be overwritten when the coroutine is run.
         shares = [contribution_here(p, old) / self._copies(p) for p, old in held.others if p.grad is not None]
         here = torch.stack(shares).sum().reshape(1) if shares else torch.zeros(1)
         here = here if held.clipping is None else here * held.clipping.factor.to(here)
+        self._steps += 1
+        return self._put_network(self._steps, here, changed, bool(shares), bool(held.others))
+
+    def _put_network(self, name: int, here: Tensor, changed: Tensor, some: bool, others: bool) -> Coroutine[None]:
         total, changed = yield [here, changed]
-        if shares or (held.others and self._exchange is not None):
+        if some or (others and self._exchange is not None):
             self._out.put(NETWORK, f"contribution.{name}", total)
         self._out.put(NETWORK, f"g.changed.{name}", changed)
+
+
+@contextmanager
+def _given_back(held: _Held) -> Iterator[None]:
+    """Inside, parameters have the gradients that the optimizer was given, where copies of them were kept."""
+    if not held.gradients:
+        yield
+        return
+    overwritten = [p.grad for p in held.trained]
+    try:
+        for p, given in zip(held.trained, held.gradients, strict=True):
+            p.grad = given
+        yield
+    finally:
+        for p, gradient in zip(held.trained, overwritten, strict=True):
+            p.grad = gradient
 
 
 @torch.no_grad()
