@@ -88,7 +88,7 @@ def matching(pattern: str | None, names: Collection[str], what: str = "layer") -
     fits = {name for name in names if fnmatchcase(name, pattern)} or {name for name in names if pattern in name}
     if not fits:
         hint = did_you_mean(pattern, names, 0.5)
-        raise ValueError(f"no {what} matches {pattern!r}{hint or ';'} {what}s: {listed(names)}")
+        raise ValueError(f"no {what} matches {pattern!r}{hint or ';'} there are {listed(names)}")
     return fits
 
 

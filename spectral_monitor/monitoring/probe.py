@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
 from spectral_monitor.reporting.text.role_table import role_table
 from spectral_monitor.reporting.text.roles import Roles
-from spectral_monitor.sharding import check_alike, fsdp1_wrapper, training_processes
+from spectral_monitor.sharding import check_alike, check_settings, fsdp1_wrapper, training_processes
 from spectral_monitor.suggestions import helpful
 
 
@@ -182,6 +183,9 @@ class SpectralProbe(MeasuredRun):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
         _check_owned(model, optimizers)
         processes = training_processes(model, data_parallel_rank)
+        if processes is not None:
+            given_options = {one.name: getattr(settings, one.name) for one in fields(settings)}
+            check_settings({**given_options, "mode": mode, "correction": correction}, processes)
         self.rank, self.processes = (0, 1) if processes is None else (processes.rank, processes.size)
         self._warn = WarnOnce(silent=not self.is_first)
         self._verbose = verbose and self.is_first

@@ -80,8 +80,8 @@ def checked_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:
     Raises:
         TypeError: one has no ``write`` or no ``close``.
     """
-    if isinstance(sinks, Sink) or not isinstance(sinks, Iterable):
-        raise TypeError(f"sinks must be a list, got {sinks!r}")
+    if isinstance(sinks, (Sink, str)) or not isinstance(sinks, Iterable):
+        raise TypeError(f"sinks must be a list, such as [JSONLinesSink('run.jsonl')], got {sinks!r}")
     for sink in sinks:
         if not isinstance(sink, Sink):
             raise TypeError(f"a sink must have the methods write(measurement) and close(), got {sink!r}")

@@ -7,6 +7,7 @@ from spectral_monitor.sharding.rectangles import Rectangle
 from spectral_monitor.sharding.shard_region import Range, ShardRegion
 from spectral_monitor.sharding.training_processes import (
     check_alike,
+    check_settings,
     fsdp1_wrapper,
     mean_over_processes,
     refuse_several,
@@ -22,6 +23,7 @@ __all__ = [
     "ShardRegion",
     "call_through",
     "check_alike",
+    "check_settings",
     "copies",
     "flat_extents",
     "fsdp1_wrapper",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,23 @@ def training_processes(model: nn.Module, data_parallel_rank: int | None) -> Proc
 
     processes.all_or_none(check)
     return processes
+
+
+def check_settings(settings: Mapping[str, object], processes: ProcessGroup) -> None:
+    """Compare what the monitor was told in every process; a collective.
+
+    Raises:
+        ValueError: naming an option that differs.
+    """
+    told = {key: repr(value) for key, value in settings.items()}
+    told = {key: text for key, text in told.items() if " at 0x" not in text}  # functions have addresses
+    first, *others = processes.gather(told)
+    for rank, theirs in enumerate(others, 1):
+        for key in (key for key in first if theirs.get(key) != first[key]):
+            raise ValueError(
+                f"{key} is {theirs.get(key)} in process {rank} and {first[key]} in process 0: all processes measure "
+                "the same steps together, so give them the same options"
+            )
 
 
 def check_alike(held: Iterable[tuple[str, Sequence[Tensor]]], processes: ProcessGroup) -> None:

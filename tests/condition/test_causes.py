@@ -168,6 +168,29 @@ def test_weights_initialised_on_another_scale(factor, cause):
     assert verdict.remedy.value == pytest.approx(1 / factor)
 
 
+def test_weights_that_decay_has_made_small_did_not_begin_so():
+    """Their way since the start is then as long as they were, and no longer."""
+    gone = measured(50, **heavy(c=1 / 90), drift_ratio={"c": 1.0})
+    _, verdicts = judged([measured(1), gone, gone, gone])
+    assert not verdicts
+    _, unseen = judged([gone] * 3)
+    assert [v.cause for v in unseen] == ["weights_too_small"], (
+        "where the beginning was not measured it may have been so"
+    )
+
+
+def test_what_the_others_decay_to_does_not_change_how_a_layer_began():
+    light = heavy(**{name: 1 / 20 for name in LAYERS if name not in ("c", "tok")})
+    small = measured(50, **light, drift_ratio=dict.fromkeys(LAYERS, 0.9) | {"c": 0.1})
+    _, verdicts = judged([measured(1), small, small, small])
+    assert "c" not in {v.layer for v in verdicts}
+    begun = measured(1, **heavy(c=30.0), drift_ratio={"c": 0.1})
+    _, first = judged([begun] * 3)
+    _, later = judged([begun] * 3 + [measured(50, **heavy(c=15.0), drift_ratio={"c": 0.5})] * 3)
+    assert first[0].sentence == later[0].sentence
+    assert "began 30x larger" in later[0].sentence
+
+
 def test_a_readout_may_begin_as_small_as_it_likes():
     assert not verdicts_on(9, **heavy(head=1e-3))
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -257,6 +258,16 @@ def speaks() -> dict[str, Any]:
         probe.close()
     said = [str(one.message) for one in caught if "spectral" in type(one.message).__name__.lower()]
     return {"steps": sink.steps, "closed": sink.closed, "told": len(told), "said": said, "stop": probe.should_stop}
+
+
+def told(rank: int, key: str, value: Any) -> str:
+    """What is said where one process has another option."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+    options = {key: value} if dist.get_rank() == rank else {}
+    with pytest.raises(ValueError, match=key) as error:
+        SpectralProbe(net, torch.optim.SGD(net.parameters(), 0.1), **options)
+    return str(error.value)
 
 
 def refused(what: str) -> str:

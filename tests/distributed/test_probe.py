@@ -229,3 +229,9 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_in_all_processes(outcomes, one, sentence):
     for said in outcomes[one].get():
         assert re.search(sentence, said), said
+
+
+@pytest.mark.parametrize("one", [task("probing.told", 2, rank=1, key="every_n_steps", value=5)], ids=str)
+def test_options_that_differ_are_refused_in_all_processes(outcomes, one):
+    for said in outcomes[one].get():
+        assert said.startswith("every_n_steps is 5 in process 1 and 1 in process 0")

@@ -186,6 +186,15 @@ def test_curves_are_the_measured_values_of_matrices():
         assert panel.reading in page.text
 
 
+def test_where_no_loss_was_logged_that_of_measured_steps_is_drawn():
+    run = [replace(m, summary=m.summary | {"loss": 2.0 / m.step}) for m in RUN]
+    text = report(run)
+    assert "No loss curve" not in text
+    assert "loss of measured steps: 0.20 at step 10, 6.7e-2 at step 30" in text
+    assert "No loss curve" in report(RUN)
+    assert "No loss curve" in report([run[0]]), "a point is no curve"
+
+
 def test_a_quantity_on_a_slower_clock_has_its_own_steps():
     """Whatever is thinned out: here all that remains of every other measurement has none of its values."""
     missing = {"feature_drift": torch.full((5,), math.nan)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spectral_monitor.measurement import NODE, Measurement
@@ -112,6 +113,14 @@ def facts(about: RunFacts, measurements: Sequence[Measurement], now: Measurement
     known["measured"] = f"{len(measurements)} times, steps {measurements[0].step} to {measurements[-1].step}"
     spans = "".join(f"<span>{escaped(key)}: {escaped(value)}</span>" for key, value in known.items())
     return f'<section id="run"><h2>The run</h2><p class="facts">{spans}</p>'
+
+
+def with_measured_loss(about: RunFacts, measurements: Sequence[Measurement]) -> RunFacts:
+    """Return facts with the loss of the measured steps, where none was logged."""
+    if any(math.isfinite(value) for _, value in about.points):
+        return about
+    points = [(m.step, m.summary["loss"]) for m in measurements if math.isfinite(m.summary.get("loss", math.nan))]
+    return replace(about, loss="loss of measured steps", points=points) if len(points) > 1 else about
 
 
 def loss_figure(about: RunFacts) -> Figure | None:

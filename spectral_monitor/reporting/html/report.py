@@ -30,6 +30,7 @@ from spectral_monitor.reporting.html.parts import (
     glossary,
     loss_figure,
     loss_words,
+    with_measured_loss,
 )
 from spectral_monitor.reporting.text.lines import Column
 from spectral_monitor.reporting.text.table import ARROWS, measurement_rows, number, summary_line
@@ -90,6 +91,7 @@ def report(
     about = about or RunFacts()
     sections = [_verdicts(told if told.roots else now), facts(about, run, now)]
     chapters = ([("off", "What is off")] if sections[0] else []) + [("run", "The run")]
+    about = with_measured_loss(about, run)
     loss = loss_figure(about)
     if loss is not None:
         figures["loss-figure"] = loss

@@ -1,0 +1,110 @@
+"""What is wrong in how a probe is used is said at once, or as soon as it shows."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from spectral_monitor import LRCorrection, SpectralProbe
+from spectral_monitor.reporting import JSONLinesSink
+
+
+def parts():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+    return model, torch.optim.Adam(model.parameters(), 0.01)
+
+
+def steps(probe, model, optimizer, count, tell=None):
+    for _ in range(count):
+        x, y = torch.randn(8, 4), torch.randn(8, 2)
+        with probe.step():
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            if tell is not None:
+                tell(probe, loss, lambda x=x, y=y: (model(x) - y).square().mean())
+            loss.backward()
+            optimizer.step()
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model, optimizer = parts()
+    with pytest.raises(ValueError, match="holds no parameter of the model"):
+        SpectralProbe(copy.deepcopy(model), optimizer)
+    half = torch.optim.SGD(model[0].parameters(), 0.1)
+    assert SpectralProbe(model, half).steps == 0
+    frozen = torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1)
+    assert SpectralProbe(model, [half, frozen]).steps == 0, "one of them is enough"
+
+
+def test_a_step_inside_a_step_is_refused():
+    probe = SpectralProbe(*parts())
+    with pytest.raises(RuntimeError, match="a step is open already"), probe.step(), probe.step():
+        pass
+    with probe.step():
+        pass
+    assert probe.steps == 2
+
+
+@pytest.mark.parametrize("accumulated", [0, -1])
+def test_a_number_of_micro_batches_is_at_least_one(accumulated):
+    probe = SpectralProbe(*parts())
+    with pytest.raises(ValueError, match=f"at least 1, got {accumulated}"), probe.step(accumulated=accumulated):
+        pass
+
+
+@pytest.mark.parametrize("state", [{"a": 1}, [{"steps": 1}], ["x"]])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ValueError, match="needs what state_dict"):
+        SpectralProbe(*parts()).load_state_dict(state)
+
+
+def test_a_name_is_no_list_of_sinks():
+    with pytest.raises(TypeError, match="JSONLinesSink"):
+        SpectralProbe(*parts(), sinks="run.jsonl")
+    with pytest.raises(TypeError, match="must be a list"):
+        SpectralProbe(*parts(), sinks=JSONLinesSink("run.jsonl"))
+
+
+def test_that_no_optimizer_steps_is_said_as_such():
+    model, optimizer = parts()
+    probe = SpectralProbe(model, optimizer)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            with probe.step():
+                model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    assert any("no parameter moves: no optimizer made a step that is known of" in str(w.message) for w in said)
+
+
+def lines(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if line]
+
+
+def test_a_correction_says_what_it_decides_and_that_it_sees_no_loss(capsys):
+    model, optimizer = parts()
+    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection())
+    steps(probe, model, optimizer, 12)
+    said = " ".join(lines(capsys))
+    assert said.startswith("spectral monitor: the constant learning rate (0.01) counts as size")
+    assert said.count("steps that go too far are not noticed: ") == 1
+    assert "probe.report_loss(loss, again=...)" in said
+
+
+def test_where_it_sees_the_loss_it_does_not_say_so(capsys):
+    model, optimizer = parts()
+    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection())
+    steps(probe, model, optimizer, 12, tell=SpectralProbe.report_loss)
+    assert "not noticed" not in " ".join(lines(capsys))
+
+
+@pytest.mark.parametrize("options", [{"mode": "correct", "verbose": False}, {}])
+def test_otherwise_nothing_is_printed(capsys, options):
+    model, optimizer = parts()
+    steps(SpectralProbe(model, optimizer, **options), model, optimizer, 12)
+    assert not lines(capsys)
