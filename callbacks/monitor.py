@@ -408,7 +408,10 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         if self.latest and self._engine.measured > self._continuation.measured_before:
             show(rendered(measurement_rows(self.latest, folded=self.verbose < 2)))
             share = self._spent / max(perf_counter() - self._began, 1e-9)
-            self._tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time")
+            unseen = trainer.global_step > self.latest.step
+            ended = f"; the last of {trainer.global_step} steps that was measured is step {self.latest.step}"
+            said = f"measuring took {100 * share:.2g} % of training time{ended if unseen else ''}"
+            self._tell(trainer, f"spectral monitor: {said}")
             if self._reports.folder is not None:
                 command = f"spectral-monitor report {shortest(self._reports.folder)}"
                 self._tell(trainer, f"spectral monitor: the whole run as a page\n  {command}")

@@ -20,7 +20,7 @@ from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.peak_rates import planned_rates
 from spectral_monitor.correction.settings import with_loss
-from spectral_monitor.engine import Engine, Settings
+from spectral_monitor.engine import STEP_LOSS, Engine, Settings
 from spectral_monitor.engine.features.step_loss import MicroBatch
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import Measurement
@@ -209,6 +209,7 @@ class SpectralProbe(MeasuredRun):
         self._accelerated = [item for item in given if hasattr(item, "gradient_state")]
         self._postponed: frozenset[str] = frozenset()
         self._micro_batches = 1
+        self._mode, self._again = mode, False  # the latter: whether a loss can be computed again
 
     @property
     def anatomy(self) -> Anatomy:
@@ -287,6 +288,8 @@ class SpectralProbe(MeasuredRun):
         self.steps, self._open = self.steps + 1, True
         self._keys = self._supervisor.due(self.steps, self._warn) | self._postponed
         self._supervisor.arm()
+        if self._again and "feature_change" in self._keys:
+            self._keys |= {STEP_LOSS}  # which a correction asks for by itself
         if self._keys:
             self._engine.arm(self._keys)
             self._replay = LossReplay(self._engine.model) if self._engine.watches_loss else None
@@ -300,16 +303,18 @@ class SpectralProbe(MeasuredRun):
 
         Args:
             loss: that one.
-            again: computes it once more, of the same batch, before it is divided by the number of micro-batches. A
-                correction then sees, now and then, what a step has made of the loss, and shortens steps that go too
-                far. There is no need to where the model returns the loss. Where gradients are accumulated, it has to
-                know this of each micro-batch.
+            again: computes it once more, of the same batch, before it is divided by the number of micro-batches. Then
+                ``summary/loss_change`` and ``summary/edge`` are known, from the second measured step with features on.
+                A correction looks by itself, now and then, and shortens steps that go too far. There is no need to
+                where the model returns the loss. Where gradients are accumulated, it has to know this of each
+                micro-batch.
 
         Raises:
             ValueError: it is not a scalar.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"report_loss needs the scalar tensor that backward is called on, got {loss!r}")
+        self._again |= again is not None and self._mode != "correct"
         if self._keys:
             self._loss = loss.detach().reshape(()).clone()
             if self._replay is not None and again is not None:

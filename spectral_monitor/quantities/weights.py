@@ -97,7 +97,7 @@ ENTRIES = (
         source="Spectral Condition, Table 1",
         meaning="root of summed squares",
         healthy="constant, or slowly growing to an equilibrium with weight decay",
-        misleads="about how far a layer's outputs stretch",
+        misleads="about how far a layer's outputs stretch; of stacked matrices (gates) the largest one's",
         by_frobenius=True,
     ),
     Quantity(

@@ -108,3 +108,34 @@ def test_otherwise_nothing_is_printed(capsys, options):
     model, optimizer = parts()
     steps(SpectralProbe(model, optimizer, **options), model, optimizer, 12)
     assert not lines(capsys)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"replay_samples": None}])
+def test_a_loss_that_can_be_computed_again_has_an_edge_where_one_watches_too(micro_batches, options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    probe = SpectralProbe(model, optimizer, every_n_steps=2, **options)
+    expected = []
+    for _ in range(6):
+        batches = [torch.randn(2, 8, 4).double() for _ in range(micro_batches)]
+
+        def whole(batches=batches):
+            return sum((model(x) - x[:, :2]).square().mean() for x, _ in batches) / micro_batches
+
+        before = float(whole().detach())
+        with probe.step(accumulated=micro_batches):
+            optimizer.zero_grad()
+            for x, _ in batches:
+                loss = (model(x) - x[:, :2]).square().mean() / micro_batches
+                loss.backward()
+                probe.report_loss(loss, lambda x=x: (model(x) - x[:, :2]).square().mean())
+            predicted = -0.1 * sum(float(p.grad.square().sum()) for p in model.parameters())
+            optimizer.step()
+        change = float(whole().detach()) - before
+        expected.append((before, change, 2 * (1 - change / predicted)))
+    assert [m.step for m in probe.measurements] == [2, 4, 6]
+    for m in list(probe.measurements)[1:]:  # from the second on
+        found = [m.summary[key] for key in ("loss", "loss_change", "edge")]
+        assert found == pytest.approx(expected[m.step - 1], rel=1e-4)

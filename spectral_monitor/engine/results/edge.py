@@ -14,7 +14,7 @@ ACCUMULATED = "gradients are accumulated: the loss after the step is of the last
 SEVERAL = "several optimizers made a step, and the loss after it is of one of them"
 NO_LOSS = (
     "the loss after the step is not known: only some samples were run again (replay_samples=None runs all), or the "
-    "call that is run again does not return the loss"
+    "call that is run again does not return the loss; in a loop of your own, probe.report_loss(loss, again=...) helps"
 )
 OTHER_LOSS = "the loss is not finite, or what the model returns is not what was trained on, or only a part of it"
 NO_PREDICTION = "the predicted change of the loss is not known"
