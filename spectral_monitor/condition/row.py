@@ -59,7 +59,7 @@ class Row:
     def lr(self) -> float:
         """The learning rate as the user's schedule has it, without a correction's multiplier; NaN if unknown."""
         measured = self.get("lr") / (self.values.get("lr_multiplier", 1.0) or math.nan)
-        return self.settings.lr if math.isnan(measured) else measured
+        return self.settings.lr if math.isnan(measured) else float(f"{measured:.7g}")  # as it was before float32
 
     @property
     def to_peak(self) -> float:

@@ -172,6 +172,11 @@ def test_networks_trained_side_by_side_have_rates_of_one_order(slow):
     assert not named & ({"c", "head"} if slow == 0 else {"a", "b"})
 
 
+def test_adam_for_sparse_gradients_is_adam():
+    """Embeddings of a recommender with an optimizer of their own."""
+    assert {verdict.cause for verdict in apart([0.00001, 0.001], families=("SparseAdam", "AdamW"))} == {"lr_too_small"}
+
+
 def test_a_layer_without_a_rate_has_no_part_in_that():
     named = {name for verdict in apart([0.00001, 0.001], stopped=["tok"]) for name in verdict.layers}
     assert named == {"a", "b"}

@@ -54,7 +54,8 @@ def _apart(groups: Sequence[Sequence[Row]], largest: Mapping[str, float]) -> Ite
     """
     kinds: dict[str, list[Sequence[Row]]] = defaultdict(list)
     for some in groups:
-        kinds[some[0].settings.optimizer].append(some)
+        name = some[0].settings.optimizer
+        kinds["Adam" if "adam" in name.lower() else name].append(some)  # AdamW, SparseAdam
     for several in kinds.values():
         peaks = [geometric_median(row.lr * row.to_peak for row in some) for some in several]
         steps = [geometric_median(largest.get(row.info.name, math.nan) for row in some) for some in several]
