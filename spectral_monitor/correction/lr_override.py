@@ -28,6 +28,9 @@ _UNFIT = {
     "DAdapt": "it finds one learning rate for all of a group by itself",
 }
 
+MARK = "_spectral_monitor_correction"
+"""Attribute of a ``step`` that says whose it is."""
+
 
 @dataclass
 class _Step:
@@ -210,12 +213,18 @@ class _OwnStep:
 
     Gone once it is removed. If it was wrapped meanwhile, by an LR scheduler say, what is around it stays, and it only
     passes calls on.
+
+    Raises:
+        RuntimeError: another correction is there.
     """
 
     def __init__(self, owner: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
         self._holder: dict[str, Any] = vars(owner)
         self._calls: tuple[Callable[[], None], ...] = (before, after)
         self._had = had = self._holder.get("step")  # an LR scheduler's, say; most have that of their class alone
+        other = getattr(had, MARK, None)
+        if other is not None and other._calls:
+            raise RuntimeError("another probe or callback corrects this optimizer's learning rates: one can")
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             run = type(optimizer).step.__get__(optimizer) if had is None else had
@@ -230,6 +239,7 @@ class _OwnStep:
 
         # Torch's schedulers look for their mark, gradient scalers at the arguments that the class declares.
         vars(step).update(getattr(had, "__dict__", {}))
+        setattr(step, MARK, self)
         self._own = MethodType(wraps(type(owner).step)(step), owner)
         self._holder["step"] = self._own
 

@@ -267,8 +267,8 @@ class SpectralProbe(MeasuredRun):
             raise ValueError(f"accumulated is a number of micro-batches, at least 1, got {accumulated!r}")
         if self._open:
             raise RuntimeError("probe.step() inside probe.step(): a step is open already")
-        self.begin_step()
         try:
+            self.begin_step()
             yield
         except BaseException:
             self.abandon_step()

@@ -50,6 +50,16 @@ def test_a_step_inside_a_step_is_refused():
     assert probe.steps == 2
 
 
+def test_two_corrections_of_one_optimizer_are_refused():
+    model, optimizer = parts()
+    one, two = (SpectralProbe(model, optimizer, mode="correct", verbose=False) for _ in range(2))
+    with pytest.raises(RuntimeError, match="another probe or callback corrects"), one.step(), two.step():
+        pass
+    steps(two, model, optimizer, 2)
+    steps(one, model, optimizer, 2)
+    assert "step" not in vars(optimizer), "one after the other is no conflict"
+
+
 @pytest.mark.parametrize("accumulated", [0, -1])
 def test_a_number_of_micro_batches_is_at_least_one(accumulated):
     probe = SpectralProbe(*parts())
