@@ -261,12 +261,10 @@ class SpectralProbe(MeasuredRun):
 
         Raises:
             ValueError: ``accumulated`` is below 1.
-            RuntimeError: a step is open already.
+            RuntimeError: another correction has the optimizer.
         """
         if accumulated < 1:
             raise ValueError(f"accumulated is a number of micro-batches, at least 1, got {accumulated!r}")
-        if self._open:
-            raise RuntimeError("probe.step() inside probe.step(): a step is open already")
         try:
             self.begin_step()
             yield

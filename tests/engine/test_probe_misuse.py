@@ -41,15 +41,6 @@ def test_an_optimizer_of_another_model_is_refused():
     assert SpectralProbe(model, [half, frozen]).steps == 0, "one of them is enough"
 
 
-def test_a_step_inside_a_step_is_refused():
-    probe = SpectralProbe(*parts())
-    with pytest.raises(RuntimeError, match="a step is open already"), probe.step(), probe.step():
-        pass
-    with probe.step():
-        pass
-    assert probe.steps == 2
-
-
 def test_two_corrections_of_one_optimizer_are_refused():
     model, optimizer = parts()
     one, two = (SpectralProbe(model, optimizer, mode="correct", verbose=False) for _ in range(2))
