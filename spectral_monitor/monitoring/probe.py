@@ -184,7 +184,7 @@ class SpectralProbe(MeasuredRun):
         _check_owned(model, optimizers)
         processes = training_processes(model, data_parallel_rank)
         if processes is not None:
-            given_options = {one.name: getattr(settings, one.name) for one in fields(settings)}
+            given_options = {one.name: getattr(settings, one.name) for one in fields(settings) if one.init}
             check_settings({**given_options, "mode": mode, "correction": correction}, processes)
         self.rank, self.processes = (0, 1) if processes is None else (processes.rank, processes.size)
         self._warn = WarnOnce(silent=not self.is_first)
