@@ -281,8 +281,8 @@ class SpectralProbe(MeasuredRun):
             self._begun = True
             if self._supervisor.rescale():
                 self._engine.start()
-        if not self.steps and self._supervisor.decision:
-            self._say(self._supervisor.decision)
+            if self._supervisor.decision:
+                self._say(self._supervisor.decision)
         self.steps, self._open = self.steps + 1, True
         self._keys = self._supervisor.due(self.steps, self._warn) | self._postponed
         self._supervisor.arm()

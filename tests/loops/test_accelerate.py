@@ -76,5 +76,10 @@ def test_blocks_that_accumulate_are_one_step(many):
         assert a.summary["loss_change_predicted"] == pytest.approx(b.summary["loss_change_predicted"], rel=1e-5)
 
 
+def test_what_a_correction_decides_is_said_once(capsys):
+    accelerated(4, mode="correct")
+    assert capsys.readouterr().out.count("counts as size") == 1
+
+
 def test_steps_that_are_due_are_those_that_are_made():
     assert [m.step for m in accelerated(2, every_n_steps=2).measurements] == [2, 4]

@@ -1,4 +1,4 @@
-"""What is wrong in how a probe is used is said at once, or as soon as it shows."""
+"""What a probe says and refuses: wrong use at once or as soon as it shows, and what a correction decides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor import LRCorrection, SpectralProbe
+from spectral_monitor import LRCorrection, SpectralProbe, Verdict
 from spectral_monitor.reporting import JSONLinesSink
 
 
@@ -102,6 +102,26 @@ def test_where_it_sees_the_loss_it_does_not_say_so(capsys):
     probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection())
     steps(probe, model, optimizer, 12, tell=SpectralProbe.report_loss)
     assert "not noticed" not in " ".join(lines(capsys))
+
+
+ADVICE = "steps are too large; divide {} by about 6"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"mode": "correct"}, "the correction's size"),
+        ({"mode": "correct", "correction": LRCorrection("target", size="lr")}, "every learning rate"),
+        ({}, "every learning rate"),
+    ],
+)
+def test_advice_is_on_what_sets_the_size_of_steps(options, what):
+    """Under a correction with a size of its own learning rates have only a shape."""
+    probe = SpectralProbe(*parts(), **options)
+    told = Verdict(
+        "network", "loss", 3.7, (0.0, 3.0), 1.2, 20, 3, "rates_too_large", ADVICE.format("every learning rate")
+    )
+    assert probe._supervisor._in_reach(told).sentence == ADVICE.format(what)
 
 
 @pytest.mark.parametrize("options", [{"mode": "correct", "verbose": False}, {}])
