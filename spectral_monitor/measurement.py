@@ -144,11 +144,19 @@ class Measurement:
         raise KeyError(unknown("layer", layer, names))
 
     def why(self, quantity: str, layer: str) -> str:
-        """Return why a value is NaN; empty where no reason is known."""
+        """Return why a value is NaN; empty where no reason is known.
+
+        Raises:
+            KeyError: there is no such layer, with what may have been meant.
+        """
+        if layer != SUMMARY:
+            self._place(layer)
         for key in (f"{quantity}/{layer}", f"*/{layer}", f"{quantity}/*", "*/*"):
             if key in self.reasons:
                 return self.reasons[key]
-        return ""
+        if quantity in self.values or quantity in self.summary:
+            return ""
+        return f"{quantity} was not measured at this step{did_you_mean(quantity, [*self.values, *self.summary])}"
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one plain dict per layer: step, the layer's description and every quantity as a float."""

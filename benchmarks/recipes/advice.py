@@ -39,6 +39,11 @@ def follow(verdict: Verdict, fault: Fault, run: Run) -> bool:
                     run.scale_weight(name, remedy.value)
     elif remedy.action == "set_eps":
         run.set_option(eps=remedy.value)
+    elif remedy.action == "set_weight_decay":
+        named = [p for layer in remedy.layers for _, p in run.parameters(f"{layer}*")]
+        for group in run.groups():
+            if any(p is q for p in group["params"] for q in named):
+                group["weight_decay"] = remedy.value
     elif remedy.action == "set_momentum":
         for group in run.groups():
             if "momentum" in group:

@@ -16,6 +16,7 @@ from spectral_monitor.condition.root_causes import Case, verdicts
 from spectral_monitor.condition.row import Row, columns
 from spectral_monitor.condition.settings import SpectralCondition
 from spectral_monitor.condition.trends.attention import AttentionTrend
+from spectral_monitor.condition.trends.decay import DecayTrend
 from spectral_monitor.condition.trends.readout import ReadoutTrend
 from spectral_monitor.condition.trends.warmup import WarmupGate
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
@@ -100,7 +101,7 @@ class Judge:
         self._tied = dict(tied or {})
         self._startup = WarmupGate()
         self._whole = Whole()
-        self._attention, self._readout = AttentionTrend(), ReadoutTrend()
+        self._attention, self._readout, self._decay = AttentionTrend(), ReadoutTrend(), DecayTrend()
         self._records: dict[tuple[str, str], _Record] = {}
         self._known: dict[str, dict[str, float]] = {}
         self._told: set[tuple[str, str]] = set()
@@ -165,7 +166,7 @@ class Judge:
     def _all(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield every finding on a layer and on the network that is asked for."""
         found = (findings(network, self.condition), self._whole.findings(measurement, network))
-        trends = (trend.findings(measurement, network) for trend in (self._attention, self._readout))
+        trends = (trend.findings(measurement, network) for trend in (self._attention, self._readout, self._decay))
         for finding in chain(*found, *trends):
             if NAMED_BY.get(finding.check, finding.check) not in self.condition.ignore:
                 yield finding
@@ -194,7 +195,8 @@ class Judge:
         for key in [key for key in self._records if key not in found]:
             record = self._records[key]
             if record.quantity in _measured(measurement):
-                record.missing += "NaN or inf" not in measurement.why("update_natural", key[0])
+                why = "" if key[0] == NETWORK else measurement.why("update_natural", key[0])
+                record.missing += "NaN or inf" not in why
             if record.missing >= self.condition.persistence:
                 del self._records[key]
 
@@ -292,8 +294,9 @@ class Judge:
         if self.condition.reference == "theory":
             moves = [row.get("weight_natural")]
         if all(math.isnan(x) for x in moves):
-            key = next((key for key in ("update_natural", "update_ratio") if key in measurement.values), "")
-            return measurement.why(key, row.info.name) or "its update was not measured"
+            keys = (key for key in ("update_natural", "update_ratio") if key in measurement.values)
+            whys = (measurement.why(key, row.info.name) for key in keys)
+            return next(whys, "") or "its update was not measured"
         if row.settings.sizes_own_steps:
             return f"{row.settings.optimizer} sizes its steps itself"
         return "" if looked else "no other layer to compare it with"
@@ -313,6 +316,7 @@ class Judge:
             "whole": self._whole.state_dict(),
             "attention": self._attention.state_dict(),
             "readout": self._readout.state_dict(),
+            "decay": self._decay.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -332,6 +336,7 @@ class Judge:
         self._whole.load_state_dict(state["whole"])
         self._attention.load_state_dict(state.get("attention", {}))
         self._readout.load_state_dict(state.get("readout", {}))
+        self._decay.load_state_dict(state.get("decay", {}))
 
 
 def _measured(measurement: Measurement) -> frozenset[str]:

@@ -14,7 +14,7 @@ from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 SETTINGS = frozenset(
     {
         *("lr_zero", "lr_too_large", "lr_too_small", "momentum", "width", "sgd_rule_under_adam", "ntk_scaling", "eps"),
-        "stale_gradients",
+        *("stale_gradients", "decay_too_large"),
     }
 )
 """Causes that stand in the optimizer's settings, or in the loop around it."""
@@ -118,7 +118,7 @@ def _group(case: Case, network: Network, many: set[str]) -> object:
     """Return what cases of one cause share: a parameter group, or one slip made in several layers."""
     code, name = case.told.code, case.finding.layer
     row = network.row(name)
-    if code in ("lr_too_large", "lr_too_small", "lr_zero") and row is not None and row.settings.group >= 0:
+    if code in ("lr_too_large", "lr_too_small", "lr_zero", "decay_too_large") and row is not None and row.settings.group >= 0:
         return code, row.settings.group
     if code in many or code in DEAD | CUT_OFF:
         return code

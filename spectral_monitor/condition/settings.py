@@ -40,6 +40,7 @@ CHECKS = (
     "logits_exploding",
     "attention_collapsed",
     "readout_takes_all",
+    "decay",
 )
 """What is looked at, by name; ``SpectralCondition(ignore=[...])`` turns checks off."""
 

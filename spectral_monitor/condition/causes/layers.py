@@ -19,6 +19,10 @@ ALIKE = 1.05
 """Numbers that are equal by a rule differ by less than this factor."""
 SIMILAR = 3.0
 """Updates of a layer that are meant to be like the others' are so within this factor, in the natural norm."""
+MEMORY = 10_000
+"""Steps in which decay may take a weight away: about what published decays amount to."""
+COUPLED = 1e-4
+"""Weight decay that is usual where optimizers like Adam take it for a part of the gradient."""
 STILL = 0.1
 """A drift below this part of the median is hardly any."""
 
@@ -304,6 +308,22 @@ def _collapsed(finding: Finding, row: Row, network: Network) -> Explanation | No
     )
 
 
+def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
+    """Return what decay has left of a weight, and a decay by which it forgets within :data:`MEMORY` steps."""
+    decay, rate = row.settings.weight_decay, _peak(row, row.lr)
+    usual = 1 / (MEMORY * rate) if row.settings.decoupled else (1 - row.settings.momentum) / (MEMORY * rate)
+    how = f"use about {{}}, with which it takes 1/{MEMORY} in a step"
+    if not row.settings.decoupled and row.settings.family != "sgd":
+        usual, how = COUPLED, "it is part of the gradient there, so use about {}, or AdamW with 0.01"
+    usual = float(f"{min(usual, decay / 10):.1g}")
+    return Explanation(
+        "decay_too_large",
+        f"weight decay {_number(decay)} of {row.settings.optimizer or 'its optimizer'} has taken its weights down to "
+        f"{short(finding.ratio)} of the size they began with: {how.format(_number(usual))}",
+        Remedy("set_weight_decay", (row.info.name,), usual),
+    )
+
+
 Explainer = Callable[[Finding, Row, Network], Explanation | None]
 _BY_CHECK: dict[str, tuple[Explainer, ...]] = {
     "dead": (_lr_zero, _dead),
@@ -315,6 +335,7 @@ _BY_CHECK: dict[str, tuple[Explainer, ...]] = {
     "reference": (_theory, _rate, _frobenius, _heavy, _vanishing, _readout_width),
     "weights": (_heavy,),
     "embedding": (_embedding,),
+    "decay": (_decay,),
     "logits_exploding": (_rate, _logits),
     "attention_collapsed": (_collapsed,),
 }

@@ -36,6 +36,7 @@ class Hyperparameters:
         eps: of Adam and its kin; NaN if it has none.
         momentum: of SGD, ``beta1`` of Adam; 0 if it has none.
         weight_decay: 0 if it has none.
+        decoupled: whether that is taken off the weights, apart from the gradient.
         frozen: whether no parameter of the layer requires a gradient.
         resolution: relative distance of neighbouring numbers in the weights' dtype.
         rectified: part of the learning rate that RAdam takes its latest step with; 0 where that step was in proportion
@@ -51,6 +52,7 @@ class Hyperparameters:
     eps: float = math.nan
     momentum: float = 0.0
     weight_decay: float = 0.0
+    decoupled: bool = False
     frozen: bool = False
     resolution: float = torch.finfo(torch.float32).eps
     rectified: float = 1.0
@@ -174,6 +176,7 @@ def _of_layer(layer: Layer, held: Mapping[int, tuple[int, int, Optimizer, Mappin
         eps=_number(group.get("eps")),
         momentum=_number(momentum, 0.0),
         weight_decay=_number(group.get("weight_decay"), 0.0),
+        decoupled=not math.isnan(weight_decay(optimizer, group).factor),
         frozen=frozen,
         resolution=resolution,
         rectified=rectification(optimizer, group),

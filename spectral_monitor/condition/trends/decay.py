@@ -1,0 +1,70 @@
+"""Weight decay over time: weights that it takes away faster than gradients build them up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from spectral_monitor.condition.findings import Finding
+from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.row import Row
+from spectral_monitor.measurement import Measurement
+
+LEFT = 0.5
+"""Part of a weight's Frobenius norm that is left: of healthy recipes, trained for hundreds of steps, at least 0.6."""
+FAST = 0.012
+"""Part of it that goes with each step. Long runs lose as much of their weights, a hundred times as slowly."""
+EXPLAINED = 1 / 3
+"""Part of that loss which decay must explain, where the settings tell how much it takes."""
+
+
+class DecayTrend:
+    """Remembers the size that weights began with, and how fast they have lost it."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, float] = {}  # layer -> Frobenius norm of its weight
+        self._last: dict[str, tuple[int, float]] = {}  # layer -> step and norm of the latest measurement
+        self._fast: set[str] = set()  # layers that have lost their size fast
+
+    def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
+        """Yield what is left of each weight that decays, healthy or not."""
+        if "weight_fro" not in measurement.values:
+            return
+        for row in network.rows:
+            name, size = row.info.name, row.get("weight_fro")
+            if not (row.info.is_matrix and row.settings.weight_decay > 0 and 0 < size < math.inf):
+                continue
+            first = self._first.setdefault(name, size)
+            step, before = self._last.get(name, (network.step, size))
+            self._last[name] = network.step, size
+            if network.step > step:
+                lost, taken = math.log(before / size) / (network.step - step), decay_of_step(row)
+                if lost > FAST and not taken < EXPLAINED * lost:  # NaN: of an optimizer that does not tell
+                    self._fast.add(name)
+            if name not in network.from_zero:
+                band = (LEFT if name in self._fast else 0.0, math.inf)
+                yield Finding("decay", name, "weight_fro", size, first, band, 1.5, "it began with")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+        last = {name: list(pair) for name, pair in self._last.items()}
+        return {"first": dict(self._first), "last": last, "fast": sorted(self._fast)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; from nothing where a judge of before did not look at decay."""
+        self._first, self._fast = dict(state.get("first", {})), set(state.get("fast", ()))
+        self._last = {name: (int(step), float(size)) for name, (step, size) in state.get("last", {}).items()}
+
+
+def decay_of_step(row: Row) -> float:
+    """Return what part of a weight its decay takes with each step; NaN where gradients are normalized with it.
+
+    Under SGD momentum adds up what decay has added to earlier gradients.
+    """
+    settings = row.settings
+    if not settings.decoupled and settings.family != "sgd":
+        return math.nan
+    rate = row.get("lr")
+    taken = settings.weight_decay * (settings.lr if math.isnan(rate) else rate)
+    return taken if settings.decoupled else taken / max(1 - settings.momentum, 1e-3)
