@@ -18,6 +18,8 @@ SETTINGS = frozenset(
     }
 )
 """Causes that stand in the optimizer's settings, or in the loop around it."""
+OF_A_GROUP = frozenset({"lr_too_large", "lr_too_small", "lr_zero", "decay_too_large"})
+"""Causes that a parameter group has as one."""
 BEGINNING = frozenset(
     {
         *("readout_init", "weights_too_large", "weights_too_small", "embedding_scale"),
@@ -118,7 +120,7 @@ def _group(case: Case, network: Network, many: set[str]) -> object:
     """Return what cases of one cause share: a parameter group, or one slip made in several layers."""
     code, name = case.told.code, case.finding.layer
     row = network.row(name)
-    if code in ("lr_too_large", "lr_too_small", "lr_zero", "decay_too_large") and row is not None and row.settings.group >= 0:
+    if code in OF_A_GROUP and row is not None and row.settings.group >= 0:
         return code, row.settings.group
     if code in many or code in DEAD | CUT_OFF:
         return code

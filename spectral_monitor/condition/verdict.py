@@ -17,8 +17,8 @@ class Remedy:
     Attributes:
         action: ``"set_lr"``: set the layers' learning rate to ``value``; ``"scale_lr"``: multiply it by ``value``;
             ``"scale_weights"``: multiply the layers' initial weights by ``value``; ``"set_eps"``: set the optimizer's
-            ``eps`` to ``value``; ``"set_momentum"``, ``"set_weight_decay"``: the same of these; ``"check"``: look at what the sentence
-            names, which no setting of the optimizer mends.
+            ``eps`` to ``value``; ``"set_momentum"``, ``"set_weight_decay"``: the same of these; ``"check"``: look at
+            what the sentence names, which no setting of the optimizer mends.
         layers: whose; empty for all.
         value: as the action has it; NaN for ``"check"``.
     """

@@ -15,6 +15,7 @@ from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.across import APART
 from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.trends.attention import AttentionTrend
+from spectral_monitor.condition.trends.decay import DecayTrend
 from spectral_monitor.condition.trends.readout import ReadoutTrend
 from spectral_monitor.condition.whole_network import SETTLED, Whole
 from spectral_monitor.condition.width_transfer import THRESHOLD
@@ -46,7 +47,7 @@ def everywhere(value, *keys):
 
 def is_off(check, *changes, start=1, settings=None, condition=None):
     """Whether this check finds anything outside its limits at the last of these measurements."""
-    whole, trends = Whole(), (AttentionTrend(), ReadoutTrend())
+    whole, trends = Whole(), (AttentionTrend(), ReadoutTrend(), DecayTrend())
     for step, change in enumerate(changes, start):
         measurement = measured(step, **change)
         network = Network.read(measurement, columns(measurement), settings)
@@ -75,6 +76,13 @@ def lasting_share(share=0.99, count=9, steps=200):
 
 def collapsed(entropy=0.01, count=8):
     return is_off("attention_collapsed", *[{"attention_entropy_lowest": {"b": entropy}}] * count)
+
+
+def decayed(left=0.1, pace=0.1, steps=8, decay=10.0):
+    """A weight that loses so much in each of some steps, and then is down to ``left`` at once."""
+    sizes = [HEALTHY["weight_fro"] * x for x in (*((1 - pace) ** k for k in range(steps + 1)), left)]
+    settings = set_by("AdamW", weight_decay=decay, decoupled=True)  # at a learning rate of 0.01
+    return is_off("decay", *({"weight_fro": {"b": size}} for size in sizes), settings=settings)
 
 
 def updates_of(factor):
@@ -185,6 +193,7 @@ BELOW = [
     ("features", 0, lambda x: is_off("features_vanish", {"feature_rms": {"b": x}})),
     ("eps", 0, adam_share),
     ("attention_collapsed", 0, collapsed),
+    ("decay", 0, decayed),
 ]
 """Check, which of its numbers, and whether a value below that number is off."""
 
@@ -233,6 +242,17 @@ def test_what_must_last_has_lasted_for_as_many_measurements_and_steps_as_stated(
     (count,) = numbers(row_of("attention_collapsed")[1])
     assert collapsed(count=int(count))
     assert not collapsed(count=int(count) - 1)
+
+
+def test_decay_is_to_blame_for_what_goes_as_fast_and_as_long_as_stated_and_is_its_own():
+    percent, steps = numbers(row_of("decay")[1])
+    pace, steps = percent / 100, int(steps)
+    assert decayed(pace=pace * 1.01, steps=steps)
+    assert not decayed(pace=pace * 0.98, steps=steps)
+    assert not decayed(pace=0.1, steps=steps - 2), "the last one goes down to what is left"
+    third = -math.log(1 - 0.1) / 3 / HEALTHY["lr"]
+    assert decayed(pace=0.1, decay=third * 1.01)
+    assert not decayed(pace=0.1, decay=third * 0.99)
 
 
 def test_the_edge_is_the_median_of_as_many_measurements_as_stated():

@@ -82,11 +82,11 @@ def test_every_layer_has_the_settings_of_its_group():
     )
     sgd = torch.optim.SGD(model[4].parameters(), lr=0.2, momentum=0.9)
     found = read(model, adam, sgd)
-    assert found["0"] == Hyperparameters("AdamW", "adam", 0, 0, 0.1, 0.1, 1e-6, 0.8, 0.3)
-    assert found["2.bias"] == Hyperparameters("AdamW", "adam", 1, 0, 0.5, 0.5, 1e-6, 0.8, 0.0)
+    assert found["0"] == Hyperparameters("AdamW", "adam", 0, 0, 0.1, 0.1, 1e-6, 0.8, 0.3, True)
+    assert found["2.bias"] == Hyperparameters("AdamW", "adam", 1, 0, 0.5, 0.5, 1e-6, 0.8, 0.0, True)
     last = found["4"]
     assert (last.optimizer, last.family, last.group, last.owner) == ("SGD", "sgd", 2, 1)
-    assert (last.lr, last.momentum, last.weight_decay) == (0.2, 0.9, 0.0)
+    assert (last.lr, last.momentum, last.weight_decay, last.decoupled) == (0.2, 0.9, 0.0, False)
     assert math.isnan(last.eps)
 
 
@@ -213,6 +213,9 @@ def own(name, base=torch.optim.SGD):
         (torch.optim.SGD, {}, math.nan, math.nan),
         (own("Lion"), {"betas": (0.8, 0.99)}, 0.3, math.nan),
         (own("Muon"), {}, 0.3, math.nan),
+        (own("Prodigy"), {"decouple": True}, 0.3, math.nan),
+        (own("AdaBelief"), {"weight_decouple": True}, 0.3, math.nan),
+        (own("LambTimm"), {"decoupled_decay": False}, math.nan, math.nan),
         (own("MuonWithAuxAdam"), {"use_muon": False, "betas": (0.8, 0.99)}, 0.3, 0.8),
         (own("FusedAdamW", torch.optim.Adam), {"betas": (0.8, 0.99), "decoupled_weight_decay": None}, 0.3, 0.8),
     ],
@@ -247,6 +250,7 @@ DECAYED = {
     "Adam, decoupled": (torch.optim.Adam, BETAS | {"decoupled_weight_decay": True}, (0.1, 0.8)),
     "NAdam, decoupled": (torch.optim.NAdam, BETAS | {"decoupled_weight_decay": True}, (0.1, math.nan)),
     "SGD": (torch.optim.SGD, {}, (math.nan, math.nan)),
+    "Adafactor": (torch.optim.Adafactor, {}, (0.1, math.nan)),
     "RMSprop": (torch.optim.RMSprop, {}, (math.nan, math.nan)),
 }
 

@@ -79,8 +79,12 @@ class WeightDecay(NamedTuple):
     beta1: float
 
 
-DECOUPLED = ("adamw", "lion", "muon")
+DECOUPLED = ("adamw", "lion", "muon", "adafactor", "soap")
 """Parts of names of optimizers that multiply weights by ``1 - lr weight_decay``, where their groups do not say so."""
+
+
+FLAGS = ("decoupled_weight_decay", "decoupled_decay", "decouple", "weight_decouple")
+"""Options by which groups say so: of torch's Adam, NAdam and RAdam, of timm's optimizers, of Prodigy and AdaBelief."""
 
 
 UNKNOWN = Hyperparameters()
@@ -138,7 +142,7 @@ def weight_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> WeightDecay:
         nan
     """
     names = _names(optimizer, group)
-    decoupled = group.get("decoupled_weight_decay")  # torch's Adam, NAdam and RAdam say so
+    decoupled = next((group[flag] for flag in FLAGS if group.get(flag) is not None), None)
     if decoupled is None:
         decoupled = any(part in name.lower() for name in names for part in DECOUPLED)
     like_adam = decoupled and any("adam" in name.lower() for name in names)

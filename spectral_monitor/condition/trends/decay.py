@@ -15,8 +15,14 @@ LEFT = 0.5
 """Part of a weight's Frobenius norm that is left: of healthy recipes, trained for hundreds of steps, at least 0.6."""
 FAST = 0.012
 """Part of it that goes with each step. Long runs lose as much of their weights, a hundred times as slowly."""
+SPAN = 8
+"""Steps that this must last: a single one may shorten a small weight by as much."""
 EXPLAINED = 1 / 3
 """Part of that loss which decay must explain, where the settings tell how much it takes."""
+
+
+TINY = 1e-300
+"""In the place of 0, which has no logarithm."""
 
 
 class DecayTrend:
@@ -24,7 +30,7 @@ class DecayTrend:
 
     def __init__(self) -> None:
         self._first: dict[str, float] = {}  # layer -> Frobenius norm of its weight
-        self._last: dict[str, tuple[int, float]] = {}  # layer -> step and norm of the latest measurement
+        self._before: dict[str, tuple[int, float]] = {}  # layer -> step and norm, at least a span ago
         self._fast: set[str] = set()  # layers that have lost their size fast
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
@@ -33,14 +39,17 @@ class DecayTrend:
             return
         for row in network.rows:
             name, size = row.info.name, row.get("weight_fro")
-            if not (row.info.is_matrix and row.settings.weight_decay > 0 and 0 < size < math.inf):
+            if not (row.info.is_matrix and row.settings.weight_decay > 0 and 0 <= size < math.inf):
                 continue
             first = self._first.setdefault(name, size)
-            step, before = self._last.get(name, (network.step, size))
-            self._last[name] = network.step, size
-            if network.step > step:
-                lost, taken = math.log(before / size) / (network.step - step), decay_of_step(row)
-                if lost > FAST and not taken < EXPLAINED * lost:  # NaN: of an optimizer that does not tell
+            if not first:
+                continue
+            step, before = self._before.setdefault(name, (network.step, size))
+            if network.step >= step + SPAN:
+                self._before[name] = network.step, size
+                lost = math.log(max(before, TINY) / max(size, TINY)) / (network.step - step)
+                taken = decay_of_step(row)
+                if lost > FAST and not taken < EXPLAINED * min(lost, 1.0):  # NaN: of an optimizer that does not tell
                     self._fast.add(name)
             if name not in network.from_zero:
                 band = (LEFT if name in self._fast else 0.0, math.inf)
@@ -48,13 +57,13 @@ class DecayTrend:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        last = {name: list(pair) for name, pair in self._last.items()}
-        return {"first": dict(self._first), "last": last, "fast": sorted(self._fast)}
+        before = {name: list(pair) for name, pair in self._before.items()}
+        return {"first": dict(self._first), "before": before, "fast": sorted(self._fast)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; from nothing where a judge of before did not look at decay."""
         self._first, self._fast = dict(state.get("first", {})), set(state.get("fast", ()))
-        self._last = {name: (int(step), float(size)) for name, (step, size) in state.get("last", {}).items()}
+        self._before = {name: (int(step), float(size)) for name, (step, size) in state.get("before", {}).items()}
 
 
 def decay_of_step(row: Row) -> float:

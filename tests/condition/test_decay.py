@@ -1,0 +1,138 @@
+"""Weight decay that takes weights away: told from updates that make them smaller, by settings and by speed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from spectral_monitor import SpectralProbe
+from spectral_monitor.condition import Judge, SpectralCondition
+from spectral_monitor.condition.trends.decay import DecayTrend
+from tests.condition.synthetic import judged, measured, set_by
+
+STEPS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def shrinking(pace, layers=("a", "b", "c", "head"), steps=STEPS):
+    """Measurements of weights that lose this part of their size in each step."""
+    return [measured(k, weight_fro=dict.fromkeys(layers, 8.0 * (1 - pace) ** (k - 1))) for k in steps]
+
+
+def told(measurements, optimizer="AdamW", **fields):
+    fields = {"weight_decay": 5.0, "decoupled": optimizer == "AdamW", "group": 0} | fields
+    return judged(measurements, settings=set_by(optimizer, **fields))[1]
+
+
+def test_it_is_told_once_for_a_group_with_what_is_left_and_what_to_set():
+    (verdict,) = told(shrinking(0.05))
+    assert (verdict.cause, set(verdict.layers)) == ("decay_too_large", {"a", "b", "c", "head"})
+    assert verdict.ratio == pytest.approx(0.95**63)
+    assert verdict.sentence == (
+        "weight decay 5 of AdamW has taken its weights down to 0.039 of the size they began with: use about 0.01, with "
+        "which it takes 1/10000 in a step"
+    )
+    assert (verdict.remedy.action, verdict.remedy.value) == ("set_weight_decay", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fields", "value"),
+    [
+        ("SGD", {"weight_decay": 0.5, "momentum": 0.9}, 0.001),  # lr wd / (1 - momentum) = 1e-4
+        ("SGD", {"weight_decay": 5.0}, 0.01),
+        ("Adam", {"weight_decay": 0.1}, 1e-4),  # whose decay is normalized with the gradient
+        ("Adam", {"weight_decay": 5e-4}, 5e-5),  # never more than a tenth of what there is
+        ("AdamW", {"peak": 0.1}, 0.001),  # at the rate that the schedule reaches
+    ],
+)
+def test_what_is_advised_takes_a_ten_thousandth_in_a_step(optimizer, fields, value):
+    (verdict,) = told(shrinking(0.05), optimizer, **fields)
+    assert verdict.remedy.value == pytest.approx(value)
+    assert ("part of the gradient" in verdict.sentence) == (optimizer == "Adam")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fields"),
+    [
+        ("AdamW", {"weight_decay": 0.0}),
+        ("AdamW", {"weight_decay": 0.1}),  # which takes 1/1000 in a step, not 5 %
+        ("SGD", {"weight_decay": 0.1}),
+        ("SGD", {"weight_decay": 0.01, "momentum": 0.9}),
+    ],
+)
+def test_what_decay_cannot_have_done_is_not_blamed_on_it(optimizer, fields):
+    assert not told(shrinking(0.05), optimizer, **fields)
+
+
+def test_weights_that_shrink_as_far_in_a_long_run_are_healthy():
+    """A hundred times as slowly, at a decay that explains it."""
+    steps = (*STEPS, *range(100, 6400, 100))
+    assert not told(shrinking(0.0005, steps=steps), weight_decay=0.05)
+    assert not told(shrinking(0.0005, steps=steps), "Adam", weight_decay=0.05)
+
+
+def test_a_weight_that_is_gone_is_told_and_one_that_was_zero_is_not():
+    gone = [measured(1), *(measured(k, weight_fro={"b": 0.0}) for k in STEPS[1:])]
+    assert [verdict.layer for verdict in told(gone, weight_decay=50.0)] == ["b"]
+    zero = [measured(k, weight_fro={"b": 0.0 if k < 32 else 1.0}) for k in STEPS]
+    assert not told(zero, weight_decay=50.0)
+
+
+def test_embeddings_count_too_and_what_is_not_measured_says_nothing():
+    (verdict,) = told(shrinking(0.05, ("tok",)), "Adam", weight_decay=0.01)
+    assert verdict.layer == "tok"
+    pace, step = shrinking(0.05), ("update_natural", "lr")
+    bare = [measured(m.step, only=step) for m in pace]
+    assert not told(bare)
+
+
+@pytest.mark.parametrize("at", range(1, len(STEPS)))
+def test_a_judge_goes_on_where_another_stopped(at):
+    settings, run = set_by(weight_decay=5.0, decoupled=True, group=0), shrinking(0.03)
+    first = Judge(SpectralCondition())
+    for measurement in run[:at]:
+        first.judge(measurement, settings)
+    second = Judge(SpectralCondition())
+    second.load_state_dict(first.state_dict())
+    for measurement in run[at:]:
+        assert second.judge(measurement, settings) == first.judge(measurement, settings)
+    assert [verdict.cause for verdict in second.judge(run[-1], settings)] == ["decay_too_large"]
+
+
+def test_a_state_of_before_decay_was_looked_at_is_a_fresh_one():
+    trend = DecayTrend()
+    trend.load_state_dict({})
+    assert trend.state_dict() == DecayTrend().state_dict()
+
+
+def trained(kind, decay, steps=150):
+    """The causes of a run, the first remedy, and the loss at its end beside the variance of the targets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 1))
+    data = torch.Generator().manual_seed(1)
+    optimizer = kind(model.parameters(), lr=3e-3, weight_decay=decay)
+    probe = SpectralProbe(model, optimizer, every_n_steps="1, 2, 4, ..., every 50", mode="observe", quantities="light")
+    found = {}
+    for _ in range(steps):
+        x = torch.randn(64, 16, generator=data)
+        y = x[:, :1] * x[:, 1:2] + x[:, 2:3].sin()
+        with probe.step():
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+        for verdict in probe.latest.roots:
+            found.setdefault(verdict.cause, verdict.remedy)
+    return found, loss.item() / y.var().item()
+
+
+@pytest.mark.parametrize(("kind", "decay"), [(torch.optim.AdamW, 100.0), (torch.optim.Adam, 1.0)])
+def test_it_is_found_in_a_run_and_the_advice_saves_it(kind, decay):
+    found, lost = trained(kind, decay)
+    assert list(found) == ["decay_too_large"]
+    mended, loss = trained(kind, found["decay_too_large"].value)
+    assert not mended
+    assert lost > 0.8 > 0.2 > loss
+    assert not math.isnan(lost)
