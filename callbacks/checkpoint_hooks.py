@@ -63,7 +63,7 @@ class CheckpointHooks(Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Write the file the state refers to, if it is not there yet."""
         state = checkpoint.get("callbacks", {}).get(self.state_key, {})
-        with self._said("resumed from this checkpoint, drift will be counted anew"):
+        with self._said("resumed from this checkpoint, drift will be counted from there"):
             self._continuation.write(state, trainer, pl_module, self._engine)
 
     @contextmanager

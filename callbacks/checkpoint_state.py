@@ -160,11 +160,11 @@ class ResumeState:
 def _going_on(oversight: Supervisor, state: State) -> list[str]:
     """Let verdicts and corrections go on; else what starts again, and why."""
     if "oversight" not in state:
-        return ["verdicts and corrections start anew (the checkpoint has none)"]
+        return ["verdicts and corrections start again (the checkpoint has none)"]
     try:
         oversight.load_state_dict(state["oversight"])
     except ValueError as error:
-        return [f"verdicts and corrections start anew ({error})"]
+        return [f"verdicts and corrections start again ({error})"]
     return []
 
 

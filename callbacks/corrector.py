@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SpectralLRCorrector(SpectralMonitor):
-    """Puts every layer's learning rate right: a :class:`SpectralMonitor` that measures only what that takes.
+    """Corrects every layer's learning rate: a :class:`SpectralMonitor` that measures only what that takes.
 
     Whatever learning rate the optimizer has, its schedule keeps its shape, and at the peak each step changes what a
     layer makes of its inputs by the part that ``size`` says; the best one hardly depends on the width of the network.

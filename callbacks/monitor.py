@@ -79,7 +79,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             or a list of keys; only what is asked for is paid for.
         include: fnmatch patterns on module or layer names; only these are measured.
         exclude: fnmatch patterns on module or layer names; these are not measured.
-        roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
+        roles: pattern -> ``"hidden"``, ``"embedding"``, ``"output"``, ``"vector"`` or ``"ignore"``, where the
             guess in the role table, printed at the start, is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
         heads: pattern on attention modules or their query projections -> number of heads, where the module does not
@@ -98,7 +98,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         condition: what layers are held against; every measurement has its verdicts.
         correction: how learning rates are corrected, with ``mode="correct"``.
         mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
-            ``"correct"`` also puts learning rates right. Only that changes training.
+            ``"correct"`` also corrects learning rates. Only that changes training.
         sinks: what else is given every measurement, such as a :class:`~spectral_monitor.reporting.JSONLinesSink`.
         heatmap_every: pictures of layer by step, for loggers that take pictures, after measurements 3 and 10, every
             n-th and at the end; 0 for none. They need matplotlib.

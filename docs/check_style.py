@@ -28,6 +28,7 @@ BANNED = {
 }
 """Word -> what to write instead."""
 BANNED_PATTERN = re.compile(r"\b(" + "|".join(BANNED) + r")\b", re.IGNORECASE)
+SPLIT_PATTERN = re.compile(r"\b(puts?) ((?:\w+ ){1,3})right\b(?! (?:of|up|at|on|in|below|above))", re.IGNORECASE)
 GENERATED = re.compile(r"^\*Made by |Generated from", re.MULTILINE)
 
 
@@ -77,6 +78,9 @@ def check_source(path: Path) -> Iterator[str]:
     text = path.read_text()
     where = path.relative_to(ROOT)
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            for problem in banned_words(node.value):  # of docstrings, too
+                yield f"{where}:{node.lineno}: {problem}"
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)
             if docstring:
@@ -113,7 +117,6 @@ def check_docstring(docstring: str, function: bool) -> Iterator[str]:
         yield f"a docstring begins with {first!r}"
     elif function and first in NOUN_OPENERS:
         yield f"the docstring of a function begins with {first!r}; begin with a verb, such as 'Return'"
-    yield from banned_words(docstring)
 
 
 def banned_words(text: str) -> Iterator[str]:
@@ -122,9 +125,14 @@ def banned_words(text: str) -> Iterator[str]:
     Example:
         >>> list(banned_words("Learning rates are put right."))
         ["'put right': write 'correct'"]
+        >>> list(banned_words("It puts learning rates right."))
+        ["'puts learning rates right': write 'corrects learning rates'"]
     """
     for match in BANNED_PATTERN.finditer(text):
         yield f"{match[0]!r}: write {BANNED[match[0].lower()]!r}"
+    for match in SPLIT_PATTERN.finditer(text):
+        instead = f"{BANNED[f'{match[1]} right'.lower()]} {match[2].strip()}"
+        yield f"{match[0]!r}: write {instead!r}"
 
 
 def check_page(path: Path) -> Iterator[str]:

@@ -41,7 +41,7 @@ optimizer = torch.optim.AdamW(MUP.param_groups(model, lr=0.02, optimizer="adam")
 
 `optimizer="adam"` is for all optimizers that move every entry by about the learning rate (AdamW, Lion, RMSprop ...),
 `"sgd"` for those that move it by as much as its gradient. Roles (which matrix is the readout, which an embedding) are
-the monitor's: `spectral_monitor.inspect(model)` shows them, `roles={"head": "readout"}` puts them right.
+the monitor's: `spectral_monitor.inspect(model)` shows them, `roles={"head": "readout"}` corrects them.
 
 **Which one?** For training: `SPECTRAL`, or `MUP`, which differs from it by constants; where the depth
 changes too, `COMPLETE_P` (residual nets, transformers among them) or `FSC` (perceptrons). The others are there to be compared with: a [sweep](sweeps.md) shows what becomes

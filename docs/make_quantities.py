@@ -25,7 +25,8 @@ the loss with respect to the weight, averaged over micro-batches, before it is c
 largest factor by which a matrix stretches a vector; `‖.‖F` the Frobenius norm; `E` the mean over rows (samples, tokens
 or pixels).
 
-In logs a value is called `spectral_<quantity>/<layer>`. What is NaN is not logged;
+In logs a value is called `spectral_<quantity>/<layer>`. In `scalars()`, and with `log="all"`, all values are
+`spectral/<quantity>/<layer>`. What is NaN is not logged;
 `monitor.latest.why(quantity, layer)` says why.
 
 *Unit*: what the layer puts out or takes in is counted in whatever units the features have; `RMS / RMS` is output over
@@ -77,7 +78,7 @@ Of biases and gains only these are measured, with the RMS of the entries for a n
 | `linearity` | `linearity` of the readout, the largest of several: [is this run lazy?](lazy.md) |
 | `final_layer_alignment` | `alignment` of the readout, the smallest of several. |
 | `worst_layer_ratio` | the operator whose `update_natural` is furthest from the operators' median: by what factor, up or down. |
-| `violations` | layers that violate the spectral condition now: see [verdicts](verdicts.md). |
+| `violations` | causes that are told now, each of one layer or of several: see [verdicts](verdicts.md). |
 | `skipped_updates` | measured steps so far in which the update was missing or something was NaN or inf. |
 | `overhead_ms` | the monitor's own time in this step. |
 | `equilibrium_steps` | with `equilibrium`: 1 / (2 lr wd), the steps in which decoupled weight decay alone takes the squared size of a weight to 1/e; the median of hidden matrices. After a few of these a weight has forgotten the size it began with. |
@@ -250,7 +251,7 @@ of modules and parameters, random numbers and buffers as they were.
 ## Accuracy
 
 Spectral norms are Lanczos estimates from below, within 5 % by default (`tol=0.05`) and mostly within 1 %. A verdict's
-limits are a factor of 8, so this is enough. `tol=0.01` makes a measured step about a third dearer; see
+limits are 1/16 and 8, so this is enough. `tol=0.01` makes a measured step about a third dearer; see
 [how good the norms are](estimator.md).
 
 Rows of features: at most `max_rows` (512) of each layer, a fixed choice. The products with weights behind `alignment`

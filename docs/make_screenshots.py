@@ -3,7 +3,7 @@
     python docs/make_screenshots.py
 
 The fault: one layer has 30 times the learning rate of the others. There are two runs, one that only warns and one that
-puts it right. Then a deep network, healthy and with one layer at 100 times the rate. It takes some minutes, and needs playwright and Chromium.
+corrects it. Then a deep network, healthy and with one layer at 100 times the rate. It takes some minutes, and needs playwright and Chromium.
 """
 
 from __future__ import annotations

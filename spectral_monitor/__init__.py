@@ -1,7 +1,7 @@
 """Layer by layer: is your network learning features at the right size?
 
 ``SpectralMonitor`` is a PyTorch Lightning callback, ``SpectralProbe`` the same for plain loops; both fill
-``Measurement`` tables, judged against a ``SpectralCondition``; ``SpectralLRCorrector`` puts learning rates right. The
+``Measurement`` tables, judged against a ``SpectralCondition``; ``SpectralLRCorrector`` corrects learning rates. The
 formulas stand alone in ``spectral_monitor.functional``, and as metrics in ``spectral_monitor.metrics``.
 
 Nothing is imported before it is asked for, torch and Lightning included.

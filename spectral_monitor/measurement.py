@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 LOST = "a gradient arrives, but nothing of it is left in the update"
 """The reason that goes with a contribution of exactly 0 where no layer is dead."""
+ZERO = "undefined: it divides by a norm that is zero"
+"""The reason that a ratio to a matrix that is zero, or began at zero, has no value."""
+NOT_FINITE = "NaN or inf in its values"
+"""The reason that goes with weights, updates or features that are not finite."""
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
 """The reason that a layer has no update although its optimizer made a step."""
 
@@ -24,6 +28,8 @@ SUMMARY = "summary"
 
 HEALTHY, OFF, NOT_JUDGED = "healthy", "off", "not judged"
 
+ROLE_NAMES = {"operator": "hidden", "readout": "output", "embedding": "embedding", "vector": "vector"}
+"""What roles are called where people read them, and may be called where people give them."""
 MATRICES = frozenset({"operator", "readout", "embedding"})
 """Roles of layers that have spectral norms."""
 NODE = "node"

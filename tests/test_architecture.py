@@ -32,12 +32,15 @@ def test_the_examples_of_the_checker_run():
 def test_a_break_of_each_rule_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(check_style, "ROOT", tmp_path)
     module, page = tmp_path / "module.py", tmp_path / "page.md"
-    module.write_text('"""How it works."""\n\n\ndef norm():\n    """The norm."""  # computed anew\n')
+    module.write_text(
+        '"""How it works."""\n\n\ndef norm():\n    """The norm."""  # computed anew\n    return "It puts it right."\n'
+    )
     page.write_text(f"It is the very same. {'word ' * 30}end.\n\n```\nanew\n```\n")
     found = [line.partition(": ")[2] for line in (*check_style.check_source(module), *check_style.check_page(page))]
     assert found == [
         "a docstring begins with 'How'",
         "the docstring of a function begins with 'The'; begin with a verb, such as 'Return'",
+        "'puts it right': write 'corrects it'",
         "'anew': write 'again'",
         "'the very': write 'the'",
         "a sentence of 31 words: word word word word word word ...",

@@ -1,4 +1,4 @@
-"""Findings: deviations of single layers at one measurement, before evidence is weighed.
+"""Findings: single layers held against their limits at one measurement, healthy or not, before evidence is weighed.
 
 Limits were found on the development half of the recipe suite (``benchmarks/recipes``) and are reported on the other.
 """

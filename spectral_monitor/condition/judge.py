@@ -22,7 +22,7 @@ from spectral_monitor.condition.trends.warmup import WarmupGate
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 from spectral_monitor.condition.whole_network import Whole, why_still
 from spectral_monitor.condition.width_transfer import THRESHOLD, WINDOW, WidthComparison, compare_widths, find_width
-from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
+from spectral_monitor.measurement import HEALTHY, NOT_FINITE, NOT_JUDGED, OFF, LayerState, Measurement
 
 VERSION = 5
 """Of the saved state."""
@@ -108,7 +108,7 @@ class Judge:
         self._expected: dict[str, float] | None = None
         self._fresh: bool | None = None
         self._steps: dict[str, float] = {}  # layer -> its largest relative update
-        self._began: dict[str, float] = {}  # of the first weights: as in Network
+        self._initial_sizes: dict[str, float] = {}  # as in Network
         self._comparisons: list[WidthComparison] = []  # with a profile of a narrower network
 
     @property
@@ -141,13 +141,13 @@ class Judge:
             self._steps[row.info.name] = step if step > before else before
             size = network.initial_gain(row) if row.dense else network.initial_rows(row)
             if size > 0:
-                self._began.setdefault(row.info.name, size)
+                self._initial_sizes.setdefault(row.info.name, size)
         network = replace(
             network,
             from_zero=frozenset(self._startup.from_zero),
             fresh=self._fresh,
             largest_steps=dict(self._steps),
-            began=self._began,
+            initial_sizes=self._initial_sizes,
         )
         everything = tuple(self._all(measurement, network))
         measured = _measured(measurement)
@@ -196,7 +196,7 @@ class Judge:
             record = self._records[key]
             if record.quantity in _measured(measurement):
                 why = "" if key[0] == NETWORK else measurement.why("update_natural", key[0])
-                record.missing += "NaN or inf" not in why
+                record.missing += why != NOT_FINITE
             if record.missing >= self.condition.persistence:
                 del self._records[key]
 
@@ -289,7 +289,7 @@ class Judge:
         if row.settings.frozen:
             return "frozen"
         if self.waits and row.dense:
-            return f"waits until {self.waits.partition(' began')[0]} has grown from zero"
+            return f"waits until {', '.join(self._startup.growing)} has grown from zero"
         moves = [row.get(key) for key in ("update_natural", "update_ratio", "update_fro")]
         if self.condition.reference == "theory":
             moves = [row.get("weight_natural")]
@@ -309,7 +309,7 @@ class Judge:
             "known": {key: dict(column) for key, column in self._known.items()},
             "fresh": self._fresh,
             "steps": dict(self._steps),
-            "began": dict(self._began),
+            "began": dict(self._initial_sizes),
             "widths": [asdict(compared) for compared in self._comparisons],
             "told": sorted(map(list, self._told)),
             "startup": self._startup.state_dict(),
@@ -329,7 +329,7 @@ class Judge:
             raise ValueError(f"the judge's state has version {state.get('version')!r}, this one reads {VERSION}")
         self._records = {(layer, check): _Record(**record) for layer, check, record in state["records"]}
         self._known = {key: dict(column) for key, column in state["known"].items()}
-        self._fresh, self._steps, self._began = state["fresh"], dict(state["steps"]), dict(state["began"])
+        self._fresh, self._steps, self._initial_sizes = state["fresh"], dict(state["steps"]), dict(state["began"])
         self._comparisons = [WidthComparison(**row) for row in state["widths"]]
         self._told = {(layer, code) for layer, code in state["told"]}
         self._startup.load_state_dict(state["startup"])

@@ -41,7 +41,7 @@ class Network:
         expected: layer -> factor on its learning rate that the user has declared.
         fresh: whether weights began as they are drawn, not as an earlier training left them.
         largest_steps: layer -> its largest relative update so far, at the peak of its learning rate.
-        began: layer -> gain of its weights over the usual one when it was first measured; of an embedding, the size of
+        initial_sizes: layer -> gain of its weights over the usual one when it was first measured; of an embedding, the size of
             its largest row.
     """
 
@@ -53,7 +53,7 @@ class Network:
     expected: Mapping[str, float] = field(default_factory=dict)
     fresh: bool = True
     largest_steps: Mapping[str, float] = field(default_factory=dict)
-    began: Mapping[str, float] = field(default_factory=dict)
+    initial_sizes: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -256,13 +256,13 @@ class Network:
         it is told all the same, so that what set it off is still known.
         """
         if self.exploded:
-            return self.began.get(row.info.name, math.nan)
+            return self.initial_sizes.get(row.info.name, math.nan)
         moved = row.get("drift_ratio") > MOVED and self.step > 1  # the first step begins with what was drawn
-        return math.nan if moved else self.began.get(row.info.name, row.gain / self.usual_gain(row))
+        return math.nan if moved else self.initial_sizes.get(row.info.name, row.gain / self.usual_gain(row))
 
     def initial_rows(self, row: Row) -> float:
         """Return the size of an embedding's largest row; after an explosion the first that was measured."""
-        return self.began.get(row.info.name, math.nan) if self.exploded else row.get("weight_natural")
+        return self.initial_sizes.get(row.info.name, math.nan) if self.exploded else row.get("weight_natural")
 
     @cached_property
     def top_lr(self) -> float:

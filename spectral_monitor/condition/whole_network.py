@@ -12,7 +12,7 @@ from spectral_monitor.condition.findings import AT_ONCE, NO_STEP, SMALLEST, Find
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.functional.medians import geometric_median
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import NOT_FINITE, Measurement
 
 SPEED_LIMIT = 1.1
 """Healthy weights have moved by less than this, times the root of the number of steps, of the size they began with."""
@@ -318,7 +318,7 @@ def _not_finite(measurement: Measurement) -> bool:
             matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
             values = measurement.values[key][matrices]
             why = [measurement.why(key, measurement.layers[i].name) for i in matrices]
-            if values.isinf().any() or any("NaN or inf" in text for text in why):
+            if values.isinf().any() or NOT_FINITE in why:
                 return True
     return False
 

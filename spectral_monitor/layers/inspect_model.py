@@ -16,12 +16,11 @@ from spectral_monitor.layers.layout import Layout
 from spectral_monitor.layers.naming import check_patterns, join, matches, named_modules, places
 from spectral_monitor.layers.output_layers import Operator, guess_readouts
 from spectral_monitor.layers.parametrized import computed_weights
-from spectral_monitor.measurement import NODE, LayerInfo
+from spectral_monitor.measurement import NODE, ROLE_NAMES, LayerInfo
 from spectral_monitor.state.dtensor import is_distributed
 
 ROLE_CHOICES = (*ROLES, "ignore")
-_DISPLAYED = {"hidden": "operator", "output": "readout"}
-"""What roles are called in tables, which users may call them too."""
+_GIVEN = {name: role for role, name in ROLE_NAMES.items()}
 
 PART_OF = "part of the weight of"
 """Begins the reason why a parameter is not measured by itself, but in the weight that is computed from it."""
@@ -155,11 +154,13 @@ def dissect(
         2 readout 5 2
         2.bias vector 1 2
     """
-    roles = {pattern: _DISPLAYED.get(role, role) for pattern, role in (roles or {}).items()}
+    roles = {pattern: _GIVEN.get(role, role) for pattern, role in (roles or {}).items()}
     blocks = dict(blocks or {})
     for pattern, role in roles.items():
         if role not in ROLE_CHOICES:
-            raise ValueError(f"roles: {pattern!r}: unknown role {role!r}; valid roles: {', '.join(ROLE_CHOICES)}")
+            raise ValueError(
+                f"roles: {pattern!r}: unknown role {role!r}; valid roles: {', '.join([*ROLE_NAMES.values(), 'ignore'])}"
+            )
     for pattern, number in blocks.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"blocks: {pattern!r}: the number of blocks must be an integer >= 1, got {number!r}")

@@ -63,7 +63,7 @@ class SpectralProbe(MeasuredRun):
             or a list of keys; only what is asked for is paid for.
         include: fnmatch patterns on module or layer names; only these are measured.
         exclude: fnmatch patterns on module or layer names; these are not measured.
-        roles: pattern -> ``"operator"``, ``"embedding"``, ``"readout"``, ``"vector"`` or ``"ignore"``, where the
+        roles: pattern -> ``"hidden"``, ``"embedding"``, ``"output"``, ``"vector"`` or ``"ignore"``, where the
             guess in :meth:`role_table` is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
         heads: pattern on attention modules or their query projections -> number of heads, where the module does not
@@ -82,7 +82,7 @@ class SpectralProbe(MeasuredRun):
         condition: what layers are held against; every measurement has its verdicts.
         correction: how learning rates are corrected, with ``mode="correct"``.
         mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
-            ``"correct"`` also puts learning rates right, of steps inside ``probe.step()``.
+            ``"correct"`` also corrects learning rates, of steps inside ``probe.step()``.
         sinks: what is given every measurement, such as a :class:`~spectral_monitor.reporting.TensorBoardSink`;
             :meth:`close` tells them when training is over.
         low_memory: keep the weights before the update, and the copy that guards them during the extra forward, in host
@@ -119,8 +119,8 @@ class SpectralProbe(MeasuredRun):
         ...         optimizer.zero_grad()
         ...         model(torch.randn(16, 4)).square().mean().backward()
         ...         optimizer.step()
-        >>> probe.latest
-        Measurement(step=3, layers=4, quantities=25)
+        >>> probe.latest.step
+        3
         >>> probe.latest.value("update_ratio", "0") > 0
         True
     """

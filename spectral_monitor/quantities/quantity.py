@@ -108,8 +108,8 @@ class Quantity:
         key: name in ``Measurement.values`` and in ``spectral_<key>/<layer>``.
         notation: its formula as the documentation writes it.
         formula: how it follows from what was measured of a layer.
-        needs: what must be captured, of ``W dW WdW W1 g |g| W0 h b dh Wdh probe J K J0 w0 db B qk dqk logits state``,
-            with spaces between: ``WdW`` is the inner product of weight and update, ``W1`` the weight after the step,
+        needs: what must be captured, of ``W dW WdW W1 g |g| W0 h b dh Wdh probe J K J0 w0 db B qk dqk logits state``:
+            ``W0`` is what the weight has moved since the start, read as ``drift``, ``WdW`` the inner product of weight and update, ``W1`` the weight after the step,
             ``|g|`` a norm of the gradient, ``Wdh`` the weight before the step times the change of the inputs, ``J`` the
             derivative of the outputs by the weights, ``K`` extreme eigenvalues of the kernel made of that, ``J0`` the
             derivative at the start along what the weights have moved since, ``w0`` the parameters of the start, ``db``

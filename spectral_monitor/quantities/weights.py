@@ -60,7 +60,7 @@ ENTRIES = (
         range=">= 0",
         source="Spectral Condition, Cond. 1, App. E",
         meaning="largest RMS change of the output for RMS 1 in; should be alike in all layers",
-        healthy="within a factor of 8 of the median layer",
+        healthy="1/16 to 8 times the typical layer's",
         misleads="convolutions: an upper bound, up to the number of taps too large",
         of_vectors=True,
         question=questions.UPDATES,

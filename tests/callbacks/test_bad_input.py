@@ -95,7 +95,7 @@ class DeepSpeedStrategy(Several):
 
 
 LAYERS = ["net.0", "net.0.bias", "net.3", "net.5", "net.5.bias"]
-ROLES = ["operator", "embedding", "readout", "vector", "ignore"]
+ROLES = ["hidden", "embedding", "output", "vector", "ignore"]
 REFUSED = {
     "include": ({"include": ["encoder.*"]}, Untouched, {}, ["include", "'encoder.*'", "matches no layer", *LAYERS]),
     "exclude": (

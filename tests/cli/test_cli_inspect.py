@@ -47,7 +47,7 @@ def test_the_table(model, tmp_path, capsys):
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     out = said(["inspect", tmp_path / "weights.pt"], capsys)
     assert out.splitlines()[0] == "3 matrices and 2 biases and gains"
-    assert out.splitlines()[3].split()[:9] == ["1", "operator", "8", "->", "8", "1.00", "1.00", "8.00", "8"]
+    assert out.splitlines()[3].split()[:9] == ["1", "hidden", "8", "->", "8", "1.00", "1.00", "8.00", "8"]
     out = said(["inspect", tmp_path / "weights.pt", "--layer", "2"], capsys)
     assert len([line for line in out.splitlines() if "->" in line]) == 2, "the title and one row"
 

@@ -68,7 +68,7 @@ FAULTS = (
     "rule",
 )
 ZERO = "undefined: it divides by a norm that is zero"
-FINITE = "undefined: NaN or inf in its values"
+FINITE = "NaN or inf in its values"
 
 
 @dataclass

@@ -145,7 +145,7 @@ def test_norms_of_a_step_are_those_of_the_worst_expert(make):
         assert probe.latest.value("update_norm", layer.info.name) == pytest.approx(norm, rel=1e-5)
         natural = norm * math.sqrt(layer.info.fan_in / layer.info.fan_out)
         assert probe.latest.value("update_natural", layer.info.name) == pytest.approx(natural, rel=1e-5)
-        assert probe.latest.why("feature_rms", layer.info.name) == ""  # light quantities are all there is
+        assert probe.latest.why("feature_rms", layer.info.name) == "feature_rms was not measured at this step"
     assert all(map(math.isfinite, probe.latest.values["update_norm"][[x.is_matrix for x in probe.anatomy.layers]]))
 
 

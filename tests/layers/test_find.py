@@ -653,7 +653,11 @@ def test_blocks_override_the_guess(make, blocks, expected):
 
 LAYERS = r"Layers: body, body\.bias, head, head\.bias"
 REFUSED = [
-    (two, {"roles": {"body": "operater"}}, r"roles: 'body': unknown role 'operater'; valid roles: operator, .*ignore"),
+    (
+        two,
+        {"roles": {"body": "operater"}},
+        r"roles: 'body': unknown role 'operater'; valid roles: hidden, output, .*ignore",
+    ),
     (two, {"roles": {"bodi": "operator"}}, rf"roles: pattern 'bodi' .* Did you mean 'body'\? {LAYERS}"),
     (two, {"blocks": {"heed": 2}}, rf"blocks: pattern 'heed' matches no layer\. Did you mean 'head'\? {LAYERS}"),
     (two, {"include": ["body", "zzz*"]}, rf"include: pattern 'zzz\*' matches no layer\. {LAYERS}"),

@@ -150,7 +150,9 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr("spectral_monitor.state.side_files.write", full)
-    with pytest.warns(SpectralMonitorWarning, match=r"drift will be counted anew \(OSError: no space left\)") as caught:
+    with pytest.warns(
+        SpectralMonitorWarning, match=r"drift will be counted from there \(OSError: no space left\)"
+    ) as caught:
         _, path = saved(tmp_path, every=2)
     assert len(said(caught)) == 1
     assert path.is_file()

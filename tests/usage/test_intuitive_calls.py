@@ -47,7 +47,7 @@ WORKS = {
     'monitor.report("r.html")': lambda s: "net.2" in s.monitor.report(s.tmp / "r.html").read_text("utf-8"),
     "load(folder)": lambda s: [m.step for m in sm.load(s.folder)] == [3, 6, 9, 12],
     "load(file)": lambda s: len(sm.load(str(s.file))) == 4,
-    "monitor.roles()": lambda s: list(s.monitor.roles()) == NAMES and "net.8  readout" in repr(s.monitor.roles()),
+    "monitor.roles()": lambda s: list(s.monitor.roles()) == NAMES and "net.8  output" in repr(s.monitor.roles()),
     "monitor._repr_html_()": lambda s: "1 of 5 layers off" in s.monitor._repr_html_(),
     "monitor.assert_healthy()": lambda s: "net.2" in raised(AssertionError, s.monitor.assert_healthy),
     "SpectralMonitor(on_verdict=print)": lambda s: SpectralMonitor(on_verdict=print),

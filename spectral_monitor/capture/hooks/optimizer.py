@@ -69,7 +69,7 @@ class OptimizerCapture:
         self.closure_calls[key] = 0
         replaced = with_closure(args, kwargs, partial(self._watched, optimizer))
         if replaced is None:
-            self._snapshot(optimizer)
+            self._gradients_final(optimizer)
         elif not type(optimizer).__module__.startswith("torch.optim"):
             self._hold(optimizer)
         return replaced
@@ -80,7 +80,7 @@ class OptimizerCapture:
                 self._on_enter(optimizer)
             result = closure(*args, **kwargs)
             self.closure_calls[id(optimizer)] += 1
-            self._snapshot(optimizer)
+            self._gradients_final(optimizer)
             return result
 
         return watched
@@ -90,7 +90,7 @@ class OptimizerCapture:
             self._held.add(id(optimizer))
             self._before(optimizer)
 
-    def _snapshot(self, optimizer: Optimizer) -> None:
+    def _gradients_final(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._seen:
             self._seen.add(id(optimizer))
             self._hold(optimizer)

@@ -56,7 +56,9 @@ class DecayTrend:
                 yield Finding("decay", name, "weight_fro", size, first, band, 1.5, "it began with")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain types."""
+        """Return plain types; nothing where nothing decays."""
+        if not self._first:
+            return {}
         before = {name: list(pair) for name, pair in self._before.items()}
         return {"first": dict(self._first), "before": before, "fast": sorted(self._fast)}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import ZERO, Measurement
 
 GRACE = 12
 """Measurements that growing from zero may take; a fault must not hide behind it for long."""
@@ -29,11 +29,13 @@ class WarmupGate:
 
     Attributes:
         why: the reason that layers are not compared at the latest measurement; empty if they are.
+        growing: names of the layers that they wait for.
         from_zero: names of the layers that began at zero.
     """
 
     def __init__(self) -> None:
         self.why = ""
+        self.growing: tuple[str, ...] = ()
         self.from_zero: set[str] = set()
         self._growing: dict[str, int] = {}  # layer -> measurements it has been growing for
         self._looked = 0
@@ -56,6 +58,7 @@ class WarmupGate:
             if looked < (STUCK if stuck else GRACE) and not ratio < GROWN:
                 kept[name] = looked + 1
         self._growing = kept
+        self.growing = tuple(self._growing)
         self.why = f"{', '.join(self._growing)} began at zero and is still growing" if self._growing else ""
 
     def waits(self, finding: Finding) -> bool:
@@ -74,6 +77,6 @@ class WarmupGate:
 
 def _began_at_zero(measurement: Measurement, layer: str) -> bool:
     """Return whether the weights were zero before this step, which is the first one that says so, or at the start."""
-    if "update_ratio" in measurement.values and "zero" in measurement.why("update_ratio", layer):
+    if "update_ratio" in measurement.values and measurement.why("update_ratio", layer) == ZERO:
         return True
-    return "drift_ratio" in measurement.values and "zero" in measurement.why("drift_ratio", layer)
+    return "drift_ratio" in measurement.values and measurement.why("drift_ratio", layer) == ZERO

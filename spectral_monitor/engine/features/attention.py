@@ -13,6 +13,7 @@ from spectral_monitor.engine.results.raw import Raw
 from spectral_monitor.functional.attention import attention_numbers
 from spectral_monitor.layers.attention import AttentionBlock, Projection
 from spectral_monitor.linalg import AllReduce, Coroutine, rank_table
+from spectral_monitor.measurement import NOT_FINITE
 
 ROWS, SEQUENCES = 64, 4
 """Rows of queries that are looked at, and sequences of the batch that they are taken from."""
@@ -84,7 +85,7 @@ class AttentionStage:
                 raw.setdefault(block.layer, {}).update(_joined(seen[:, proved[0]]))
             else:
                 lost = bool((seen[:, :, 1] > 2 * WRONG).any())
-                why = "NaN or inf in its values" if lost else UNKNOWN if len(seen) else NOT_CALLED
+                why = NOT_FINITE if lost else UNKNOWN if len(seen) else NOT_CALLED
                 missing[block.layer] = self._why.get(block.layer, why)
         return missing
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.functional.noise import LEAST, noise_scale
+from spectral_monitor.measurement import NOT_FINITE
 
 KEY, MOMENTS = "noise_scale", "noise.moments"
 LOW, HIGH = "noise_scale_low", "noise_scale_high"
@@ -17,8 +18,7 @@ LOW, HIGH = "noise_scale_low", "noise_scale_high"
 COLUMNS = 7
 """Of the moments of a layer in a process: of how many layers they are, and six moments."""
 
-UNKNOWN = "known of single matrices that are called once, with inputs and gradients of each sample at hand"
-LOST = "NaN or inf in its values"
+UNKNOWN = "defined for a single matrix only, which is called once and sees each sample's inputs and gradients"
 FEW = f"it takes {LEAST} samples in each process"
 DIVIDED = "processes share out the features of a batch"
 DIFFERENT = "the processes saw different layers"
@@ -53,7 +53,7 @@ def settle_noise(raw: Raw, facts: StepContext) -> dict[str, tuple[float, str]]:
 def _reason(table: Tensor) -> str:
     """Return why moments (processes, 7) give no noise scale, as far as that is known."""
     if not table.isfinite().all():
-        return LOST
+        return NOT_FINITE
     counted, samples = table[:, 0], table[:, 1]
     if not counted.all():
         return UNKNOWN

@@ -15,11 +15,11 @@ from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
 from spectral_monitor.engine.settings import FEATURES
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import LOST, NODE, UNUSED
+from spectral_monitor.measurement import LOST, NODE, NOT_FINITE, UNUSED, ZERO
 from spectral_monitor.quantities import QUANTITIES, attention
 
 ROUNDED = "its change is too close to the rounding of its outputs"
-UNCHOSEN = "none of its max_rows rows is of the samples that are run again: raise max_rows or replay_samples"
+UNCHOSEN = "no row of max_rows is of the samples that are run again: raise max_rows or replay_samples"
 REPLACED = "since training began its weight was replaced, pruned or parametrized"
 NOT_QUERIES = "it does not make the queries of an attention block, where those of a block are reported"
 ONE_HOT = "an embedding's inputs are one-hot"
@@ -175,8 +175,8 @@ def layer_errors(
 
 def _undefined(scalars: LayerScalars) -> str:
     if not scalars.sound():
-        return "NaN or inf in its values"
-    return "undefined: it divides by a norm that is zero"
+        return NOT_FINITE
+    return ZERO
 
 
 def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepContext) -> str:
@@ -297,5 +297,5 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
 
 def _no_part(scalars: LayerScalars, eps: float) -> str:
     if math.isnan(scalars.get("W.dh")) and scalars.sound():
-        return "known of single matrices that are trained, and whose inputs are at hand before and after the step"
+        return "defined for a single trained matrix only, whose inputs are known before and after the step"
     return ROUNDED if 0 < scalars.get("dx.norm") < CHANGE_MARGIN * eps * scalars.get("x.norm") else ""

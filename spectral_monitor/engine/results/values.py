@@ -1,4 +1,4 @@
-"""On the host: from raw scalars to the documented quantities of each layer, one line per quantity."""
+"""On the host: raw scalars of a layer, put together over its parts, and values of the whole network."""
 
 from __future__ import annotations
 

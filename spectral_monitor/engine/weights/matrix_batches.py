@@ -151,8 +151,8 @@ class MatrixBatch:
         self._host = host
         self._refill(lambda i: self.members[i].contents(self.members[i].layer.weight()))
 
-    def begin(self, start: Start) -> None:
-        """Remember the weights at the start."""
+    def load_start(self, start: Start) -> None:
+        """Fill with the weights of the start."""
         self.buffers = [room(size, self.dtype, self.like.device, False) for size in self.sizes]
         self._refill(lambda i: start[i])
 

@@ -404,11 +404,11 @@ def start_norms(
     found = matrix_batches(weights, exchange, single=settings.low_memory)
     if exchange is not None and not settings.low_memory:
         for stack in found:
-            stack.begin(start)
+            stack.load_start(start)
         yield from norms.measure([Job(stack.here(), "W0") for stack in found])
         return out
     for stack in found:
-        stack.begin(start)
+        stack.load_start(start)
         yield from norms.measure([Job(stack.here(), "W0")])
         stack.buffers = []
     return out

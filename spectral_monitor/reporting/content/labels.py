@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
+from spectral_monitor.measurement import ROLE_NAMES
+
 NAME = 30
 """Characters of a layer's name beside a picture; all of them are in tables and in what the mouse shows."""
 LONG = 9
 """Parts of a name beyond this are taken word by word."""
 GAP = "…"
-ROLES = {"operator": "hidden", "readout": "output", "embedding": "embedding", "vector": "vector"}
-"""What roles are called where people read them."""
 _PART = re.compile(r"\.?[^.]+|\.+")
 _WORD = re.compile(r"[\W_]*(?:\d+|[^\W\d_]+)|[\W_]+")
 
@@ -26,7 +26,7 @@ def role_name(role: str) -> str:
         >>> role_name("operator"), role_name("readout")
         ('hidden', 'output')
     """
-    return ROLES.get(role, role)
+    return ROLE_NAMES.get(role, role)
 
 
 @lru_cache(maxsize=8)  # the layers are the same in every picture

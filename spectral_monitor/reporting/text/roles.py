@@ -28,9 +28,9 @@ class Roles(dict[str, str]):
         'readout'
         >>> roles
         2 matrices and 0 biases and gains
-        layer  role      in -> out
-        body   operator  64 -> 64
-        head   readout   64 -> 9
+        layer  role    in -> out
+        body   hidden  64 -> 64
+        head   output  64 -> 9
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Roles(dict[str, str]):
 
     def table(self) -> Table:
         """Return a row for every matrix; below, what is not measured and why."""
-        from spectral_monitor.reporting.content.labels import measured_parts
+        from spectral_monitor.reporting.content.labels import measured_parts, role_name
         from spectral_monitor.reporting.text.lines import Column, Table, printable
         from spectral_monitor.reporting.text.table import fans
 
@@ -65,7 +65,7 @@ class Roles(dict[str, str]):
         title = measured_parts(len(matrices), len(self.layers) - len(matrices))
         cells = {
             "layer": [info.name for info in matrices],
-            "role": [info.role for info in matrices],
+            "role": [role_name(info.role) for info in matrices],
             "in -> out": [fans(info) for info in matrices],
             "note": [self.notes.get(info.name, "") for info in matrices],
         }
