@@ -9,7 +9,6 @@ from recipes.heldout_plants import (
     as_before,
     biases,
     both,
-    copied_parameters,
     dropped,
     full_precision,
     half_precision,
@@ -20,7 +19,6 @@ from recipes.heldout_plants import (
     outputs,
     rates,
     rates_by_fans,
-    real_parameters,
     schedule,
     setting,
     stopped,
@@ -164,15 +162,6 @@ OTHERS = (
     fault("GPT, AdamW", "weight decay 20", option(weight_decay=20.0), "decay_too_large"),
     fault("VGG, SGD", "weights in bfloat16", half_precision, "rounding", mend=full_precision),
     fault("keyword spotting, Adam", "weights in bfloat16", half_precision, "rounding", mend=full_precision),
-    fault(
-        "frozen backbone, SGD",
-        "parameters of a copy",
-        copied_parameters,
-        "nothing_trains",
-        "lr_zero",
-        "dead",
-        mend=real_parameters,
-    ),
     fault("VGG, SGD", "only vectors trained", stopped("*", matrices=True), "lr_zero", "nothing_trains"),
     # Data.
     fault(

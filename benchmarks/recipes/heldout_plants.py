@@ -161,18 +161,6 @@ def stopped(pattern: str, matrices: bool = False) -> Plant:
     return plant
 
 
-def copied_parameters(run: Run) -> None:
-    """Give optimizers the parameters of a copy of the model."""
-    for group in run.groups():
-        group["params"] = [p.detach().clone().requires_grad_() for p in group["params"]]
-
-
-def real_parameters(run: Run) -> None:
-    """Give the only group the model's trained parameters again."""
-    (group,) = run.groups()
-    group["params"] = [p for p in run.model.parameters() if p.requires_grad]
-
-
 def rates_by_fans(run: Run) -> None:
     """Make rates follow fan-out over fan-in, as they should under SGD."""
     linear = [(name, m) for name, m in run.model.named_modules() if isinstance(m, nn.Linear)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from spectral_monitor.condition.network import GAINS, Network
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.settings import Band, SpectralCondition
+from spectral_monitor.functional.medians import geometric_median
 
 UPDATE_LIMIT = 1.0
 """A step that moves a matrix by its own norm, again and again, learns nothing that the next one keeps."""
@@ -23,6 +24,8 @@ EMBEDDING_BAND: Band = (1 / 300, 30.0)
 """Root mean square of an embedding's largest row."""
 RATE_LIMIT = 7.0
 """A learning rate this many times off the others' is off by itself, unless it is so on purpose."""
+VECTOR_LIMIT, VECTOR_STEP = 30.0, 1.0
+"""The same of biases, gains and temperatures over matrices, where a step changes their entries by more than 1."""
 SUSPECT = 2.5
 """A learning rate that is off by this much narrows the band of the update."""
 READOUT_ROOM = 4.0
@@ -43,8 +46,8 @@ class Finding:
     """A value, what it is held against and how far from that it may be.
 
     Attributes:
-        check: which check it is: ``"dead"``, ``"cut_off"``, ``"rate"``, ``"exploding"``, ``"grown"``, ``"rounding"``,
-            ``"reference"``, ``"weights"`` or ``"embedding"``.
+        check: which check it is: ``"dead"``, ``"cut_off"``, ``"rate"``, ``"vector_rate"``, ``"exploding"``,
+            ``"grown"``, ``"rounding"``, ``"reference"``, ``"weights"`` or ``"embedding"``.
         layer: its name.
         quantity: what was looked at.
         value: of it.
@@ -115,6 +118,10 @@ def findings(network: Network, condition: SpectralCondition) -> Iterator[Finding
         ):
             if finding is not None and math.isfinite(finding.value) and finding.reference > 0:
                 yield finding
+    if condition.profile is None:
+        for row in network.vectors.values():
+            if (finding := _vector_rate(network, row)) is not None:
+                yield finding
 
 
 def _dead(network: Network, row: Row) -> Finding | None:
@@ -134,10 +141,11 @@ def _dead(network: Network, row: Row) -> Finding | None:
 
 def _cut_off(network: Network, row: Row) -> Finding | None:
     """Return whether gradients reach it; only of layers whose outputs are known."""
-    if math.isnan(unused := row.get("unused")):
+    cut_off = row.info.name in network.cut_off
+    if math.isnan(row.get("unused")) and not cut_off:
         return None
-    value = 0.0 if unused and row.info.name in network.cut_off else 1.0
-    return Finding("cut_off", row.info.name, "feature_rms", value, 1.0, (SMALLEST, math.inf), against="a gradient")
+    value = 0.0 if cut_off else 1.0
+    return Finding("cut_off", row.info.name, "update_natural", value, 1.0, (SMALLEST, math.inf), against="a gradient")
 
 
 def _rate(network: Network, row: Row) -> Finding | None:
@@ -149,6 +157,14 @@ def _rate(network: Network, row: Row) -> Finding | None:
     limit = RATE_LIMIT
     band, against = (1 / limit, limit), "the other layers'"
     return Finding("rate", row.info.name, "lr", value, rate.usual, band, against=against, lr=rate.usual)
+
+
+def _vector_rate(network: Network, row: Row) -> Finding | None:
+    """Return the learning rate of a bias, gain or temperature whose entries change by more than outputs are large."""
+    usual = geometric_median(peer.lr for peer in network.moved_by_rate if peer.lr > 0)
+    if not usual > 0 or not row.lr > 0 or not row.get("update_natural") > VECTOR_STEP:
+        return None
+    return Finding("vector_rate", row.info.name, "lr", row.lr, usual, (0.0, VECTOR_LIMIT), against="that of matrices")
 
 
 def _exploding(network: Network, row: Row) -> Finding | None:
@@ -194,7 +210,7 @@ def _reference(network: Network, row: Row, condition: SpectralCondition) -> Find
     if condition.reference == "theory":
         return Finding("reference", name, quantity, value, 1.0, (low, high), _room(low, high), "the theory's")
     ratio = network.relative_size(row)
-    if math.isnan(ratio):
+    if math.isnan(ratio) or (row.settings.family == "adam" and network.below_eps):  # then no update has its size
         return None
     if row.info.role == "readout" and row.settings.family != "adam":
         high *= READOUT_ROOM

@@ -41,8 +41,8 @@ class Network:
         expected: layer -> factor on its learning rate that the user has declared.
         fresh: whether weights began as they are drawn, not as an earlier training left them.
         largest_steps: layer -> its largest relative update so far, at the peak of its learning rate.
-        initial_sizes: layer -> gain of its weights over the usual one when it was first measured; of an embedding, the size of
-            its largest row.
+        initial_sizes: layer -> gain of its weights over the usual one when it was first measured; of an
+            embedding, the size of its largest row.
     """
 
     step: int
@@ -99,6 +99,10 @@ class Network:
     def row(self, name: str) -> Row | None:
         """Return a layer by its name; ``None`` if it is not judged."""
         return self._by_name.get(name)
+
+    def parameter(self, name: str) -> Row | None:
+        """Return a layer, bias or gain by its name; ``None`` if it is not judged."""
+        return self.row(name) or self.vectors.get(name)
 
     @cached_property
     def _by_name(self) -> dict[str, Row]:
@@ -236,8 +240,11 @@ class Network:
 
         Others move. A single layer may be one whose outputs nobody uses.
         """
-        still = [row for row in self.rows if row.get("unused") == 1 and row.get("drift_ratio") == 0 and row.lr > 0]
-        names = [row.info.name for row in still if not row.settings.frozen]
+        still = [row for row in self.rows if row.get("drift_ratio") == 0 and row.lr > 0 and not row.settings.frozen]
+        used = {row.info.name for row in still if row.get("unused") == 1}
+        # Of layers without features, as recurrent ones, it is not known that they were used: the others tell.
+        also = {row.info.name for row in still if math.isnan(row.get("unused")) and row.get("no_gradient") == 1}
+        names = used | also if used else set()
         hidden = [row for row in self.rows if row.info.role != "readout"]
         moves = any(row.get("update_ratio") > 0 for row in self.rows)
         first = bool(hidden) and hidden[0].info.name in names
@@ -261,8 +268,17 @@ class Network:
         return math.nan if moved else self.initial_sizes.get(row.info.name, row.gain / self.usual_gain(row))
 
     def initial_rows(self, row: Row) -> float:
-        """Return the size of an embedding's largest row; after an explosion the first that was measured."""
-        return self.initial_sizes.get(row.info.name, math.nan) if self.exploded else row.get("weight_natural")
+        """Return the size of an embedding's largest row when it was first measured."""
+        return self.initial_sizes.get(row.info.name, row.get("weight_natural"))
+
+    @cached_property
+    def below_eps(self) -> bool:
+        """Return whether gradients are smaller than the eps of an optimizer like Adam, in the median layer.
+
+        Their entries are at least as large as the update's contribution over its size (Cauchy-Schwarz).
+        """
+        sizes = [row.gradient_entry / row.settings.eps for row in self.peers if row.settings.eps > 0]
+        return geometric_median(sizes) < 1
 
     @cached_property
     def top_lr(self) -> float:

@@ -119,7 +119,7 @@ def _order(case: Case) -> tuple[int, float, str]:
 def _group(case: Case, network: Network, many: set[str]) -> object:
     """Return what cases of one cause share: a parameter group, or one slip made in several layers."""
     code, name = case.told.code, case.finding.layer
-    row = network.row(name)
+    row = network.parameter(name)
     if code in OF_A_GROUP and row is not None and row.settings.group >= 0:
         return code, row.settings.group
     if code in many or code in DEAD | CUT_OFF:

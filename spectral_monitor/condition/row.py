@@ -24,17 +24,16 @@ def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
     """Return what a measurement has of :data:`READ`; NaN is left out.
 
     ``lost`` stands beside contributions: 1 where that is 0 although a gradient arrives, else 0; ``unused`` beside
-    outputs: 1 where these were computed but no gradient came back, else 0.
+    outputs: 1 where these were computed but no gradient came back, else 0; ``no_gradient`` is the latter of all layers.
     """
     names = [info.name for info in measurement.layers]
     given = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
     found = {key: {n: x for n, x in zip(names, some, strict=True) if not math.isnan(x)} for key, some in given.items()}
     if "contribution" in found:
         found["lost"] = {name: float(measurement.why("contribution", name) == LOST) for name in found["contribution"]}
-    if "feature_rms" in found:
-        found["unused"] = {
-            name: float(measurement.why("update_natural", name) == UNUSED) for name in found["feature_rms"]
-        }
+    if "update_natural" in given:
+        found["no_gradient"] = {name: float(measurement.why("update_natural", name) == UNUSED) for name in names}
+        found["unused"] = {name: found["no_gradient"][name] for name in found.get("feature_rms", ())}
     return found
 
 
@@ -71,6 +70,13 @@ class Row:
     def has_gradient(self) -> bool:
         """False if its step was that of momentum or decay alone, which says nothing of its learning rate."""
         return self.get("contribution") != 0 or self.get("lost") > 0
+
+    @property
+    def gradient_entry(self) -> float:
+        """A bound from below for the RMS entry of its gradient, exact where the update is in proportion to that."""
+        entries = math.prod(self.info.shape)
+        update = self.get("update_fro")
+        return abs(self.get("contribution")) / (update * math.sqrt(entries)) if update > 0 else math.nan
 
     @property
     def taps(self) -> int:

@@ -81,6 +81,7 @@ class Whole:
         self._looked = 0
         self._edges: list[tuple[float, float]] = []  # the latest ones that are known, and the losses there
         self._first: dict[str, float] = {}  # RMS of features at the first measurement
+        self._late = False  # whether that was when training had gone on for a while
         self._distance = 0.0  # of the loss, at the first measurement that has one; 0 if none is known
         self._losses: tuple[float, ...] = ()  # the first and the lowest, if they are known
         self._stale = 0.0  # 1 if gradients are used again, as far as is known
@@ -191,20 +192,23 @@ class Whole:
     def _features(self, network: Network) -> Iterator[Finding]:
         """Yield the largest and the smallest outputs of a layer at the first measurement: later, steps are to blame."""
         rows = [row for row in network.peers if row.get("feature_rms") >= 0]
-        if not self._first and network.step <= EARLY:
+        if not self._first:
             self._first = {row.info.name: row.get("feature_rms") for row in rows}
-            self.large_outputs = next((row.info.name for row in rows if row.get("feature_rms") > FEATURE_LIMIT), "")
+            self._late = network.step > EARLY
+            # Later on only the first layer tells: the inputs of the others may have grown.
+            seen = [row for row in rows if row.info.name == network.peers[0].info.name] if self._late else rows
+            self.large_outputs = next((row.info.name for row in seen if row.get("feature_rms") > FEATURE_LIMIT), "")
         if not self._first:
             return
         own = network.row(self.large_outputs)
         bias = network.vectors.get(f"{self.large_outputs}.bias")
         heavy = own is not None and own.gain > HEAVY  # then its weights are to blame, or its bias, not its inputs
         heavy |= bias is not None and bias.get("weight_natural") > FEATURE_LIMIT / 2
-        largest = self._first.get(self.large_outputs, max(self._first.values()))
-        if not heavy:
+        largest = self._first.get(self.large_outputs, 1.0 if self._late else max(self._first.values()))
+        if not heavy and (network.fresh or not self._late):
             yield Finding("features", NETWORK, "feature_rms", largest, 1.0, (0.0, FEATURE_LIMIT), 1.5, "usual")
         sizes = [size for name, size in self._first.items() if name not in network.from_zero and size > 0]
-        if sizes and network.fresh:
+        if sizes and network.fresh and not self._late:
             smallest = min(sizes)
             band = (FEATURE_LEAST, math.inf)
             yield Finding("features_vanish", NETWORK, "feature_rms", smallest, 1.0, band, 1.5, "usual")
@@ -226,11 +230,13 @@ class Whole:
         grown = share > self._share > 0  # gradients have grown beyond eps since
         if not math.isnan(share) and (network.step <= EARLY or grown):
             self._share = share
-        if eps > USUAL_EPS and self._share > 0:
+        if (eps > USUAL_EPS or (eps > 0 and network.below_eps)) and self._share > 0:
             yield Finding("eps", NETWORK, "update_fro", self._share, EFFICIENT, (1.0, math.inf), against="Adam's usual")
 
     def _growth(self, network: Network) -> Iterator[Finding]:
         """Yield the largest outputs of a hidden layer after the first steps: too large steps let them grow."""
+        if not self._first:
+            return
         sizes = [row.get("feature_rms") for row in network.moved_by_rate if row.info.role == "operator"]
         largest = max((size for size in sizes if not math.isnan(size)), default=math.nan)
         limit = max(GROWN_LIMIT, GROWTH * max(self._first.values(), default=0.0))
@@ -248,6 +254,7 @@ class Whole:
             "rate": self._rate,
             "looked": self._looked,
             "first": dict(self._first),
+            **({"late": True} if self._late else {}),
             "distance": self._distance,
             "losses": list(self._losses),
             "edges": [list(pair) for pair in self._edges],
@@ -261,6 +268,7 @@ class Whole:
         self.large_outputs = str(state["large_outputs"])
         self._edges = [(float(edge), float(loss)) for edge, loss in state.get("edges", ())]
         self._first, self.pace = dict(state["first"]), float(state["pace"])
+        self._late = bool(state.get("late", False))
         self.first_pace = float(state.get("first_pace", math.nan))
         self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("share", 0.0))
         self._distance = float(state.get("distance", 0.0))

@@ -109,11 +109,11 @@ class Quantity:
         notation: its formula as the documentation writes it.
         formula: how it follows from what was measured of a layer.
         needs: what must be captured, of ``W dW WdW W1 g |g| W0 h b dh Wdh probe J K J0 w0 db B qk dqk logits state``:
-            ``W0`` is what the weight has moved since the start, read as ``drift``, ``WdW`` the inner product of weight and update, ``W1`` the weight after the step,
-            ``|g|`` a norm of the gradient, ``Wdh`` the weight before the step times the change of the inputs, ``J`` the
-            derivative of the outputs by the weights, ``K`` extreme eigenvalues of the kernel made of that, ``J0`` the
-            derivative at the start along what the weights have moved since, ``w0`` the parameters of the start, ``db``
-            the change of b, ``B`` the derivative of b by the weights behind the layer, ``qk`` the queries and keys of
+            ``W0`` is what the weight has moved since the start, read as ``drift``, ``WdW`` the inner product of weight
+            and update, ``W1`` the weight after the step, ``|g|`` a norm of the gradient, ``Wdh`` the weight before
+            the step times the change of the inputs, ``J`` the derivative of the outputs by the weights, ``K`` extreme
+            eigenvalues of the kernel made of that, ``J0`` the derivative at the start along what the weights have moved
+            since, ``w0`` the parameters of the start, ``db`` the change of b, ``B`` the derivative of b by the weights behind the layer, ``qk`` the queries and keys of
             an attention block, ``dqk`` their change, ``logits`` rows of what the block computes, ``state`` what the
             optimizer holds of a parameter.
         tier: ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward;

@@ -186,7 +186,7 @@ def features(**sizes):
 def test_inputs_that_are_too_large_are_seen_in_the_first_outputs():
     (found,) = told(features(a=250.0, b=200.0))
     assert set(found) == {"input_scale"}
-    assert "the outputs of a begin with RMS 250" in found["input_scale"].sentence
+    assert "the outputs of a had RMS 250 when first measured" in found["input_scale"].sentence
     assert told(features(a=24.0)) == [{}]
 
 
@@ -200,8 +200,15 @@ def test_large_outputs_of_large_weights_or_biases_are_not_the_inputs_fault():
 
 def test_only_the_first_outputs_tell_of_inputs():
     assert not any(told(features(), *[features(a=250.0)] * 5)), "later, steps are to blame"
-    late = told(*[features(a=250.0)] * 5, start=9)
-    assert {cause for found in late for cause in found} == {"rates_too_large"}, "what is measured late is no beginning"
+
+
+def test_where_the_start_was_not_measured_the_first_layer_tells_of_inputs_and_nothing_has_grown():
+    late = told(*[features(a=250.0)] * 5, start=50)
+    assert {cause for found in late for cause in found} == {"input_scale"}
+    assert not any(told(*[features(b=250.0)] * 5, start=50)), "steps may be to blame, or inputs"
+    grown = told(features(b=20.0), *[features(b=250.0)] * 5, start=50)
+    assert {cause for found in grown for cause in found} == {"rates_too_large"}
+    assert not any(told(*[features(a=1e-6)] * 5, start=50)), "that they began so is not known"
 
 
 def test_hidden_outputs_that_have_grown_show_steps_that_are_too_large():
@@ -316,10 +323,11 @@ def test_outputs_that_grow_are_those_of_steps_that_are_too_large():
 @pytest.mark.parametrize("size", [0.0, 0.5, 1.0])
 def test_outputs_that_have_come_down_are_no_fault_any_more(size):
     judge, began = Judge(SpectralCondition()), []
-    for step, change in enumerate([{"feature_rms": {"b": 101.0}}, every(size, "feature_rms")] * 2, 16):
+    usual = every(1.0, "feature_rms")
+    for step, change in enumerate([usual, *[{"feature_rms": {"b": 101.0}}, every(size, "feature_rms")] * 2], 15):
         judge.judge(measured(step, **change))
         began.append([verdict.cause for verdict in judge.began])
-    assert began == [["rates_too_large"], []] * 2, "and are told again when they grow again"
+    assert began == [[], *[["rates_too_large"], []] * 2], "and are told again when they grow again"
 
 
 def test_inputs_that_are_too_large_stay_the_root_and_are_not_said_to_have_grown():

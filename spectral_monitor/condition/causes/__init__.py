@@ -35,5 +35,5 @@ def cause(finding: Finding, network: Network, history: History = UNKNOWN) -> Exp
     """
     if finding.layer == NETWORK:
         return of_network(finding, network, history)
-    row = network.row(finding.layer)
+    row = network.parameter(finding.layer)
     return Explanation("unknown", "it is not measured any more") if row is None else of_layer(finding, row, network)

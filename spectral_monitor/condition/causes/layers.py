@@ -79,6 +79,16 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
     )
 
 
+def _vector_rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
+    mine, usual = _number(_peak(row, row.lr)), _number(_peak(row, finding.reference))
+    return Explanation(
+        "lr_too_large",
+        f"its learning rate is {mine}, that of matrices {usual}, and a step changes its entries by "
+        f"{short(row.get('update_natural'))}: use {usual}",
+        Remedy("set_lr", (row.info.name,), _peak(row, finding.reference)),
+    )
+
+
 def _like_the_others(row: Row, network: Network) -> float:
     """Return a layer's update over those of layers at their usual rates in the natural norm; 0 unless they are alike.
 
@@ -126,6 +136,15 @@ def _dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
         )
     if row not in dead:
         return Explanation("unmoved", "a learning rate but no update: no gradient arrives, or one of exactly nothing")
+    zeros = [other.info.name for other in dead if other.get("weight_natural") == 0]
+    if row.info.name in zeros and len(zeros) > 1:
+        others = " and ".join(name for name in zeros if name != row.info.name) if len(zeros) < 4 else "others"
+        return Explanation(
+            "dead",
+            f"its weights are all 0, and so are those of {others}: neither of two factors that are 0 gets a gradient; "
+            "draw one of them",
+            Remedy("check", (row.info.name,)),
+        )
     if len(dead) == len(network.rows):
         return Explanation(
             "dead", "no layer gets a gradient: the loss does not depend on them, is exactly 0, or one is dead"
@@ -329,6 +348,7 @@ _BY_CHECK: dict[str, tuple[Explainer, ...]] = {
     "dead": (_lr_zero, _dead),
     "cut_off": (_cut_off,),
     "rate": (_rate,),
+    "vector_rate": (_vector_rate,),
     "exploding": (_rate, _embedding, _exploding),
     "grown": (_rate, _grown),
     "rounding": (_rounding,),

@@ -127,8 +127,9 @@ def _nothing(finding: Finding, network: Network, history: History) -> Explanatio
 def _features(finding: Finding, network: Network, history: History) -> Explanation:
     return Explanation(
         "input_scale",
-        f"the outputs of {history.large_outputs} begin with RMS {short(finding.value)}, where about 1 is usual, though "
-        "its weights are of ordinary size: its inputs are too large; normalize them to mean 0 and variance 1",
+        f"the outputs of {history.large_outputs} had RMS {short(finding.value)} when first measured, where about 1 is "
+        "usual, though its weights are of ordinary size: its inputs are too large; normalize them to mean 0 and "
+        "variance 1",
         Remedy("check"),
     )
 
@@ -159,6 +160,13 @@ def _features_vanish(finding: Finding, network: Network, history: History) -> Ex
 
 def _eps(finding: Finding, network: Network, history: History) -> Explanation:
     eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=math.nan)
+    if eps <= 1e-8:
+        return Explanation(
+            "eps",
+            f"entries move by {short(finding.value)} of the learning rate, where Adam moves them by 0.3 to 1 in the "
+            f"first steps: gradients are smaller than eps {eps:g}; multiply the loss by 1000 or more, or use eps 1e-15",
+            Remedy("set_eps", (), 1e-15),
+        )
     return Explanation(
         "eps",
         f"entries move by {short(finding.value)} of the learning rate, where Adam moves them by 0.3 to 1 in the first "

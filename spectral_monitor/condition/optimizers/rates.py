@@ -17,7 +17,9 @@ LEVEL = 2.0
 ON_PURPOSE = 10.5
 """The largest factor that published recipes give a head, new layers or embeddings."""
 ONE_KIND = 32.0
-"""The same for all matrices of one kind: LoRA+ gives its B matrices 16 times the rate of the A matrices."""
+"""The same for all matrices of one kind in several modules: LoRA+ gives its B matrices 16 times the rate of the A
+matrices.
+"""
 
 HEALTHY_STEP = 0.06
 """Relative update of the median layer of a healthy network at the peak of its learning rate: 0.02 to 0.25."""
@@ -233,8 +235,10 @@ def _purposes(given: Sequence[Rated], factors: Mapping[str, float], one_kind: fl
             yield "new layers with a rate of their own", names
         elif len(chosen) > 1 and chosen == set(order[: len(chosen)]) and 1 / ON_PURPOSE <= factor < 1:
             yield "a backbone with a rate of its own", names
-        elif (kind := _one_kind(chosen, order)) and 1 / one_kind <= factor <= one_kind:
-            yield f"all of {kind!r} have a rate of their own", names
+        elif kind := _one_kind(chosen, order):
+            limit = min(one_kind, ON_PURPOSE) if _one_module(kind, chosen) else one_kind
+            if 1 / limit <= factor <= limit:
+                yield f"all of {kind!r} have a rate of their own", names
 
 
 def _alike(factors: Mapping[str, float]) -> Iterator[tuple[float, list[str]]]:
@@ -245,6 +249,13 @@ def _alike(factors: Mapping[str, float]) -> Iterator[tuple[float, list[str]]]:
         some = [name for name in names if factors[name] <= SAME * factor]
         yield factor, some
         names = names[len(some) :]
+
+
+def _one_module(part: str, names: set[str]) -> bool:
+    """Return whether a part of names is that of one module which holds all of these layers, as a decoder does."""
+    paths = [name.split(".") for name in names]
+    places = {tuple(path[: path.index(part)]) for path in paths}
+    return len(places) == 1 and all(path[-1] != part for path in paths)
 
 
 def _one_kind(chosen: set[str], order: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +67,7 @@ class Measured:
         if "feature_change" in values:
             summary["feature_error"] = max(relative_errors(values, off, "feature_change"), default=math.nan)
         if "contribution" in values:
-            summary["stale_gradient"] = max((x for x in reused if not math.isnan(x)), default=math.nan)
+            summary["stale_gradient"] = _of_all(reused)
             missing.update({f"stale_gradient/{SUMMARY}": NO_TWO_STEPS} if math.isnan(summary["stale_gradient"]) else {})
         if facts.rewritten or facts.clipped or facts.closures > 1:
             summary["loss_change_predicted"] = math.nan
@@ -100,3 +100,10 @@ def relative_errors(values: Mapping[str, Tensor], errors: Mapping[str, Tensor], 
         return []
     pairs = zip(errors[key].tolist(), values[key].tolist(), strict=True)
     return [error / value for error, value in pairs if value > 0 and not math.isnan(error)]
+
+
+def _of_all(reused: Sequence[float]) -> float:
+    """Return 1 if an optimizer used gradients again, 0 if none did, NaN where some do not tell."""
+    if 1.0 in reused:
+        return 1.0
+    return math.nan if not reused or any(map(math.isnan, reused)) else 0.0
