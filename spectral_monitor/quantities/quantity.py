@@ -113,9 +113,9 @@ class Quantity:
             and update, ``W1`` the weight after the step, ``|g|`` a norm of the gradient, ``Wdh`` the weight before
             the step times the change of the inputs, ``J`` the derivative of the outputs by the weights, ``K`` extreme
             eigenvalues of the kernel made of that, ``J0`` the derivative at the start along what the weights have moved
-            since, ``w0`` the parameters of the start, ``db`` the change of b, ``B`` the derivative of b by the weights behind the layer, ``qk`` the queries and keys of
-            an attention block, ``dqk`` their change, ``logits`` rows of what the block computes, ``state`` what the
-            optimizer holds of a parameter.
+            since, ``w0`` the parameters of the start, ``db`` the change of b, ``B`` the derivative of b by the weights
+            behind the layer, ``qk`` the queries and keys of an attention block, ``dqk`` their change,
+            ``logits`` rows of what the block computes, ``state`` what the optimizer holds of a parameter.
         tier: ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward;
             ``"full"`` forwards with a graph and passes through it, checks what the papers assume, or looks closely.
         unit: what it is counted in; ``"ratio"`` where units cancel.

@@ -80,8 +80,17 @@ def test_a_weight_that_is_gone_is_told_and_one_that_was_zero_is_not():
     assert not told(zero, weight_decay=50.0)
 
 
+def test_under_adam_most_weights_must_go_for_decay_to_be_blamed():
+    """One that the loss hardly depends on loses its size by itself, and does no harm."""
+    adam = {"weight_decay": 0.1}
+    assert not told(shrinking(0.05, ("b",)), "Adam", **adam)
+    assert not told(shrinking(0.05, ("b", "c")), "Adam", **adam), "of five"
+    assert told(shrinking(0.05, ("b", "c", "head")), "Adam", **adam)
+    assert told(shrinking(0.05, ("b",))), "a decay of its own is known"
+
+
 def test_embeddings_count_too_and_what_is_not_measured_says_nothing():
-    (verdict,) = told(shrinking(0.05, ("tok",)), "Adam", weight_decay=0.01)
+    (verdict,) = told(shrinking(0.05, ("tok",)))
     assert verdict.layer == "tok"
     pace, step = shrinking(0.05), ("update_natural", "lr")
     bare = [measured(m.step, only=step) for m in pace]

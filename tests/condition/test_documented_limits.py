@@ -168,7 +168,11 @@ ABOVE = [
     ("diverged", 0, lambda x: is_off("diverged", {"weight_natural": {"b": x}})),
     ("diverged", 0, lambda x: is_off("diverged", {"feature_rms": {"b": x}})),
     ("rates_too_large", 0, lambda x: is_off("rates_too_large", everywhere(x * 8, "drift_ratio"), start=64)),
-    ("rates_too_large", 1, lambda x: is_off("features_grow", {"feature_rms": {"b": x}}, start=9)),
+    (
+        "rates_too_large",
+        1,
+        lambda x: is_off("features_grow", everywhere(1.0, "feature_rms"), {"feature_rms": {"b": x}}, start=8),
+    ),
     ("global_lr_too_large", 0, lambda x: is_off("global_lr_too_large", *[{"summary": {"edge": x}}] * 5)),
     ("features", 1, lambda x: is_off("features", {"feature_rms": {"b": x}})),
     ("targets", 0, lambda x: is_off("targets", {"summary": {"loss_distance": x}})),

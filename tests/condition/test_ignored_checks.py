@@ -33,7 +33,7 @@ FAULTS = {  # what is found by a check: changes of the measurement, and of all s
     "logits_exploding": ([{"attention_logit_max": {"b": logit}} for logit in (5.0, 20.0, 70.0, 200.0, 500.0)], {}),
     "attention_collapsed": ([{"attention_entropy_lowest": {"b": 0.01}}] * 8, {}),
     "readout_takes_all": ({"summary": {"readout_share": 0.99}}, {}),
-    "decay": ([{"weight_fro": {"b": 8.0 * 0.9**k}} for k in range(16)], {"weight_decay": 1.0}),
+    "decay": ([{"weight_fro": {"b": 8.0 * 0.9**k}} for k in range(16)], {"weight_decay": 9.0, "decoupled": True}),
 }
 
 

@@ -235,9 +235,10 @@ def _purposes(given: Sequence[Rated], factors: Mapping[str, float], one_kind: fl
             yield "new layers with a rate of their own", names
         elif len(chosen) > 1 and chosen == set(order[: len(chosen)]) and 1 / ON_PURPOSE <= factor < 1:
             yield "a backbone with a rate of its own", names
-        elif kind := _one_kind(chosen, order):
-            limit = min(one_kind, ON_PURPOSE) if _one_module(kind, chosen) else one_kind
-            if 1 / limit <= factor <= limit:
+        else:
+            kind, one_module = _one_kind(chosen, order)
+            limit = min(one_kind, ON_PURPOSE) if one_module else one_kind
+            if kind and 1 / limit <= factor <= limit:
                 yield f"all of {kind!r} have a rate of their own", names
 
 
@@ -251,17 +252,16 @@ def _alike(factors: Mapping[str, float]) -> Iterator[tuple[float, list[str]]]:
         names = names[len(some) :]
 
 
-def _one_module(part: str, names: set[str]) -> bool:
-    """Return whether a part of names is that of one module which holds all of these layers, as a decoder does."""
-    paths = [name.split(".") for name in names]
-    places = {tuple(path[: path.index(part)]) for path in paths}
-    return len(places) == 1 and all(path[-1] != part for path in paths)
+def _one_kind(chosen: set[str], order: Sequence[str]) -> tuple[str, bool]:
+    """Return the part of their names that these layers share and no other layer has, and whether it is one module's.
 
-
-def _one_kind(chosen: set[str], order: Sequence[str]) -> str:
-    """Return the part of their names that these layers share and no other layer has; empty if there is none."""
-    if len(chosen) < 2:
-        return ""
-    parts = set.intersection(*(set(name.split(".")) for name in chosen))
+    The part is empty if there is none. One module's is that of a decoder, which holds all of them; layers of a kind
+    are in several modules, or bear the name themselves.
+    """
+    paths = [name.split(".") for name in chosen]
     others = {part for name in order if name not in chosen for part in name.split(".")}
-    return min((part for part in parts - others if not part.isdigit()), default="")
+    shared = sorted(part for part in set.intersection(*map(set, paths)) - others if not part.isdigit())
+    if len(chosen) < 2 or not shared:
+        return "", False
+    kinds = [part for part in shared if len({tuple(path[: path.index(part)]) for path in paths}) > 1]
+    return (kinds or shared)[0], not kinds

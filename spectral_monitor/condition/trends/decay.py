@@ -37,13 +37,13 @@ class DecayTrend:
         """Yield what is left of each weight that decays, healthy or not."""
         if "weight_fro" not in measurement.values:
             return
-        for row in network.rows:
+        left: dict[str, float] = {}
+        decaying = [row for row in network.rows if row.info.is_matrix and row.settings.weight_decay > 0]
+        for row in decaying:
             name, size = row.info.name, row.get("weight_fro")
-            if not (row.info.is_matrix and row.settings.weight_decay > 0 and 0 <= size < math.inf):
+            if not (0 <= size < math.inf and self._first.setdefault(name, size)):
                 continue
-            first = self._first.setdefault(name, size)
-            if not first:
-                continue
+            left[name] = size / self._first[name]
             step, before = self._before.setdefault(name, (network.step, size))
             if network.step >= step + SPAN:
                 self._before[name] = network.step, size
@@ -51,9 +51,16 @@ class DecayTrend:
                 taken = decay_of_step(row)
                 if lost > FAST and not taken < EXPLAINED * min(lost, 1.0):  # NaN: of an optimizer that does not tell
                     self._fast.add(name)
-            if name not in network.from_zero:
-                band = (LEFT if name in self._fast else 0.0, math.inf)
-                yield Finding("decay", name, "weight_fro", size, first, band, 1.5, "it began with")
+        gone = {name for name, part in left.items() if part < LEFT and name in self._fast}
+        # Where gradients are normalized with decay, a weight that the loss hardly depends on loses its size by itself.
+        coupled = [row.info.name for row in decaying if math.isnan(decay_of_step(row)) and row.info.name in left]
+        alone = set(coupled) if 2 * len(gone.intersection(coupled)) < len(coupled) else set()
+        for row in decaying:
+            name = row.info.name
+            if name in left and name not in network.from_zero:
+                band = (LEFT if name in self._fast - alone else 0.0, math.inf)
+                value, first = row.get("weight_fro"), self._first[name]
+                yield Finding("decay", name, "weight_fro", value, first, band, 1.5, "it began with")
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types; nothing where nothing decays."""

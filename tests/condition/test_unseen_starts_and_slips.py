@@ -1,0 +1,212 @@
+"""Slips that people make: rates of vectors and of modules, losses scaled down, two factors that are zero, and more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from spectral_monitor import SpectralProbe
+from spectral_monitor.condition import Judge, SpectralCondition
+from spectral_monitor.condition.optimizers.rates import rates
+from spectral_monitor.measurement import LayerInfo
+from tests.condition.synthetic import LAYERS, measured, set_by, verdicts_on
+
+
+def fast(name, factor, step, steps=4):
+    """Verdicts on a vector with so many times the rate of matrices, and steps of this size."""
+    lr = {name: 0.01 * factor}
+    settings = set_by("Adam", lr=lr)
+    return verdicts_on(steps, settings=settings, lr=lr, update_natural={name: step})
+
+
+def test_a_vector_whose_rate_is_far_too_large_is_told_with_the_rate_of_matrices():
+    (verdict,) = fast("b.bias", 3000, 3.0)
+    assert (verdict.layer, verdict.cause, verdict.quantity) == ("b.bias", "lr_too_large", "lr")
+    assert verdict.sentence == (
+        "its learning rate is 30, that of matrices 0.01, and a step changes its entries by 3: use 0.01"
+    )
+    assert (verdict.remedy.action, verdict.remedy.value) == ("set_lr", pytest.approx(0.01))
+
+
+@pytest.mark.parametrize(("factor", "step"), [(3000, 0.9), (29, 3.0), (1, 30.0)])
+def test_a_vector_may_have_a_rate_of_its_own(factor, step):
+    """As gains, temperatures and all vectors under muP have."""
+    assert not fast("b.bias", factor, step)
+
+
+def test_vectors_of_a_group_have_one_verdict_and_ignoring_rates_ignores_them():
+    lr = {"a.bias": 10.0, "b.bias": 10.0}
+    settings = set_by("Adam", lr=lr) | {name: set_by("Adam", lr=lr, group=7)[name] for name in ("a.bias", "b.bias")}
+    some = {"settings": settings, "lr": lr, "update_natural": dict.fromkeys(lr, 5.0)}
+    (verdict,) = verdicts_on(4, **some)
+    assert set(verdict.layers) == set(lr)
+    assert not verdicts_on(4, **some, condition={"ignore": ["rates"]})
+
+
+class Matcher(nn.Module):
+    """Embeds pairs and compares them at a learned temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x, y):
+        a, b = (nn.functional.normalize(self.body(z), dim=1) for z in (x, y))
+        return a @ b.T * self.scale.exp()
+
+
+@pytest.mark.parametrize(("rate", "told"), [(1e-3, False), (1e-1, False), (3.0, True)])
+def test_a_temperature_that_runs_away_is_named(rate, told):
+    torch.manual_seed(0)
+    model = Matcher()
+    optimizer = torch.optim.Adam([{"params": model.body.parameters()}, {"params": [model.scale], "lr": rate}], lr=1e-3)
+    probe, causes = SpectralProbe(model, optimizer, mode="observe", quantities="light"), set()
+    for _ in range(12):
+        x = torch.randn(32, 16)
+        with probe.step():
+            optimizer.zero_grad()
+            logits = model(x, x + 0.3 * torch.randn(32, 16))
+            nn.functional.cross_entropy(logits, torch.arange(32)).backward()
+            optimizer.step()
+        causes |= {(v.layer, v.cause) for v in probe.latest.roots}
+    assert (("scale", "lr_too_large") in causes) == told
+    assert told or not causes
+
+
+def infos(*names):
+    return [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("fast", "factor", "excused"),
+    [
+        (("dec.a", "dec.b"), 10.0, True),
+        (("dec.a", "dec.b"), 30.0, False),  # one module: as far as published heads and backbones go
+        (("dec.a", "dec.b"), 1 / 30, False),
+        (("enc.B", "dec.B"), 30.0, True),  # a kind, in several modules: as LoRA's
+        (("enc.B", "dec.B"), 40.0, False),
+        (("net.dec.B.default", "net.enc.B.default"), 16.0, True),
+        (("body.0.in", "body.1.in"), 30.0, True),
+    ],
+)
+def test_a_module_of_its_own_is_excused_less_than_a_kind(fast, factor, excused):
+    others = [name for name in ("enc.a", "enc.b", "enc.c", "mid", "dec.c", "tail") if not name.startswith(fast[0][:4])]
+    rated = [(info, 0.01 * factor if info.name in fast else 0.01) for info in infos(*others[:2], *fast, *others[2:])]
+    assert all(bool(rates(rated)[name].purpose) == excused for name in fast)
+
+
+@pytest.mark.parametrize(("scale", "told"), [(1.0, False), (1e-7, True)])
+def test_a_loss_so_small_that_gradients_drown_in_eps_is_told_and_the_readout_is_not_blamed(scale, told):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())], nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    probe, causes = SpectralProbe(model, optimizer, mode="observe", quantities="light"), []
+    for _ in range(8):
+        x = torch.randn(64, 32)
+        with probe.step():
+            optimizer.zero_grad()
+            (scale * (model(x) - x[:, :1]).square().mean()).backward()
+            optimizer.step()
+        causes += [(v.layer, v.cause) for v in probe.latest.roots]
+    assert set(causes) == ({("network", "eps")} if told else set())
+    if told:
+        (verdict,) = probe.latest.roots
+        assert "gradients are smaller than eps 1e-08; multiply the loss by 1000 or more" in verdict.sentence
+        assert (verdict.remedy.action, verdict.remedy.value) == ("set_eps", 1e-15)
+
+
+def test_gradients_are_known_from_below():
+    """Of plain gradient descent exactly."""
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 3, bias=False)
+    probe = SpectralProbe(layer, optimizer := torch.optim.SGD(layer.parameters(), lr=0.1), mode="observe")
+    with probe.step():
+        layer(torch.randn(7, 5)).square().mean().backward()
+        optimizer.step()
+    from spectral_monitor.condition.network import Network
+    from spectral_monitor.condition.row import columns
+
+    (row,) = Network.read(probe.latest, columns(probe.latest)).rows
+    assert row.gradient_entry == pytest.approx(layer.weight.grad.square().mean().sqrt().item(), rel=1e-4)
+
+
+def test_two_factors_that_are_zero_are_not_said_to_be_cut_off():
+    class Adapter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+            nn.init.zeros_(self.down.weight)
+            nn.init.zeros_(self.up.weight)
+
+        def forward(self, x):
+            return self.head(self.base(x) + self.up(self.down(x)))
+
+    torch.manual_seed(0)
+    model = Adapter()
+    probe = SpectralProbe(model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), mode="observe")
+    for _ in range(16):
+        with probe.step():
+            optimizer.zero_grad()
+            model(torch.randn(32, 8)).square().mean().backward()
+            optimizer.step()
+    sentences = {v.layer: v.sentence for v in probe.latest.verdicts}
+    assert set(sentences) == {"down", "up"} or set(probe.latest.roots[0].layers) == {"down", "up"}
+    assert "neither of two factors that are 0 gets a gradient" in probe.latest.roots[0].sentence
+
+
+def test_a_recurrent_encoder_that_is_detached_is_named():
+    class Translator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.source, self.encoder = nn.Embedding(11, 8), nn.GRU(8, 8, batch_first=True)
+            self.target, self.decoder = nn.Embedding(11, 8), nn.GRU(8, 8, batch_first=True)
+            self.head = nn.Linear(8, 11)
+
+        def forward(self, x, y):
+            _, state = self.encoder(self.source(x))
+            return self.head(self.decoder(self.target(y), state.detach())[0])
+
+    torch.manual_seed(0)
+    model = Translator()
+    probe = SpectralProbe(model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), mode="observe")
+    for _ in range(4):
+        x = torch.randint(0, 11, (16, 5))
+        with probe.step():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x, x).flatten(0, 1), x.flatten()).backward()
+            optimizer.step()
+    (verdict,) = probe.latest.roots
+    assert verdict.cause == "dead"
+    assert set(verdict.layers) == {"source", "encoder.weight_ih_l0", "encoder.weight_hh_l0"}
+
+
+def test_gradients_used_again_by_one_of_two_optimizers_stay_told_between_measurements():
+    """After a gap the one that never clears its gradients is not known, and the other one, which does, is no proof."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    first, second = (torch.optim.SGD(model[name].parameters(), 1e-3) for name in "ab")
+    probe = SpectralProbe(model, [first, second], every_n_steps="1, 2, 4, 8", mode="observe")
+    told = []
+    for _ in range(8):
+        with probe.step():
+            for name, optimizer in (("a", first), ("b", second)):
+                if name == "b":
+                    optimizer.zero_grad()
+                model[name](torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+        if probe.latest is not None and probe.latest.step == probe.steps:
+            told.append("stale_gradients" in {v.cause for v in probe.latest.verdicts})
+    assert told == [False, True, True, True]
+
+
+@pytest.mark.parametrize("row", [0.5, 1e-9])
+def test_an_embedding_is_judged_by_what_it_began_with(row):
+    """Whatever decay or steps make of it later."""
+    judge = Judge(SpectralCondition())
+    for step in (1, 2, 4, 8, 16, 32):
+        found = judge.judge(measured(step, weight_natural={"tok": 0.5 if step == 1 else row}), set_by("Adam"))
+    assert not [v for v in found if v.cause == "embedding_scale"]
+    assert LAYERS["tok"].role == "embedding"
