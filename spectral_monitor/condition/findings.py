@@ -162,7 +162,10 @@ def _rate(network: Network, row: Row) -> Finding | None:
 def _vector_rate(network: Network, row: Row) -> Finding | None:
     """Return the learning rate of a bias, gain or temperature whose entries change by more than outputs are large."""
     usual = geometric_median(peer.lr for peer in network.moved_by_rate if peer.lr > 0)
-    if not usual > 0 or not row.lr > 0 or not row.get("update_natural") > VECTOR_STEP:
+    step = row.get("update_natural")
+    if row.settings.family == "adam":  # which moves entries by about the rate, as long as there are gradients
+        step = max(row.lr, step)
+    if not usual > 0 or not row.lr > 0 or not step > VECTOR_STEP:
         return None
     return Finding("vector_rate", row.info.name, "lr", row.lr, usual, (0.0, VECTOR_LIMIT), against="that of matrices")
 

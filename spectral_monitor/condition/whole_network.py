@@ -228,9 +228,11 @@ class Whole:
         eps = max((row.settings.eps for row in network.peers if not math.isnan(row.settings.eps)), default=0.0)
         share = _share_of_rate(network)
         grown = share > self._share > 0  # gradients have grown beyond eps since
-        if not math.isnan(share) and (network.step <= EARLY or grown):
-            self._share = share
-        if (eps > USUAL_EPS or (eps > 0 and network.below_eps)) and self._share > 0:
+        if not math.isnan(share) and (network.step <= EARLY or grown or not self._share):
+            # Sparse gradients make entries move less as well, and so do those of a loss that is nearly 0 later on.
+            blamed = network.below_eps or (eps > USUAL_EPS and (network.step <= EARLY or grown))
+            self._share = share if blamed else 1.0
+        if eps > 0 and self._share > 0:
             yield Finding("eps", NETWORK, "update_fro", self._share, EFFICIENT, (1.0, math.inf), against="Adam's usual")
 
     def _growth(self, network: Network) -> Iterator[Finding]:

@@ -66,7 +66,7 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
             ways of training that are not supported.
 
     Example:
-        >>> callback = SpectralCallback(every_n_steps=50, quantities="light")  # doctest: +SKIP
+        >>> callback = SpectralCallback(quantities="light")  # doctest: +SKIP
         >>> trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])  # doctest: +SKIP
     """
 

@@ -81,10 +81,11 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
 
 def _vector_rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
     mine, usual = _number(_peak(row, row.lr)), _number(_peak(row, finding.reference))
+    step = max(row.lr, row.get("update_natural")) if row.settings.family == "adam" else row.get("update_natural")
     return Explanation(
         "lr_too_large",
-        f"its learning rate is {mine}, that of matrices {usual}, and a step changes its entries by "
-        f"{short(row.get('update_natural'))}: use {usual}",
+        f"its learning rate is {mine}, that of matrices {usual}, and a step may change its entries by "
+        f"{short(step)}: use {usual}",
         Remedy("set_lr", (row.info.name,), _peak(row, finding.reference)),
     )
 
@@ -127,6 +128,13 @@ def _lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None
 def _dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Find which of a chain of dead layers is to blame: the last one whose bias is dead too, if that is measured."""
     dead = [other for other in network.rows if not other.has_gradient and other.lr != 0]
+    if row.get("lost") > 0 and row.settings.resolution < 1e-4:  # in float32
+        return Explanation(
+            "rounding",
+            "gradients arrive, but its updates are lost even in float32: the loss hardly depends on it any more, as "
+            "where a softmax behind it is saturated, or its learning rate is next to 0",
+            Remedy("check", (row.info.name,)),
+        )
     if row.get("lost") > 0:
         return Explanation(
             "rounding",
