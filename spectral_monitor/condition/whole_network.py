@@ -229,8 +229,11 @@ class Whole:
         share = _share_of_rate(network)
         grown = share > self._share > 0  # gradients have grown beyond eps since
         if not math.isnan(share) and (network.step <= EARLY or grown or not self._share):
-            # Sparse gradients make entries move less as well, and so do those of a loss that is nearly 0 later on.
-            blamed = network.below_eps or (eps > USUAL_EPS and (network.step <= EARLY or grown))
+            # Sparse gradients make entries move less as well. So do those of a loss that is nearly 0 later on, or of a
+            # network that steps have ruined.
+            blamed = (network.below_eps and not network.drift > 1) or (
+                eps > USUAL_EPS and (network.step <= EARLY or grown)
+            )
             self._share = share if blamed else 1.0
         if eps > 0 and self._share > 0:
             yield Finding("eps", NETWORK, "update_fro", self._share, EFFICIENT, (1.0, math.inf), against="Adam's usual")

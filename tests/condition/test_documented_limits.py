@@ -249,7 +249,7 @@ def test_what_must_last_has_lasted_for_as_many_measurements_and_steps_as_stated(
 
 
 def test_decay_is_to_blame_for_what_goes_as_fast_and_as_long_as_stated_and_is_its_own():
-    percent, steps = numbers(row_of("decay")[1])
+    percent, steps = numbers(row_of("decay")[1])  # a third and most are in words
     pace, steps = percent / 100, int(steps)
     assert decayed(pace=pace * 1.01, steps=steps)
     assert not decayed(pace=pace * 0.98, steps=steps)

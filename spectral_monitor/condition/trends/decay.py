@@ -19,8 +19,6 @@ SPAN = 8
 """Steps that this must last: a single one may shorten a small weight by as much."""
 EXPLAINED = 1 / 3
 """Part of that loss which decay must explain, where the settings tell how much it takes."""
-
-
 TINY = 1e-300
 """In the place of 0, which has no logarithm."""
 
@@ -37,30 +35,40 @@ class DecayTrend:
         """Yield what is left of each weight that decays, healthy or not."""
         if "weight_fro" not in measurement.values:
             return
-        left: dict[str, float] = {}
         decaying = [row for row in network.rows if row.info.is_matrix and row.settings.weight_decay > 0]
         for row in decaying:
-            name, size = row.info.name, row.get("weight_fro")
-            if not (0 <= size < math.inf and self._first.setdefault(name, size)):
-                continue
-            left[name] = size / self._first[name]
-            step, before = self._before.setdefault(name, (network.step, size))
-            if network.step >= step + SPAN:
-                self._before[name] = network.step, size
-                lost = math.log(max(before, TINY) / max(size, TINY)) / (network.step - step)
-                taken = decay_of_step(row)
-                if lost > FAST and not taken < EXPLAINED * min(lost, 1.0):  # NaN: of an optimizer that does not tell
-                    self._fast.add(name)
-        gone = {name for name, part in left.items() if part < LEFT and name in self._fast}
+            self._look(row, network.step)
+        left = {row.info.name: self._left(row) for row in decaying}
+        fast = {name for name in self._fast if left.get(name, math.nan) < LEFT}
         # Where gradients are normalized with decay, a weight that the loss hardly depends on loses its size by itself.
-        coupled = [row.info.name for row in decaying if math.isnan(decay_of_step(row)) and row.info.name in left]
-        alone = set(coupled) if 2 * len(gone.intersection(coupled)) < len(coupled) else set()
+        coupled = {row.info.name for row in decaying if math.isnan(decay_of_step(row))}
+        if 2 * len(fast & coupled) < len(coupled):
+            fast -= coupled
         for row in decaying:
             name = row.info.name
-            if name in left and name not in network.from_zero:
-                band = (LEFT if name in self._fast - alone else 0.0, math.inf)
+            if left[name] >= 0 and name not in network.from_zero:
+                band = (LEFT if name in fast else 0.0, math.inf)
                 value, first = row.get("weight_fro"), self._first[name]
                 yield Finding("decay", name, "weight_fro", value, first, band, 1.5, "it began with")
+
+    def _look(self, row: Row, now: int) -> None:
+        """Compare the size of a weight with that of a span ago."""
+        name, size = row.info.name, row.get("weight_fro")
+        if not 0 <= size < math.inf:
+            return
+        self._first.setdefault(name, size)
+        step, before = self._before.setdefault(name, (now, size))
+        if now < step + SPAN:
+            return
+        self._before[name] = now, size
+        lost = math.log(max(before, TINY) / max(size, TINY)) / (now - step)
+        if lost > FAST and not decay_of_step(row) < EXPLAINED * min(lost, 1.0):  # NaN: an optimizer that does not tell
+            self._fast.add(name)
+
+    def _left(self, row: Row) -> float:
+        """Return what part of its size a weight has left; NaN where it began at 0, or is not known."""
+        first = self._first.get(row.info.name, 0.0)
+        return row.get("weight_fro") / first if first > 0 else math.nan
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types; nothing where nothing decays."""
