@@ -25,10 +25,10 @@ told from 20 times on rather than 32. No advice is given where a rate makes an u
 norm. Those rules were found on the first half and on 21 recipes written for the purpose. The misses of this half were
 known by then. An optimizer with the parameters of a copy, once among the faults, is refused today.
 
-Weight decay that is too large is named since then. Its limits were found on 21 recipes of the first half, at decays
-that forget a weight within the whole run, a tenth of it and a hundredth. The 36 recipes of this half were run at the
-first two of these. All 55 runs that cost more than 10 % were named, one of the 17 others, and none of the healthy ones. Then the
-second seed of a graph attention network was told falsely. Under Adam most weights must shrink since.
+Weight decay that is too large is named since then. Its limits were found on 21 recipes of the first half. Decays were
+such that weights were forgotten within the run, a tenth of it or a hundredth. The 36 recipes of this half were run at
+the first two of these. All 55 runs that cost more than 10 % were named, one of the 17 others, and none of the healthy
+ones. Then the second seed of a graph attention network was told falsely. Under Adam most weights must shrink since.
 
 Other rules were found on 15 recipes that somebody else wrote, with mistakes of their own: the rates of temperatures and
 of single modules, gradients below Adam's eps, starts that were not measured.

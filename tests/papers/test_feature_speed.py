@@ -111,7 +111,7 @@ def test_features_of_every_layer_carry_the_decrease_up_to_there(beta):
             assert change / step.at("sensitivity", node) == pytest.approx(decrease[node], rel=0.03)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("beta", BETA)
 def test_formula_is_exact_for_the_velocity(beta):
     """-<b, velocity> = sum of contributions; hence |velocity| = sum / (cos |b|) and Eq. 4."""
@@ -125,6 +125,7 @@ def test_formula_is_exact_for_the_velocity(beta):
             assert rms(velocity) / decrease[node] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("beta", SMALL)
 def test_a_small_step_shows_the_velocity(beta):
     for step in draws(beta):
