@@ -18,7 +18,7 @@ from spectral_monitor.condition.settings import SpectralCondition
 from spectral_monitor.condition.trends.attention import AttentionTrend
 from spectral_monitor.condition.trends.decay import DecayTrend
 from spectral_monitor.condition.trends.readout import ReadoutTrend
-from spectral_monitor.condition.trends.warmup import WarmupGate
+from spectral_monitor.condition.trends.zero_start import ZeroStartGate
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 from spectral_monitor.condition.whole_network import Whole, why_still
 from spectral_monitor.condition.width_transfer import THRESHOLD, WINDOW, WidthComparison, compare_widths, find_width
@@ -100,7 +100,7 @@ class Judge:
         self.findings: tuple[Finding, ...] = ()
         self.states: dict[str, LayerState] = {}
         self._tied = dict(tied or {})
-        self._startup = WarmupGate()
+        self._zero_start = ZeroStartGate()
         self._whole = Whole()
         self._attention, self._readout, self._decay = AttentionTrend(), ReadoutTrend(), DecayTrend()
         self._records: dict[tuple[str, str], _Record] = {}
@@ -115,7 +115,7 @@ class Judge:
     @property
     def waits(self) -> str:
         """Reasons why layers were not compared at the latest measurement; empty if they were."""
-        return self._startup.why
+        return self._zero_start.why
 
     def judge(
         self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None = None
@@ -134,7 +134,7 @@ class Judge:
             self._expected = self.condition.factors(measurement.layers)
         self._known |= columns(measurement)
         network = Network.read(measurement, self._known, settings, self._tied, self._expected)
-        self._startup.look(measurement, network)
+        self._zero_start.look(measurement, network)
         if self._fresh is None:
             self._fresh = network.looks_fresh
         for row in network.rows:
@@ -145,7 +145,7 @@ class Judge:
                 self._initial_sizes.setdefault(row.info.name, size)
         network = replace(
             network,
-            from_zero=frozenset(self._startup.from_zero),
+            from_zero=frozenset(self._zero_start.from_zero),
             fresh=self._fresh,
             largest_steps=dict(self._steps),
             initial_sizes=self._initial_sizes,
@@ -153,7 +153,7 @@ class Judge:
         everything = tuple(self._all(measurement, network))
         measured = _measured(measurement)
         self.findings = tuple(f for f in everything if f.quantity in measured)
-        found = {(f.layer, f.check): f for f in everything if not self._startup.waits(f)}
+        found = {(f.layer, f.check): f for f in everything if not self._zero_start.waits(f)}
         self._forget(found, measurement)
         for key, finding in found.items():
             if finding.quantity in measured:
@@ -290,7 +290,7 @@ class Judge:
         if row.settings.frozen:
             return "frozen"
         if self.waits and row.dense:
-            return f"waits until {', '.join(self._startup.growing)} has grown from zero"
+            return f"waits until {', '.join(self._zero_start.growing)} has grown from zero"
         moves = [row.get(key) for key in ("update_natural", "update_ratio", "update_fro")]
         if self.condition.reference == "theory":
             moves = [row.get("weight_natural")]
@@ -313,7 +313,7 @@ class Judge:
             "began": dict(self._initial_sizes),
             "widths": [asdict(compared) for compared in self._comparisons],
             "told": sorted(map(list, self._told)),
-            "startup": self._startup.state_dict(),
+            "startup": self._zero_start.state_dict(),
             "whole": self._whole.state_dict(),
             "attention": self._attention.state_dict(),
             "readout": self._readout.state_dict(),
@@ -333,7 +333,7 @@ class Judge:
         self._fresh, self._steps, self._initial_sizes = state["fresh"], dict(state["steps"]), dict(state["began"])
         self._comparisons = [WidthComparison(**row) for row in state["widths"]]
         self._told = {(layer, code) for layer, code in state["told"]}
-        self._startup.load_state_dict(state["startup"])
+        self._zero_start.load_state_dict(state["startup"])
         self._whole.load_state_dict(state["whole"])
         self._attention.load_state_dict(state.get("attention", {}))
         self._readout.load_state_dict(state.get("readout", {}))

@@ -27,7 +27,7 @@ EXACT, NUMBERS = ("optimizer", "family", "group"), ("peak", "eps", "momentum", "
 """Settings that a profile holds of each layer; numbers may be unknown."""
 DENSE = frozenset({"operator", "readout"})
 """Roles that are one here: which layer is the readout may be known only once the model has run."""
-NAMED = 6
+MAX_NAMES = 6
 """Layers that a refusal names of each kind."""
 EXPECTED = (
     f"expected a file written by save_profile (JSON, format {FORMAT!r}, version {' or '.join(map(str, READABLE))})"
@@ -162,7 +162,7 @@ class Profile:
                 if _kind(role) != _kind(self.roles.get(name, role))
             ],
         }
-        differing = [f"{what}: {some(names, NAMED)}" for what, names in found.items() if names]
+        differing = [f"{what}: {some(names, MAX_NAMES)}" for what, names in found.items() if names]
         if differing:
             raise ValueError(f"the profile is of another model: {'; '.join(differing)}")
         self._check_families(here, settings or {})
@@ -177,7 +177,7 @@ class Profile:
         if not named:
             return
         raise ValueError(
-            f"the profile is of another optimizer family: {some(named, NAMED)}; valid: {', '.join(sorted(valid))}, "
+            f"the profile is of another optimizer family: {some(named, MAX_NAMES)}; valid: {', '.join(sorted(valid))}, "
             "or a profile of a run with this optimizer"
         )
 
@@ -238,7 +238,9 @@ def save_profile(
                     layer[key].append(value)
     idle = [name for name, layer in layers.items() if not layer["steps"]]
     if idle:
-        raise ValueError(f"no update was measured of {some(idle, NAMED)}: freeze no layer in a profile, or exclude it")
+        raise ValueError(
+            f"no update was measured of {some(idle, MAX_NAMES)}: freeze no layer in a profile, or exclude it"
+        )
     text = json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}, indent=1)
     target = Path(path)
     part = target.with_name(target.name + ".part")

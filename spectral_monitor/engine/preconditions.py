@@ -14,7 +14,7 @@ from spectral_monitor.layers import Layer
 from spectral_monitor.layers.naming import some
 from spectral_monitor.quantities import TIERS
 
-NAMED = 5
+MAX_NAMES = 5
 """Layers that a warning names."""
 
 
@@ -36,7 +36,7 @@ def replaced(tracker: ParameterTracker | None, layers: Sequence[Layer], warn: Ca
     if found:
         names = [layers[i].info.name for i in sorted(found)]
         hint = "Another fit, or another probe, measures it as it is then"
-        warn(f"not measured any more: {some(names, NAMED)}; {REPLACED}. {hint}")
+        warn(f"not measured any more: {some(names, MAX_NAMES)}; {REPLACED}. {hint}")
     return found
 
 

@@ -24,7 +24,7 @@ from spectral_monitor.state.serialize import host_copy
 VERSION = 3
 """Of the format; another one is refused."""
 
-NAMED = 6
+MAX_NAMES = 6
 """Layers that a refusal names; of more it says how many."""
 
 Revive = Callable[[dict[str, Any]], Replayable]
@@ -51,8 +51,8 @@ def refusal(state: dict[str, Any], layers: Sequence[Layer]) -> str:
     ]
     if not differing:
         return ""
-    more = [f"and {len(differing) - NAMED} more"] if len(differing) > NAMED else []
-    return f"the saved state is of other layers: {', '.join(differing[:NAMED] + more)}"
+    more = [f"and {len(differing) - MAX_NAMES} more"] if len(differing) > MAX_NAMES else []
+    return f"the saved state is of other layers: {', '.join(differing[:MAX_NAMES] + more)}"
 
 
 Packed = list[Any]

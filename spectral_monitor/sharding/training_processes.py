@@ -18,7 +18,7 @@ SHARED = (
     "processes that share a batch cannot be told from those that do not: say data_parallel_rank, the number of the "
     "batch that this process gets, such as mesh['dp'].get_local_rank(), or 0 if all get the same"
 )
-NAMED = 3
+MAX_NAMES = 3
 """Layers that a refusal names."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a number -> an integer type as long."""
@@ -102,7 +102,7 @@ def check_alike(held: Iterable[tuple[str, Sequence[Tensor]]], processes: Process
     for rank, theirs in enumerate(others, 1):
         if other := [name for name, bits in theirs.items() if first.get(name) != bits]:
             raise ValueError(
-                f"process {rank} holds other weights of {some(other, NAMED)} than process 0: make the probe when the "
+                f"process {rank} holds other weights of {some(other, MAX_NAMES)} than process 0: make the probe when the "
                 "model is wrapped (DistributedDataParallel sends the weights of process 0 to all); what each process "
                 "has of its own is to be left out, with exclude=[...]"
             )

@@ -14,7 +14,7 @@ from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.condition import Judge, SpectralCondition
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import columns
-from spectral_monitor.condition.trends.warmup import GRACE, WarmupGate
+from spectral_monitor.condition.trends.zero_start import GRACE, ZeroStartGate
 from tests.condition.synthetic import LAYERS, ZERO, measured, nothing, set_by
 
 FAST = {"update_natural": {"head": 10.0}}
@@ -204,7 +204,7 @@ def test_a_layer_that_stays_at_zero_is_not_excused_for_ever():
 
 @pytest.mark.parametrize(("before", "waits"), [(GRACE - 1, True), (GRACE, False)])
 def test_what_is_zero_later_than_that_did_not_begin_so(before, waits):
-    gate = WarmupGate()
+    gate = ZeroStartGate()
     for step in range(1, before + 2):
         zero = {"weight_natural": {"head": 0.0}, "update_ratio": nothing("head")} if step > before else {}
         measurement = measured(step, **zero)

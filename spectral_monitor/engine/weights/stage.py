@@ -224,22 +224,22 @@ class MatrixStage:
         self._weights(found, in_place)
         if "dW" in needs:
             found = [stack.change(in_place=in_place) for stack in found]
-            self._do("dW", found, in_place)
+            self._measure("dW", found, in_place)
             if "g" in needs:
                 shares.update(self._shares(found))
             if "WdW" in needs:
                 for stack in found:
                     inner.update(_with_weights(stack))
         if "W0" in needs:
-            self._do("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
+            self._measure("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
         if "W1" in needs:
-            self._do("W1", [stack.now(in_place=in_place) for stack in found], in_place)
+            self._measure("W1", [stack.now(in_place=in_place) for stack in found], in_place)
         if "|g|" in needs:
             gradients = [stack.gradients(in_place=in_place) for stack in found]
             if factor is not None:
                 for buffer in (buffer for stack in gradients for buffer in stack.buffers):
                     buffer.mul_(factor.to(buffer))
-            self._do("g", gradients, in_place)
+            self._measure("g", gradients, in_place)
 
     @torch.no_grad()
     def rest(self) -> None:
@@ -257,7 +257,7 @@ class MatrixStage:
     def _unchanged(self, found: Sequence[MatrixBatch], in_place: bool) -> None:
         self._weights(found, in_place)
         if "W0" in self.settings.needs:
-            self._do("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
+            self._measure("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
 
     def routine(self) -> Coroutine[None]:
         """Measure what waits for other processes."""
@@ -274,7 +274,7 @@ class MatrixStage:
     def _stacks(self, members: dict[int, BatchMember]) -> list[MatrixBatch]:
         return matrix_batches(members, self._exchange, single=self._host)
 
-    def _do(self, name: str, found: Sequence[MatrixBatch], in_place: bool) -> None:
+    def _measure(self, name: str, found: Sequence[MatrixBatch], in_place: bool) -> None:
         """Measure matrices now, before others take their place, or with everything else."""
         self._jobs += [Job(stack, name) for stack in found]
         if self._host and self._exchange is not None:
@@ -300,7 +300,7 @@ class MatrixStage:
 
     def _weights(self, found: Sequence[MatrixBatch], in_place: bool) -> None:
         if "W" in self.settings.needs:
-            self._do("W", found, in_place)
+            self._measure("W", found, in_place)
 
     def _is_known(self, i: int, member: BatchMember) -> bool:
         """Return whether a layer's contribution is defined; divided parameters are counted as such."""

@@ -10,7 +10,7 @@ from spectral_monitor.reporting.content.families import folded
 from spectral_monitor.reporting.content.labels import unprefixed
 from spectral_monitor.reporting.content.tally import Tally, disturbed, named_by, tally
 
-NAMED = 3
+MAX_NAMES = 3
 """Layers, and reasons, that a sentence names."""
 ROOM = 14
 """Characters of the shortest answer; a progress bar has no room for more."""
@@ -89,7 +89,9 @@ def _said(verdict: Verdict, measurement: Measurement, named: bool = False) -> st
     """Return where, what and how many other layers follow from it; ``named``: those too."""
     names = named_by(verdict)
     bare = unprefixed(tuple(info.name for info in measurement.layers))
-    where = names_in(measurement, names) if len(names) > NAMED else ", ".join(bare.get(name, name) for name in names)
+    where = (
+        names_in(measurement, names) if len(names) > MAX_NAMES else ", ".join(bare.get(name, name) for name in names)
+    )
     follow = [layer for layer, root in disturbed(measurement).items() if root == verdict.layer]
     each = "each of " if len(names) > 1 else ""  # sentences speak of one layer
     text = f"{each}{where}: {verdict.sentence}" if where else verdict.sentence
@@ -100,7 +102,7 @@ def _said(verdict: Verdict, measurement: Measurement, named: bool = False) -> st
     return f"{text.removesuffix('.')}. {more} disturbed by it{who}"
 
 
-def some(texts: Sequence[str], most: int = NAMED) -> str:
+def some(texts: Sequence[str], most: int = MAX_NAMES) -> str:
     """Return the first of them, and how many more there are.
 
     Example:
@@ -111,7 +113,7 @@ def some(texts: Sequence[str], most: int = NAMED) -> str:
     return ", ".join(texts[:most]) + more
 
 
-def names_in(measurement: Measurement, layers: Iterable[str], most: int = 2 * NAMED) -> str:
+def names_in(measurement: Measurement, layers: Iterable[str], most: int = 2 * MAX_NAMES) -> str:
     """Return names without the prefix that all layers share, equal places of the blocks together.
 
     Example:
@@ -163,5 +165,5 @@ def _reasons(count: Tally) -> str:
     if len(count.not_judged) < 2:
         return next(iter(count.not_judged), "")
     found = [f"{len(layers)} {reason or 'without a reason'}" for reason, layers in count.not_judged.items()]
-    rest = sum(map(len, list(count.not_judged.values())[NAMED:]))
-    return ", ".join([*found[:NAMED], *([f"{rest} for other reasons"] if rest else [])])
+    rest = sum(map(len, list(count.not_judged.values())[MAX_NAMES:]))
+    return ", ".join([*found[:MAX_NAMES], *([f"{rest} for other reasons"] if rest else [])])

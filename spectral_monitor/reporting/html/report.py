@@ -37,7 +37,7 @@ from spectral_monitor.reporting.text.table import ARROWS, measurement_rows, numb
 
 FOLDED = 44
 """Characters of a layer's name beyond which it is folded."""
-NAMED = 5
+MAX_NAMES = 5
 """Layers that the answer names; the table below it has all."""
 _IN_TABLE_OF_VERDICTS = ("should be", "what")
 
@@ -164,9 +164,9 @@ def _header(told: Measurement, measurements: Sequence[Measurement], now: Measure
         what = f"step {now.step}, the last that could be judged: {headline(now)}"
         said.append(f"<p>What follows is of {escaped(what)}.</p>")
     roots = [root for root in (told.roots or now.roots) if root.layer != NETWORK]
-    lines = [f"<li>{_names(named_by(root))}: {escaped(root.sentence)}</li>" for root in roots[:NAMED]]
-    if len(roots) > NAMED:
-        lines.append(f"<li>and {len(roots) - NAMED} more, see below</li>")
+    lines = [f"<li>{_names(named_by(root))}: {escaped(root.sentence)}</li>" for root in roots[:MAX_NAMES]]
+    if len(roots) > MAX_NAMES:
+        lines.append(f"<li>and {len(roots) - MAX_NAMES} more, see below</li>")
     said += [f"<ul>{''.join(lines)}</ul>"] if lines else []
     over = [layer for layer, flag in now.flags.items() if flag == 0]
     if over:
@@ -310,8 +310,8 @@ def _name(layer: str) -> str:
 
 def _names(layers: Sequence[str]) -> str:
     """Return the first of them, and how many more there are."""
-    more = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
-    return ", ".join(map(_name, layers[:NAMED])) + more
+    more = f" and {len(layers) - MAX_NAMES} more" if len(layers) > MAX_NAMES else ""
+    return ", ".join(map(_name, layers[:MAX_NAMES])) + more
 
 
 def _meaning(quantity: str) -> str:

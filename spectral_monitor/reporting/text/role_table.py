@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NOTES = {BY_PLACE: "guessed: the last matrix"}
 """Notes on layers, in fewer words."""
-NAMED = 6
+MAX_NAMES = 6
 """Parameters that are not measured for the same reason, of which the names are given."""
 
 
@@ -88,7 +88,10 @@ def _nodes(anatomy: Anatomy) -> list[str]:
     if not names:
         return []
     notes = sorted({f": {layer.no_features}" for layer in anatomy.nodes if layer.no_features})
-    return [printable(f"outputs of modules, features only ({len(names)}): {some(folded_names(names), NAMED)}"), *notes]
+    return [
+        printable(f"outputs of modules, features only ({len(names)}): {some(folded_names(names), MAX_NAMES)}"),
+        *notes,
+    ]
 
 
 def _unmeasured(anatomy: Anatomy) -> list[str]:
@@ -98,9 +101,9 @@ def _unmeasured(anatomy: Anatomy) -> list[str]:
     grouped: dict[str, list[str]] = {}
     for item in left:
         grouped.setdefault(item.reason, []).append(item.name)
-    made = some(folded_names([item.name for item in parts]), NAMED)
+    made = some(folded_names([item.name for item in parts]), MAX_NAMES)
     lines = [printable(f"parts of weights that are measured ({len(parts)}): {made}")] if parts else []
     lines += [f"not measured ({len(left)}):"] if left else []
     for reason, names in grouped.items():
-        lines.append(printable(f"  {some(folded_names(names), NAMED)}: {reason}"))
+        lines.append(printable(f"  {some(folded_names(names), MAX_NAMES)}: {reason}"))
     return lines

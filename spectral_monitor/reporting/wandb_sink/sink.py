@@ -39,7 +39,7 @@ WAIT = 600.0
 """Seconds from one alert on a layer that begins to be off to the next."""
 ALERTS = 30
 """In a run."""
-NAMED = 10
+MAX_NAMES = 10
 """Layers that a text names."""
 TITLE = "Spectral monitor: "
 """Of an alert."""
@@ -173,7 +173,7 @@ class WandbSink:
         row.update(pictures(self._history))
 
     def _summarize(self, measurement: Measurement) -> None:
-        summary: dict[str, Any] = {"spectral/violating_layers": some(off(measurement), NAMED) or "none"}
+        summary: dict[str, Any] = {"spectral/violating_layers": some(off(measurement), MAX_NAMES) or "none"}
         if is_judged(measurement):  # else what was said last still holds
             summary["spectral/headline"] = headline(measurement)
         self._run.summary.update(summary)
@@ -228,7 +228,9 @@ class _Alerts:
             if known:
                 self._open |= set(subjects)
         if ended:
-            self._send("INFO", ended, "healthy again", f"step {measurement.step}: {some(ended, NAMED)} healthy again")
+            self._send(
+                "INFO", ended, "healthy again", f"step {measurement.step}: {some(ended, MAX_NAMES)} healthy again"
+            )
 
     def _begins(self, root: Verdict, measurement: Measurement) -> None:
         text = announcement(root, measurement)

@@ -15,7 +15,7 @@ from spectral_monitor.scaling.sweeps.slope import TOLERANCE, Slope, exponent
 if TYPE_CHECKING:
     from spectral_monitor.scaling.sweeps.result import SweepResult
 
-NAMED = 2
+MAX_NAMES = 2
 """Offenders in the first line."""
 LISTED = 20
 """Points that are left out, below the table."""
@@ -115,8 +115,8 @@ def _answer(result: SweepResult) -> str:
     if foretold and moving:
         parts.append(f"{len(moving)} others grow or vanish with {result.axis}")
     if off:
-        named = ", ".join(f"{slope.layer} {slope.quantity} {_short(slope)}" for slope in off[:NAMED])
-        parts.append(f"{len(off)} off: {named}{', ...' if len(off) > NAMED else ''}")
+        named = ", ".join(f"{slope.layer} {slope.quantity} {_short(slope)}" for slope in off[:MAX_NAMES])
+        parts.append(f"{len(off)} off: {named}{', ...' if len(off) > MAX_NAMES else ''}")
     elif len(parts) > 1:
         parts.append("none off")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Warm-up: layers that began at zero pass on hardly any gradient until they have grown, so they cannot be compared."""
+"""Layers that began at zero pass on hardly any gradient until they have grown, so they cannot be compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPARING = frozenset({"reference", "weights", "dead", "rates_too_small", "eps",
 """Checks that mean nothing while some matrix is next to zero, and passes next to no gradient on."""
 
 
-class WarmupGate:
+class ZeroStartGate:
     """Keeps what is not to be judged yet.
 
     A readout that began at zero passes no gradient down at the first step and little at the next ones, so all layers
