@@ -102,7 +102,8 @@ def check_alike(held: Iterable[tuple[str, Sequence[Tensor]]], processes: Process
     for rank, theirs in enumerate(others, 1):
         if other := [name for name, bits in theirs.items() if first.get(name) != bits]:
             raise ValueError(
-                f"process {rank} holds other weights of {some(other, MAX_NAMES)} than process 0: make the probe when the "
+                f"process {rank} holds other weights of {some(other, MAX_NAMES)} "
+                f"than process 0: make the probe when the "
                 "model is wrapped (DistributedDataParallel sends the weights of process 0 to all); what each process "
                 "has of its own is to be left out, with exclude=[...]"
             )
