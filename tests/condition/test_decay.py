@@ -53,6 +53,14 @@ def test_what_is_advised_takes_a_ten_thousandth_in_a_step(optimizer, fields, val
     assert ("part of the gradient" in verdict.sentence) == (optimizer == "Adam")
 
 
+def test_under_a_correction_the_rate_that_counts_is_the_corrected_one():
+    every = {"lr": dict.fromkeys(("a", "b", "c", "head"), 0.1), "lr_multiplier": dict.fromkeys(("a", "b", "c"), 10.0)}
+    run = [measured(m.step, weight_fro={"b": float(m.value("weight_fro", "b"))}, **every) for m in shrinking(0.05)]
+    (verdict,) = told(run, weight_decay=0.5)
+    assert verdict.layer == "b"
+    assert verdict.remedy.value == pytest.approx(0.001)  # of a rate of 0.1
+
+
 @pytest.mark.parametrize(
     ("optimizer", "fields"),
     [

@@ -337,7 +337,8 @@ def _collapsed(finding: Finding, row: Row, network: Network) -> Explanation | No
 
 def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Return what decay has left of a weight, and a decay by which it forgets within :data:`MEMORY` steps."""
-    decay, rate = row.settings.weight_decay, _peak(row, row.lr)
+    decay = row.settings.weight_decay
+    rate = _peak(row, row.lr) * row.values.get("lr_multiplier", 1.0)
     usual = 1 / (MEMORY * rate) if row.settings.decoupled else (1 - row.settings.momentum) / (MEMORY * rate)
     how = f"use about {{}}, with which it takes 1/{MEMORY} in a step"
     if not row.settings.decoupled and row.settings.family != "sgd":
