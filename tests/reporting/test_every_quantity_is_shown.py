@@ -54,7 +54,8 @@ QUESTIONS = {
     "Is the output layer aligned?": "alignment update_alignment",
     "What did the corrector do?": "lr lr_multiplier",
 }
-ANSWERED = {key: question for question, keys in QUESTIONS.items() for key in keys.split()}
+LISTED = {key: question for question, keys in QUESTIONS.items() for key in keys.split()}
+ANSWERED = {key: entry.question for key, entry in QUANTITIES.items() if entry.question}
 SHOWN = [key for key in QUANTITIES if key not in NOT_SHOWN]
 
 
@@ -96,7 +97,8 @@ def page(key, *measurements):
 def test_every_quantity_is_shown_or_said_why_not():
     assert set(ANSWERED) | set(NOT_SHOWN) == set(QUANTITIES)
     assert not set(ANSWERED) & set(NOT_SHOWN)
-    assert {key: entry.question for key, entry in QUANTITIES.items() if entry.question} == ANSWERED
+    assert ANSWERED.items() >= LISTED.items(), "a new one need not be listed here"
+    assert set(ANSWERED.values()) == set(QUESTIONS)
 
 
 @pytest.mark.parametrize("key", SHOWN)
