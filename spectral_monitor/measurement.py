@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spectral_monitor.suggestions import did_you_mean, unknown
@@ -19,6 +20,8 @@ ZERO = "undefined: it divides by a norm that is zero"
 """The reason that a ratio to a matrix that is zero, or began at zero, has no value."""
 NOT_FINITE = "NaN or inf in its values"
 """The reason that goes with weights, updates or features that are not finite."""
+NOT_CALLED = "not called in this step"
+"""The reason that a layer has no features although its calls could be seen."""
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
 """The reason that a layer has no update although its optimizer made a step."""
 
@@ -139,10 +142,14 @@ class Measurement:
         place = self._place(layer)
         return {key: float(column[place]) for key, column in self.values.items()}
 
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {info.name: place for place, info in enumerate(self.layers)}
+
     def _place(self, layer: object) -> int:
-        names = [info.name for info in self.layers]
-        if layer in names:
-            return names.index(layer)
+        if isinstance(layer, str) and layer in self._places:
+            return self._places[layer]
+        names = list(self._places)
         if layer in self.values:
             raise KeyError(f"{layer!r} is a quantity: values[{layer!r}] has a number for each layer")
         if isinstance(layer, tuple):
@@ -155,11 +162,11 @@ class Measurement:
         Raises:
             KeyError: there is no such layer, with what may have been meant.
         """
-        if layer != SUMMARY:
-            self._place(layer)
         for key in (f"{quantity}/{layer}", f"*/{layer}", f"{quantity}/*", "*/*"):
             if key in self.reasons:
                 return self.reasons[key]
+        if layer != SUMMARY:
+            self._place(layer)
         if quantity in self.values or quantity in self.summary:
             return ""
         return f"{quantity} was not measured at this step{did_you_mean(quantity, [*self.values, *self.summary])}"

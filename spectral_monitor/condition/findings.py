@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from spectral_monitor.condition.network import GAINS, Network
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.settings import Band, SpectralCondition
-from spectral_monitor.functional.medians import geometric_median
 
 UPDATE_LIMIT = 1.0
 """A step that moves a matrix by its own norm, again and again, learns nothing that the next one keeps."""
@@ -25,7 +24,9 @@ EMBEDDING_BAND: Band = (1 / 300, 30.0)
 RATE_LIMIT = 7.0
 """A learning rate this many times off the others' is off by itself, unless it is so on purpose."""
 VECTOR_LIMIT, VECTOR_STEP = 30.0, 1.0
-"""The same of biases, gains and temperatures over matrices, where a step changes their entries by more than 1."""
+"""The same of biases, gains and temperatures over matrices, where a step changes their entries by more than 1, and by
+more than their size.
+"""
 SUSPECT = 2.5
 """A learning rate that is off by this much narrows the band of the update."""
 READOUT_ROOM = 4.0
@@ -161,13 +162,13 @@ def _rate(network: Network, row: Row) -> Finding | None:
 
 def _vector_rate(network: Network, row: Row) -> Finding | None:
     """Return the learning rate of a bias, gain or temperature whose entries change by more than outputs are large."""
-    usual = geometric_median(peer.lr for peer in network.moved_by_rate if peer.lr > 0)
-    step = row.get("update_natural")
-    if row.settings.family == "adam":  # which moves entries by about the rate, as long as there are gradients
-        step = max(row.lr, step)
-    if not usual > 0 or not row.lr > 0 or not step > VECTOR_STEP:
+    if row.settings.frozen or row.values.get("lr_multiplier", 1.0) != 1.0:  # a correction has seen to it
         return None
-    return Finding("vector_rate", row.info.name, "lr", row.lr, usual, (0.0, VECTOR_LIMIT), against="that of matrices")
+    if not row.lr > 0 or not row.vector_step > VECTOR_STEP * max(1.0, row.get("weight_natural")):
+        return None
+    usual = network.matrix_rate * network.expected.get(row.info.name, 1.0)
+    band, against = (0.0, VECTOR_LIMIT), "that of matrices"
+    return Finding("vector_rate", row.info.name, "lr", row.lr, usual, band, against=against) if usual > 0 else None
 
 
 def _exploding(network: Network, row: Row) -> Finding | None:
@@ -247,5 +248,5 @@ def _embedding(network: Network, row: Row) -> Finding | None:
         return None
     if row.info.name in network.from_zero:
         return None
-    size = network.initial_rows(row)
+    size = network.initial_rows(row) if network.exploded else row.get("weight_natural")
     return Finding("embedding", row.info.name, "weight_natural", size, 1.0, EMBEDDING_BAND, against="usual")

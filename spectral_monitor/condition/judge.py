@@ -193,6 +193,8 @@ class Judge:
         """Drop what has no values any more, such as a layer that was frozen on purpose; NaN steps do not count."""
         if self.waits:
             return
+        names = {NETWORK, *(info.name for info in measurement.layers)}
+        self._records = {key: record for key, record in self._records.items() if key[0] in names}
         for key in [key for key in self._records if key not in found]:
             record = self._records[key]
             if record.quantity in _measured(measurement):

@@ -242,8 +242,8 @@ class Network:
         """
         still = [row for row in self.rows if row.get("drift_ratio") == 0 and row.lr > 0 and not row.settings.frozen]
         used = {row.info.name for row in still if row.get("unused") == 1}
-        # Of layers without features, as recurrent ones, it is not known that they were used: the others tell.
-        also = {row.info.name for row in still if math.isnan(row.get("unused")) and row.get("no_gradient") == 1}
+        # Of layers whose calls cannot be seen, as recurrent ones, it is not known that they were used: the others tell.
+        also = {row.info.name for row in still if math.isnan(row.get("unused")) and row.get("unseen") == 1}
         names = used | also if used else set()
         hidden = [row for row in self.rows if row.info.role != "readout"]
         moves = any(row.get("update_ratio") > 0 for row in self.rows)
@@ -270,6 +270,11 @@ class Network:
     def initial_rows(self, row: Row) -> float:
         """Return the size of an embedding's largest row when it was first measured."""
         return self.initial_sizes.get(row.info.name, row.get("weight_natural"))
+
+    @cached_property
+    def matrix_rate(self) -> float:
+        """The learning rate of the median matrix; NaN if none is known."""
+        return geometric_median(row.lr for row in self.moved_by_rate if row.lr > 0)
 
     @cached_property
     def below_eps(self) -> bool:

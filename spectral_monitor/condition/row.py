@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
-from spectral_monitor.measurement import LOST, UNUSED, LayerInfo, Measurement
+from spectral_monitor.measurement import LOST, NOT_CALLED, UNUSED, LayerInfo, Measurement
 
 READ = frozenset(
     {"weight_natural", "weight_fro", "update_natural", "update_norm", "update_fro", "update_ratio"}
@@ -24,16 +24,22 @@ def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
     """Return what a measurement has of :data:`READ`; NaN is left out.
 
     ``lost`` stands beside contributions: 1 where that is 0 although a gradient arrives, else 0; ``unused`` beside
-    outputs: 1 where these were computed but no gradient came back, else 0; ``no_gradient`` is the latter of all layers.
+    outputs: 1 where these were computed but no gradient came back, else 0. ``unseen`` is the same of layers whose calls
+    cannot be seen, such as recurrent ones.
     """
     names = [info.name for info in measurement.layers]
     given = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
     found = {key: {n: x for n, x in zip(names, some, strict=True) if not math.isnan(x)} for key, some in given.items()}
     if "contribution" in found:
         found["lost"] = {name: float(measurement.why("contribution", name) == LOST) for name in found["contribution"]}
-    if "update_natural" in given:
-        found["no_gradient"] = {name: float(measurement.why("update_natural", name) == UNUSED) for name in names}
-        found["unused"] = {name: found["no_gradient"][name] for name in found.get("feature_rms", ())}
+    if "feature_rms" in found:
+        unused = {name: float(measurement.why("update_natural", name) == UNUSED) for name in names}
+        found["unused"] = {name: unused[name] for name in found["feature_rms"]}
+        found["unseen"] = {
+            name: unused[name] * (measurement.why("feature_rms", name) != NOT_CALLED)
+            for name in names
+            if name not in found["feature_rms"]
+        }
     return found
 
 
@@ -70,6 +76,12 @@ class Row:
     def has_gradient(self) -> bool:
         """False if its step was that of momentum or decay alone, which says nothing of its learning rate."""
         return self.get("contribution") != 0 or self.get("lost") > 0
+
+    @property
+    def vector_step(self) -> float:
+        """How far a step moves entries of a vector: under optimizers like Adam by about its rate, if gradients come."""
+        step = self.get("update_natural")
+        return max(self.lr, step) if self.settings.family == "adam" else step  # NaN is no maximum of what comes before
 
     @property
     def gradient_entry(self) -> float:

@@ -148,7 +148,7 @@ class SpectralCondition:
             ValueError: with the layers that differ, or the pattern and the valid names.
         """
         given = tuple(layers)
-        check_patterns("expected", self.expected, [info.name for info in given if info.is_matrix])
+        check_patterns("expected", self.expected, [info.name for info in given])
         if self.profile is not None:
             self.profile.check(given, settings)
 

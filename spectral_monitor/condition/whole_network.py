@@ -59,6 +59,8 @@ with momentum and small batches too, stay below 1.3, and at 2 where full batches
 gradients are not those of the loss (straight-through estimators, targets that are held fixed) it may be 3 in training
 that goes well; hence the loss is looked at too.
 """
+STILL = 0.1
+"""Weights that have moved by more of their size are not held back."""
 USUAL_EPS = 3e-8
 """What is not larger is not to blame."""
 FAST = ("adamax", "adafactor", "adagrad", "lion", "rmsprop", "sign")
@@ -196,7 +198,8 @@ class Whole:
             self._first = {row.info.name: row.get("feature_rms") for row in rows}
             self._late = network.step > EARLY
             # Later on only the first layer tells: the inputs of the others may have grown.
-            seen = [row for row in rows if row.info.name == network.peers[0].info.name] if self._late else rows
+            hidden = [row.info.name for row in network.peers if row.info.role == "operator"]
+            seen = [row for row in rows if row.info.name in hidden[:1]] if self._late else rows
             self.large_outputs = next((row.info.name for row in seen if row.get("feature_rms") > FEATURE_LIMIT), "")
         if not self._first:
             return
@@ -231,7 +234,7 @@ class Whole:
         if not math.isnan(share) and (network.step <= EARLY or grown or not self._share):
             # Sparse gradients make entries move less as well. So do those of a loss that is nearly 0 later on, or of a
             # network that steps have ruined.
-            blamed = (network.below_eps and not network.drift > 1) or (
+            blamed = (network.below_eps and not network.drift > STILL) or (
                 eps > USUAL_EPS and (network.step <= EARLY or grown)
             )
             self._share = share if blamed else 1.0
@@ -253,7 +256,7 @@ class Whole:
         return {
             "pace": self.pace,
             "first_pace": self.first_pace,
-            **{key: value for key, value in (("stale", self._stale), ("share", self._share)) if value},
+            **{key: value for key, value in (("stale", self._stale), ("eps_share", self._share)) if value},
             "fastest": self._fastest,
             "natural": self._natural,
             "rate": self._rate,
@@ -275,7 +278,7 @@ class Whole:
         self._first, self.pace = dict(state["first"]), float(state["pace"])
         self._late = bool(state.get("late", False))
         self.first_pace = float(state.get("first_pace", math.nan))
-        self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("share", 0.0))
+        self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("eps_share", 0.0))
         self._distance = float(state.get("distance", 0.0))
         self._losses = tuple(map(float, state.get("losses", ())))
 

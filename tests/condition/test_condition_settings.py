@@ -93,7 +93,7 @@ def test_expected_must_map_names_to_factors():
 
 def test_a_pattern_of_expected_that_matches_no_layer_is_refused_with_the_names():
     condition = SpectralCondition(expected={"heads.*": 10})
-    with pytest.raises(ValueError, match=r"heads.*tok, a, b, c, head"):
+    with pytest.raises(ValueError, match=r"heads.*tok, a, a.bias, b, b.bias, c, c.bias, head"):
         condition.check(LAYERS.values())
     with pytest.raises(ValueError, match="heads"):
         judged([measured(1)], expected={"heads.*": 10})

@@ -11,7 +11,7 @@ from torch import nn
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import Judge, SpectralCondition
 from spectral_monitor.condition.trends.decay import DecayTrend
-from tests.condition.synthetic import judged, measured, set_by
+from tests.condition.synthetic import LAYERS, judged, measured, set_by
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -153,3 +153,35 @@ def test_it_is_found_in_a_run_and_the_advice_saves_it(kind, decay):
     assert not mended
     assert lost > 0.8 > 0.2 > loss
     assert not math.isnan(lost)
+
+
+def test_a_learning_rate_that_has_become_zero_is_no_hindrance():
+    run = shrinking(0.05, steps=(*STEPS, 65, 66))
+    last = [measured(m.step, weight_fro={"b": 0.1}, lr=dict.fromkeys(LAYERS, 0.0)) for m in run[-2:]]
+    (verdict,) = told([*shrinking(0.05, ("b",)), *last], lr=dict.fromkeys(LAYERS, 0.0), peak=0.01)
+    assert verdict.remedy.value == pytest.approx(0.01)
+    every, unknown = dict.fromkeys(LAYERS, math.nan), {"lr": dict.fromkeys(LAYERS, math.nan)}
+    sizes = [dict.fromkeys(("a", "b", "c", "head"), 8.0 * 0.95**step) for step in STEPS]
+    run = [measured(step, weight_fro=size, **unknown) for step, size in zip(STEPS, sizes, strict=True)]
+    (verdict,) = told(run, lr=every, peak=math.nan)
+    assert verdict.remedy.value == pytest.approx(0.5), "a tenth, where no rate is known"
+
+
+@pytest.mark.parametrize(("decay", "blamed"), [(1e-5, False), (0.1, True)])
+def test_a_penalty_in_the_loss_is_not_the_decay_of_adam(decay, blamed):
+    """Which is so much smaller than the gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=decay)
+    probe, causes = SpectralProbe(model, optimizer, mode="observe", quantities="light"), set()
+    for _ in range(100):
+        x = torch.randn(64, 16)
+        with probe.step():
+            optimizer.zero_grad()
+            penalty = sum(p.square().sum() for p in model.parameters())
+            ((model(x) - x[:, :1]).square().mean() + (0.0 if blamed else 0.03) * penalty).backward()
+            optimizer.step()
+        causes |= {v.cause for v in probe.latest.roots}
+    first = probe.measurements[0].value("weight_fro", "2")
+    assert probe.latest.value("weight_fro", "2") < 0.5 * first
+    assert ("decay_too_large" in causes) == blamed

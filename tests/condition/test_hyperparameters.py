@@ -215,6 +215,7 @@ def own(name, base=torch.optim.SGD):
         (own("Muon"), {}, 0.3, math.nan),
         (own("Prodigy"), {"decouple": True}, 0.3, math.nan),
         (own("AdaBelief"), {"weight_decouple": True}, 0.3, math.nan),
+        (own("Adafactor"), {"scale_parameter": True}, math.nan, math.nan),  # which scales decay by the weights' size
         (own("LambTimm"), {"decoupled_decay": False}, math.nan, math.nan),
         (own("MuonWithAuxAdam"), {"use_muon": False, "betas": (0.8, 0.99)}, 0.3, 0.8),
         (own("FusedAdamW", torch.optim.Adam), {"betas": (0.8, 0.99), "decoupled_weight_decay": None}, 0.3, 0.8),
@@ -225,6 +226,13 @@ def test_weight_decay_is_known_where_it_is_apart_from_the_gradient(kind, group, 
     optimizer = kind([torch.zeros(2, requires_grad=True)], lr=0.1, weight_decay=0.3)
     optimizer.param_groups[0] |= group
     assert weight_decay(optimizer, optimizer.param_groups[0]) == pytest.approx((factor, beta1), nan_ok=True)
+
+
+def test_an_optimizer_may_say_itself_that_its_decay_is_decoupled():
+    optimizer = own("AdaBelief")([torch.zeros(2, requires_grad=True)], lr=0.1, weight_decay=0.3)
+    assert math.isnan(weight_decay(optimizer, optimizer.param_groups[0]).factor)
+    optimizer.weight_decouple = True
+    assert weight_decay(optimizer, optimizer.param_groups[0]).factor == 0.3
 
 
 def test_a_group_that_names_no_weight_decay_has_none():

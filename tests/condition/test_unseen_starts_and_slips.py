@@ -242,3 +242,111 @@ def test_with_a_start_that_was_not_measured_eps_is_told_where_gradients_are_smal
             (model(x) - x[:, :1]).square().mean().backward()
             optimizer.step()
     assert "eps" in {v.cause for v in probe.latest.roots}
+
+
+class Cut(nn.Module):
+    """Two first layers under no_grad, and one behind them; or one whose outputs nobody uses."""
+
+    def __init__(self, used=True):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.pooler, self.used = nn.Linear(8, 8), used
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.b(self.a(x)) if self.used else x
+        if not self.used:
+            self.a(x)
+            y = self.b(x)
+        return self.head(y)
+
+
+def causes_of(model, optimizer=None, steps=30, **options):
+    torch.manual_seed(0)
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-3)
+    probe, found = SpectralProbe(model, optimizer, mode="observe", **options), {}
+    for _ in range(steps):
+        with probe.step():
+            optimizer.zero_grad()
+            model(torch.randn(32, 8)).square().mean().backward()
+            optimizer.step()
+        if probe.latest is not None and probe.latest.step == probe.steps:
+            found[probe.steps] = {(v.cause, *sorted(v.layers)) for v in probe.latest.roots}
+    return found
+
+
+def test_what_is_cut_off_stays_told_where_features_are_measured_less_often():
+    found = causes_of(Cut(), every_n_steps={"light": 1, "standard": 10})
+    assert found[30] == {("dead", "a", "b")}
+    assert all(found[step] == found[20] for step in range(20, 31))
+
+
+def test_a_layer_that_is_never_called_is_no_part_of_what_is_cut_off():
+    assert not any(causes_of(Cut(used=False)).values())
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_large_outputs_of_a_readout_say_nothing_of_inputs(head_first):
+    """Wherever it is registered."""
+
+    class Regressor(nn.Module):
+        def __init__(self):
+            super().__init__()
+            head = nn.Linear(16, 1)
+            if head_first:
+                self.head = head
+            self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.LayerNorm(16))
+            self.head = head
+            nn.init.constant_(self.head.bias, 50.0)
+
+        def forward(self, x):
+            return self.head(self.body(x)) - 50
+
+    assert not {cause for some in causes_of(Regressor(), every_n_steps=20).values() for cause, *_ in some}
+
+
+def test_a_network_that_has_learnt_all_there_is_is_not_said_to_have_too_large_an_eps_when_measured_late():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    x = torch.randn(4, 8).double()
+    probe = SpectralProbe(model, optimizer, every_n_steps=500, mode="observe", quantities="light")
+    for _ in range(1000):
+        with probe.step():
+            optimizer.zero_grad()
+            (model(x) - x[:, :1]).square().mean().backward()
+            optimizer.step()
+    assert not [v for v in probe.latest.verdicts if v.cause == "eps"]
+
+
+def test_a_large_vector_may_take_large_steps_and_a_declared_rate_is_its_own():
+    large = {"weight_natural": {"b.bias": 2000.0}, "update_natural": {"b.bias": 5.0}}
+    settings = set_by("Adam", lr={"b.bias": 5.0})
+    assert not verdicts_on(4, settings=settings, lr={"b.bias": 5.0}, **large)
+    small = {"settings": settings, "lr": {"b.bias": 5.0}, "update_natural": {"b.bias": 5.0}}
+    assert verdicts_on(4, **small)
+    assert not verdicts_on(4, **small, condition={"expected": {"b.bias": 500.0}})
+    assert not verdicts_on(4, **small, lr_multiplier={"b.bias": 0.01}), "a correction has seen to it"
+
+
+def test_kinds_that_take_turns_in_containers_are_excused_like_others():
+    names = [f"lora_{kind}.{part}" for part in "qkv" for kind in "AB"]
+    rated = [(info, 0.016 if "_B" in info.name else 0.001) for info in infos(*names)]
+    assert all(rates(rated)[name].purpose for name in names if "_B" in name)
+
+
+def test_an_embedding_that_grows_is_told_until_it_has_shrunk_again():
+    judge, found = Judge(SpectralCondition()), []
+    for step, size in enumerate((1.0, 3000.0, 3000.0, 3000.0, 1.0, 1.0, 1.0), 1):
+        told = judge.judge(measured(step, weight_natural={"tok": size}), set_by("Adam"))
+        found.append([v for v in told if v.layer == "tok"])
+    assert [bool(some) for some in found] == [False, True, True, True, False, False, False]
+    assert "began at about 1 and are now 3000" in found[2][0].sentence
+
+
+def test_verdicts_on_a_layer_that_is_gone_are_gone():
+    judge = Judge(SpectralCondition())
+    for step in (1, 2, 3):
+        assert judge.judge(measured(step, update_natural={"b": 10.0}))
+    fewer = {name: info for name, info in LAYERS.items() if not name.startswith("b")}
+    assert not judge.judge(measured(4, layers=fewer))

@@ -81,11 +81,10 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
 
 def _vector_rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
     mine, usual = _number(_peak(row, row.lr)), _number(_peak(row, finding.reference))
-    step = max(row.lr, row.get("update_natural")) if row.settings.family == "adam" else row.get("update_natural")
     return Explanation(
         "lr_too_large",
         f"its learning rate is {mine}, that of matrices {usual}, and a step may change its entries by "
-        f"{short(step)}: use {usual}",
+        f"{short(row.vector_step)}: use {usual}",
         Remedy("set_lr", (row.info.name,), _peak(row, finding.reference)),
     )
 
@@ -248,6 +247,17 @@ def _embedding(finding: Finding, row: Row, network: Network) -> Explanation | No
     )
 
 
+def _embedding_grown(finding: Finding, row: Row, network: Network) -> Explanation | None:
+    if finding.ratio < 1:
+        return None
+    return Explanation(
+        "weights_grown",
+        f"the entries of its largest row began at about {short(network.initial_rows(row))} and are now "
+        f"{short(finding.value)}: its learning rate is too large, or weight decay would keep them smaller",
+        Remedy("check", (row.info.name,)),
+    )
+
+
 def _theory(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if finding.quantity != "weight_natural" or finding.against != "the theory's":
         return None
@@ -338,8 +348,8 @@ def _collapsed(finding: Finding, row: Row, network: Network) -> Explanation | No
 def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Return what decay has left of a weight, and a decay by which it forgets within :data:`MEMORY` steps."""
     decay = row.settings.weight_decay
-    rate = _peak(row, row.lr) * row.values.get("lr_multiplier", 1.0)
-    usual = 1 / (MEMORY * rate) if row.settings.decoupled else (1 - row.settings.momentum) / (MEMORY * rate)
+    rate = (_peak(row, row.lr) or row.settings.peak) * row.values.get("lr_multiplier", 1.0)
+    usual = (1.0 if row.settings.decoupled else 1 - row.settings.momentum) / (MEMORY * rate) if rate > 0 else decay
     how = f"use about {{}}, with which it takes 1/{MEMORY} in a step"
     if not row.settings.decoupled and row.settings.family != "sgd":
         usual, how = COUPLED, "it is part of the gradient there, so use about {}, or AdamW with 0.01"
@@ -363,7 +373,7 @@ _BY_CHECK: dict[str, tuple[Explainer, ...]] = {
     "rounding": (_rounding,),
     "reference": (_theory, _rate, _frobenius, _heavy, _vanishing, _readout_width),
     "weights": (_heavy,),
-    "embedding": (_embedding,),
+    "embedding": (_embedding, _embedding_grown),
     "decay": (_decay,),
     "logits_exploding": (_rate, _logits),
     "attention_collapsed": (_collapsed,),

@@ -84,7 +84,9 @@ DECOUPLED = ("adamw", "lion", "muon", "adafactor", "soap")
 
 
 FLAGS = ("decoupled_weight_decay", "decoupled_decay", "decouple", "weight_decouple")
-"""Options by which groups say so: of torch's Adam, NAdam and RAdam, of timm's optimizers, of Prodigy and AdaBelief."""
+"""Options by which groups, or optimizers, say so: of torch's Adam, NAdam and RAdam, of timm's optimizers, of Prodigy
+and AdaBelief.
+"""
 
 
 UNKNOWN = Hyperparameters()
@@ -142,9 +144,11 @@ def weight_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> WeightDecay:
         nan
     """
     names = _names(optimizer, group)
-    decoupled = next((group[flag] for flag in FLAGS if group.get(flag) is not None), None)
+    told = (group.get(flag, getattr(optimizer, flag, None)) for flag in FLAGS)
+    decoupled = next((flag for flag in told if flag is not None), None)
     if decoupled is None:
         decoupled = any(part in name.lower() for name in names for part in DECOUPLED)
+    decoupled = decoupled and not group.get("scale_parameter")  # Adafactor's, which scales it by the weights' size
     like_adam = decoupled and any("adam" in name.lower() for name in names)
     like_adam = like_adam and not any("nadam" in name.lower() for name in names)  # its steps look ahead
     betas = group.get("betas")

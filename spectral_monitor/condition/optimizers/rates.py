@@ -256,7 +256,7 @@ def _one_kind(chosen: set[str], order: Sequence[str]) -> tuple[str, bool]:
     """Return the part of their names that these layers share and no other layer has, and whether it is one module's.
 
     The part is empty if there is none. One module's is that of a decoder, which holds all of them; layers of a kind
-    are in several modules, or bear the name themselves.
+    are in several modules, or take turns with others.
     """
     paths = [name.split(".") for name in chosen]
     others = {part for name in order if name not in chosen for part in name.split(".")}
@@ -264,4 +264,6 @@ def _one_kind(chosen: set[str], order: Sequence[str]) -> tuple[str, bool]:
     if len(chosen) < 2 or not shared:
         return "", False
     kinds = [part for part in shared if len({tuple(path[: path.index(part)]) for path in paths}) > 1]
-    return (kinds or shared)[0], not kinds
+    places = [place for place, name in enumerate(order) if name in chosen]
+    together = places[-1] - places[0] == len(places) - 1  # as a module's are, but not of kinds that take turns
+    return (kinds or shared)[0], not kinds and together

@@ -62,7 +62,7 @@ class DecayTrend:
             return
         self._before[name] = now, size
         lost = math.log(max(before, TINY) / max(size, TINY)) / (now - step)
-        if lost > FAST and not decay_of_step(row) < EXPLAINED * min(lost, 1.0):  # NaN: an optimizer that does not tell
+        if lost > FAST and _explains(row, lost):
             self._fast.add(name)
 
     def _left(self, row: Row) -> float:
@@ -81,6 +81,15 @@ class DecayTrend:
         """Go on from there; from nothing where a judge of before did not look at decay."""
         self._first, self._fast = dict(state.get("first", {})), set(state.get("fast", ()))
         self._before = {name: (int(step), float(size)) for name, (step, size) in state.get("before", {}).items()}
+
+
+def _explains(row: Row, lost: float) -> bool:
+    """Return whether decay may be what takes this part of a weight in a step; what is not known speaks for it."""
+    if not math.isnan(taken := decay_of_step(row)):
+        return taken >= EXPLAINED * min(lost, 1.0)
+    # It is normalized with the gradient: then it must be as large as that.
+    entry = row.get("weight_fro") / math.sqrt(math.prod(row.info.shape))
+    return not row.settings.weight_decay * entry < EXPLAINED * row.gradient_entry
 
 
 def decay_of_step(row: Row) -> float:

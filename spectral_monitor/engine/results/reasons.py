@@ -15,7 +15,7 @@ from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
 from spectral_monitor.engine.settings import FEATURES
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import LOST, NODE, NOT_FINITE, UNUSED, ZERO
+from spectral_monitor.measurement import LOST, NODE, NOT_CALLED, NOT_FINITE, UNUSED, ZERO
 from spectral_monitor.quantities import QUANTITIES, attention
 
 ROUNDED = "its change is too close to the rounding of its outputs"
@@ -255,7 +255,7 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     if i in facts.hidden:
         return "called inside a transform of torch.func, where its features cannot be seen"
     if i not in facts.called:
-        return "not called in this step"
+        return NOT_CALLED
     known = facts.why_not.get((key, NETWORK), "") or facts.why_not.get((key, i), "")
     if known:
         return known

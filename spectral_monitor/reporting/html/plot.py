@@ -57,7 +57,8 @@ def figure(measurements: Sequence[Measurement], quantity: str, layers: str | Seq
         run = tuple(_only(measurement, places) for measurement in run)
     drawn, steps = curves(Panel(quantity, quantity, "", only=(quantity,)), run, run[-1])
     if drawn is None:
-        reason = next((m.why(quantity, info.name) for m in run for info in m.layers if m.why(quantity, info.name)), "")
+        reasons = (m.why(quantity, info.name) for m in run if quantity in m.values for info in m.layers)
+        reason = next(filter(None, reasons), "")
         raise ValueError(f"{quantity!r} is NaN in every layer that was asked for{f': {reason}' if reason else ''}")
     layout = _filled(drawn["layout"], "", steps)
     grid = {"gridcolor": LIGHT["line"], "linecolor": LIGHT["line"], "zeroline": False}
