@@ -79,7 +79,7 @@ class Row:
 
     @property
     def vector_step(self) -> float:
-        """How far a step moves entries of a vector: under optimizers like Adam by about its rate, if gradients come."""
+        """The size of a step in entries of a vector: under optimizers like Adam about its rate, if gradients come."""
         step = self.get("update_natural")
         return max(self.lr, step) if self.settings.family == "adam" else step  # NaN is no maximum of what comes before
 
