@@ -25,7 +25,7 @@ RATE_LIMIT = 7.0
 """A learning rate this many times off the others' is off by itself, unless it is so on purpose."""
 VECTOR_LIMIT, VECTOR_STEP = 30.0, 1.0
 """The same of biases, gains and temperatures over matrices, where a step changes their entries by more than 1, and by
-more than their size.
+more than the size they began with.
 """
 SUSPECT = 2.5
 """A learning rate that is off by this much narrows the band of the update."""
@@ -164,7 +164,8 @@ def _vector_rate(network: Network, row: Row) -> Finding | None:
     """Return the learning rate of a bias, gain or temperature whose entries change by more than outputs are large."""
     if row.settings.frozen or row.values.get("lr_multiplier", 1.0) != 1.0:  # a correction has seen to it
         return None
-    if not row.lr > 0 or not row.vector_step > VECTOR_STEP * max(1.0, row.get("weight_natural")):
+    began = row.get("weight_natural") / (1 + row.get("drift_ratio"))  # or less; NaN where that was 0
+    if not row.lr > 0 or not row.vector_step > VECTOR_STEP * max(1.0, began):
         return None
     usual = network.matrix_rate * network.expected.get(row.info.name, 1.0)
     band, against = (0.0, VECTOR_LIMIT), "that of matrices"

@@ -79,9 +79,10 @@ class Row:
 
     @property
     def vector_step(self) -> float:
-        """The size of a step in entries of a vector: under optimizers like Adam about its rate, if gradients come."""
+        """The size of a step in entries of a vector: under optimizers like Adam about its rate, at the schedule's peak."""
         step = self.get("update_natural")
-        return max(self.lr, step) if self.settings.family == "adam" else step  # NaN is no maximum of what comes before
+        rate = self.lr * self.to_peak
+        return max(rate, step) if self.settings.family == "adam" else step  # NaN is no maximum of what comes before
 
     @property
     def gradient_entry(self) -> float:

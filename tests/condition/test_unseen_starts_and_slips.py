@@ -320,9 +320,11 @@ def test_a_network_that_has_learnt_all_there_is_is_not_said_to_have_too_large_an
 
 
 def test_a_large_vector_may_take_large_steps_and_a_declared_rate_is_its_own():
-    large = {"weight_natural": {"b.bias": 2000.0}, "update_natural": {"b.bias": 5.0}}
+    large = {"weight_natural": {"b.bias": 2000.0}, "update_natural": {"b.bias": 5.0}, "drift_ratio": {"b.bias": 0.1}}
     settings = set_by("Adam", lr={"b.bias": 5.0})
     assert not verdicts_on(4, settings=settings, lr={"b.bias": 5.0}, **large)
+    grown = large | {"drift_ratio": {"b.bias": 1000.0}}
+    assert verdicts_on(4, settings=settings, lr={"b.bias": 5.0}, **grown), "by such steps"
     small = {"settings": settings, "lr": {"b.bias": 5.0}, "update_natural": {"b.bias": 5.0}}
     assert verdicts_on(4, **small)
     assert not verdicts_on(4, **small, condition={"expected": {"b.bias": 500.0}})
