@@ -82,7 +82,7 @@ class Row:
         """The size of a step in entries of a vector: under optimizers like Adam about its rate, at the schedule's peak."""
         step = self.get("update_natural")
         rate = self.lr * self.to_peak
-        return max(rate, step) if self.settings.family == "adam" else step  # NaN is no maximum of what comes before
+        return max(rate, step) if self.settings.family == "adam" else step  # of a number and NaN that is the number
 
     @property
     def gradient_entry(self) -> float:
