@@ -79,7 +79,7 @@ class Row:
 
     @property
     def vector_step(self) -> float:
-        """The size of a step in entries of a vector: under optimizers like Adam about its rate, at the schedule's peak."""
+        """The size of a step in entries of a vector: under optimizers like Adam about its rate, at its peak."""
         step = self.get("update_natural")
         rate = self.lr * self.to_peak
         return max(rate, step) if self.settings.family == "adam" else step  # of a number and NaN that is the number
