@@ -59,7 +59,7 @@ with momentum and small batches too, stay below 1.3, and at 2 where full batches
 gradients are not those of the loss (straight-through estimators, targets that are held fixed) it may be 3 in training
 that goes well; hence the loss is looked at too.
 """
-STILL = 0.1
+HARDLY = 0.1
 """Weights that have moved by more of their size are not held back."""
 USUAL_EPS = 3e-8
 """What is not larger is not to blame."""
@@ -87,7 +87,9 @@ class Whole:
         self._distance = 0.0  # of the loss, at the first measurement that has one; 0 if none is known
         self._losses: tuple[float, ...] = ()  # the first and the lowest, if they are known
         self._stale = 0.0  # 1 if gradients are used again, as far as is known
-        self._share = 0.0  # of its learning rate that Adam moved an entry by in the first steps; 0 if unknown
+        self._share = (
+            0.0  # of its learning rate that Adam moved an entry by in the first steps; 0 if unknown, 1 without fault
+        )
         self.pace = self.first_pace = math.nan
         self.large_outputs = ""
 
@@ -234,7 +236,7 @@ class Whole:
         if not math.isnan(share) and (network.step <= EARLY or grown or not self._share):
             # Sparse gradients make entries move less as well. So do those of a loss that is nearly 0 later on, or of a
             # network that steps have ruined.
-            blamed = (network.below_eps and not network.drift > STILL) or (
+            blamed = (network.below_eps and not network.drift > HARDLY) or (
                 eps > USUAL_EPS and (network.step <= EARLY or grown)
             )
             self._share = share if blamed else 1.0

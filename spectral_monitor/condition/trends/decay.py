@@ -41,7 +41,7 @@ class DecayTrend:
         left = {row.info.name: self._left(row) for row in decaying}
         fast = {name for name in self._fast if left.get(name, math.nan) < LEFT}
         # Where gradients are normalized with decay, a weight that the loss hardly depends on loses its size by itself.
-        coupled = {row.info.name for row in decaying if math.isnan(decay_of_step(row))}
+        coupled = {row.info.name for row in decaying if math.isnan(_decay_of_step(row))}
         if 2 * len(fast & coupled) < len(coupled):
             fast -= coupled
         for row in decaying:
@@ -85,14 +85,14 @@ class DecayTrend:
 
 def _explains(row: Row, lost: float) -> bool:
     """Return whether decay may be what takes this part of a weight in a step; what is not known speaks for it."""
-    if not math.isnan(taken := decay_of_step(row)):
+    if not math.isnan(taken := _decay_of_step(row)):
         return taken >= EXPLAINED * min(lost, 1.0)
     # It is normalized with the gradient: then it must be as large as that.
     entry = row.get("weight_fro") / math.sqrt(math.prod(row.info.shape))
     return not row.settings.weight_decay * entry < EXPLAINED * row.gradient_entry
 
 
-def decay_of_step(row: Row) -> float:
+def _decay_of_step(row: Row) -> float:
     """Return what part of a weight its decay takes with each step; NaN where gradients are normalized with it.
 
     Under SGD momentum adds up what decay has added to earlier gradients.

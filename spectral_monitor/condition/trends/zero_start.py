@@ -29,16 +29,19 @@ class ZeroStartGate:
 
     Attributes:
         why: the reason that layers are not compared at the latest measurement; empty if they are.
-        growing: names of the layers that they wait for.
         from_zero: names of the layers that began at zero.
     """
 
     def __init__(self) -> None:
         self.why = ""
-        self.growing: tuple[str, ...] = ()
         self.from_zero: set[str] = set()
         self._growing: dict[str, int] = {}  # layer -> measurements it has been growing for
         self._looked = 0
+
+    @property
+    def growing(self) -> tuple[str, ...]:
+        """Names of the layers that others wait for."""
+        return tuple(self._growing)
 
     def look(self, measurement: Measurement, network: Network) -> None:
         """See the next measurement; what it does not have stays as it was seen last."""
@@ -58,7 +61,6 @@ class ZeroStartGate:
             if looked < (STUCK if stuck else GRACE) and not ratio < GROWN:
                 kept[name] = looked + 1
         self._growing = kept
-        self.growing = tuple(self._growing)
         self.why = f"{', '.join(self._growing)} began at zero and is still growing" if self._growing else ""
 
     def waits(self, finding: Finding) -> bool:

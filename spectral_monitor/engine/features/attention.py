@@ -27,7 +27,7 @@ SHARP = 10.0
 """Times the tolerance that logits must change what attention returns, where the module does not state its scale, for
 then a wrong one has to show.
 """
-WRONG, LOST = 1e30, 1e31
+WRONG, UNSOUND = 1e30, 1e31
 NAMES = ("seen", "off", "logit_max", "entropy", "lowest", "sink")
 """Columns of the table of a block, which has a row for each way: ``off`` is at most 1 where it is the module's."""
 UNKNOWN = (
@@ -261,5 +261,5 @@ def _numbers(
     if not sure:
         off = torch.where(sharp, off, torch.full_like(off, WRONG))
     known = wrong.isfinite() & numbers.logit_max.isfinite()
-    off = torch.where(known, off.nan_to_num(WRONG, WRONG), torch.full_like(off, LOST))
+    off = torch.where(known, off.nan_to_num(WRONG, WRONG), torch.full_like(off, UNSOUND))
     return torch.stack([torch.ones_like(off), off, *numbers]).double()
