@@ -159,4 +159,4 @@ def _measured(layer: Layer) -> dict[str, float]:
     if layer.info.role == "embedding":
         raw["W.row"] = torch.tensor([largest_row(layer, weight)])
     scalars = LayerScalars(layer, raw)
-    return {key: QUANTITIES[key].formula(scalars) for key in MEASURED}
+    return {key: QUANTITIES[key].value(scalars) for key in MEASURED}

@@ -107,7 +107,8 @@ class Quantity:
     Attributes:
         key: name in ``Measurement.values`` and in ``spectral_<key>/<layer>``.
         notation: its formula as the documentation writes it.
-        formula: how it follows from what was measured of a layer.
+        formula: how it follows from what was measured of a layer; ``None`` for a number that is read as it is, under
+            its own key.
         needs: what must be captured, of ``W dW WdW W1 g |g| W0 h b dh Wdh probe J K J0 w0 db B qk dqk logits state``:
             ``W0`` is what the weight has moved since the start, read as ``drift``, ``WdW`` the inner product of weight
             and update, ``W1`` the weight after the step, ``|g|`` a norm of the gradient, ``Wdh`` the weight before
@@ -141,11 +142,11 @@ class Quantity:
 
     key: str
     notation: str
-    formula: Formula
+    formula: Formula | None = None
     needs: frozenset[str]
     tier: Tier
-    unit: str
-    range: str
+    unit: str = "ratio"
+    range: str = ">= 0"
     source: str
     meaning: str
     healthy: str
@@ -162,6 +163,10 @@ class Quantity:
     essential: bool = False
     column: Column | None = None
     picture: str = ""
+
+    def value(self, readings: Readings) -> float:
+        """Return it from what was measured of a layer, NaN where something is missing."""
+        return readings.get(self.key) if self.formula is None else self.formula(readings)
 
     @property
     def signed(self) -> bool:

@@ -150,7 +150,7 @@ def layer_row(
 
 
 def _value(key: str, scalars: LayerScalars, facts: StepContext) -> float:
-    value = QUANTITIES[key].formula(scalars)
+    value = QUANTITIES[key].value(scalars)
     # b was the gradient of the divided and scaled loss.
     if key == "backward_rms":
         return value * facts.accumulated / facts.loss_scale
