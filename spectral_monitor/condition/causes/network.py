@@ -45,7 +45,8 @@ def of_network(finding: Finding, network: Network, history: History) -> Explanat
         network: at the same measurement.
         history: of the run up to there.
     """
-    return _OF_NETWORK[finding.check](finding, network, history)
+    told = _OF_NETWORK[finding.check]
+    return told if isinstance(told, Explanation) else told(finding, network, history)
 
 
 def _divisor(pace: float, least: float) -> float:
@@ -108,15 +109,6 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
         "weights, updates or outputs are not finite or on their way there: go back to a checkpoint and divide every "
         f"learning rate by {by:.0f}",
         Remedy("scale_lr", (), 1 / by),
-    )
-
-
-def _reused(finding: Finding, network: Network, history: History) -> Explanation:
-    return Explanation(
-        "stale_gradients",
-        "a step used the gradients of the step before again: call optimizer.zero_grad() before each backward pass, and "
-        "optimizer.step() once for each",
-        Remedy("check"),
     )
 
 
@@ -185,15 +177,6 @@ def _momentum(finding: Finding, network: Network, history: History) -> Explanati
     )
 
 
-def _sgd_rule(finding: Finding, network: Network, history: History) -> Explanation:
-    return Explanation(
-        "sgd_rule_under_adam",
-        "learning rates are proportional to fan_out/fan_in, the rule for SGD; under Adam updates then grow with "
-        "fan_out: make them proportional to 1/fan_in",
-        Remedy("check"),
-    )
-
-
 def _ntk(finding: Finding, network: Network, history: History) -> Explanation:
     seen = "hidden layers hardly learn while the readout does, the more so the wider they are"
     if network.ntk_rates:
@@ -216,7 +199,7 @@ def _readout(finding: Finding, network: Network, history: History) -> Explanatio
     )
 
 
-_OF_NETWORK: dict[str, Callable[[Finding, Network, History], Explanation]] = {
+_OF_NETWORK: dict[str, Explanation | Callable[[Finding, Network, History], Explanation]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
     "loss_returns": _too_large,
@@ -229,8 +212,18 @@ _OF_NETWORK: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "targets": _targets,
     "eps": _eps,
     "momentum": _momentum,
-    "sgd_rule": _sgd_rule,
+    "sgd_rule": Explanation(
+        "sgd_rule_under_adam",
+        "learning rates are proportional to fan_out/fan_in, the rule for SGD; under Adam updates then grow with "
+        "fan_out: make them proportional to 1/fan_in",
+        Remedy("check"),
+    ),
     "ntk": _ntk,
     "readout_takes_all": _readout,
-    "stale_gradients": _reused,
+    "stale_gradients": Explanation(
+        "stale_gradients",
+        "a step used the gradients of the step before again: call optimizer.zero_grad() before each backward pass, and "
+        "optimizer.step() once for each",
+        Remedy("check"),
+    ),
 }
