@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from spectral_monitor.cli.parser import COMMANDS, make_parser
-from spectral_monitor.cli.text import say
+from spectral_monitor.cli.reading import say
 from spectral_monitor.suggestions import did_you_mean
 
 

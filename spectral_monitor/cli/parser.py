@@ -56,11 +56,3 @@ def command(
 def add_run(parser: argparse.ArgumentParser, name: str = "place", metavar: str = "RUN_DIR") -> None:
     """Add the argument that says which run."""
     parser.add_argument(name, type=Path, metavar=metavar, help=RUN_HELP)
-
-
-def positive(text: str) -> int:
-    """Return a number of things, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number

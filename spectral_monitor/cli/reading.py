@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import sys
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
 
-from spectral_monitor.cli.text import say
-from spectral_monitor.reporting.files.records import Record, read_records
-from spectral_monitor.reporting.files.runs import LoggedMeasurement, run_file, settled_in
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.files.records import read_records
+from spectral_monitor.reporting.files.runs import run_file, settled_in
 from spectral_monitor.reporting.logged_run import Run, read_run
+from spectral_monitor.reporting.text.lines import printable
 from spectral_monitor.suggestions import did_you_mean, listed
 
 LARGE = 50_000_000
 """Bytes of a file that takes some seconds to read."""
 
-T = TypeVar("T")
-S = TypeVar("S", bound=LoggedMeasurement)
+
+def say(text: str) -> None:
+    """Say something on stderr in one line, so that what is printed can go to a file."""
+    print(f"spectral-monitor: {printable(text)}", file=sys.stderr)
 
 
-def records(place: Path, *, quiet: bool = False) -> tuple[Record, ...]:
+def records(place: Path, *, quiet: bool = False) -> tuple[Measurement, ...]:
     """Return the measurements of a run that count, without torch; at least one.
 
     Args:
@@ -61,7 +64,7 @@ def found(place: Path, *, quiet: bool = False) -> Path:
     return path
 
 
-def at_step(measurements: Sequence[S], step: int | None) -> S:
+def at_step(measurements: Sequence[Measurement], step: int | None) -> Measurement:
     """Return the measurement of a step, the last one without a step.
 
     Raises:
@@ -90,8 +93,3 @@ def matching(pattern: str | None, names: Collection[str], what: str = "layer") -
         hint = did_you_mean(pattern, names, 0.5)
         raise ValueError(f"no {what} matches {pattern!r}{hint or ';'} there are {listed(names)}")
     return fits
-
-
-def first(items: Iterable[T], wanted: Callable[[T], bool]) -> T | None:
-    """Return the first item that is wanted."""
-    return next(filter(wanted, items), None)

@@ -10,9 +10,10 @@ from pathlib import Path
 from spectral_monitor.cli.commands.report import check_target, need_plotly, wrote
 from spectral_monitor.cli.parser import add_run, command
 from spectral_monitor.cli.reading import found, matching, records
-from spectral_monitor.cli.text import columns, printable, short
 from spectral_monitor.condition.verdict import NETWORK, Verdict
-from spectral_monitor.reporting.files.records import COMPARED, Record
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.content.tally import JUDGED_BY, is_judged
+from spectral_monitor.reporting.text.lines import Column, aligned, printable, text_column
 from spectral_monitor.suggestions import unknown
 
 SHOWN = 20
@@ -33,7 +34,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_run(parser, "a", "A")
     add_run(parser, "b", "B")
-    parser.add_argument("--quantity", metavar="KEY", help=f"default: {COMPARED[0]}")
+    parser.add_argument("--quantity", metavar="KEY", help=f"default: {JUDGED_BY[0]}")
     parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
     parser.add_argument("--step", type=int, metavar="N", help="the measurements of this optimizer step")
     parser.add_argument("--all", action="store_true", help=f"a row for every layer, not for {SHOWN} of them")
@@ -54,7 +55,7 @@ def _compare(args: argparse.Namespace) -> None:
     kept = matching(args.layer, list(pairs))
     pairs = {name: pair for name, pair in pairs.items() if name in kept}
     judged = tuple(
-        next((r for r in reversed(run) if r.is_judged and r.step <= of.step), of)
+        next((r for r in reversed(run) if is_judged(r) and r.step <= of.step), of)
         for run, of in zip(runs, (a, b), strict=True)
     )
     names = sorted(pairs, key=lambda name: -_distance(pairs[name]))
@@ -71,7 +72,9 @@ def _compare(args: argparse.Namespace) -> None:
         print(wrote(args.output))
 
 
-def answer(a: Record, b: Record, key: str, pairs: dict[str, tuple[float, float]], names: Sequence[str]) -> str:
+def answer(
+    a: Measurement, b: Measurement, key: str, pairs: dict[str, tuple[float, float]], names: Sequence[str]
+) -> str:
     """Return the first line: what is off in one run only, else the layer that differs most.
 
     Args:
@@ -104,12 +107,12 @@ def answer(a: Record, b: Record, key: str, pairs: dict[str, tuple[float, float]]
     return f"{first} differs most: {key} is {short(math.exp(apart))}x {'larger' if abs(y) > abs(x) else 'smaller'} in B"
 
 
-def _faults(record: Record) -> dict[tuple[str, str], Verdict]:
+def _faults(record: Measurement) -> dict[tuple[str, str], Verdict]:
     """Return what is off by itself: layer and cause -> verdict, for each layer of each root."""
     return {(layer, root.cause): root for root in record.roots for layer in (root.layers or (root.layer,))}
 
 
-def _quantity(wanted: str | None, *runs: Sequence[Record]) -> str:
+def _quantity(wanted: str | None, *runs: Sequence[Measurement]) -> str:
     """Return the quantity to compare.
 
     Raises:
@@ -120,7 +123,7 @@ def _quantity(wanted: str | None, *runs: Sequence[Record]) -> str:
     if not both:
         raise ValueError(f"the runs have no quantity in common: A has {', '.join(a)}; B has {', '.join(b)}")
     if wanted is None:
-        return next((key for key in COMPARED if key in both), both[0])
+        return next((key for key in JUDGED_BY if key in both), both[0])
     if wanted not in both:
         where = next((f"; only {name} has it" for name, of in (("A", a), ("B", b)) if wanted in of), "")
         raise ValueError(
@@ -129,7 +132,9 @@ def _quantity(wanted: str | None, *runs: Sequence[Record]) -> str:
     return wanted
 
 
-def _pair(a: Sequence[Record], b: Sequence[Record], key: str, step: int | None) -> tuple[Record, Record, str]:
+def _pair(
+    a: Sequence[Measurement], b: Sequence[Measurement], key: str, step: int | None
+) -> tuple[Measurement, Measurement, str]:
     """Return a measurement of each run, and in words which.
 
     Raises:
@@ -151,14 +156,18 @@ def _pair(a: Sequence[Record], b: Sequence[Record], key: str, step: int | None) 
     return found[0][last[0]], found[1][last[1]], f"step {last[0]} of A and {last[1]} of B, for they share none"
 
 
-def _values(a: Record, b: Record, key: str) -> dict[str, tuple[float, float]]:
+def _values(a: Measurement, b: Measurement, key: str) -> dict[str, tuple[float, float]]:
     """Return layer -> the quantity in both runs, of the matrices that both have.
 
     Raises:
         ValueError: they have none in common.
     """
     sides = [
-        {info.name: value for info, value in zip(record.layers, record.values[key], strict=True) if info.is_matrix}
+        {
+            info.name: value
+            for info, value in zip(record.layers, record.values[key].tolist(), strict=True)
+            if info.is_matrix
+        }
         for record in (a, b)
     ]
     common = {name: (value, sides[1][name]) for name, value in sides[0].items() if name in sides[1]}
@@ -180,21 +189,29 @@ def _distance(pair: tuple[float, float]) -> float:
 
 
 def _table(
-    names: Sequence[str], pairs: dict[str, tuple[float, float]], judged: Sequence[Record], every: bool
+    names: Sequence[str], pairs: dict[str, tuple[float, float]], judged: Sequence[Measurement], every: bool
 ) -> list[str]:
     shown = names if every else names[:SHOWN]
     off = [{layer for root in record.roots for layer in (root.layers or (root.layer,))} for record in judged]
-    rows = [("layer", "A", "B", "B / A", "off in")]
-    for name in shown:
-        a, b = pairs[name]
-        ratio = b / a if a else math.nan
-        where = [run for run, layers in zip("AB", off, strict=True) if name in layers]
-        rows.append((printable(name), short(a), short(b), short(ratio), " and ".join(where)))
-    if not any(row[-1] for row in rows[1:]):
-        rows = [row[:-1] for row in rows]  # type: ignore[misc]
-    lines = columns(rows, (1, 2, 3))
+    where = [" and ".join(run for run, layers in zip("AB", off, strict=True) if name in layers) for name in shown]
+    a, b = zip(*(pairs[name] for name in shown), strict=True)
+    ratios = [y / x if x else math.nan for x, y in zip(a, b, strict=True)]
+    numbers = {"A": a, "B": b, "B / A": ratios}
+    columns = [text_column("layer", shown)]
+    columns += [Column(title, tuple(map(short, column))) for title, column in numbers.items()]
+    lines = aligned([*columns, text_column("off in", where)] if any(where) else columns)
     if len(shown) < len(names):
         rest = [math.exp(_distance(pairs[name])) for name in names[len(shown) :] if _distance(pairs[name]) >= 0]
         most = f", none by more than {short(max(rest))}x" if rest else ""
         lines.append(f"+{len(names) - len(shown)} that differ less{most}: --all shows them")
     return lines
+
+
+def short(value: float) -> str:
+    """Return three digits of a number, a dash for NaN.
+
+    Example:
+        >>> short(0.012345), short(12345.0), short(math.nan)
+        ('0.0123', '1.23e+04', '-')
+    """
+    return "-" if math.isnan(value) else f"{value:.3g}"

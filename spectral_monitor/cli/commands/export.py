@@ -12,8 +12,8 @@ from typing import TextIO
 from spectral_monitor.cli.commands.report import check_target
 from spectral_monitor.cli.parser import add_run, command
 from spectral_monitor.cli.reading import matching, records
+from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.files.long_format import COLUMNS, long_rows
-from spectral_monitor.reporting.files.records import Record
 
 SUFFIXES = (".csv", ".parquet")
 
@@ -71,7 +71,7 @@ def _write(rows: Iterator[tuple[int, str, str, str, float]], file: TextIO) -> in
     return count
 
 
-def described(run: Sequence[Record]) -> str:
+def described(run: Sequence[Measurement]) -> str:
     """Return what was exported, in words."""
     if len(run) == 1:
         return f"1 measurement, step {run[0].step}"

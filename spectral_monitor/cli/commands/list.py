@@ -7,10 +7,13 @@ import math
 from pathlib import Path
 
 from spectral_monitor.cli.parser import command
-from spectral_monitor.cli.reading import records
-from spectral_monitor.cli.text import columns, printable, say
-from spectral_monitor.reporting.files.records import RUN_FILE, Record
+from spectral_monitor.cli.reading import records, say
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.content.tally import is_judged
+from spectral_monitor.reporting.content.typical import over_reference
+from spectral_monitor.reporting.files.records import RUN_FILE
 from spectral_monitor.reporting.files.runs import WHAT_TO_GIVE, run_files
+from spectral_monitor.reporting.text.lines import Column, aligned, printable
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,12 +45,16 @@ def _list(args: argparse.Namespace) -> None:
     if not rows:
         raise ValueError(f"none of the {len(files)} files in {str(args.folder)!r} can be read; {WHAT_TO_GIVE}")
     titles = ("run", "steps", "measured", "off", "worst layer")
-    print("\n".join(columns([titles, *rows], (1, 2, 3))))
+    columns = [
+        Column(title, cells, text=title in ("run", "worst layer"))
+        for title, cells in zip(titles, zip(*rows, strict=True), strict=True)
+    ]
+    print("\n".join(aligned(columns)))
 
 
 def _row(path: Path, folder: Path) -> tuple[str, ...]:
     run = records(path, quiet=True)
-    judged = next((record for record in reversed(run) if record.is_judged), None)
+    judged = next(filter(is_judged, reversed(run)), None)
     name = path.parent if path.name == RUN_FILE else path
     shown = str(name.relative_to(folder))
     if shown == ".":
@@ -56,25 +63,14 @@ def _row(path: Path, folder: Path) -> tuple[str, ...]:
     return printable(shown), str(run[-1].step), str(len(run)), off, "" if judged is None else _worst(judged)
 
 
-def _worst(record: Record) -> str:
+def _worst(record: Measurement) -> str:
     """Return the layer of the first root and its cause, or the layer that is furthest from typical."""
     if record.roots:
         root = record.roots[0]
         return f"{root.layer}: {root.cause.replace('_', ' ')}"
-    ratios = typical(record)
+    sizes = zip(record.layers, over_reference(record), strict=True)
+    ratios = {info.name: ratio for info, ratio in sizes if 0 < ratio < math.inf}
     if not ratios:
         return ""
     name = max(ratios, key=lambda layer: abs(math.log(ratios[layer])))
     return f"{name} {ratios[name]:.2g}x typical"
-
-
-def typical(record: Record) -> dict[str, float]:
-    """Return layer -> its update over the reference it was held against; only what is positive and finite."""
-    values, bands = record.values.get("update_natural"), record.bands.get("update_natural")
-    if values is None or bands is None:
-        return {}
-    found = {}
-    for info, value, (_, _, reference) in zip(record.layers, values, bands, strict=True):
-        if 0 < value < math.inf and 0 < reference < math.inf:
-            found[info.name] = value / reference
-    return found

@@ -18,7 +18,6 @@ from spectral_monitor.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from spectral_monitor.measurement import Measurement
-    from spectral_monitor.reporting.files.records import Record
     from spectral_monitor.reporting.text.lines import Table
 
 
@@ -51,24 +50,22 @@ def add_view(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
-    record = at_step(records(args.place), args.step)
+    measurement = at_step(records(args.place), args.step)
     if args.json or args.csv:
-        rows = _sorted(_rows(record, args.layer), args.sort)
+        rows = _sorted(_rows(measurement, args.layer), args.sort)
         if args.csv:
             write_csv(rows)
         else:
-            print(json.dumps(_object(record, rows), indent=2, allow_nan=False))
+            print(json.dumps(_object(measurement, rows), indent=2, allow_nan=False))
         return
-    print(shown(record, args))
+    print(shown(measurement, args))
 
 
-def shown(record: Record, args: argparse.Namespace) -> str:
+def shown(measurement: Measurement, args: argparse.Namespace) -> str:
     """Return the table of a measurement as the arguments of :func:`add_view` want it."""
-    from spectral_monitor.reporting.files.records import tabled
     from spectral_monitor.reporting.text.console import rendered
     from spectral_monitor.reporting.text.table import measurement_rows
 
-    measurement = tabled(record)
     picked = args.layer is not None or args.sort is not None
     table = measurement_rows(measurement, folded=not (args.all or picked))
     if picked:
@@ -119,23 +116,23 @@ def _falling(number: float) -> tuple[bool, float]:
     return (True, 0.0) if math.isnan(number) else (False, -number)
 
 
-def _rows(record: Record, pattern: str | None) -> list[dict[str, Any]]:
+def _rows(measurement: Measurement, pattern: str | None) -> list[dict[str, Any]]:
     """Return a dict for each layer: what it is, its state, and every quantity, ``None`` where it is NaN."""
-    kept = matching(pattern, [info.name for info in record.layers])
+    kept = matching(pattern, [info.name for info in measurement.layers])
     found = []
-    for i, info in enumerate(record.layers):
+    for info in measurement.layers:
         if info.name in kept:
-            state = record.states.get(info.name)
+            state = measurement.states.get(info.name)
             found.append(
                 {
-                    "step": record.step,
+                    "step": measurement.step,
                     "layer": info.name,
                     "role": info.role,
                     "fan_in": info.fan_in,
                     "fan_out": info.fan_out,
                     "state": None if state is None else state.state,
                     "reason": None if state is None or not state.reason else state.reason,
-                    **{key: plain(column[i]) for key, column in record.values.items()},
+                    **{key: plain(value) for key, value in measurement[info.name].items()},
                 }
             )
     return found
@@ -153,11 +150,11 @@ def _sorted(rows: list[dict[str, Any]], sort: str | None) -> list[dict[str, Any]
     return [*numbers, *sorted(texts, key=lambda row: str(row[sort])), *missing]
 
 
-def _object(record: Record, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _object(measurement: Measurement, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "step": record.step,
-        "summary": {key: plain(value) for key, value in record.summary.items()},
-        "verdicts": [verdict_row(verdict) for verdict in record.verdicts],
+        "step": measurement.step,
+        "summary": {key: plain(value) for key, value in measurement.summary.items()},
+        "verdicts": [verdict_row(verdict) for verdict in measurement.verdicts],
         "layers": rows,
     }
 

@@ -8,6 +8,7 @@ import json
 from spectral_monitor.cli.commands.show import verdict_row
 from spectral_monitor.cli.parser import add_run, command
 from spectral_monitor.cli.reading import records
+from spectral_monitor.reporting.content.tally import is_judged
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,7 +28,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _verdicts(args: argparse.Namespace) -> int:
     run = records(args.place)
-    judged = next((record for record in reversed(run) if record.is_judged), None)
+    judged = next(filter(is_judged, reversed(run)), None)
     if judged is None:
         raise ValueError(f"nothing was judged in {len(run)} measurements: none of the quantities compared was measured")
     unjudged = bool(judged.states) and all(state.state == "not judged" for state in judged.states.values())

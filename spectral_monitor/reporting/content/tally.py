@@ -11,8 +11,8 @@ from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, M
 
 NOBODY = "no judge has seen this measurement"
 """The reason where nothing has judged at all."""
-_JUDGED = ("update_natural", "weight_natural", "update_ratio")
-"""Without any of these nothing is compared with anything; asked only where a file has no states."""
+JUDGED_BY = ("update_natural", "weight_natural", "update_ratio")
+"""Quantities that layers are compared by; a measurement without any of them judges nothing."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def told(measurement: Measurement) -> frozenset[tuple[str, ...]]:
 def is_judged(measurement: Measurement) -> bool:
     """Return whether it has anything to judge by: some steps measure other quantities only, and verdicts just stand."""
     network = any(root.layer == NETWORK for root in measurement.roots)
-    return network or any(key in measurement.values for key in _JUDGED)
+    return network or any(key in measurement.values for key in JUDGED_BY)
 
 
 def unjudged(measurement: Measurement) -> str:
@@ -152,9 +152,9 @@ def unjudged(measurement: Measurement) -> str:
 
 def _nothing_known(measurement: Measurement) -> str:
     """Return why nothing is known that layers are compared by, whatever verdicts there still are."""
-    key = next((key for key in _JUDGED if key in measurement.values), None)
+    key = next((key for key in JUDGED_BY if key in measurement.values), None)
     if key is None:
-        return f"none of {', '.join(_JUDGED)} was measured"
+        return f"none of {', '.join(JUDGED_BY)} was measured"
     matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
     values = measurement.values[key].tolist()
     if not matrices or any(math.isfinite(values[i]) for i in matrices):

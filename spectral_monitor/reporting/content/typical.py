@@ -28,7 +28,7 @@ def vs_typical(measurement: Measurement) -> list[float]:
         >>> vs_typical(Measurement(5, layers, {"update_natural": torch.tensor([0.5, 1.0, 4.0])}, {}))
         [0.5, 1.0, 4.0]
     """
-    ratios = _over_reference(measurement)
+    ratios = over_reference(measurement)
     if any(map(math.isfinite, ratios)) or "update_natural" not in measurement.values:
         return ratios
     sizes = measurement.values["update_natural"].tolist()
@@ -41,7 +41,7 @@ def legend(measurement: Measurement) -> str:
     """Return one line on what ``vs. typical`` is and between which values a layer is OK; empty without values."""
     if not any(map(math.isfinite, vs_typical(measurement))):
         return ""
-    if not any(map(math.isfinite, _over_reference(measurement))):
+    if not any(map(math.isfinite, over_reference(measurement))):
         return f"{VS_TYPICAL}: size of the update / median of the layers"
     low, high = limits(measurement)
     words = (
@@ -85,7 +85,7 @@ def _close(limit: float, median: float) -> bool:
     return 0.99 * median <= limit <= 1.01 * median
 
 
-def _over_reference(measurement: Measurement) -> list[float]:
+def over_reference(measurement: Measurement) -> list[float]:
     """Return the size of each layer's update over the reference of its band, NaN where it has none."""
     values, bands = (where.get("update_natural") for where in (measurement.values, measurement.bands))
     if values is None or bands is None:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from spectral_monitor.reporting.files.records import (
     FURTHER_FILE,
     RUN_FILE,
     VERSION,
-    Record,
     concerning,
     read_records,
 )
@@ -170,19 +169,10 @@ def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
     """
     if Path(path).is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a folder: spectral_monitor.load finds the run in it")
-    return map(_measurement, read_records(path))
+    return map(_with_tensors, read_records(path))
 
 
-def _measurement(record: Record) -> Measurement:
-    """Return the record with tensors."""
-    return Measurement(
-        step=record.step,
-        layers=record.layers,
-        values={key: torch.tensor(column) for key, column in record.values.items()},
-        summary=record.summary,
-        verdicts=record.verdicts,
-        reasons=record.reasons,
-        flags=record.flags,
-        states=record.states,
-        bands={key: torch.tensor(rows) for key, rows in record.bands.items()},
-    )
+def _with_tensors(read: Measurement) -> Measurement:
+    """Return a measurement with tensors in the place of lists of numbers."""
+    values, bands = ({key: torch.tensor(some) for key, some in part.items()} for part in (read.values, read.bands))
+    return replace(read, values=values, bands=bands)

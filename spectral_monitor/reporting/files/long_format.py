@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spectral_monitor.measurement import Measurement
-    from spectral_monitor.reporting.files.records import Record
 
 COLUMNS = ("step", "layer", "role", "quantity", "value")
 
 
-def long_rows(measurements: Iterable[Measurement | Record]) -> Iterator[tuple[int, str, str, str, float]]:
+def long_rows(measurements: Iterable[Measurement]) -> Iterator[tuple[int, str, str, str, float]]:
     """Yield a row of :data:`COLUMNS` for every number that is known; NaN is left out.
 
     Example:
@@ -25,13 +24,12 @@ def long_rows(measurements: Iterable[Measurement | Record]) -> Iterator[tuple[in
     """
     for measurement in measurements:
         for quantity, column in measurement.values.items():
-            numbers = column if isinstance(column, list) else column.tolist()
-            for info, value in zip(measurement.layers, numbers, strict=True):
+            for info, value in zip(measurement.layers, column.tolist(), strict=True):
                 if not math.isnan(value):
                     yield measurement.step, info.name, info.role, quantity, value
 
 
-def frame(measurements: Iterable[Measurement | Record]) -> Any:
+def frame(measurements: Iterable[Measurement]) -> Any:
     """Return the rows as a ``pandas.DataFrame``, with its columns even where there are no rows.
 
     Raises:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from spectral_monitor.condition.verdict import NETWORK, Verdict
+from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
 from spectral_monitor.reporting.files.json_values import layers_from, read_as, value_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FORMAT, VERSION = "spectral_monitor.measurements", 2
 READ = (1, 2)
@@ -23,74 +19,20 @@ RUN_FILE = "spectral_monitor.jsonl"
 """What the callback names its file in the folder of a run."""
 FURTHER_FILE = "spectral_monitor_{}.jsonl"
 """That of a second monitor, and so on."""
-COMPARED = ("update_natural", "weight_natural", "update_ratio")
-"""Quantities that layers are judged by; a measurement without any of them was not judged."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """A :class:`~spectral_monitor.Measurement` with lists of numbers in the place of tensors.
-
-    Attributes:
-        step: optimizer steps taken.
-        layers: L rows.
-        values: quantity -> L numbers.
-        summary: values of the whole network.
-        verdicts: roots first.
-        reasons: as in a measurement.
-        flags: as in a measurement.
-        states: as in a measurement.
-        bands: quantity -> L rows of the lowest value, the highest one and the reference.
-    """
-
-    step: int
-    layers: tuple[LayerInfo, ...]
-    values: dict[str, list[float]]
-    summary: dict[str, float]
-    verdicts: tuple[Verdict, ...]
-    reasons: dict[str, str]
-    flags: dict[str, float]
-    states: dict[str, LayerState]
-    bands: dict[str, list[list[float]]]
-
-    @property
-    def roots(self) -> tuple[Verdict, ...]:
-        """Verdicts that name a cause."""
-        return tuple(verdict for verdict in self.verdicts if verdict.is_root)
-
-    @property
-    def is_judged(self) -> bool:
-        """True if layers could be compared at this step."""
-        return any(key in self.values for key in COMPARED) or any(root.layer == NETWORK for root in self.roots)
 
 
 class Numbers(list[Any]):
-    """Numbers with the one method of a tensor that tables ask for."""
+    """Numbers in the place of a tensor, with the one method that tables ask of it."""
 
     def tolist(self) -> list[Any]:
         """Return them as a list."""
         return self
 
 
-def tabled(record: Record) -> Measurement:
-    """Return a record as the measurement that tables are made of; its numbers are no tensors."""
-    arrays = ({key: Numbers(some) for key, some in part.items()} for part in (record.values, record.bands))
-    values, bands = (cast("dict[str, Tensor]", part) for part in arrays)
-    return Measurement(
-        record.step,
-        record.layers,
-        values,
-        record.summary,
-        record.verdicts,
-        record.reasons,
-        record.flags,
-        bands=bands,
-        states=record.states,
-    )
-
-
-def read_records(path: str | os.PathLike[str]) -> Iterator[Record]:
+def read_records(path: str | os.PathLike[str]) -> Iterator[Measurement]:
     """Yield the measurements in a file that a :class:`~spectral_monitor.reporting.JSONLinesSink` wrote, in its order.
+
+    Their values and bands are :class:`Numbers`, for which no torch is needed.
 
     A line that is not complete is left out at the end, as in a file that is being written, and where another run goes
     on in the same file, as after a process was killed.
@@ -147,22 +89,24 @@ def _layers(row: dict[str, Any]) -> tuple[LayerInfo, ...]:
     return layers_from(row["layers"])
 
 
-def _record(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: dict[str, str]) -> Record:
+def _record(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: dict[str, str]) -> Measurement:
     for key, column in [*row["values"].items(), *row["bands"].items()]:
         if len(column) != len(layers):
             raise ValueError(f"{len(column)} values of {key} for {len(layers)} layers")
     if any(len(limits) != 3 for rows in row["bands"].values() for limits in rows):
         raise ValueError("a band that is not three numbers")
-    return Record(
+    return Measurement(
         step=read_as(int, row["step"]),
         layers=layers,
-        values={key: list(map(value_of, column)) for key, column in row["values"].items()},
+        values=cast(Any, {key: Numbers(map(value_of, column)) for key, column in row["values"].items()}),
         summary={key: value_of(value) for key, value in row["summary"].items()},
         verdicts=read_as(tuple[Verdict, ...], row["verdicts"]),
         reasons=reasons,
         flags={key: value_of(value) for key, value in row["flags"].items()},
         states=_states(row.get("states", []), layers),
-        bands={key: [list(map(value_of, limits)) for limits in rows] for key, rows in row["bands"].items()},
+        bands=cast(
+            Any, {key: Numbers(list(map(value_of, limits)) for limits in rows) for key, rows in row["bands"].items()}
+        ),
     )
 
 

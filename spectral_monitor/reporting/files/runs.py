@@ -5,27 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
 
-from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.files.records import FURTHER_FILE, RUN_FILE
 
 WHAT_TO_GIVE = "give the folder of a run that SpectralMonitor has logged, or a file that a JSONLinesSink wrote"
-
-
-class LoggedMeasurement(Protocol):
-    """A measurement, with tensors or without."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken."""
-
-    @property
-    def layers(self) -> tuple[LayerInfo, ...]:
-        """The layers that were measured."""
-
-
-T = TypeVar("T", bound=LoggedMeasurement)
 
 
 def run_file(place: str | os.PathLike[str]) -> tuple[Path, int]:
@@ -56,8 +40,8 @@ def run_files(folder: Path) -> list[Path]:
 
 
 def settled_in(
-    path: str | os.PathLike[str], read: Callable[[str | os.PathLike[str]], Iterable[T]]
-) -> tuple[tuple[T, ...], tuple[str, ...]]:
+    path: str | os.PathLike[str], read: Callable[[str | os.PathLike[str]], Iterable[Measurement]]
+) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
     """Return the measurements of a file that count, and notes on those that do not.
 
     Args:
@@ -80,14 +64,14 @@ def settled_in(
     return kept, notes
 
 
-def settle(measurements: Iterable[T]) -> tuple[tuple[T, ...], tuple[str, ...]]:
+def settle(measurements: Iterable[Measurement]) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
     """Return the measurements that count, and notes on the others.
 
     A run that is resumed goes some steps back and measures them again, and a script that is run again begins again: the
     later ones count. If the layers change, as where another model was trained into the same folder, those before are
     left out.
     """
-    kept: list[T] = []
+    kept: list[Measurement] = []
     others = again = 0
     for measurement in measurements:
         if kept and kept[-1].layers != measurement.layers:
