@@ -18,7 +18,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import (
     hyperparameters,
     rectification,
 )
-from spectral_monitor.condition.optimizers.relative import relative_rates
+from spectral_monitor.condition.optimizers.recipe import relative_rates
 from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.logit_clip import LogitClip
 from spectral_monitor.correction.lr_override import LRMultiplierOverride

@@ -31,7 +31,7 @@ from spectral_monitor.parametrization.normalized_updates import NormalizedUpdate
 from spectral_monitor.parametrization.prediction import predict
 from spectral_monitor.parametrization.rules import Parametrization, Power, Rule, Scale
 from spectral_monitor.scaling.calibration import Calibration, calibrate
-from spectral_monitor.scaling.reference_line import reference_run
+from spectral_monitor.scaling.sweeps.limit import reference_run
 from spectral_monitor.scaling.sweeps.point import Point
 from spectral_monitor.scaling.sweeps.result import SweepResult
 from spectral_monitor.scaling.sweeps.slope import Slope

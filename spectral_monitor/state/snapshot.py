@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from spectral_monitor.state import device as devices
 from spectral_monitor.state.buffers import kept
 from spectral_monitor.state.dtensor import is_distributed, local_part
 
@@ -255,7 +254,7 @@ def _changed(states: list[_TensorState]) -> list[bool]:
 def _differs(state: _TensorState) -> bool:
     if state.tensor.layout != torch.strided:
         return False
-    if devices.asynchronous(state.tensor.device) and 0 not in state.tensor.stride():
+    if state.tensor.device.type != "cpu" and 0 not in state.tensor.stride():
         return True
     now = local_part(state.tensor)
     return not torch.equal(_comparable(now), _comparable(state.copied.to(now.device)))

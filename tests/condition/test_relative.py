@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from spectral_monitor.condition.optimizers.rates import RULES
-from spectral_monitor.condition.optimizers.relative import relative_rates
+from spectral_monitor.condition.optimizers.recipe import relative_rates
 from tests.condition.synthetic import LAYERS, set_by
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.condition.optimizers.hyperparameters import hyperparameters, rectification
-from spectral_monitor.condition.optimizers.relative import relative_rates
+from spectral_monitor.condition.optimizers.recipe import relative_rates
 from spectral_monitor.correction.corrector import SETTLED, Corrector
 from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import SHARES

@@ -20,8 +20,7 @@ from spectral_monitor.reporting.heatmap import can_draw, heatmap
 from spectral_monitor.reporting.sinks import need_room
 from spectral_monitor.reporting.tensorboard_sink import hparams
 from spectral_monitor.reporting.tensorboard_sink.custom_scalars import layout
-from spectral_monitor.reporting.text.markdown import verdict_markdown
-from spectral_monitor.reporting.text.questions import questions_markdown
+from spectral_monitor.reporting.text.markdown import questions_markdown, verdict_markdown
 
 VERDICTS, QUESTIONS = "spectral/verdicts", "spectral/what_charts_show"
 HEATMAP, HISTOGRAM = "spectral/heatmap", "spectral/histogram"

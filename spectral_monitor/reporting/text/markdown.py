@@ -1,15 +1,17 @@
-"""Verdicts as Markdown: the answer first, then a row for each root verdict, and what was done about it."""
+"""Texts as Markdown: verdicts, the answer first, and the questions that charts answer."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from textwrap import wrap
 
 from spectral_monitor.condition.verdict import Verdict, short
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import headlines, names_in, some
+from spectral_monitor.reporting.content.panels import PANELS
 from spectral_monitor.reporting.content.tally import disturbed, named_by
 
 LINE = 40
@@ -51,6 +53,36 @@ def verdict_markdown(measurement: Measurement) -> str:
     if len(changed) > LISTED:
         parts.append(f"... and {len(changed) - LISTED} more, changed less than these.")
     return "\n\n".join(parts)
+
+
+def questions_markdown(shown: Collection[str]) -> str:
+    r"""Return the questions that some quantities answer, how to read them, and what each quantity is.
+
+    Args:
+        shown: keys of quantities.
+
+    Example:
+        >>> question, reading, rows = questions_markdown(["lr"]).split("\n\n")
+        >>> print(question)
+        ### What did the corrector do?
+        >>> print(rows)
+        | quantity | unit | what it is | healthy |
+        |---|---|---|---|
+        | lr | of the optimizer | effective learning rate of the step | the schedule |
+    """
+    parts = []
+    for panel in PANELS:
+        keys = [key for key in panel.quantities if key in shown]
+        if keys:
+            header = ("quantity", "unit", "what it is", "healthy")
+            parts += [f"### {panel.question}", escaped(panel.reading), table(header, map(_quantity_row, keys))]
+    return "\n\n".join(parts)
+
+
+def _quantity_row(key: str) -> tuple[str, ...]:
+    entry = QUANTITIES[key]
+    words = ("<br>".join(map(escaped, wrap(text, LINE))) for text in (entry.meaning, entry.healthy))
+    return escaped(key), escaped(entry.unit), *words
 
 
 def escaped(text: str) -> str:
