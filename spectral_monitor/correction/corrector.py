@@ -101,8 +101,7 @@ class Corrector:
         self._late = "adam" if "adam" in families else min(families, default="")
         self._relative = relative_rates(layers, self._settings) if correction.of_peak else {}
         self._peaks, self._began_training = Peaks(), False
-        groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-        self._owners = {p: optimizer for optimizer, group in groups for p in group["params"]}
+        self._owners = self._held()
         self.step_length = StepLength(LONGEST if families <= STEADY else LONGEST_PROPORTIONAL)
         self._began: dict[str, float] = {}  # natural norms of the first weights
         self._trackers = [Tracker() for _ in self._units]
@@ -114,6 +113,26 @@ class Corrector:
         self._swap = LRMultiplierOverride(
             optimizers, self._by_parameter(), of_group=self._of_group, keeps_decay=not correction.of_peak
         )
+
+    def _held(self) -> dict[nn.Parameter, Optimizer]:
+        groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._groups = len(groups)
+        return {p: optimizer for optimizer, group in groups for p in group["params"]}
+
+    def see_groups(self) -> None:
+        """Take parameter groups into account that were added since, such as those of layers that are thawed: what their
+        learning rates are beside those of others, and which kind of optimizer their layers start under.
+        """
+        if sum(len(optimizer.param_groups) for optimizer in self._optimizers) == self._groups:
+            return
+        self._owners, before = self._held(), self._settings
+        self._settings = hyperparameters(self._layers, self._optimizers)
+        if self.correction.of_peak:
+            self._relative = relative_rates(self._layers, self._settings)
+        for k, layer in enumerate(self._leaders):
+            if not before[layer.info.name].optimizer:
+                self._rates[k] = self._first(layer)
+        self._swap.multipliers = self._by_parameter()
 
     def _of_group(self, group: Mapping[str, Any]) -> float:
         """Return what the learning rate of a group is multiplied with before any layer's own multiplier."""
@@ -396,6 +415,7 @@ class Corrector:
             "limited": sorted(self._limited),
             "clip": self._clip.state_dict(),
             "step_length": self.step_length.state_dict(),
+            "relative": dict(self._relative),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -420,6 +440,7 @@ class Corrector:
         self._clip.load_state_dict(state.get("clip", {}))
         self.step_length.load_state_dict(state.get("step_length", {}))
         self._began, self._limited = dict(state["began"]), set(state["limited"])
+        self._relative = dict(state.get("relative", self._relative))
         self._began_training = True
         for layer in self._layers:
             self._peaks.load(layer.sources, state["peaks"][layer.info.name])

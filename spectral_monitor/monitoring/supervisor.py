@@ -111,6 +111,8 @@ class Supervisor:
             tell: is told, in one line, when there is a budget and intervals become longer or shorter for it; without
                 it that is a warning.
         """
+        if self._corrector is not None:
+            self._corrector.see_groups()
         keys, budget = self._scheduled(step), self._engine.budget
         if budget is not None:
             budget.begin(step)

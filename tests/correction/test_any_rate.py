@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from statistics import geometric_mean
+
 import pytest
 import torch
 from torch import nn
@@ -307,6 +310,30 @@ def test_they_are_found_in_the_first_steps_of_a_layer_not_of_the_run():
     found = multipliers(probe, "2")
     assert len({value for step, value in found.items() if step > 36}) >= 2
     assert len({value for step, value in multipliers(probe, "0").items() if step > 37}) == 1
+
+
+def thawed(make, rate):
+    """Return a run whose first two layers are thawed after 10 steps, at so many times the learning rate."""
+    network = perceptron()
+    network[:3].requires_grad_(False)
+
+    def thaw(step, optimizer):
+        if step == 10:
+            group = {"params": list(network[:3].requires_grad_(True).parameters())}
+            optimizer.add_param_group({**group, "lr": rate * optimizer.param_groups[0]["lr"]})
+
+    return run(lambda net: make(network[3:].parameters()), network=network, each=thaw, steps=40, every_n_steps=1)[0]
+
+
+@pytest.mark.parametrize("make", [partial(torch.optim.Adam, lr=1e-3), partial(torch.optim.SGD, lr=0.1)])
+def test_thawed_layers_keep_the_rate_they_have_beside_the_others(make):
+    whole, tenth = sizes(thawed(make, 1.0)), sizes(thawed(make, 0.1))
+    for name in ("0", "2"):
+        late = range(30, 39)
+        ratios = [tenth[name][i] / whole[name][i] for i in late]
+        assert geometric_mean(ratios) == pytest.approx(0.1, rel=0.35), name
+        if make.func is torch.optim.Adam:  # under SGD it is a trial
+            assert tenth[name][10] <= 0.35 * whole[name][10], "from its first step on"
 
 
 def test_under_sgd_they_follow_the_gradient():
