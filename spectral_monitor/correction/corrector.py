@@ -116,21 +116,22 @@ class Corrector:
 
     def _held(self) -> dict[nn.Parameter, Optimizer]:
         groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
-        self._groups = len(groups)
         return {p: optimizer for optimizer, group in groups for p in group["params"]}
 
     def see_groups(self) -> None:
-        """Take parameter groups into account that were added since, such as those of layers that are thawed: what their
-        learning rates are beside those of others, and which kind of optimizer their layers start under.
+        """Take in parameter groups that were added since, such as those of a thawed backbone: their learning rates
+        beside those of others, and the kind of optimizer that their layers start under.
         """
-        if sum(len(optimizer.param_groups) for optimizer in self._optimizers) == self._groups:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        if all(group["params"][0] in self._owners for group in groups if group["params"]):
             return
         self._owners, before = self._held(), self._settings
         self._settings = hyperparameters(self._layers, self._optimizers)
         if self.correction.of_peak:
             self._relative = relative_rates(self._layers, self._settings)
         for k, layer in enumerate(self._leaders):
-            if not before[layer.info.name].optimizer:
+            # A resumed run knows its layers, though some of their groups are added again.
+            if not before[layer.info.name].optimizer and not self._is_known(k):
                 self._rates[k] = self._first(layer)
         self._swap.multipliers = self._by_parameter()
 

@@ -336,6 +336,18 @@ def test_thawed_layers_keep_the_rate_they_have_beside_the_others(make):
             assert tenth[name][10] <= 0.35 * whole[name][10], "from its first step on"
 
 
+def test_a_resumed_run_keeps_the_multipliers_of_a_group_that_is_added_again():
+    corrector = thawed(partial(torch.optim.Adam, lr=1e-3), 0.1)._supervisor._corrector
+    network = perceptron()
+    optimizer = torch.optim.Adam(network[3:].parameters(), lr=1e-3)
+    again = Corrector(LRCorrection("target", size=0.1), dissect(network).layers, [optimizer])
+    again.load_state_dict(corrector.state_dict())
+    optimizer.add_param_group({"params": list(network[:3].parameters()), "lr": 1e-4})
+    again.see_groups()
+    assert again.multipliers == pytest.approx(corrector.multipliers)
+    assert again.expected == corrector.expected
+
+
 def test_under_sgd_they_follow_the_gradient():
     """It is ten times as large from step 45 on, and the update is what it was."""
     network = perceptron()
