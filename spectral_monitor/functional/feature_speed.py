@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.functional.norms import ratio
-from spectral_monitor.functional.vector_norms import common_dtype, largest, whole_length
-from spectral_monitor.linalg import compute_dtype
+from spectral_monitor.functional.vector_norms import DEVICE_CHUNK, common_dtype, largest, whole_length
+from spectral_monitor.linalg import compute_dtype, to_device
 
 _CHUNK, _COPIED = 1 << 18, 1 << 16
 """Entries that are multiplied at a time: a flat float32 sum over them is good to 1e-6; fewer where they are copied."""
@@ -37,7 +37,7 @@ def inner(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if a.shape != b.shape:
         raise ValueError(f"shapes must agree, got {tuple(a.shape)} and {tuple(b.shape)}")
     dtype = dtype or common_dtype(a, b)
-    if a.numel() <= _CHUNK:
+    if a.numel() <= _chunk(a, _CHUNK):
         return torch.dot(a.reshape(-1).to(dtype), b.reshape(-1).to(dtype))
     parts = [torch.dot(x.to(dtype), y.to(dtype)) for x, y in _chunks(a, b)]
     return torch.stack(parts).sum(dtype=torch.float64).to(dtype)
@@ -65,19 +65,26 @@ def inner_sums(pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], dtype: torch.dt
         left, right = (torch.cat(side).to(dtype) for side in ([a for _, a, _ in short], [b for _, _, b in short]))
         values.append(left * right)
     lengths = torch.tensor([1] * len(owners) + [len(a) for _, a, _ in short])
-    index = torch.repeat_interleave(torch.tensor(owners + [k for k, _, _ in short]), lengths).to(values[0].device)
+    index = torch.repeat_interleave(torch.tensor(owners + [k for k, _, _ in short]), lengths)
+    index = to_device(index, values[0].device)
     total = torch.zeros(len(pairs), dtype=torch.float64, device=values[0].device)
     return total.index_add_(0, index, torch.cat(values).double()).to(dtype)
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Entries of two tensors of one shape, flat, a few at a time: what lies otherwise is not copied as a whole."""
-    if a.numel() <= _COPIED or (a.is_contiguous() and b.is_contiguous()):
-        yield from zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True)
+    copied, chunk = _chunk(a, _COPIED), _chunk(a, _CHUNK)
+    if a.numel() <= copied or (a.is_contiguous() and b.is_contiguous()):
+        yield from zip(a.reshape(-1).split(chunk), b.reshape(-1).split(chunk), strict=True)
         return
-    rows = max(1, _COPIED * len(a) // a.numel())
+    rows = max(1, copied * len(a) // a.numel())
     for x, y in zip(a.split(rows), b.split(rows), strict=True):
         yield from _chunks(*((x, y) if len(x) > 1 else (x.squeeze(0), y.squeeze(0))))
+
+
+def _chunk(x: Tensor, on_cpu: int) -> int:
+    """Return how many entries are multiplied at once. A GPU sums pairwise, and a call costs it as much as a million."""
+    return on_cpu if x.device.type == "cpu" else DEVICE_CHUNK
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:

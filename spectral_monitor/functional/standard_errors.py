@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from spectral_monitor.linalg import to_device
+
 GROUPS = 16
 """Groups of samples that are left out in turn: from more of them errors are hardly known any better."""
 STUDENT = (21.22, 3.31, 1.95, 1.54, 1.35, 1.24, 1.17, 1.12, 1.09, 1.06, 1.04, 1.02, 1.01)
@@ -40,6 +42,6 @@ def standard_error(sums: Tensor, statistic: Callable[[Tensor], Tensor]) -> Tenso
     left = torch.where(there, left, 0.0)
     mean = left.sum(-2, keepdim=True) / G[..., None]
     squares = torch.where(there, (left - mean).square(), 0.0).sum(-2)  # (..., Q)
-    widened = torch.tensor([math.nan, math.nan, *STUDENT, 1.0], device=sums.device, dtype=sums.dtype)
+    widened = to_device(torch.tensor([math.nan, math.nan, *STUDENT, 1.0], dtype=sums.dtype), sums.device)
     factor = widened[G.clamp(max=len(widened) - 1)]
     return (squares * (G - 1) / G).sqrt() * factor

@@ -13,6 +13,7 @@ from spectral_monitor.linalg.collectives import (
     sequence,
 )
 from spectral_monitor.linalg.extreme_eigenvalues import extreme_ritz_values
+from spectral_monitor.linalg.host_to_device import to_device
 from spectral_monitor.linalg.scaling import compute_dtype, frobenius, tame
 from spectral_monitor.linalg.sharded_stack import Shard, ShardedStack
 from spectral_monitor.linalg.spectral_norms import (
@@ -45,4 +46,5 @@ __all__ = [
     "spectral_estimate",
     "spectral_estimates",
     "tame",
+    "to_device",
 ]

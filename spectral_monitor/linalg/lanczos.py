@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.linalg.collectives import Coroutine
+from spectral_monitor.linalg.host_to_device import to_device
 from spectral_monitor.linalg.sharded_stack import ShardedStack
 
 BLOCK = 4
@@ -121,11 +122,12 @@ class KrylovSpace:
         self._sizes = [size for size, count in zip(sizes, counts, strict=True) for _ in range(count)]
         like = stacks[0].like
         self.V = like.new_empty(sum(counts), (room + 1) * BLOCK, max(sizes))
-        begin = torch.zeros(len(stacks), BLOCK, max(sizes), dtype=torch.float64)
+        begin = torch.zeros(len(stacks), BLOCK, max(sizes), dtype=like.dtype)
         for k, size in enumerate(sizes):
             begin[k, :, :size] = start_block(size, BLOCK)
-        begin = begin.repeat_interleave(torch.tensor(counts), dim=0)
-        self.V[:, :BLOCK] = begin.to(like.device, like.dtype, non_blocking=True)
+        begin = to_device(begin, like.device)
+        for k, (first, count) in enumerate(zip(self.first, counts, strict=True)):
+            self.V[first : first + count, :BLOCK] = begin[k]
         self.T = like.new_zeros(sum(counts), (room + 1) * BLOCK, room * BLOCK)
         self._one = torch.eye(BLOCK, dtype=like.dtype, device=like.device).expand(sum(counts), -1, -1)
         self.runs = list(self._undecided_runs())
@@ -165,7 +167,7 @@ class KrylovSpace:
         done = set(places)
         left = self.undecided = [place for place in self.undecided if place not in done]
         if left and len(left) <= 0.75 * len(self.members):  # less is not worth the copy
-            here = torch.tensor(left, device=self.V.device)
+            here = to_device(torch.tensor(left), self.V.device)
             self.V, self.T, self._scale = self.V[here], self.T[here], self._scale[here]
             self.members, self._one = [self.members[place] for place in left], self._one[: len(left)]
             self.undecided = list(range(len(left)))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.linalg.collectives import Coroutine, gather, run_local
+from spectral_monitor.linalg.host_to_device import to_device
 from spectral_monitor.linalg.lanczos import KrylovSpace, ritz
 from spectral_monitor.linalg.scaling import compute_dtype, tame
 from spectral_monitor.linalg.sharded_stack import ShardedStack
@@ -306,7 +307,7 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
         space.decide(places)
         look, told = None, nothing
     found[2] += 2 * torch.repeat_interleave(torch.tensor([_slack(A) for A in stacks]), torch.tensor(counts))
-    sigma, error, unseen = found.to(fro.dtype).to(fro.device) * fro
+    sigma, error, unseen = to_device(found.to(fro.dtype), fro.device) * fro
     passes = [max(reads[start + k] for k in range(count)) for start, count in zip(space.first, counts, strict=True)]
     return _Norms(sigma, error, unseen * fro, passes)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from types import SimpleNamespace
 
 import gpu
 import pytest
 import torch
 from cost_models import Size
+from gpu_trainers import Outcome
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from spectral_monitor.functional import (
@@ -83,11 +85,32 @@ def test_a_page_is_what_its_numbers_make_of_it():
     costs = {"tiny": [gpu.cost(gpu.Loop(TINY, "cpu"), tier, lambda: None, rounds=2) for tier in gpu.TIERS]}
     assert all(0 < one.low <= one.ratio <= one.high for one in costs["tiny"])
     numbers = gpu.differences("cpu", TINY, steps=1)
-    text = gpu.page({"device": "none"}, numbers, {"a": True, "b": False}, {"light": (0, 4)}, costs)
+    shares, ways = [("tiny", "light", 0.0123, 7)], {"float32": Outcome(True, True, 9, {}, 0.002)}
+    text = gpu.page({"device": "none"}, numbers, {"a": True, "b": False}, {"light": (0, 4)}, costs, shares, ways)
     for row in ("| device | none |", "| a | the same |", "| b | **differ** |", "| light | 0 | 4 |", "| tiny | light |"):
         assert row in text
+    assert "| tiny | light | 1.2 % | 7 |" in text
+    assert "| float32 | the same | 2.0e-03 | 9 |" in text
     assert f"{sum(one.compared for one in numbers):,} pairs" in text
     assert " 1.10 |" in text
+
+
+def test_the_share_of_time_is_that_of_watched_steps_after_the_first(monkeypatch):
+    """A clock of a second a step, of ten where the step is measured."""
+    now = [0.0]
+
+    def step(loop, probe=None):
+        before = 0 if probe is None else len(probe.measurements)
+        original(loop, probe)
+        now[0] += 1.0 if probe is None or len(probe.measurements) == before else 10.0
+
+    original = gpu.Loop.step
+    monkeypatch.setattr(gpu.Loop, "step", step)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(gpu, "FREE_STEPS", 4)
+    part, measured = gpu.share(gpu.Loop(TINY, "cpu"), "light", lambda: None, steps=12)
+    assert measured == 2  # of steps 5 to 16 the eighth and the last
+    assert part == 18 / 12
 
 
 # What can be seen of another device without one: tensors on a "cuda" that has no values. Mixing devices, or looking at

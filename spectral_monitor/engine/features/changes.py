@@ -17,7 +17,7 @@ from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.functional.features import row_ratios
 from spectral_monitor.functional.standard_errors import GROUPS, standard_error
-from spectral_monitor.linalg import Coroutine, all_reduce_norm, gather, rank_table, reduce_table, sequence
+from spectral_monitor.linalg import Coroutine, all_reduce_norm, gather, rank_table, reduce_table, sequence, to_device
 from spectral_monitor.sharding import ProcessGroup
 
 ELSEWHERE = "the forward could not be run again in another process"
@@ -139,9 +139,9 @@ class ChangeStage:
         means, errors = statistics(groups.sum(1)), standard_error(groups, statistics)  # (L, 3)
         lengths = groups[..., DH:].sum(1).sqrt()  # (L, 3): dh, h, b
         inner = groups[..., INNER].sum(1)
-        every = torch.tensor([some.rows == some.of for some in found], device=groups.device)
+        every = to_device(torch.tensor([some.rows == some.of for some in found]), groups.device)
         errors = torch.where(every[:, None], torch.where(means.isnan(), means, 0.0), errors)
-        parts = torch.tensor([some.rows / some.of for some in found], device=groups.device)
+        parts = to_device(torch.tensor([some.rows / some.of for some in found]), groups.device)
         sensitivity = errors[:, 2] * parts
         for k, (i, some) in enumerate(zip(layers, found, strict=True)):
             out.put(i, name, means[k, 0])

@@ -63,7 +63,7 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     there = [g for g in gradients if g is not None]
     doubles = any(g.dtype in (torch.float64, torch.complex128) for g in there)
     dtype = torch.float64 if doubles else torch.float32
-    gone = torch.tensor(-1.0, dtype=dtype, device=local_part(parameters[0]).device)
+    gone = torch.full((), -1.0, dtype=dtype, device=local_part(parameters[0]).device)
     norms = iter(torch._foreach_norm(there) if there else ())
     return torch.stack([gone if g is None else next(norms).to(gone) for g in gradients])
 

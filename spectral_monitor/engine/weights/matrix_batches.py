@@ -20,13 +20,15 @@ from spectral_monitor.sharding import Holding, Range, Rectangle
 from spectral_monitor.state.buffers import kept, room
 from spectral_monitor.state.dtensor import local_part
 
-SPARE, SPARE_BYTES = 0.035, 1 << 27
-"""Memory that measuring may take besides the copy of the weights: a share of that, or 128 MB if that is more."""
+SPARE, SPARE_BYTES, OF_DEVICE = 0.035, 1 << 27, 1 / 32
+"""Memory that measuring may take besides the copy of the weights: a share of that, 128 MB or a share of all that a GPU
+has, whichever is most. On a GPU few large calls are far faster than many small ones.
+"""
 VECTORS = (2 * ROOM + MORE_ROOM + 8) * BLOCK
 """Those of a Lanczos iteration while its basis is moved to where there is more room, and those in passing."""
 
 SHORT = 1 << 14
-"""Entries up to which differences are formed together, with one more pass."""
+"""Entries up to which differences are formed together on a CPU, with one more pass."""
 
 Start = Mapping[int, Sequence[Tensor]]
 """Layer index -> the weights drift is counted from, as the contents of the layer's rectangles in host memory."""
@@ -189,7 +191,8 @@ class MatrixBatch:
         ``in_place``: in this memory, which is lost then.
         """
         target = self._target(in_place)
-        short: list[tuple[Tensor, Tensor, Tensor]] = []
+        apart: list[tuple[Tensor, Tensor, Tensor]] = []
+        same: list[tuple[Tensor, Tensor]] = []
         for i, places in self.places.items():
             if not places:
                 continue
@@ -200,14 +203,20 @@ class MatrixBatch:
                 out = target.buffers[buffer][place]
                 if (old.dtype, old.device) != (out.dtype, out.device):
                     old = out.copy_(old, non_blocking=True)
-                if out.numel() <= SHORT and old.data_ptr() != out.data_ptr():
-                    short.append((out, new[k], old))
-                else:
+                if out.device.type == "cpu" and out.numel() > SHORT:
                     torch.sub(new[k], old, out=out)
-        if short:  # together: what that costs is one more pass over little
-            outs, news, olds = zip(*short, strict=True)
+                elif old.data_ptr() != out.data_ptr():
+                    apart.append((out, new[k], old))
+                else:
+                    same.append((out, new[k]))
+        if apart:  # together: what that costs is one more pass, over little or on a GPU
+            outs, news, olds = zip(*apart, strict=True)
             torch._foreach_copy_(outs, news)
             torch._foreach_sub_(outs, olds)
+        if same:
+            outs, news = zip(*same, strict=True)
+            torch._foreach_neg_(outs)
+            torch._foreach_add_(outs, news)
         return target
 
     def _target(self, in_place: bool) -> MatrixBatch:
@@ -266,9 +275,9 @@ def chunks(found: Sequence[MatrixBatch], copies: int) -> list[Chunk]:
         found: all stacks, with memory.
         copies: that one solve for everything would take besides: of updates, and so on.
     """
-    spare = max(
-        SPARE * sum(sum(math.prod(size) for size in stack.sizes) * stack.dtype.itemsize for stack in found), SPARE_BYTES
-    )
+    weights = sum(sum(math.prod(size) for size in stack.sizes) * stack.dtype.itemsize for stack in found)
+    devices = {stack.like.device for stack in found if stack.like.device.type == "cuda"}
+    spare = max(SPARE * weights, SPARE_BYTES, *(OF_DEVICE * memory_of(device) for device in devices))
     if sum(stack.shape[0] * stack.working_bytes(copies) for stack in found) <= spare:
         return [Chunk(list(found), in_place=False)]
     result: list[Chunk] = []
@@ -289,6 +298,12 @@ def chunks(found: Sequence[MatrixBatch], copies: int) -> list[Chunk]:
     return result
 
 
+def memory_of(gpu: torch.device) -> int:
+    """Return the bytes a GPU has, used or not: what is measured together must not depend on what else is there."""
+    total: int = torch.cuda.get_device_properties(gpu).total_memory
+    return total
+
+
 def host_copies(parts: Iterable[Tensor]) -> list[Tensor]:
-    """Copies in host memory."""
-    return [part.to("cpu", copy=True) for part in parts]
+    """Copies in host memory, from where a GPU copies back without being waited for."""
+    return [room(part.shape, part.dtype, part.device, host=True).copy_(part) for part in parts]

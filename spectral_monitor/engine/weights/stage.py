@@ -366,7 +366,8 @@ class MatrixStage:
         # At once: gradients may be overwritten when the coroutine is run.
         shares = [contribution_here(p, old) / self._copies(p) for p, old in held.others if p.grad is not None]
         here = torch.stack(shares).sum().reshape(1) if shares else torch.zeros(1)
-        here = here if held.clipping is None else here * held.clipping.factor.to(here)
+        if shares and held.clipping is not None:
+            here = here * held.clipping.factor.to(here)
         self._steps += 1
         return self._put_network(self._steps, here, changed, bool(shares), bool(held.others))
 
