@@ -103,8 +103,9 @@ times include waiting). [What is sent](scaling.md) is counted on a page of its o
 """
 NO_GPU = """## GPUs
 
-Nothing has been measured on a GPU so far. `python benchmarks/cost.py --device cuda` does it: GPT-2 with 124 and 350
-million parameters in bf16-mixed.
+Ratios on a GPU, with what the host waits for and the share of training time, are on [a page of their own](gpu.md).
+`python benchmarks/cost.py --device cuda` compares with peers there: GPT-2 with 124 and 350 million parameters in
+bf16-mixed.
 """
 
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
 from spectral_monitor import SpectralLRCorrector, SpectralMonitor
+from spectral_monitor.quantities import TIERS
 
 STEPS = 6
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
@@ -258,8 +259,8 @@ def tried(accelerator: str, titles: Iterable[str] = tuple(WAYS)) -> dict[str, Ou
 
 
 def rows(found: Mapping[str, Outcome]) -> list[list[str]]:
-    """Return rows of a table: the way, the bits, norms against an SVD, and numbers, with those that are missing beyond
-    the ones that are not defined.
+    """Return rows of a table: the way, the bits, norms against an SVD, and numbers, with those that are missing of tier
+    standard though they are defined in float32.
     """
     undefined = found[PLAIN].missing.keys() if PLAIN in found else set()
     table = []
@@ -267,14 +268,13 @@ def rows(found: Mapping[str, Outcome]) -> list[list[str]]:
         if one.error:
             table.append([title, f"**fails**: {one.error}", "", ""])
             continue
-        reasons = sorted({reason for pair, reason in one.missing.items() if pair not in undefined})
-        lost = sum(pair not in undefined for pair in one.missing)
+        lost = [why for pair, why in one.missing.items() if pair not in undefined and pair[0] in TIERS["standard"]]
         table.append(
             [
                 title,
                 "the same" if one.same else "**differ**" if one.repeats else "differ, as without it",
                 "-" if math.isnan(one.apart) else f"{one.apart:.1e}",
-                f"{one.numbers}, {lost} NaN: {'; '.join(reasons)}" if lost else str(one.numbers),
+                f"{one.numbers}, {len(lost)} NaN: {'; '.join(sorted(set(lost)))}" if lost else str(one.numbers),
             ]
         )
     return table

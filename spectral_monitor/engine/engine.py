@@ -285,6 +285,7 @@ class Engine(EngineState):
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         facts.unseen, facts.shared = self._replays.unseen, self.features.shared
         facts.sampled = bool(self.features.looked_at)
+        facts.halved = self.features.halved and self.features.looked is None and self.asked.replay_samples is not None
         if seen.batch_count < len(seen.batches):
             facts.why_not[NOISE, NETWORK] = DIVIDED
         stage.unused = facts.unused

@@ -150,11 +150,11 @@ def test_parts_without_times_say_nothing_of_the_machine(monkeypatch, tmp_path, n
 
 def test_a_gpus_data_are_on_the_page_too():
     found = json.loads((DOCS / "cost.json").read_text())
-    assert "Nothing has been measured on a GPU" in page({"cpu": found["cpu"]})
+    assert "[a page of their own](gpu.md)" in page({"cpu": found["cpu"]})
     machine = {**found["cpu"]["machine"], "device": "Abacus 9000"}
     both = page({"cpu": found["cpu"], "cuda": {**found["cpu"], "machine": machine}})
     assert "one Abacus 9000" in both
-    assert "Nothing has been measured on a GPU" not in both
+    assert "[a page of their own](gpu.md)" not in both
 
 
 def test_what_training_takes_longer_by_is_the_mean_over_the_interval_and_noise_is_called_so():

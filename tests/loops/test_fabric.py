@@ -21,6 +21,7 @@ TESTS = Path(__file__).parents[1]
 
 STEPS = 8
 ROUNDED = "its change is too close to the rounding of its outputs"
+HALF = f"{ROUNDED}, which are of half precision: replay_samples=None runs the forward in full precision"
 
 
 @pytest.mark.few(2)
@@ -46,7 +47,7 @@ def assert_all_there(m, bf16):
     for key in TIERS["standard"]:
         for layer in ("0", "2", "4"):
             reason = m.why(key, layer)
-            assert math.isfinite(m.value(key, layer)) or (bf16 and reason == ROUNDED), (key, layer, reason)
+            assert math.isfinite(m.value(key, layer)) or (bf16 and reason in (ROUNDED, HALF)), (key, layer, reason)
 
 
 class ByTrainingStep(zoo.Classifier):

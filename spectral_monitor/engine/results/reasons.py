@@ -19,6 +19,7 @@ from spectral_monitor.measurement import LOST, NODE, NOT_CALLED, NOT_FINITE, UNU
 from spectral_monitor.quantities import QUANTITIES, attention
 
 ROUNDED = "its change is too close to the rounding of its outputs"
+HALF = f"{ROUNDED}, which are of half precision: replay_samples=None runs the forward in full precision"
 UNCHOSEN = "no row of max_rows is of the samples that are run again: raise max_rows or replay_samples"
 REPLACED = "since training began its weight was replaced, pruned or parametrized"
 NOT_QUERIES = "it does not make the queries of an attention block, where those of a block are reported"
@@ -63,6 +64,7 @@ class StepContext:
         unchosen: layers whose outputs were computed again, but none of the rows that are compared.
         unseen: why calls of layers were not; empty if they were.
         sampled: whether features are of some samples only, which were run beside the step.
+        halved: whether features are those of autocast, though a forward beside the step could be in full precision.
         shared: layers whose outputs all samples have in common, where only some samples were run.
         no_replay: why none are; empty if they should be.
         no_drift: why ``feature_drift`` is missing; empty if it should not be.
@@ -100,6 +102,7 @@ class StepContext:
     unchosen: set[int] = field(default_factory=set)
     unseen: str = ""
     sampled: bool = False
+    halved: bool = False
     shared: set[int] = field(default_factory=set)
     no_replay: str = ""
     no_drift: str = ""
@@ -291,7 +294,7 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     if key == "feature_cancellation":
         return ""  # a change that is rounded away cancels nothing
     if scalars.get("dh.norm") > 0 and not scalars.above_rounding(facts.eps[i], entry.margin):
-        return ROUNDED
+        return HALF if facts.halved else ROUNDED
     return ""
 
 
