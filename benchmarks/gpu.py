@@ -52,7 +52,8 @@ ABOUT_COST = (
 ABOUT_SHARE = (
     "With default settings but for the tier, of {count} steps after the first hundred. The steps 1, 2, 4 and so on are "
     "measured, then every 100th as far as `max_overhead` (1 %) lets it. What the monitor says of itself was not used: "
-    "as many plain steps were timed before and after. What they differ by is part of the figure."
+    "as many plain steps were timed before and after. How the machine drifts meanwhile is part of the figure; where no "
+    "step was measured it is all of it."
 )
 ABOUT_TRAINERS = (
     "A small transformer with dropout is trained by Lightning's Trainer for six steps, every one of them measured, and "
