@@ -15,7 +15,7 @@ GPU_ALONE = ("capturable", "FSDP over")
 ON_CPU = [title for title in trainers.WAYS if not any(word in title for word in GPU_ALONE)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("title", ON_CPU)
 def test_training_is_the_same_and_norms_are_those_of_an_svd(title):
     one = trainers.tried("cpu", [title])[title]
