@@ -130,7 +130,9 @@ def hooks(model):
 @pytest.mark.slow
 def test_as_a_script():
     command = [sys.executable, TESTS.parent / "examples" / "hf_trainer.py", "--steps", "10"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert not done.returncode, done.stderr
+    out = done.stdout
     assert "11 matrices and 18 biases and gains are measured" in out
     assert "lm_head          output     128 -> 76         tied to transformer.wte" in out
     assert "spectral monitor, step 10: " in out
