@@ -124,7 +124,7 @@ def ratio(row: Mapping[str, Any]) -> str:
 
 
 def amortized(row: Mapping[str, Any], every: int) -> str:
-    """What training takes longer by, in percent."""
+    """Return what training takes longer by, in percent."""
     if row["mean"] <= 1:
         return "in the noise"
     share = 100 * (row["mean"] - 1) / every

@@ -51,7 +51,7 @@ class Sharded(Transformer):
     """Shards its blocks and itself, as FSDP2 wants it."""
 
     def configure_model(self) -> None:
-        """Shard."""
+        """Shard the blocks, then what is left."""
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
         for block in (*self.blocks, self):
             fully_shard(block, mesh=mesh)

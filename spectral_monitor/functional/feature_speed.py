@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.functional.norms import ratio
-from spectral_monitor.functional.vector_norms import DEVICE_CHUNK, common_dtype, largest, whole_length
+from spectral_monitor.functional.vector_norms import at_once, common_dtype, largest, whole_length
 from spectral_monitor.linalg import compute_dtype, to_device
 
 _CHUNK, _COPIED = 1 << 18, 1 << 16
@@ -37,7 +37,7 @@ def inner(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if a.shape != b.shape:
         raise ValueError(f"shapes must agree, got {tuple(a.shape)} and {tuple(b.shape)}")
     dtype = dtype or common_dtype(a, b)
-    if a.numel() <= _chunk(a, _CHUNK):
+    if a.numel() <= at_once(a, _CHUNK):
         return torch.dot(a.reshape(-1).to(dtype), b.reshape(-1).to(dtype))
     parts = [torch.dot(x.to(dtype), y.to(dtype)) for x, y in _chunks(a, b)]
     return torch.stack(parts).sum(dtype=torch.float64).to(dtype)
@@ -73,18 +73,13 @@ def inner_sums(pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], dtype: torch.dt
 
 def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Entries of two tensors of one shape, flat, a few at a time: what lies otherwise is not copied as a whole."""
-    copied, chunk = _chunk(a, _COPIED), _chunk(a, _CHUNK)
+    copied, chunk = at_once(a, _COPIED), at_once(a, _CHUNK)
     if a.numel() <= copied or (a.is_contiguous() and b.is_contiguous()):
         yield from zip(a.reshape(-1).split(chunk), b.reshape(-1).split(chunk), strict=True)
         return
     rows = max(1, copied * len(a) // a.numel())
     for x, y in zip(a.split(rows), b.split(rows), strict=True):
         yield from _chunks(*((x, y) if len(x) > 1 else (x.squeeze(0), y.squeeze(0))))
-
-
-def _chunk(x: Tensor, on_cpu: int) -> int:
-    """Return how many entries are multiplied at once. A GPU sums pairwise, and a call costs it as much as a million."""
-    return on_cpu if x.device.type == "cpu" else DEVICE_CHUNK
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:

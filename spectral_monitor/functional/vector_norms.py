@@ -13,6 +13,11 @@ CHUNK, DEVICE_CHUNK = 1 << 17, 1 << 22
 """Entries that are copied to float64 at a time: on a CPU what fits its cache, elsewhere enough to keep it busy."""
 
 
+def at_once(x: Tensor, on_cpu: int) -> int:
+    """Return how many entries of a tensor are taken at once; a GPU takes millions, for each call costs it as much."""
+    return on_cpu if x.device.type == "cpu" else DEVICE_CHUNK
+
+
 def common_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the dtype that what is measured of several tensors is returned in."""
     return reduce(torch.promote_types, (compute_dtype(x.dtype) for x in tensors))
@@ -38,7 +43,7 @@ def lengths(x: Tensor) -> Tensor:
         >>> lengths(torch.tensor([[3e-30, 4e-30], [3e30, 4e30]]))
         tensor([5.0000e-30, 5.0000e+30], dtype=torch.float64)
     """
-    chunk = CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
+    chunk = at_once(x, CHUNK)
     if x.ndim > 1 and x.numel() > chunk:
         if len(x) == 1:
             return lengths(x.squeeze(0))[None]

@@ -12,6 +12,6 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     A GPU copies by itself from page-locked memory only. From any other the host waits until all that was queued is
     done.
     """
-    if device.type != "cuda" or values.device == device:
+    if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)

@@ -8,6 +8,7 @@ import warnings
 from types import SimpleNamespace
 
 import gpu
+import gpu_cost
 import pytest
 import torch
 from cost_models import Size
@@ -106,8 +107,8 @@ def test_the_share_of_time_is_that_of_watched_steps_after_the_first(monkeypatch)
 
     original = gpu.Loop.step
     monkeypatch.setattr(gpu.Loop, "step", step)
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(gpu, "FREE_STEPS", 4)
+    monkeypatch.setattr(gpu_cost, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(gpu_cost, "FREE_STEPS", 4)
     part, measured = gpu.share(gpu.Loop(TINY, "cpu"), "light", lambda: None, steps=12)
     assert measured == 2  # of steps 5 to 16 the eighth and the last
     assert part == 18 / 12
