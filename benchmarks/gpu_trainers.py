@@ -208,9 +208,11 @@ def fit(way: Way, accelerator: str, watch: Callback | None) -> Recorder:
         trainer = pl.Trainer(
             accelerator=accelerator, devices=1, max_steps=STEPS, callbacks=callbacks, **{**QUIET, **settings}
         )
-        trainer.fit(module, DataLoader(Windows(read_text(None), 64), 8))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        try:
+            trainer.fit(module, DataLoader(Windows(read_text(None), 64), 8))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
     return recorder
 
 

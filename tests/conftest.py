@@ -1,12 +1,15 @@
 """One thread, quiet Lightning, a seed for every test, and the helpers that several folders use."""
 
 import logging
+import os
 import signal
 from pathlib import Path
+from unittest.mock import patch
 
 import lightning.pytorch  # noqa: F401  sets the level of its loggers
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.made_once import made_once
 
@@ -71,11 +74,15 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def alone():
-    """Seeded; and Ctrl-C goes on working after Lightning has met an exception."""
+    """Seeded; what Lightning leaves behind is taken away: its answer to Ctrl-C, the variables and the group of DDP."""
     torch.manual_seed(0)
     handler = signal.getsignal(signal.SIGINT)
-    yield
+    with patch.dict(os.environ):
+        yield
     signal.signal(signal.SIGINT, handler)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("a process group is left", pytrace=False)
 
 
 @pytest.fixture(scope="session")
