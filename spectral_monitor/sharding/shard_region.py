@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +34,7 @@ class ShardRegion:
     placement: str = "local"
     spread: int = 1
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Entries that are held."""
         return math.prod(stop - start for start, stop in (self.box if self.stretch is None else (self.stretch,)))
@@ -43,7 +44,7 @@ class ShardRegion:
         """Equal where two processes hold the same entries."""
         return self.box, self.stretch
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """True if every entry is held."""
         return self.count == math.prod(self.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -122,12 +122,13 @@ def hyperparameters(layers: Sequence[Layer], optimizers: Sequence[Optimizer]) ->
         layers: measured ones, vectors included.
         optimizers: that train them; a layer whose parts several groups hold has those of the first.
     """
-    held: dict[int, tuple[int, int, Optimizer, Mapping[str, Any]]] = {}
+    held: dict[int, Hyperparameters] = {}
     number = 0
     for owner, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
+            found = _of_group(owner, number, optimizer, group)
             for p in group["params"]:
-                held.setdefault(id(p), (owner, number, optimizer, group))
+                held.setdefault(id(p), found)
             number += 1
     return {layer.info.name: _of_layer(layer, held) for layer in layers}
 
@@ -163,14 +164,16 @@ def _names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
     return [kind.__name__ for kind in type(optimizer).__mro__]
 
 
-def _of_layer(layer: Layer, held: Mapping[int, tuple[int, int, Optimizer, Mapping[str, Any]]]) -> Hyperparameters:
-    frozen = not any(source.requires_grad for source in layer.sources)
+def _of_layer(layer: Layer, held: Mapping[int, Hyperparameters]) -> Hyperparameters:
     dtype = layer.sources[0].dtype
-    resolution = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-    found = next((held[id(source)] for source in layer.sources if id(source) in held), None)
-    if found is None:
-        return Hyperparameters(frozen=frozen, resolution=resolution)
-    owner, number, optimizer, group = found
+    return replace(
+        next((held[id(source)] for source in layer.sources if id(source) in held), UNKNOWN),
+        frozen=not any(source.requires_grad for source in layer.sources),
+        resolution=torch.finfo(dtype).eps if dtype.is_floating_point else 0.0,
+    )
+
+
+def _of_group(owner: int, number: int, optimizer: Optimizer, group: Mapping[str, Any]) -> Hyperparameters:
     names = _names(optimizer, group)
     rates = [_number(group.get(key)) for key in ("max_lr", "initial_lr", "lr")]
     momentum = group.get("momentum", (group.get("betas") or (0.0,))[0])
@@ -185,8 +188,6 @@ def _of_layer(layer: Layer, held: Mapping[int, tuple[int, int, Optimizer, Mappin
         momentum=_number(momentum, 0.0),
         weight_decay=_number(group.get("weight_decay"), 0.0),
         decoupled=not math.isnan(weight_decay(optimizer, group).factor),
-        frozen=frozen,
-        resolution=resolution,
         rectified=rectification(optimizer, group),
     )
 

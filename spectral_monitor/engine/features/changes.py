@@ -13,7 +13,7 @@ from spectral_monitor.capture.replay.feature_change import Change, Replay
 from spectral_monitor.engine.features.kernels import FullStage
 from spectral_monitor.engine.features.replays import ReplayOutcome
 from spectral_monitor.engine.features.stage import RowStage
-from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK
+from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, one_each
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.functional.features import row_ratios
 from spectral_monitor.functional.standard_errors import GROUPS, standard_error
@@ -143,21 +143,25 @@ class ChangeStage:
         errors = torch.where(every[:, None], torch.where(means.isnan(), means, 0.0), errors)
         parts = to_device(torch.tensor([some.rows / some.of for some in found]), groups.device)
         sensitivity = errors[:, 2] * parts
-        for k, (i, some) in enumerate(zip(layers, found, strict=True)):
-            out.put(i, name, means[k, 0])
-            out.put(i, f"{name}.error", errors[k, 0])
-            if size:
-                out.put(i, "dh.norm", lengths[k, 0])
-                out.note(i, "dh.size", float(some.size))
-                out.note(i, "dh.share", some.rows / some.of)
-                out.put(i, "h.compared", lengths[k, 1])
-            if size and some.graded:
-                out.put(i, "b.dh", inner[k])
-                # What processes have of b of common outputs are shares of a sum, whose norm is known.
-                out.put(i, "b.compared", out.get(i, "b.norm") if i in census.common else lengths[k, 2])
-                if i not in census.common:
-                    out.put(i, "bfa_cos.error", errors[k, 1])
-                    out.put(i, "sensitivity.error", sensitivity[k])
+        places = one_each(layers)
+        out.put_each(name, places, means[:, 0])
+        out.put_each(f"{name}.error", places, errors[:, 0])
+        if not size:
+            return
+        out.put_each("dh.norm", places, lengths[:, 0])
+        out.put_each("h.compared", places, lengths[:, 1])
+        for i, some in zip(layers, found, strict=True):
+            out.note(i, "dh.size", float(some.size))
+            out.note(i, "dh.share", some.rows / some.of)
+        graded = {i: places[i] for i, some in zip(layers, found, strict=True) if some.graded}
+        out.put_each("b.dh", graded, inner)
+        own = {i: span for i, span in graded.items() if i not in census.common}
+        out.put_each("b.compared", own, lengths[:, 2])
+        out.put_each("bfa_cos.error", own, errors[:, 1])
+        out.put_each("sensitivity.error", own, sensitivity)
+        for i in graded.keys() - own.keys():
+            # What processes have of b of common outputs are shares of a sum, whose norm is known.
+            out.put(i, "b.compared", out.get(i, "b.norm"))
 
     def _everywhere(self, changes: Mapping[int, Change | None], samples: int | None) -> Coroutine[dict[int, Found]]:
         """Return the changes of all processes as one, of layers that all have seen; ``samples``: those of this one."""

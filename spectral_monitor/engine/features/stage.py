@@ -245,11 +245,12 @@ class RowStage:
             ]
         )
         rows = numbers / torch.tensor([float(max(self.feature_count(i, name), 1)) for i, name in sizes])
-        for k, (i, name) in enumerate(sizes):
-            self.out.put(i, f"{name}.norm", both[k])
-            self.out.put(i, f"{name}.size", numbers[k])
-            if name == "h":
-                self.out.put(i, "h.rows", rows[k])
+        for of in dict.fromkeys(name for _, name in sizes):
+            spans = {i: slice(k, k + 1) for k, (i, name) in enumerate(sizes) if name == of}
+            self.out.put_each(f"{of}.norm", spans, both)
+            self.out.put_each(f"{of}.size", spans, numbers)
+            if of == "h":
+                self.out.put_each("h.rows", spans, rows)
 
     def _spectra(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
         """Put spectral and Frobenius norms of matrices of rows, a fixed choice of those of each layer."""
@@ -283,10 +284,12 @@ class RowStage:
     def _solve(self, batch: Sequence[tuple[Sequence[tuple[int, str]], ShardedStack]]) -> Coroutine[None]:
         found = yield from spectral_estimates([pieces for _, pieces in batch], ROW_TOLERANCE, bounds=False)
         for (keys, pieces), estimate in zip(batch, found, strict=True):
-            for k, (i, name) in enumerate(keys):
-                self.out.put(i, f"{name}.sigma", estimate.sigma[k])
-                self.out.put(i, f"{name}.fro", estimate.fro[k])
-                self.out.note(i, f"{name}.rows", float(pieces.shape[1]))
+            for of in dict.fromkeys(name for _, name in keys):
+                spans = {i: slice(k, k + 1) for k, (i, name) in enumerate(keys) if name == of}
+                self.out.put_each(f"{of}.sigma", spans, estimate.sigma)
+                self.out.put_each(f"{of}.fro", spans, estimate.fro)
+                for i in spans:
+                    self.out.note(i, f"{of}.rows", float(pieces.shape[1]))
 
     def _pieces(self, chosen: Mapping[tuple[int, str], _Chosen], kind: _Kind) -> ShardedStack:
         """Return the rows chosen of layers of one kind, as one stack."""

@@ -94,10 +94,9 @@ class MatrixNorms:
         norms = {job: found.fro for job, found in zip(spectral, estimates, strict=True)}
         norms.update(zip(others, fros, strict=True))
         for job in wanted:
-            for i, span in job.stack.spans.items():
-                self._out.put(i, f"{job.name}.fro", norms[job][span])
-                if job in sigmas:
-                    self._out.put(i, f"{job.name}.sigma", sigmas[job][span])
+            self._out.put_each(f"{job.name}.fro", job.stack.spans, norms[job])
+            if job in sigmas:
+                self._out.put_each(f"{job.name}.sigma", job.stack.spans, sigmas[job])
         for some in _alike(
             [(job, x, sigmas.get(job)) for job, x in zip(mapped, products, strict=True) if x is not None]
         ):

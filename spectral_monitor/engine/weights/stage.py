@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay, weight_decay
-from spectral_monitor.engine.results.raw import NETWORK, RawScalars
+from spectral_monitor.engine.results.raw import NETWORK, RawScalars, one_each
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.adam_state import COMPUTED, adam_state
 from spectral_monitor.engine.weights.clipping import Clipping, clipping_since
@@ -140,11 +140,12 @@ class MatrixStage:
         """
         held = self._held[id(optimizer)]
         owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        decay = {id(group): weight_decay(optimizer, group) for group in optimizer.param_groups}
         for i, member in held.members.items():
             rates = {float(owned[id(p)]["lr"]) for p in member.layer.sources if id(p) in owned}
             self.lr[i] = rates.pop() if len(rates) == 1 else math.nan
             if member.layer.compute is None:
-                self.decay[i] = weight_decay(optimizer, owned[id(member.layer.sources[0])])
+                self.decay[i] = decay[id(owned[id(member.layer.sources[0])])]
             if "|g|" in self.settings.needs and (
                 member.layer.compute is not None or summed_over(member.layer.sources[0])
             ):
@@ -336,8 +337,7 @@ class MatrixStage:
         """Put the products of weights and updates, in one order on every process."""
         layers = sorted(inner)
         (total,) = yield [torch.stack([inner[i].to(inner[layers[0]]) for i in layers])]
-        for i, value in zip(layers, total, strict=True):
-            self._out.put(i, "W1.dW", value)
+        self._out.put_each("W1.dW", one_each(layers), total)
 
     def _arrivals(self, held: _Held, layers: Iterable[int]) -> Tensor:
         """Return, for each layer, how many of its parameters have a local gradient that is not zero, whatever the
@@ -354,10 +354,10 @@ class MatrixStage:
         here = torch.stack([share.to(next(iter(shares.values()))) for share in shares.values()])
         here = here if factor is None else here * factor.to(here)
         total, arrived = yield [here, arrivals]
-        for i, value, gradients in zip(shares, total, arrived, strict=True):
-            if not self.members[i].layer.tied_to and i not in self.unused:
-                self._out.put(i, "contribution", value)
-                self._out.put(i, "g.arrives", gradients)
+        places = one_each(shares)
+        spans = {i: places[i] for i in shares if not self.members[i].layer.tied_to and i not in self.unused}
+        self._out.put_each("contribution", spans, total)
+        self._out.put_each("g.arrives", spans, arrived)
 
     def _network(self, held: _Held, changed: Tensor) -> Coroutine[None]:
         """Return the contribution of parameters that are not measured, and whether gradients were overwritten, or
