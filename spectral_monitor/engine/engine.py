@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -55,6 +56,8 @@ from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import ProcessGroup, copies, reshard
+
+LESS_MEMORY = " (low_memory=True, quantities='light' and replay_samples=2 each take less memory)"
 
 
 class Engine(EngineState):
@@ -507,6 +510,8 @@ class Engine(EngineState):
         except Exception as error:
             first, self._failed = not self._failed, True
             if first:  # the others follow from it
-                self._own_warn(f"a step was not measured: {what} failed with {type(error).__name__}: {error}", error)
+                advice = LESS_MEMORY if isinstance(error, torch.OutOfMemoryError) else ""
+                said = f"a step was not measured: {what} failed with {type(error).__name__}: {error}"
+                self._own_warn(said + advice, error)
         finally:
             self._spent = spent + time.perf_counter() - begin  # what ran inside has counted itself too

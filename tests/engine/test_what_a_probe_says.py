@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe, Verdict
+from spectral_monitor.engine.weights.matrix_batches import MatrixBatch
+from spectral_monitor.messages import SpectralMonitorWarning
 from spectral_monitor.reporting import JSONLinesSink
 
 
@@ -69,6 +71,21 @@ def test_a_name_is_no_list_of_sinks():
         SpectralProbe(*parts(), sinks="run.jsonl")
     with pytest.raises(TypeError, match="must be a list"):
         SpectralProbe(*parts(), sinks=JSONLinesSink("run.jsonl"))
+
+
+def test_what_takes_less_memory_is_said_where_there_is_too_little(monkeypatch):
+    def too_much(stack, host=False):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model, optimizer = parts()
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
+    monkeypatch.setattr(MatrixBatch, "load", too_much)
+    with pytest.warns(SpectralMonitorWarning, match=r"(?s)OutOfMemoryError: CUDA.*low_memory=True") as said:
+        steps(probe, model, optimizer, 3)
+    assert len(said) == 1
+    monkeypatch.undo()
+    steps(probe, model, optimizer, 1)
+    assert len(probe.measurements) == 1
 
 
 def test_that_no_optimizer_steps_is_said_as_such():
