@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.capture.replay.replay import clone_tree
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
+from spectral_monitor.condition.optimizers.hyperparameters import learning_rate
 
 HOW = "give check(model, (inputs, targets), optimizer, loss), or a model that returns its loss"
 _PEAKS = ("lr", "initial_lr", "max_lr")
@@ -118,8 +120,8 @@ class TrialCopy:
     def _raise_rates(self) -> None:
         """Set learning rates that a schedule has lowered to their peak: the first steps of a warm-up tell nothing."""
         for group in (group for one in self.optimizers for group in one.param_groups):
-            peak = max(float(group[key]) for key in _PEAKS if key in group)
-            if peak > float(group["lr"]):
+            peak = max((float(group[key]) for key in _PEAKS if group.get(key) is not None), default=math.nan)
+            if peak > learning_rate(group):
                 self.notes.append("learning rates that a schedule has lowered were taken at their peak")
                 group["lr"] = peak
 

@@ -135,6 +135,16 @@ class Descends(torch.optim.Optimizer):
         return loss
 
 
+class SizesItsSteps(Descends):
+    """As Adafactor with ``relative_step``, whose groups have no learning rate."""
+
+    def __init__(self, params):
+        super().__init__(params, None)
+
+    def rate(self, group):
+        return 0.01
+
+
 UNFIT = {"Optimizer", "LBFGS", "Rprop"}
 SPARSE = "SparseAdam"
 SPECIAL = [

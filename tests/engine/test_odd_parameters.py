@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
+from tests.correction.native import SizesItsSteps
 
 TIERS = ["light", "standard"]
 
@@ -67,3 +68,18 @@ def test_complex_parameters_contribute_what_they_do_to_the_loss():
     latest, change = stepped(WithPhases, "standard")
     assert latest.summary["loss_change"] == pytest.approx(change, rel=1e-3)
     assert latest.summary["loss_change_predicted"] == pytest.approx(change, rel=0.01)
+
+
+@pytest.mark.parametrize("quantities", ["standard", "full"])
+def test_an_optimizer_without_a_learning_rate_is_measured(quantities):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    optimizer = SizesItsSteps(model.parameters())
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities)
+    before = model[0].weight.detach().clone()
+    with probe.step():
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+    update = (model[0].weight.detach() - before).double()
+    assert probe.latest.value("update_norm", "0") == pytest.approx(float(torch.linalg.matrix_norm(update, 2)), rel=0.02)
+    assert probe.latest.why("lr", "0") == "its optimizer has no learning rate"

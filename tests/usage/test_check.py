@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import check
+from tests.correction.native import SizesItsSteps
 from tests.usage.short_fits import Net
 
 
@@ -87,6 +88,13 @@ def test_rates_at_the_foot_of_a_warm_up_are_taken_at_their_peak():
     assert found.measurement.value("lr", "4") == pytest.approx(1e-3)
     assert any("at their peak" in note for note in found.notes)
     assert {group["lr"] for group in optimizer.param_groups} == {0.0}
+
+
+def test_an_optimizer_without_learning_rates_is_tried():
+    model, batch, _ = parts()
+    found = check(model, batch, SizesItsSteps(model.parameters()), nn.functional.cross_entropy)
+    assert found.measurement.value("update_norm", "4") > 0
+    assert found.measurement.why("lr", "4") == "its optimizer has no learning rate"
 
 
 def test_a_lightning_module_needs_nothing_else():

@@ -133,6 +133,11 @@ def hyperparameters(layers: Sequence[Layer], optimizers: Sequence[Optimizer]) ->
     return {layer.info.name: _of_layer(layer, held) for layer in layers}
 
 
+def learning_rate(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a parameter group; NaN if it has none, as where Adafactor sizes its own steps."""
+    return _number(group.get("lr"))
+
+
 def weight_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> WeightDecay:
     """Return the weight decay of a parameter group; only reads.
 

@@ -209,7 +209,9 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
     if i in facts.divided and (needs & {"dW", "g"} or key == "lr"):
         return "several optimizers step the parameters it is computed from"
     if key == "lr" and math.isnan(facts.lr[i]):
-        return "the parameters it is computed from have different learning rates"
+        if layer.compute is None:
+            return "its optimizer has no learning rate"
+        return "the parameters it is computed from have different learning rates, or none"
     if key == "contribution":
         return f"counted at {layer.tied_to}, whose parameter it is" if layer.tied_to else _no_gradient(facts)
     if key == "gradient_natural":

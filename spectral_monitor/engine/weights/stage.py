@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay, weight_decay
+from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay, learning_rate, weight_decay
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars, one_each
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.adam_state import COMPUTED, adam_state
@@ -142,7 +142,7 @@ class MatrixStage:
         owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         decay = {id(group): weight_decay(optimizer, group) for group in optimizer.param_groups}
         for i, member in held.members.items():
-            rates = {float(owned[id(p)]["lr"]) for p in member.layer.sources if id(p) in owned}
+            rates = {learning_rate(owned[id(p)]) for p in member.layer.sources if id(p) in owned}
             self.lr[i] = rates.pop() if len(rates) == 1 else math.nan
             if member.layer.compute is None:
                 self.decay[i] = decay[id(owned[id(member.layer.sources[0])])]
@@ -151,7 +151,7 @@ class MatrixStage:
             ):
                 self.no_gradient[i] = SUMMED if member.layer.compute is None else COMPUTED
         if {"J", "K", "B"} & self.settings.needs:
-            self.rates += [(p, float(group["lr"])) for group in optimizer.param_groups for p in group["params"]]
+            self.rates += [(p, learning_rate(group)) for group in optimizer.param_groups for p in group["params"]]
         self.unused.update(i for i, m in held.members.items() if all(p.grad is None for p in m.layer.sources))
         # A fused optimizer takes the loss scale out of the gradients by itself, in place; they are then the loss's.
         if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
