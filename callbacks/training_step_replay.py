@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from spectral_monitor.callbacks.lightning_packages import package_of
-from spectral_monitor.capture.replay.batch_slicing import slice_batch
+from spectral_monitor.capture.replay.batch_slicing import Samples, slice_batch
 from spectral_monitor.capture.replay.eager_pass import precisely
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.capture.replay.replay import clone_tree, copied, iterators_in, modes
@@ -72,7 +72,7 @@ class TrainingStepReplay:
         precise._precisely = True
         return precise
 
-    def part(self, which: slice) -> TrainingStepReplay:
+    def part(self, which: Samples) -> TrainingStepReplay:
         """Return the same step with some samples of its batch."""
         part = copy.copy(self)
         part.given = slice_batch(self.given, which)

@@ -66,14 +66,8 @@ def test_numbers_that_are_not_defined_are_not_missed():
     ]
 
 
-def test_what_half_precision_hides_is_had_where_the_reason_says():
-    """Dropout makes the default run the whole batch again, under autocast."""
-    half, whole = (
-        trainers.outcome(trainers.WAYS[title], "cpu") for title in ("bf16-mixed", "`replay_samples=None`, bf16-mixed")
-    )
-    hidden = {reason for (key, _), reason in half.missing.items() if key == "bfa"}
-    assert hidden == {
-        "its change is too close to the rounding of its outputs, which are of half precision: replay_samples=None runs "
-        "the forward in full precision"
-    }
-    assert not any(key == "bfa" for key, _ in whole.missing)
+@pytest.mark.parametrize("title", ["bf16-mixed", "`replay_samples=None`, bf16-mixed"])
+def test_half_precision_hides_nothing(title):
+    """In spite of dropout."""
+    one = trainers.outcome(trainers.WAYS[title], "cpu")
+    assert not any(key == "bfa" for key, _ in one.missing)

@@ -244,21 +244,103 @@ def test_features_in_half_precision_are_those_of_the_weights_in_full():
         assert probe.latest.value("feature_change", name) == pytest.approx(change, rel=1e-2)
 
 
-def test_dropout_in_half_precision_costs_no_pass_beside_the_step(monkeypatch):
-    """All samples would have to be run, which the first measured step finds: later ones show what they saw."""
-    passes, look_aside = [], FeatureCapture.look_aside
+@pytest.fixture
+def passes(monkeypatch):
+    """Of how many samples passes beside the step were; 0 for all."""
+    found, look_aside = [], FeatureCapture.look_aside
 
-    def counted(*args):
-        passes.append(args)
-        return look_aside(*args)
+    def counted(features, *args):
+        why = look_aside(features, *args)
+        found.append(features.looked_at)
+        return why
 
     monkeypatch.setattr(FeatureCapture, "look_aside", counted)
-    language(no_compilation, half=True, quantities="standard")
-    assert len(passes) == 4
-    passes.clear()
-    probe, _ = language(no_compilation, half=True, dropout=0.1, quantities="standard")
-    assert len(passes) == 1
-    assert math.isfinite(probe.latest.value("feature_rms", "lm_head"))
+    return found
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_few_samples_are_enough_in_half_precision(passes, dropout):
+    probe, _ = language(no_compilation, half=True, dropout=dropout, quantities="standard")
+    assert passes == [0, 4, 4, 4]
+    for m in probe.measurements:
+        for layer in m.layers:
+            if layer.is_matrix and layer.name != "transformer.wpe":  # whose output all samples share
+                assert math.isfinite(m.value("bfa", layer.name)), m.why("bfa", layer.name)
+
+
+def test_with_dropout_numbers_of_few_samples_are_those_of_all_within_their_errors():
+    """Each has masks of its own."""
+    inside = []
+    for seed in range(3):
+        settings = {"half": True, "dropout": 0.1, "quantities": "standard"}
+        few, _ = language(no_compilation, seed, **settings)
+        every, _ = language(no_compilation, seed, replay_samples=None, max_rows=None, **settings)
+        for m, whole in zip(list(few.measurements)[1:], list(every.measurements)[1:], strict=True):
+            for key, errors in m.errors.items():
+                for layer, error in zip(m.layers, errors.tolist(), strict=True):
+                    value, there = m.value(key, layer.name), whole.value(key, layer.name)
+                    if error > 0 and math.isfinite(there):
+                        inside.append(abs(value - there) <= 3 * error)
+    assert len(inside) > 500
+    assert sum(inside) >= 0.98 * len(inside)
+
+
+class Mixes(nn.Module):
+    """A network with dropout, one of whose layers is given what ``mixed`` makes of the samples."""
+
+    def __init__(self, mixed):
+        super().__init__()
+        self.mixed = mixed
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x, y):
+        return cross_entropy(self.head(self.mixed(nn.functional.dropout(self.body(x), 0.1))), y)
+
+
+@pytest.mark.parametrize(
+    ("mixed", "after"),
+    [
+        (lambda h: h.tanh(), 8),
+        (lambda h: h - h.mean(0), None),
+        (lambda h: h + h.roll(1, 0), None),
+        (lambda h: h.cumsum(0), None),
+        (lambda h: h.flip(0).cumsum(0), None),
+    ],
+    ids=["alone", "mean", "roll", "sequence", "backwards"],
+)
+def test_samples_that_depend_on_others_are_noticed_in_spite_of_dropout(passes, mixed, after):
+    torch.manual_seed(0)
+    model = Mixes(mixed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="standard", replay_samples=8)
+    for _ in range(3):
+        x, y = torch.randn(32, 6), torch.randint(4, (32,))
+        with probe.step():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert passes == ([0] if after is None else [0, after, after])
+    assert math.isfinite(probe.latest.value("feature_rms", "body"))
+
+
+def test_where_the_loss_is_not_the_models_dropout_costs_no_pass_beside_the_step(passes):
+    """Gradients that arrived belong to other random numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="standard", replay_samples=8)
+    for _ in range(3):
+        x, y = torch.randn(32, 6), torch.randint(4, (32,))
+        with probe.step():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert passes == [0]
+    assert math.isfinite(probe.latest.value("feature_rms", "2"))
 
 
 # --- nothing is left, nothing is hidden

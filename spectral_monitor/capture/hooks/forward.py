@@ -27,6 +27,7 @@ from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Replayable, why_not
 from spectral_monitor.layers import Layer
+from spectral_monitor.state.rng import RandomState
 
 
 class FeatureCapture(CallRecorder):
@@ -49,6 +50,7 @@ class FeatureCapture(CallRecorder):
         refined: whether it does so too where layers compute in half precision, by autocast.
         looked: the call it did so of, if any.
         looked_at: of how many of its samples; 0 for all.
+        began_at_loss: whether its gradients began at its own loss, not where those of the step had arrived.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class FeatureCapture(CallRecorder):
         self.forward_open = True
         self.settled: set[int] = set()
         self.looked: Replayable | None = None
-        self.looked_at = 0
+        self.looked_at, self.began_at_loss = 0, False
         self.weights: Marks = {}
         self.weight_gradients: dict[int, Tensor | None] = {}
         self._waiting: set[int] = set()
@@ -217,6 +219,7 @@ class FeatureCapture(CallRecorder):
                     if self.hidden_layers or (self.refined and root.halves):
                         root.returned = OutputGradients(output, self._arriving)
                         self._handles += root.returned.handles
+                        root.drew = not root.randomness.same(RandomState.now())
                     self.weights = marks(self._watched)
                 self.roots.append(root)
 
@@ -250,19 +253,21 @@ class FeatureCapture(CallRecorder):
 
         Args:
             around: entered for the forward, by others who register hooks.
-            whole: the whole training step, and where its backward pass began, to be run if there is no such call, or if
-                gradients are compared, for those that arrived were rounded.
+            whole: the whole training step, and where its backward pass began, to be run if there is no such call; or if
+                gradients are compared, for those that arrived were rounded; or if random numbers are drawn, for then
+                they belong to other ones.
 
         Raises:
             ValueError: gradients of the step do not fit what the call returns now.
         """
         there = [root for root in self.roots if root.returned is not None and root.returned.arrived]
         gradients: OutputGradients | LossGradient
-        exactly = whole is not None and self.watch_gradients and self.halved
+        draws = any(root.drew for root in self.roots)
+        exactly = whole is not None and self.halved and (self.watch_gradients or draws)
         alone = len(there) == 1 and (self.hidden_layers or len(self.roots) == 1) and not exactly
         if alone and there[0].returned is not None:
             again: Replayable = there[0].precise()
-            gradients = there[0].returned
+            gradients = (there[0].gradient_of_loss() if draws else None) or there[0].returned
         elif whole is not None:
             again, gradients = whole[0].precise(), whole[1]
         else:
@@ -298,5 +303,6 @@ class FeatureCapture(CallRecorder):
         self._tables &= {i for i, call in self._portion.common} if self._portion is not None else self._tables
         loss = loss_in(output)
         again.first_loss = None if portion is not None or loss is None else loss.detach()
+        again.drew, self.began_at_loss = run.drew, isinstance(gradients, LossGradient)
         self.looked, self.looked_at = again, 0 if portion is None else portion.samples
         return ""

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from spectral_monitor.state.dtensor import is_distributed
 
+Samples = slice | list[int]
+"""Some of the samples of a batch, by their places in it."""
+
 
 def tree_map(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of nested containers, of their own types, with ``of`` applied to each tensor; anything else is
@@ -129,9 +132,9 @@ def _value(leaf: Any) -> str:
     return "" if plain is None else plain.__repr__(leaf)
 
 
-def slice_batch(tree: Any, which: slice) -> Any:
-    """Return a copy of the tree with some samples only: tensors are cut that have as many entries as the batch has
-    samples.
+def slice_batch(tree: Any, which: Samples) -> Any:
+    """Return a copy of the tree with some samples only, a range or a choice: tensors are cut that have as many entries
+    as the batch has samples.
     """
     size = batch_size(tree)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from spectral_monitor.capture.replay.batch_slicing import slice_batch, tree_map
-from spectral_monitor.capture.replay.eager_pass import OutputGradients, precisely
+from spectral_monitor.capture.replay.batch_slicing import Samples, slice_batch, tree_map
+from spectral_monitor.capture.replay.eager_pass import LossGradient, OutputGradients, precisely
 from spectral_monitor.capture.replay.loss_flow import LossFlow, loss_in
 from spectral_monitor.state.muted_warnings import muted_warnings
 from spectral_monitor.state.rng import AutocastState, RandomState
@@ -48,7 +48,7 @@ class RootCall:
         randomness: before the call.
         given: its positional and keyword arguments, copied.
         modes: whether each module inside was training.
-        drew: whether it has drawn random numbers when it was last made again.
+        drew: whether it has drawn random numbers, as far as that was looked at, when it was last made.
         halves: whether it computed in half precision, by autocast.
         returned: gradients of what it returned, if they were waited for.
         first_loss: the loss it returned when it was first made again eagerly and in full precision.
@@ -90,6 +90,12 @@ class RootCall:
         self.flow = LossFlow(loss, output)
         return self.flow.handles
 
+    def gradient_of_loss(self) -> LossGradient | None:
+        """Return the gradient that the backward pass began with, where all of it came from the loss in the output."""
+        if self.flow is None or len(self.flow.gradients) != 1 or not self.flow.alone():
+            return None
+        return LossGradient(float(self.flow.gradients[0]))
+
     def rewind(self) -> None:
         """Give the module the state it had before the call."""
         self._state.restore()
@@ -107,7 +113,7 @@ class RootCall:
             self.drew = not self.randomness.same(RandomState.now())
         return output
 
-    def part(self, which: slice) -> RootCall:
+    def part(self, which: Samples) -> RootCall:
         """Return the same call with some samples of its batch."""
         part = copy.copy(self)
         part.given = slice_batch(self.given, which)

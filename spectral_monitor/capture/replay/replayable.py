@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from spectral_monitor.capture.replay.batch_slicing import Samples
+
 
 class Repeatable(Protocol):
     """A piece of training that can be run again as it was, with its own randomness and precision.
@@ -48,7 +50,7 @@ class Replayable(Repeatable, Protocol):
     def output(self) -> Any:
         """Run it; return all that it returns."""
 
-    def part(self, which: slice) -> Replayable:
+    def part(self, which: Samples) -> Replayable:
         """Return the same forward with some samples of its batch."""
 
     def precise(self) -> Replayable:

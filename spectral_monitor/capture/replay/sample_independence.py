@@ -1,8 +1,13 @@
-"""Sample independence: do samples that are run by themselves give what they give among the others?"""
+"""Sample independence: do samples that are run by themselves give what they give among the others?
+
+Two checks say so. One compares with a run of the whole batch. A forward that draws random numbers, for dropout say,
+draws others for fewer samples. There the other one exchanges the samples beside those that are compared.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +21,10 @@ from spectral_monitor.state.dtensor import local_part
 ROUNDINGS = 64
 """Roundings by which outputs may differ that were computed with more, or fewer, rows at a time."""
 
+NOT_BY_SAMPLES = "the number of rows of {!r} does not go by samples"
+CALLED_DIFFERENTLY = "without the other samples, layers are called differently"
+NO_LESS = "the forward does no less for fewer samples"
+
 
 def _rows(x: Tensor | None, layer: Layer) -> Tensor | None:
     if x is None or not x.is_floating_point():
@@ -25,16 +34,55 @@ def _rows(x: Tensor | None, layer: Layer) -> Tensor | None:
 
 
 class SeparateRun:
-    """Copies of the rows that go into, and come out of, the calls of layers in a forward of a few samples."""
+    """Copies of the rows that go into, and come out of, the calls of layers in a forward of some samples."""
 
     def __init__(self) -> None:
         self.calls: dict[int, list[tuple[Tensor | None, Tensor | None]]] = {}
+        self.names: dict[int, str] = {}
 
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
         """Record one more call of layer ``i``."""
         found = (_rows(x, layer) for x in (given, out))
         x, h = (None if rows is None else rows.clone() for rows in found)
+        self.names[i] = layer.info.name
         self.calls.setdefault(i, []).append((x, h))
+
+
+class Differences:
+    """How far rows are from what they should be, relative to their norms; looked at once.
+
+    Attributes:
+        noise: layer index -> that of its outputs; of :meth:`verdict`.
+    """
+
+    def __init__(self) -> None:
+        self.noise: dict[int, float] = {}
+        self._found: list[tuple[int, bool, float, Tensor]] = []
+
+    def add(self, i: int, is_output: bool, right: Tensor, rows: Tensor) -> None:
+        """Add rows that go into a layer or come out of it."""
+        dtype = compute_dtype(right.dtype)
+        allowed = max(torch.finfo(right.dtype).eps, ROUNDINGS * torch.finfo(dtype).eps)
+        right, rows = right.to(dtype), rows.to(dtype)
+        norms = torch.stack([torch.linalg.vector_norm(rows - right), torch.linalg.vector_norm(right)])
+        self._found.append((i, is_output, allowed, norms))
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def verdict(self, names: Mapping[int, str]) -> str | None:
+        """Return which rows depend on other samples; empty if none do, ``None`` if these numbers cannot tell."""
+        device = self._found[0][3].device
+        off = torch.stack([norms.to(device, torch.float64) for *_, norms in self._found]).tolist()
+        if not all(math.isfinite(norm) for _, norm in off):
+            return None
+        for (i, is_output, allowed, _), (difference, norm) in zip(self._found, off, strict=True):
+            if not difference <= allowed * norm:
+                what = "outputs" if is_output else "inputs"
+                return f"the {what} of {names[i]!r} for some samples depend on the others"
+            if is_output and norm > 0:
+                self.noise[i] = max(self.noise.get(i, 0.0), difference / norm)
+        return ""
 
 
 class IndependenceCheck:
@@ -45,18 +93,17 @@ class IndependenceCheck:
 
     Attributes:
         common: calls, as (layer index, number of the call), whose outputs have no entry for each sample.
-        noise: layer index -> how far its outputs are off, relative to their norm; of :meth:`verdict`.
+        differences: of the rows; its noise is known after :meth:`verdict`.
     """
 
     def __init__(self, first: SeparateRun, last: SeparateRun, portion: BatchSlice, wrong: str = "") -> None:
         """``portion``: which the first samples are; ``wrong``: why it is known already that they must not."""
         self.common: set[tuple[int, int]] = set()
-        self.noise: dict[int, float] = {}
+        self.differences = Differences()
         self._alone = (first, last)
         self._portion = portion
         self._count: dict[int, int] = {}
         self._names: dict[int, str] = {}
-        self._found: list[tuple[int, bool, float, Tensor]] = []
         self._wrong = wrong
 
     @torch.no_grad()
@@ -71,10 +118,10 @@ class IndependenceCheck:
             parts = [calls[n][which] for calls in alone]
             rows = _rows(x, layer)
             if rows is not None and not self._compare((i, n), which == 1, rows, parts):
-                self._wrong = self._wrong or f"the number of rows of {layer.info.name!r} does not go by samples"
+                self._wrong = self._wrong or NOT_BY_SAMPLES.format(layer.info.name)
 
     def _compare(self, call: tuple[int, int], is_output: bool, rows: Tensor, parts: list[Tensor | None]) -> bool:
-        """Remember how far the parts are from the ends of all rows, or from all; whether they have as many."""
+        """Remember how far the parts are from the ends of all rows, or from all; return whether they have as many."""
         first, last = parts
         if first is None or last is None or len(first) != len(last) or first.shape[1] != rows.shape[1]:
             return False
@@ -87,12 +134,8 @@ class IndependenceCheck:
                 self.common.add(call)
         else:
             return False
-        dtype = compute_dtype(rows.dtype)
-        allowed = max(torch.finfo(rows.dtype).eps, ROUNDINGS * torch.finfo(dtype).eps)
         for whole, part in pairs:
-            whole, part = whole.to(dtype), part.to(dtype)
-            norms = torch.stack([torch.linalg.vector_norm(part - whole), torch.linalg.vector_norm(whole)])
-            self._found.append((call[0], is_output, allowed, norms))
+            self.differences.add(call[0], is_output, whole, part)
         return True
 
     def verdict(self) -> str | None:
@@ -101,18 +144,92 @@ class IndependenceCheck:
             return self._wrong
         for part in self._alone:
             if {i: len(calls) for i, calls in part.calls.items()} != self._count:
-                return "without the other samples, layers are called differently"
+                return CALLED_DIFFERENTLY
         every = {(i, n) for i, count in self._count.items() for n in range(count)}
-        if every <= self.common or not self._found:
-            return "the forward does no less for fewer samples"
-        device = self._found[0][3].device
-        off = torch.stack([norms.to(device, torch.float64) for *_, norms in self._found]).tolist()
-        if not all(math.isfinite(norm) for _, norm in off):
-            return None
-        for (i, is_output, allowed, _), (difference, norm) in zip(self._found, off, strict=True):
-            if not difference <= allowed * norm:
-                what = "outputs" if is_output else "inputs"
-                return f"the {what} of {self._names[i]!r} for some samples depend on the others"
-            if is_output and norm > 0:
-                self.noise[i] = max(self.noise.get(i, 0.0), difference / norm)
-        return ""
+        if every <= self.common or not len(self.differences):
+            return NO_LESS
+        return self.differences.verdict(self._names)
+
+
+class ExchangeCheck:
+    """Compares the first, and the last, samples of forwards in which other samples are beside them.
+
+    All are of as many samples and begin with the same random state, so that the same numbers are drawn for the same
+    places. What goes by the number of samples, and not by what they are, is not noticed.
+
+    Attributes:
+        common, differences: as of :class:`IndependenceCheck`.
+    """
+
+    def __init__(
+        self, runs: Sequence[SeparateRun], portion: BatchSlice, rows: Mapping[tuple[int, int], int], wrong: str = ""
+    ) -> None:
+        """Args:
+        runs: of the samples that :meth:`choices` names.
+        portion: which the first samples are.
+        rows: (layer index, number of the call) -> rows of its output for the whole batch.
+        wrong: why it is known already that samples must not be run by themselves.
+        """
+        self.common: set[tuple[int, int]] = set()
+        self.differences = Differences()
+        self._runs, self._portion, self._rows, self._wrong = runs, portion, rows, wrong
+
+    @staticmethod
+    def choices(portion: BatchSlice) -> list[list[int]]:
+        """Return which samples are run: the first ones twice, before others, and the last ones twice, after others.
+
+        There are none if the batch has too few others.
+        """
+        n, every = portion.samples, list(range(portion.batch))
+        others = min(n, (portion.batch - n) // 2)
+        if others < 1:
+            return []
+        before, after = every[:-n], every[n:]
+        return [
+            every[:n] + after[:others],
+            every[:n] + after[-others:],
+            before[:others] + every[-n:],
+            before[-others:] + every[-n:],
+        ]
+
+    @torch.no_grad()
+    def verdict(self) -> str | None:
+        """Return why samples must not be run by themselves; empty if they may, ``None`` if this batch cannot tell."""
+        if self._wrong:
+            return self._wrong
+        for run in self._runs:
+            if {(i, n) for i, calls in run.calls.items() for n in range(len(calls))} != self._rows.keys():
+                return CALLED_DIFFERENTLY
+        names = self._runs[0].names
+        for call in self._rows:
+            if not self._compare(call):
+                return NOT_BY_SAMPLES.format(names[call[0]])
+        if self._rows.keys() <= self.common or not len(self.differences):
+            return NO_LESS
+        return self.differences.verdict(names)
+
+    def _compare(self, call: tuple[int, int]) -> bool:
+        """Remember how far rows of the same samples differ; return whether their number goes by samples."""
+        i, n = call
+        here, whole = [run.calls[i][n] for run in self._runs], self._rows[call]
+        outputs = [h for _, h in here if h is not None]
+        count = len(outputs[0]) if outputs else whole
+        samples, size = self._portion.samples, len(self.choices(self._portion)[0])
+        if count * self._portion.batch != whole * size:
+            if count != whole:
+                return False
+            self.common.add(call)
+        for which, is_output in enumerate((False, True)):
+            rows = [some[which] for some in here]
+            there = [x for x in rows if x is not None]
+            if not there:
+                continue
+            if len(there) < len(rows) or len({x.shape for x in there}) > 1:
+                return False
+            kept, rest = divmod(len(there[0]) * (size if call in self.common else samples), size)
+            if rest:
+                return False
+            first, same, last, alike = there
+            self.differences.add(i, is_output, first[:kept], same[:kept])
+            self.differences.add(i, is_output, last[len(last) - kept :], alike[len(alike) - kept :])
+        return True

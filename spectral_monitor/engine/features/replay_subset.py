@@ -12,12 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice, batch_size, signature
-from spectral_monitor.capture.replay.sample_independence import IndependenceCheck
+from spectral_monitor.capture.replay.sample_independence import ExchangeCheck, IndependenceCheck
 from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.state.serialize import fingerprint
 
-NO, UNSEEN, YES = 0, 1, 2
-"""Whether the first samples will do: no; that is to be seen, by running them and all; yes."""
+NO, DRAWN, UNSEEN, YES = 0, 1, 2, 3
+"""Whether the first samples will do: no; that is to be seen, by exchanging the samples beside them, for random numbers
+are drawn; that is to be seen, by running them and all; yes.
+"""
 
 VALUES = 4
 """Values of an argument that are told apart. One that has had more, with which the first samples did, is taken for one
@@ -85,9 +87,11 @@ class ReplaySubset:
         common = next((common for (known, _), common in reversed(self._known.items()) if known == key), None)
         return None if common is None else replace(portion, common=common)
 
-    def look(self, again: Sliceable | None, calls: Mapping[int, Sequence[Call]]) -> tuple[int, str]:
+    def look(
+        self, again: Sliceable | None, calls: Mapping[int, Sequence[Call]], draws: bool = False
+    ) -> tuple[int, str]:
         """Return whether the first samples are enough for a forward and its calls, and why they never will be, if that
-        is new.
+        is new; ``draws``: whether it draws random numbers, the same ones when it is run again after the step.
         """
         if self.automatic and self._samples is None and again is not None:
             self._samples = _enough(again, calls)
@@ -101,13 +105,17 @@ class ReplaySubset:
         self._form, self._now = self._built(again)
         self._calls = _short(sorted((i, len(some)) for i, some in calls.items()))
         common = self._known.get((self._key(self._form, self._now), self._calls))
+        if draws and not ExchangeCheck.choices(self.portion):
+            self.give_up()
+            return NO, DRAWS
+        unseen = DRAWN if draws else UNSEEN
         if common is None:
-            return UNSEEN, ""
+            return unseen, ""
         self.portion = portion = replace(self.portion, common=common)
         counts = [((i, n), call.outputs) for i, some in calls.items() for n, call in enumerate(some)]
-        return (UNSEEN if any(portion.rows(*call) is None for call in counts) else YES), ""
+        return (unseen if any(portion.rows(*call) is None for call in counts) else YES), ""
 
-    def settle(self, rehearsal: IndependenceCheck) -> str:
+    def settle(self, rehearsal: IndependenceCheck | ExchangeCheck) -> str:
         """Remember what was seen; why the first samples will not do, empty if they will or it could not be told."""
         why = rehearsal.verdict()
         if why:
@@ -116,7 +124,7 @@ class ReplaySubset:
             common = frozenset(rehearsal.common)
             self.portion = replace(self.portion, common=common)
             self._remember(common)
-            for i, noise in rehearsal.noise.items():
+            for i, noise in rehearsal.differences.noise.items():
                 self.noise[i] = max(self.noise.get(i, 0.0), noise)
             return ""
         self.portion = None

@@ -19,8 +19,8 @@ from spectral_monitor.capture.replay.feature_change import Outputs, Replay
 from spectral_monitor.capture.replay.graph_replay import sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Repeatable, Replayable, why_not
-from spectral_monitor.capture.replay.sample_independence import IndependenceCheck, SeparateRun
-from spectral_monitor.engine.features.replay_subset import DRAWS, NO, UNSEEN, YES, ReplaySubset
+from spectral_monitor.capture.replay.sample_independence import ExchangeCheck, IndependenceCheck, SeparateRun
+from spectral_monitor.engine.features.replay_subset import DRAWN, DRAWS, NO, UNSEEN, YES, ReplaySubset
 from spectral_monitor.engine.results.reasons import MOVED, StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.layers.naming import label, named_modules
@@ -165,10 +165,16 @@ class Replays:
         """Return whether the first samples of a forward are enough when it is run again; see :mod:`.replay_subset`."""
         if not self.needs & {"dh", "probe"}:
             return NO
-        stand, never = self.slices.look(again, self._features.calls)
+        stand, never = self.slices.look(again, self._features.calls, again is not None and self._draws_alike(again))
         if never and not self.slices.automatic:
             warn(f"replay_samples is of no use: {never}; the whole batch is run again")
         return stand
+
+    def _draws_alike(self, again: Replayable) -> bool:
+        """Return whether a forward draws random numbers, but the same ones before the step and after it: it was run
+        beside the step, with its loss, and is run again for the same samples.
+        """
+        return again is self._features.looked and self._features.began_at_loss and again.drew
 
     def run(
         self,
@@ -206,13 +212,19 @@ class Replays:
     def _same_batch(
         self, again: Replayable, part: int, replay: Replay, facts: StepContext, context: Context, warn: WarnOnce
     ) -> ReplayResult:
-        rehearsal = self._rehearsal(again, context) if part == UNSEEN else None
+        rehearsal: IndependenceCheck | ExchangeCheck | None = None
+        if part == UNSEEN:
+            rehearsal = self._rehearsal(again, context)
+        elif part == DRAWN:
+            rehearsal = self._exchange(again, context)
+        drew = again.drew  # before the step
         what, portion = f"the forward of {self._name(again)}", self.slices.portion
         try:
             run = again.part(slice(portion.samples)) if part == YES and portion is not None else again
-            loss = self.run_again(run, context, *([replay] if rehearsal is None else [replay, rehearsal]))
+            watchers = [replay, rehearsal] if isinstance(rehearsal, IndependenceCheck) else [replay]
+            loss = self.run_again(run, context, *watchers)
             if part == YES:
-                _check_part(run, replay)
+                _check_part(run, replay, drew and self._features.began_at_loss)
         except Exception as error:
             facts.no_replay = f"{what} could not be run again ({type(error).__name__}: {error})"
             further = ""
@@ -256,6 +268,20 @@ class Replays:
                 wrong = wrong or f"the forward of {portion.samples} samples fails ({type(error).__name__}: {error})"
         return IndependenceCheck(parts[0], parts[1], portion, wrong)
 
+    def _exchange(self, again: Replayable, context: Context) -> ExchangeCheck:
+        """Return what the first and the last samples give beside others, where random numbers are drawn."""
+        portion = self.slices.portion
+        assert portion is not None
+        runs, wrong = [], ""
+        for which in ExchangeCheck.choices(portion):
+            runs.append(SeparateRun())
+            try:
+                self.run_again(again.part(which), context, runs[-1])
+            except Exception as error:
+                wrong = wrong or f"the forward of {len(which)} samples fails ({type(error).__name__}: {error})"
+        rows = {(i, n): call.outputs for i, calls in self._features.calls.items() for n, call in enumerate(calls)}
+        return ExchangeCheck(runs, portion, rows, wrong)
+
     def _probe_batch(
         self, probe: Probe, keys: Collection[str], facts: StepContext, context: Context, warn: WarnOnce
     ) -> ReplayResult:
@@ -297,13 +323,13 @@ class Replays:
         return None if loss is None else loss.detach()
 
 
-def _check_part(part: Replayable, replay: Replay) -> None:
+def _check_part(part: Replayable, replay: Replay, may_draw: bool = False) -> None:
     """Check that what was seen of forwards of the first samples still holds.
 
     Raises:
         RuntimeError: it does not.
     """
-    if part.drew:
+    if part.drew and not may_draw:
         raise RuntimeError(DRAWS)
     if not replay.same_calls():
         raise RuntimeError("for the first samples alone, layers are called differently")
