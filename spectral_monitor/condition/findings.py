@@ -232,14 +232,14 @@ def _room(low: float, high: float) -> float:
 
 def _weights(network: Network, row: Row) -> Finding | None:
     """Return the size of weights as they began; how updates change it is another question."""
-    if not row.dense or not network.fresh or row.info.name in network.from_zero:
+    if not row.dense or not network.fresh or row.info.name in network.from_zero or row.scaled:
         return None
     if network.ntk_weights:  # which is said of all of them at once
         return None
     value, ratio = row.get("weight_natural"), network.initial_gain(row)
-    if not ratio > 0:
-        return None
     low, high = WEIGHT_BAND
+    if not ratio > 0 or (ratio < low and network.is_read(row)):
+        return None
     low = 0.0 if row.info.role == "readout" else low  # which many recipes begin next to zero
     return Finding("weights", row.info.name, "weight_natural", value, value / ratio, (low, high))
 
@@ -250,4 +250,6 @@ def _embedding(network: Network, row: Row) -> Finding | None:
     if row.info.name in network.from_zero:
         return None
     size = network.initial_rows(row) if network.exploded else row.get("weight_natural")
+    if size < EMBEDDING_BAND[0] and network.is_read(row):
+        return None
     return Finding("embedding", row.info.name, "weight_natural", size, 1.0, EMBEDDING_BAND, against="usual")

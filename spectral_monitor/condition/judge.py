@@ -139,7 +139,7 @@ class Judge:
             self._fresh = network.looks_fresh
         for row in network.rows:
             step, before = row.get("update_ratio") * row.to_peak, self._steps.get(row.info.name, 0.0)
-            self._steps[row.info.name] = step if step > before else before
+            self._steps[row.info.name] = step if step > before and row.has_gradient else before
             size = network.initial_gain(row) if row.dense else network.initial_rows(row)
             if size > 0:
                 self._initial_sizes.setdefault(row.info.name, size)

@@ -27,6 +27,9 @@ MOVED = 1.0
 EXPLODED = 1.0
 """A step that is larger than the weights, which no healthy run comes near (0.25), has nothing left of them."""
 
+READ_SIZE = 0.2
+"""RMS of a matrix's outputs over its gain: inputs that are smaller are of no usual size."""
+
 
 @dataclass(frozen=True)
 class Network:
@@ -40,7 +43,8 @@ class Network:
         from_zero: names of the layers that began at zero.
         expected: layer -> factor on its learning rate that the user has declared.
         fresh: whether weights began as they are drawn, not as an earlier training left them.
-        largest_steps: layer -> its largest relative update so far, at the peak of its learning rate.
+        largest_steps: layer -> its largest relative update so far that a gradient was behind, at the peak of its
+            learning rate; 0 before there was one.
         initial_sizes: layer -> gain of its weights over the usual one when it was first measured; of an
             embedding, the size of its largest row.
     """
@@ -209,7 +213,7 @@ class Network:
         """Return the peers that others are held against: what began at zero says nothing of the size of weights."""
         if quantity != "weight_natural":
             return self.peers
-        return [row for row in self.peers if row.info.name not in self.from_zero]
+        return [row for row in self.peers if row.info.name not in self.from_zero and not row.scaled]
 
     @property
     def looks_fresh(self) -> bool:
@@ -218,10 +222,13 @@ class Network:
 
     @cached_property
     def finished(self) -> bool:
-        """Return whether no layer gets a gradient although they have moved: the loss of this batch is exactly 0."""
+        """Return whether no layer gets a gradient although gradients have moved them: the loss of this batch is exactly
+        0.
+        """
         silent = [not row.has_gradient for row in self.peers]
         drift = geometric_median(row.get("drift_ratio") for row in self.peers)
-        return bool(silent) and all(silent) and drift > 0.01
+        taught = any(self.largest_steps.get(row.info.name, 0.0) > 0 for row in self.peers)
+        return bool(silent) and all(silent) and taught and drift > 0.01
 
     def usual_gain(self, row: Row) -> float:
         """Return the median gain of the other layers' weights, no further off than healthy ones ever are."""
@@ -271,6 +278,15 @@ class Network:
         """Return the size of an embedding's largest row when it was first measured."""
         return self.initial_sizes.get(row.info.name, row.get("weight_natural"))
 
+    def is_read(self, row: Row) -> bool:
+        """Return whether the next matrix gets inputs of usual size although a layer's weights are small.
+
+        A residual stream passes by the layer, or a norm comes in between.
+        """
+        following = self.rows[self.rows.index(row) + 1 :]
+        reader = next((other for other in following if other.dense and other.get("feature_rms") >= 0), None)
+        return reader is not None and reader.get("feature_rms") > READ_SIZE * reader.gain
+
     @cached_property
     def matrix_rate(self) -> float:
         """The learning rate of the median matrix; NaN if none is known."""
@@ -318,11 +334,15 @@ class Network:
 
     @cached_property
     def ntk_weights(self) -> bool:
-        """True if weights are those of the neural tangent parametrization: entries of size 1 at any width."""
+        """True if weights are those of the neural tangent parametrization, entries of size 1 at any width, under SGD.
+
+        Under Adam entries move by the learning rate whatever their gradients, and features with them.
+        """
         sizes = [row.get("weight_fro") / math.sqrt(math.prod(row.info.shape)) for row in self.peers]
         wide = max((row.info.fan_in for row in self.peers), default=0) >= WIDE
         drifts = [row.get("drift_ratio") for row in self.peers]  # no init is this large, but what exploded is
-        return wide and all(1 / LEVEL < size < LEVEL for size in sizes) and not any(drift > 1 for drift in drifts)
+        alike = all(1 / LEVEL < size < LEVEL for size in sizes)
+        return self.family == "sgd" and wide and alike and not any(drift > 1 for drift in drifts)
 
 
 def _randomness(row: Row) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
-from spectral_monitor.measurement import LOST, NOT_CALLED, UNUSED, LayerInfo, Measurement
+from spectral_monitor.measurement import LOST, NOT_CALLED, UNFIT, UNUSED, LayerInfo, Measurement
 
 READ = frozenset(
     {"weight_natural", "weight_fro", "update_natural", "update_norm", "update_fro", "update_ratio"}
@@ -25,7 +25,8 @@ def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
 
     ``lost`` stands beside contributions: 1 where that is 0 although a gradient arrives, else 0; ``unused`` beside
     outputs: 1 where these were computed but no gradient came back, else 0. ``unseen`` is the same of layers whose calls
-    cannot be seen, such as recurrent ones.
+    cannot be seen, such as recurrent ones; ``scaled`` is 1 of layers whose outputs are not what their weights make of
+    their inputs.
     """
     names = [info.name for info in measurement.layers]
     given = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
@@ -33,6 +34,7 @@ def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
     if "contribution" in found:
         found["lost"] = {name: float(measurement.why("contribution", name) == LOST) for name in found["contribution"]}
     if "feature_rms" in found:
+        found["scaled"] = {name: 1.0 for name in names if measurement.why("feature_rms", name) == UNFIT}
         unused = {name: float(measurement.why("update_natural", name) == UNUSED) for name in names}
         found["unused"] = {name: unused[name] for name in found["feature_rms"]}
         found["unseen"] = {
@@ -59,6 +61,11 @@ class Row:
     def dense(self) -> bool:
         """Return whether it maps dense features, and so is compared with others."""
         return self.info.role in ("operator", "readout")
+
+    @property
+    def scaled(self) -> bool:
+        """Return whether its module multiplies the weights by something else, so that their size tells nothing."""
+        return self.get("scaled") == 1
 
     @property
     def lr(self) -> float:

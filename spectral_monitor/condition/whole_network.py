@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spectral_monitor.condition.causes import History
 from spectral_monitor.condition.findings import AT_ONCE, NO_STEP, SMALLEST, Finding
 from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.measurement import NOT_FINITE, Measurement
@@ -52,6 +53,7 @@ EFFICIENT, EARLY = 0.05, 8
 """RMS entry of Adam's update over the learning rate, which is 0.3 to 1 in the first steps."""
 LASTING = 0.995
 """Momentum from here on averages the last 200 steps and more."""
+FROZEN = "every layer is frozen"
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
 EDGE, EDGES = 2.0, 5
 """Steps of this edge no longer lower the loss of their own batch; so many of them have a median. Networks that train,
@@ -177,7 +179,7 @@ class Whole:
 
     def _slowness(self, network: Network) -> Iterator[Finding]:
         """Yield how large steps have been so far, if the network was not trained before and has taken its time."""
-        moving = [row for row in network.moved_by_rate if row.get("update_ratio") > 0]
+        moving = [row for row in network.moved_by_rate if row.get("update_ratio") > 0 and row.has_gradient]
         own = [row for row in moving if row.info.name not in network.from_zero]
         rises, self._rate = network.top_lr > 1.01 * self._rate, network.top_lr
         if not own:
@@ -305,7 +307,7 @@ def why_still(network: Network) -> str:
     """Return why no layer can move, in words; empty if some can."""
     rows = [row for row in network.rows if not row.settings.frozen]
     if not rows:
-        return "every layer is frozen"
+        return FROZEN
     if network.top_lr == 0:
         return "every learning rate is 0"
     moved = any(row.get(key) > 0 for row in rows for key in _MOVES)  # then its settings are just not known
@@ -315,18 +317,31 @@ def why_still(network: Network) -> str:
 
 
 def _still(measurement: Measurement, network: Network) -> Finding | None:
-    """Return the largest update of all, 0 if nothing moved; ``None`` if updates were not measured."""
+    """Return the largest update of all, 0 if nothing moves; ``None`` if updates were not measured.
+
+    It is 0 too if biases and gains alone move, because matrices cannot. To train those of a trained network alone, with
+    all else frozen, is a method.
+    """
     keys = [key for key in _MOVES if key in measurement.values]
     if not keys or not network.rows:
         return None
-    moves = [row.get(keys[0]) for row in network.rows]
-    moves += [row.get(keys[0]) for row in network.vectors.values()]
-    known = [abs(x) for x in moves if not math.isnan(x)]
-    largest = max(known, default=0.0)
+    matrices, vectors = (_largest(rows, keys) for rows in (network.rows, network.vectors.values()))
     reasons = {measurement.why(keys[0], row.info.name) for row in network.rows}
     no_step = f"{NO_STEP} that is known of" if reasons == {NO_STEP} else ""
-    why = why_still(network) or no_step or "every update is 0, NaN or skipped"
-    return Finding("nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, (SMALLEST, math.inf), against=why)
+    certain = why_still(network)
+    why = certain or no_step or "every update is 0, NaN or skipped"
+    largest, what = max(matrices, vectors), "no parameter moves"
+    if largest > matrices == 0 and certain and (certain != FROZEN or network.fresh):
+        largest, what = 0.0, "no matrix moves, only biases and gains do"
+    return Finding(
+        "nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, (SMALLEST, math.inf), against=f"{what}: {why}"
+    )
+
+
+def _largest(rows: Iterable[Row], keys: Sequence[str]) -> float:
+    """Return the largest update of some layers, each by the first of these quantities that it has; 0 without any."""
+    known = ((abs(row.get(key)) for key in keys if not math.isnan(row.get(key))) for row in rows)
+    return max((next(sizes, 0.0) for sizes in known), default=0.0)
 
 
 def _not_finite(measurement: Measurement) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spectral_monitor.condition import Judge, SpectralCondition
-from tests.condition.synthetic import LAYERS, measured, nothing, only_verdict, set_by, verdicts_on
+from tests.condition.synthetic import LAYERS, judged, measured, nothing, only_verdict, set_by, verdicts_on
 
 
 def causes(verdicts):
@@ -87,7 +87,9 @@ def test_a_network_without_any_gradient():
 
 
 def test_a_loss_of_exactly_zero_after_training_makes_no_layer_dead():
-    assert verdicts_on(contribution=dict.fromkeys(LAYERS, 0.0), drift_ratio=dict.fromkeys(LAYERS, 0.5)) == ()
+    trained = measured(1)
+    done = {"contribution": dict.fromkeys(LAYERS, 0.0), "drift_ratio": dict.fromkeys(LAYERS, 0.5)}
+    assert judged([trained, *(measured(step, **done) for step in (2, 3, 4))])[1] == ()
 
 
 def test_without_gradients_an_update_of_nothing_is_unmoved():

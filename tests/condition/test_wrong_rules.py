@@ -67,6 +67,7 @@ def test_weights_of_the_tangent_parametrization():
         "no layer is told by itself that it is too heavy"
     )
     assert NETWORK not in causes("SGD", **ones(drift=1.5)), "what exploded is no parametrization"
+    assert NETWORK not in causes("Adam", **ones()), "where entries move by the learning rate, features do too"
 
 
 @pytest.mark.parametrize(("size", "told"), [(0.49, False), (0.51, True), (1.0, True), (1.99, True), (2.01, False)])

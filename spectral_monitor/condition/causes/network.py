@@ -23,6 +23,10 @@ SLOWEST = 0.05
 """The root of the fastest layer's relative update times the median layer's natural one in healthy networks."""
 
 
+HALVES = 0.5
+"""Gain of the median layer from which on the weights of most layers are large enough to keep features."""
+
+
 class History(NamedTuple):
     """The run so far, as causes need it.
 
@@ -113,7 +117,7 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
 
 
 def _nothing(finding: Finding, network: Network, history: History) -> Explanation:
-    return Explanation("nothing_trains", f"no parameter moves: {finding.against}", Remedy("check"))
+    return Explanation("nothing_trains", finding.against, Remedy("check"))
 
 
 def _features(finding: Finding, network: Network, history: History) -> Explanation:
@@ -139,7 +143,7 @@ def _targets(finding: Finding, network: Network, history: History) -> Explanatio
 
 def _features_vanish(finding: Finding, network: Network, history: History) -> Explanation:
     gain = geometric_median(row.gain for row in network.peers)
-    if math.isnan(gain):  # weights were not measured
+    if not gain < HALVES:  # those of most layers are in order, or were not measured
         how = f"the smallest outputs of a layer begin with RMS {short(finding.value)}: initial weights are too small"
         return Explanation("weights_too_small", how, Remedy("check"))
     return Explanation(

@@ -133,12 +133,18 @@ def _ends(given: Sequence[Rated], vectors: float) -> frozenset[str]:
     """Return the input layer and the readout where only they have the rate of biases, and a larger one than others.
 
     That is muP for optimizers that are told one width: the rates of hidden matrices shrink with it, or the others grow.
+    Without biases both have to share that rate.
     """
-    outer = {info.name for place, (info, _) in enumerate(given) if place == 0 or info.role == "readout"}
-    ends = {info.name for info, lr in given if _same(lr, vectors)}
+    outer = {info.name: lr for place, (info, lr) in enumerate(given) if place == 0 or info.role == "readout"}
+    alone = math.isnan(vectors)
+    large = max(outer.values(), default=math.nan) if alone else vectors
+    ends = {info.name for info, lr in given if _same(lr, large)}
     hidden = [lr for info, lr in given if info.name not in ends]
-    told = ends <= outer and len(hidden) > 1 and geometric_median(hidden) < vectors
-    return frozenset(ends) if told else frozenset()
+    if alone:
+        told = len(outer) > 1 and ends == outer.keys() and len(hidden) > 0
+    else:
+        told = ends <= outer.keys() and len(hidden) > 1
+    return frozenset(ends) if told and geometric_median(hidden) < large else frozenset()
 
 
 def _of_matrices(

@@ -15,7 +15,7 @@ from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
 from spectral_monitor.engine.settings import FEATURES
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import LOST, NODE, NOT_CALLED, NOT_FINITE, UNUSED, ZERO
+from spectral_monitor.measurement import LOST, NODE, NOT_CALLED, NOT_FINITE, UNFIT, UNUSED, ZERO
 from spectral_monitor.quantities import QUANTITIES, attention
 
 ROUNDED = "its change is too close to the rounding of its outputs"
@@ -24,7 +24,6 @@ UNCHOSEN = "no row of max_rows is of the samples that are run again: raise max_r
 REPLACED = "since training began its weight was replaced, pruned or parametrized"
 NOT_QUERIES = "it does not make the queries of an attention block, where those of a block are reported"
 ONE_HOT = "an embedding's inputs are one-hot"
-UNFIT = "its outputs are not its inputs times its weight"
 NO_DECAY = WeightDecay(math.nan, math.nan)
 SHARED = "all samples have its output in common, and only some were run eagerly: replay_samples=None runs all"
 MOVED = "something moved the weights between the forward pass and the update, or before both"

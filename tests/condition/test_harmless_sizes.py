@@ -1,0 +1,160 @@
+"""Weights of unusual size that do no harm, and what would do harm in their place: real networks, a few steps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from spectral_monitor import SpectralProbe
+from spectral_monitor.condition.optimizers.rates import rates
+from spectral_monitor.measurement import LayerInfo
+from tests.condition.synthetic import LAYERS, judged, measured
+
+WIDTH = 64
+
+
+class Equalized(nn.Module):
+    """Divides its weights by the root of their number of inputs when it is called, as ProGAN and StyleGAN do."""
+
+    def __init__(self, inputs, outputs, slower=1.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / slower)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        self.scale = slower / math.sqrt(inputs)
+
+    def forward(self, x):
+        return functional.linear(x, self.weight * self.scale, self.bias)
+
+
+class Branch(nn.Module):
+    """A residual branch whose last matrix begins small."""
+
+    def __init__(self, size, passed_by=True):
+        super().__init__()
+        self.first, self.last, self.passed_by = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), passed_by
+        nn.init.xavier_uniform_(self.last.weight, gain=size)
+
+    def forward(self, x):
+        h = self.last(functional.silu(self.first(x)))
+        return x + h if self.passed_by else h
+
+
+def causes(model, optimizer, x, steps=6, **settings):
+    """Causes by layer after a few steps, and all that was warned of."""
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, **settings)
+    y = torch.randint(4, (len(x),))
+    said = set()
+    for _ in range(steps):
+        with probe.step():
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        said |= {(verdict.layer, verdict.cause) for verdict in probe.verdicts}
+    return said
+
+
+def equalized(layer):
+    torch.manual_seed(0)
+    mapping = [layer(WIDTH, WIDTH, 0.01), nn.LeakyReLU(), layer(WIDTH, WIDTH, 0.01), nn.LeakyReLU()]
+    body = [layer(WIDTH, 4 * WIDTH), nn.LeakyReLU(), layer(4 * WIDTH, 4 * WIDTH), nn.LeakyReLU()]
+    return nn.Sequential(*mapping, *body, layer(4 * WIDTH, 4))
+
+
+def test_sizes_tell_nothing_where_modules_multiply_their_weights():
+    model = equalized(Equalized)
+    assert not causes(model, torch.optim.Adam(model.parameters(), 2e-3, (0.0, 0.99)), torch.randn(64, WIDTH))
+
+
+def test_the_same_weights_are_told_where_they_count():
+    def linear(inputs, outputs, slower=1.0):
+        made = nn.Linear(inputs, outputs)
+        with torch.no_grad():
+            made.weight.copy_(Equalized(inputs, outputs, slower).weight)
+        return made
+
+    model = equalized(linear)
+    said = causes(model, torch.optim.Adam(model.parameters(), 2e-3, (0.0, 0.99)), torch.randn(64, WIDTH))
+    assert "weights_too_large" in {cause for _, cause in said}
+
+
+@pytest.mark.parametrize(("optimizer", "lr"), [(torch.optim.SGD, 1e-4), (torch.optim.Adam, 1e-5)])
+@pytest.mark.parametrize("passed_by", [True, False])
+def test_small_weights_that_a_residual_stream_passes_by_are_no_fault(optimizer, lr, passed_by):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Branch(1.0), Branch(1e-3, passed_by), Branch(1.0))
+    model.append(nn.Linear(WIDTH, 4))
+    said = causes(model, optimizer(model.parameters(), lr), torch.randn(64, WIDTH))
+    assert (("2.last", "weights_too_small") in said) is not passed_by
+
+
+@pytest.mark.parametrize(("optimizer", "lr", "told"), [(torch.optim.Adam, 1e-3, False), (torch.optim.SGD, 1e-3, True)])
+def test_what_began_with_less_than_a_step_began_at_zero(optimizer, lr, told):
+    """Under Adam entries of 1e-5 are 1e-3 after a step, whatever they were."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, WIDTH), nn.Flatten(), nn.Linear(4 * WIDTH, WIDTH), nn.ReLU())
+    model.append(nn.Linear(WIDTH, 4))
+    nn.init.uniform_(model[0].weight, -1e-5, 1e-5)
+    said = causes(model, optimizer(model.parameters(), lr), torch.randint(50, (64, 4)))
+    assert (("0", "embedding_scale") in said) is told
+
+
+@pytest.mark.parametrize(("decay", "cause"), [(0.0, "nothing_trains"), (5e-3, "dead")])
+def test_a_dead_network_is_dead_with_weight_decay_too(decay, cause):
+    """Decay moves its weights, but no gradient ever has: the loss is not 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())
+    model.append(nn.Linear(WIDTH, 4, bias=False))
+    nn.init.constant_(model[0].bias, -50.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=decay)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
+    for _ in range(30):
+        with probe.step():
+            optimizer.zero_grad()
+            functional.cross_entropy(model(torch.randn(32, WIDTH)), torch.randint(4, (32,))).backward()
+            optimizer.step()
+    assert {verdict.cause for verdict in probe.verdicts if verdict.is_root} == {cause}
+
+
+@pytest.mark.parametrize("how", ["frozen", "no rate", "not held"])
+def test_where_vectors_alone_are_trained_it_is_not_said_that_nothing_moves(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    groups = [{"params": [p for p in model.parameters() if p.ndim == 1]}]
+    if how == "frozen":
+        for p in matrices:
+            p.requires_grad_(False)
+    elif how == "no rate":
+        groups.append({"params": matrices, "lr": 0.0})
+    optimizer = torch.optim.SGD(groups, 0.1)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
+    for _ in range(3):
+        with probe.step():
+            optimizer.zero_grad()
+            functional.cross_entropy(model(torch.randn(32, WIDTH)), torch.randint(4, (32,))).backward()
+            optimizer.step()
+    assert probe.verdicts[0].sentence.startswith("no matrix moves, only biases and gains do: ")
+
+
+def test_biases_that_move_are_no_network_that_stands_still():
+    """As a network whose matrices get no gradient while a bias does."""
+    still = {"update_natural": dict.fromkeys(("tok", "a", "b", "c", "head"), 0.0)}
+    _, verdicts = judged([measured(step, **still) for step in (1, 2, 3)])
+    assert "nothing_trains" not in {verdict.cause for verdict in verdicts}
+    _, verdicts = judged([measured(step, update_natural=dict.fromkeys(LAYERS, 0.0)) for step in (1, 2, 3)])
+    assert "nothing_trains" in {verdict.cause for verdict in verdicts}
+
+
+@pytest.mark.parametrize("hidden", [1, 2, 3])
+def test_without_biases_ends_that_share_a_larger_rate_are_those_of_mup(hidden):
+    names = ["first", *(f"h{k}" for k in range(hidden)), "head"]
+    infos = [LayerInfo(name, "readout" if name == "head" else "operator", 64, 64, (64, 64)) for name in names]
+    rated = [(info, 2e-3 if info.name in ("first", "head") else 2.5e-4) for info in infos]
+    assert all(rate.factor == pytest.approx(1) for rate in rates(rated).values())
+    if hidden > 2:
+        slow = [(info, 2.5e-6 if info.name == "h1" else lr) for info, lr in rated]
+        assert rates(slow)["h1"].factor == pytest.approx(0.01)
