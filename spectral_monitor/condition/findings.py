@@ -109,6 +109,7 @@ def findings(network: Network, condition: SpectralCondition) -> Iterator[Finding
         for finding in (
             _dead(network, row),
             _cut_off(network, row),
+            _left_out(network, row),
             _rate(network, row) if condition.profile is None else None,  # which has every layer's own
             _exploding(network, row),
             _grown(row),
@@ -147,6 +148,15 @@ def _cut_off(network: Network, row: Row) -> Finding | None:
         return None
     value = 0.0 if cut_off else 1.0
     return Finding("cut_off", row.info.name, "update_natural", value, 1.0, (SMALLEST, math.inf), against="a gradient")
+
+
+def _left_out(network: Network, row: Row) -> Finding | None:
+    """Return whether it is trained; only of layers in a place that others have too."""
+    pattern = network.left_out.get(row.info.name, "")
+    if not pattern and math.isnan(row.get("drift_ratio")):
+        return None
+    value, against = 0.0 if pattern else 1.0, pattern or "others in equal places"
+    return Finding("left_out", row.info.name, "weight_natural", value, 1.0, (SMALLEST, math.inf), against=against)
 
 
 def _rate(network: Network, row: Row) -> Finding | None:

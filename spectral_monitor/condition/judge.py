@@ -26,7 +26,7 @@ from spectral_monitor.measurement import HEALTHY, NOT_FINITE, NOT_JUDGED, OFF, L
 
 VERSION = 5
 """Of the saved state."""
-OF_NO_SIZE = frozenset({"rate", "vector_rate", "dead", "logits_exploding", "attention_collapsed"})
+OF_NO_SIZE = frozenset({"rate", "vector_rate", "dead", "left_out", "logits_exploding", "attention_collapsed"})
 """Checks that say little of the size of an update."""
 NAMED_BY = {
     "rate": "rates",

@@ -13,6 +13,7 @@ from spectral_monitor.condition.optimizers.across import rates_of
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
 from spectral_monitor.condition.optimizers.rates import LEVEL, RULES, Rate, Rated, follows, rule_of
 from spectral_monitor.condition.row import Columns, Row
+from spectral_monitor.condition.siblings import is_detached, is_untrained, left_out
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.measurement import Measurement
 
@@ -242,8 +243,14 @@ class Network:
         return geometric_median(drifts) if sum(drift > 0 for drift in drifts) > 1 else math.nan
 
     @cached_property
+    def left_out(self) -> dict[str, str]:
+        """Layers that no optimizer trains, frozen ones too, though it trains most in equal places: name -> pattern."""
+        return left_out(self.rows, self.fresh, is_untrained)
+
+    @cached_property
     def cut_off(self) -> frozenset[str]:
-        """The first layers of the model, two or more, that an optimizer holds but no gradient has ever reached.
+        """The first layers of the model, two or more, that an optimizer holds but no gradient has reached; and those
+        where gradients reach most in equal places.
 
         Others move. A single layer may be one whose outputs nobody uses.
         """
@@ -255,7 +262,8 @@ class Network:
         hidden = [row for row in self.rows if row.info.role != "readout"]
         moves = any(row.get("update_ratio") > 0 for row in self.rows)
         first = bool(hidden) and hidden[0].info.name in names
-        return frozenset(names) if first and moves and len(names) > 1 else frozenset()
+        found = names if first and moves and len(names) > 1 else set()
+        return frozenset(found) | left_out(self.rows, self.fresh, is_detached).keys()
 
     @cached_property
     def exploded(self) -> bool:

@@ -23,7 +23,7 @@ OF_A_GROUP = frozenset({"lr_too_large", "lr_too_small", "lr_zero", "decay_too_la
 BEGINNING = frozenset(
     {
         *("readout_init", "weights_too_large", "weights_too_small", "embedding_scale"),
-        *("input_scale", "target_scale", "rounding"),
+        *("input_scale", "target_scale", "rounding", "left_out"),
     }
 )
 """Causes that were there before the first step."""

@@ -35,7 +35,7 @@ class Reactions:
 lr_too_small, rates_too_large, global_lr_too_large, stale_gradients, one_direction, rates_too_small, momentum, \
 decay_too_large, width, sgd_rule_under_adam, ntk_scaling, eps, input_scale, target_scale, readout_init, \
 weights_too_large, weights_too_small, weights_grown, embedding_scale, exploding, rounding, dead, dead_input, \
-dead_above, unmoved, vanishing, readout_width, frobenius_rule, readout_takes_all, diverged, nothing_trains, \
+dead_above, left_out, unmoved, vanishing, readout_width, frobenius_rule, readout_takes_all, diverged, nothing_trains, \
 logits_exploding, attention_collapsed, unknown
     """
 

@@ -54,9 +54,17 @@ def test_detached_layers_are_named_together_at_the_second_measurement():
     assert found == [{}] + [{"dead": {"layers.0", "layers.1"}}] * 3
 
 
-def test_nothing_is_said_of_a_network_that_is_whole_or_of_one_layer():
+def test_a_single_layer_is_named_where_gradients_reach_those_in_equal_places():
+    assert causes(Net(cut=1)) == [{}] + [{"dead": {"layers.0"}}] * 3
+    alone = Net(cut=1)
+    alone.layers[0] = nn.Linear(16, 16, bias=False)
+    alone.layers[1] = nn.Linear(16, 24)
+    alone.layers[2] = nn.Linear(24, 16)
+    assert causes(alone) == [{}] * 4, "of a single layer it may be meant"
+
+
+def test_nothing_is_said_of_a_network_that_is_whole_or_of_outputs_nobody_uses():
     assert causes(Net(cut=0)) == [{}] * 4
-    assert causes(Net(cut=1)) == [{}] * 4, "of a single layer it may be meant"
     assert causes(Net(cut=0, spare=2)) == [{}] * 4, "outputs are not used, as those of a pooler"
 
 

@@ -33,6 +33,7 @@ CAUSES = {
     "dead": "no gradient arrives: it is dead, or cut off from the loss",
     "dead_input": "its inputs are all zero",
     "dead_above": "no gradient arrives, for a later layer is dead",
+    "left_out": "it is not trained, though most layers in equal places are",
     "unmoved": "it has a learning rate but does not move",
     "vanishing": "hardly any gradient arrives",
     "readout_width": "the readout's update grows with its number of inputs",

@@ -183,6 +183,17 @@ def _cut_off(finding: Finding, row: Row, network: Network) -> Explanation | None
     )
 
 
+def _left_out(finding: Finding, row: Row, network: Network) -> Explanation | None:
+    seen, mend = ("no optimizer holds it", "pass it to the optimizer")
+    if row.settings.frozen:
+        seen, mend = "it is frozen", "set requires_grad_(True), and pass it to the optimizer"
+    return Explanation(
+        "left_out",
+        f"{seen} and it has never moved, though most of {finding.against} are trained: {mend}",
+        Remedy("check", (row.info.name,)),
+    )
+
+
 def _bias(row: Row, network: Network) -> bool:
     """Return whether a gradient arrives at its bias; not if it has none or that was not measured."""
     bias = network.vectors.get(f"{row.info.name}.bias")
@@ -366,6 +377,7 @@ Explainer = Callable[[Finding, Row, Network], Explanation | None]
 _BY_CHECK: dict[str, tuple[Explainer, ...]] = {
     "dead": (_lr_zero, _dead),
     "cut_off": (_cut_off,),
+    "left_out": (_left_out,),
     "rate": (_rate,),
     "vector_rate": (_vector_rate,),
     "exploding": (_rate, _embedding, _exploding),

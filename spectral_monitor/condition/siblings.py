@@ -1,0 +1,60 @@
+"""Layers that are not trained although most of those in equal places are: slips when parameters are chosen."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from spectral_monitor.condition.row import Row
+
+FEWEST = 3
+"""Layers in equal places, such as those of repeated blocks, from which on most of them tell how all are meant."""
+
+
+def left_out(rows: Sequence[Row], fresh: bool, is_out: Callable[[Row], bool]) -> dict[str, str]:
+    """Return the layers that are out and never moved while most in equal places move: name -> these, as a pattern.
+
+    Equal places have names that differ in numbers only, and shapes that do not. In a network that was trained before,
+    the first or the last ones may be left out on purpose.
+
+    Args:
+        rows: matrices in the order of the model.
+        fresh: whether the network was not trained before.
+        is_out: whether a layer is left out of training now.
+
+    Example:
+        >>> from spectral_monitor.measurement import LayerInfo
+        >>> infos = [LayerInfo(f"blocks.{k}.fc", "operator", 8, 8, (8, 8)) for k in range(4)]
+        >>> moved = {"update_ratio": 0.01, "drift_ratio": 0.1}
+        >>> rows = [Row(info, {"drift_ratio": 0.0} if info.name == "blocks.2.fc" else moved) for info in infos]
+        >>> left_out(rows, True, lambda row: True)
+        {'blocks.2.fc': 'blocks.*.fc'}
+    """
+    places: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
+    for row in rows:
+        places[re.sub(r"\d+", "*", row.info.name), row.info.shape].append(row)
+    found: dict[str, str] = {}
+    for (pattern, _), same in places.items():
+        out = [k for k, row in enumerate(same) if never_moved(row) and is_out(row)]
+        moving = sum(row.get("update_ratio") > 0 for row in same)
+        at_an_end = out and (out[-1] == len(out) - 1 or out[0] == len(same) - len(out))
+        if len(same) >= FEWEST and moving > len(same) / 2 and (fresh or not at_an_end):
+            found |= {same[k].info.name: pattern for k in out}
+    return found
+
+
+def never_moved(row: Row) -> bool:
+    """Return whether a layer is as it began; one that began at zero has no drift relative to that."""
+    return row.get("drift_ratio") == 0 or row.get("weight_natural") == 0
+
+
+def is_untrained(row: Row) -> bool:
+    """Return whether a layer is frozen, or no optimizer is known to hold it."""
+    return row.settings.frozen or (row.settings.owner < 0 and math.isnan(row.lr))
+
+
+def is_detached(row: Row) -> bool:
+    """Return whether an optimizer holds a layer whose outputs are computed, but no gradient comes back."""
+    return row.lr > 0 and not row.settings.frozen and row.get("unused") == 1

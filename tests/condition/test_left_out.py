@@ -1,0 +1,119 @@
+"""Layers that are not trained although most of those in equal places are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from spectral_monitor import SpectralProbe
+
+WIDTH = 32
+
+
+class Blocks(nn.Module):
+    """Residual blocks; the outputs of block ``detached`` are detached."""
+
+    def __init__(self, count=4, detached=-1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.read, self.detached = nn.Linear(16, WIDTH), detached
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(count)
+        )
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        h = self.read(x)
+        for k, block in enumerate(self.blocks):
+            change = block(h)
+            h = h + (change.detach() if k == self.detached else change)
+        return self.head(h)
+
+
+def train(model, parameters=None, steps=6):
+    """Verdicts by layer."""
+    optimizer = torch.optim.AdamW(parameters or model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
+    for _ in range(steps):
+        x = torch.randn(32, 16)
+        with probe.step():
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            optimizer.step()
+    return {verdict.layer: verdict for verdict in probe.verdicts}
+
+
+def without(model, *blocks):
+    """All parameters but those of some blocks."""
+    return [p for name, p in model.named_parameters() if not name.startswith(tuple(f"blocks.{k}." for k in blocks))]
+
+
+def test_a_block_that_no_optimizer_holds():
+    model = Blocks()
+    found = train(model, without(model, 2))
+    assert set(found) == {"blocks.2.1", "blocks.2.3"}
+    assert found["blocks.2.1"].cause == "left_out"
+    assert found["blocks.2.1"].sentence == (
+        "no optimizer holds it and it has never moved, though most of blocks.*.* are trained: pass it to the optimizer"
+    )
+
+
+def test_a_block_that_is_frozen():
+    model = Blocks()
+    model.blocks[1].requires_grad_(False)
+    found = train(model)
+    assert {verdict.cause for verdict in found.values()} == {"left_out"}
+    assert found["blocks.1.3"].sentence.startswith("it is frozen and it has never moved")
+
+
+def test_a_gate_that_is_frozen_at_zero():
+    model = Blocks()
+    for block in model.blocks:
+        nn.init.zeros_(block[3].weight)
+    model.blocks[2][3].weight.requires_grad_(False)
+    found = train(model)
+    assert [name for name, verdict in found.items() if verdict.cause == "left_out"] == ["blocks.2.3"]
+
+
+def test_a_block_that_is_detached():
+    (verdict,) = (verdict for verdict in train(Blocks(detached=2)).values() if verdict.is_root)
+    assert verdict.cause == "dead"
+    assert set(verdict.layers) == {"blocks.2.1", "blocks.2.3"}
+    assert "no gradient has ever reached it: they are detached" in verdict.sentence
+
+
+@pytest.mark.parametrize("left", [(0, 1), (0, 1, 2), (0, 1, 2, 3)], ids=str)
+def test_where_most_are_not_trained_it_is_meant(left):
+    model = Blocks()
+    assert not train(model, without(model, *left))
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_the_first_layers_of_a_trained_network_may_be_frozen(fresh):
+    model = Blocks()
+    if not fresh:  # of low rank, as training leaves weights
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.ndim == 2:
+                    p += 3 * torch.outer(torch.randn(len(p)), torch.randn(p.shape[1])) / p.shape[1] ** 0.5
+    model.blocks[0].requires_grad_(False)
+    causes = {verdict.cause for verdict in train(model).values()}
+    assert ("left_out" in causes) is fresh
+
+
+def test_what_has_moved_before_was_not_forgotten():
+    """As where blocks are frozen one after the other."""
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
+    for step in range(8):
+        x = torch.randn(32, 16)
+        model.blocks[0].requires_grad_(step < 3)
+        with probe.step():
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            optimizer.step()
+    assert not [verdict for verdict in probe.verdicts if verdict.cause == "left_out"]
