@@ -11,9 +11,9 @@ from functools import cached_property
 
 from spectral_monitor.condition.optimizers.across import rates_of
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
+from spectral_monitor.condition.optimizers.left_out import is_detached, is_untrained, left_out
 from spectral_monitor.condition.optimizers.rates import LEVEL, RULES, Rate, Rated, follows, rule_of
 from spectral_monitor.condition.row import Columns, Row
-from spectral_monitor.condition.siblings import is_detached, is_untrained, left_out
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.measurement import Measurement
 
