@@ -6,8 +6,10 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from spectral_monitor.condition.row import Row
+if TYPE_CHECKING:
+    from spectral_monitor.condition.row import Row
 
 FEWEST = 3
 """Layers in equal places, such as those of repeated blocks, from which on most of them tell how all are meant."""
@@ -25,6 +27,7 @@ def left_out(rows: Sequence[Row], fresh: bool, is_out: Callable[[Row], bool]) ->
         is_out: whether a layer is left out of training now.
 
     Example:
+        >>> from spectral_monitor.condition.row import Row
         >>> from spectral_monitor.measurement import LayerInfo
         >>> infos = [LayerInfo(f"blocks.{k}.fc", "operator", 8, 8, (8, 8)) for k in range(4)]
         >>> moved = {"update_ratio": 0.01, "drift_ratio": 0.1}
