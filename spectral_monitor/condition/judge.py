@@ -18,6 +18,7 @@ from spectral_monitor.condition.settings import SpectralCondition
 from spectral_monitor.condition.trends.attention import AttentionTrend
 from spectral_monitor.condition.trends.decay import DecayTrend
 from spectral_monitor.condition.trends.readout import ReadoutTrend
+from spectral_monitor.condition.trends.schedule import ScheduleTrend
 from spectral_monitor.condition.trends.zero_start import ZeroStartGate
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 from spectral_monitor.condition.whole_network import Whole, why_still
@@ -39,6 +40,7 @@ NAMED_BY = {
     "sgd_rule": "rates",
     "ntk": "rates",
     "features_vanish": "features",
+    "faded": "rates_too_small",
     "features_grow": "rates_too_large",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where that is another one."""
@@ -103,6 +105,7 @@ class Judge:
         self._zero_start = ZeroStartGate()
         self._whole = Whole()
         self._attention, self._readout, self._decay = AttentionTrend(), ReadoutTrend(), DecayTrend()
+        self._schedule = ScheduleTrend()
         self._records: dict[tuple[str, str], _Record] = {}
         self._known: dict[str, dict[str, float]] = {}
         self._told: set[tuple[str, str]] = set()
@@ -167,8 +170,8 @@ class Judge:
     def _all(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield every finding on a layer and on the network that is asked for."""
         found = (findings(network, self.condition), self._whole.findings(measurement, network))
-        trends = (trend.findings(measurement, network) for trend in (self._attention, self._readout, self._decay))
-        for finding in chain(*found, *trends):
+        trends = (self._attention, self._readout, self._decay, self._schedule)
+        for finding in chain(*found, *(trend.findings(measurement, network) for trend in trends)):
             if NAMED_BY.get(finding.check, finding.check) not in self.condition.ignore:
                 yield finding
 
@@ -320,6 +323,7 @@ class Judge:
             "attention": self._attention.state_dict(),
             "readout": self._readout.state_dict(),
             "decay": self._decay.state_dict(),
+            "schedule": self._schedule.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -340,6 +344,7 @@ class Judge:
         self._attention.load_state_dict(state.get("attention", {}))
         self._readout.load_state_dict(state.get("readout", {}))
         self._decay.load_state_dict(state.get("decay", {}))
+        self._schedule.load_state_dict(state.get("schedule", {}))
 
 
 def _measured(measurement: Measurement) -> frozenset[str]:

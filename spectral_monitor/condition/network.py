@@ -244,15 +244,18 @@ class Network:
 
     @cached_property
     def left_out(self) -> dict[str, str]:
-        """Layers that no optimizer trains, frozen ones too, though it trains most in equal places: name -> pattern."""
-        return left_out(self.rows, self.fresh, is_untrained)
+        """Layers that no optimizer trains, frozen ones too, though it trains most in equal places: name -> pattern.
+
+        The first or the last ones of a network that was trained before may be left out on purpose.
+        """
+        return left_out(self.rows, is_untrained, first=self.fresh, last=self.fresh)
 
     @cached_property
     def cut_off(self) -> frozenset[str]:
         """The first layers of the model, two or more, that an optimizer holds but no gradient has reached; and those
         where gradients reach most in equal places.
 
-        Others move. A single layer may be one whose outputs nobody uses.
+        Others move. A single layer may be one whose outputs nobody uses, and so may the last ones in equal places.
         """
         still = [row for row in self.rows if row.get("drift_ratio") == 0 and row.lr > 0 and not row.settings.frozen]
         used = {row.info.name for row in still if row.get("unused") == 1}
@@ -263,7 +266,7 @@ class Network:
         moves = any(row.get("update_ratio") > 0 for row in self.rows)
         first = bool(hidden) and hidden[0].info.name in names
         found = names if first and moves and len(names) > 1 else set()
-        return frozenset(found) | left_out(self.rows, self.fresh, is_detached).keys()
+        return frozenset(found) | left_out(self.rows, is_detached, last=False).keys()
 
     @cached_property
     def exploded(self) -> bool:

@@ -25,6 +25,7 @@ CHECKS = (
     "embeddings",
     "exploding",
     "dead",
+    "left_out",
     "rounding",
     "diverged",
     "nothing_trains",

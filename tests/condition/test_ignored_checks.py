@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from spectral_monitor import LayerInfo
 from spectral_monitor.condition import Judge, SpectralCondition
 from spectral_monitor.condition.judge import NAMED_BY
 from spectral_monitor.condition.settings import CHECKS
-from tests.condition.synthetic import LAYERS, heavy, measured, set_by
+from tests.condition.synthetic import LAYERS, heavy, measured, nothing, set_by
 
 FAR = {"update_natural": {"b": 10.0}}
 HALF = 2.0**-7
 """The resolution of bfloat16."""
+BLOCKS = {f"blocks.{k}": LayerInfo(f"blocks.{k}", "operator", 64, 64, (64, 64)) for k in range(4)}
 FAULTS = {  # what is found by a check: changes of the measurement, and of all settings
     "rates": ({"lr": {"b": 1.0}}, {}),
     "updates": (FAR, {}),
@@ -19,6 +21,14 @@ FAULTS = {  # what is found by a check: changes of the measurement, and of all s
     "embeddings": ({"weight_natural": {"tok": 100.0}}, {}),
     "exploding": ({"update_ratio": {"b": 6.0}}, {}),
     "dead": ({"contribution": {"b": 0.0}}, {}),
+    "left_out": (
+        {
+            "layers": BLOCKS,
+            "drift_ratio": {"blocks.1": 0.0},
+            **{key: nothing("blocks.1") for key in ("lr", "update_natural", "update_ratio", "contribution")},
+        },
+        {"layers": {name: info for name, info in BLOCKS.items() if name != "blocks.1"}},
+    ),
     "rounding": ({"update_fro": dict.fromkeys(LAYERS, 0.01) | {"b": 1e-4}}, {"resolution": HALF}),
     "diverged": ({"weight_natural": {"tok": float("inf")}}, {}),
     "nothing_trains": ({key: dict.fromkeys(LAYERS, 0.0) for key in ("update_natural", "lr")}, {}),

@@ -85,6 +85,11 @@ def test_a_block_that_is_detached():
     assert "no gradient has ever reached it: they are detached" in verdict.sentence
 
 
+def test_outputs_of_the_last_block_that_nobody_uses():
+    """As those of the last residual convolution of a WaveNet."""
+    assert not train(Blocks(detached=3))
+
+
 @pytest.mark.parametrize("left", [(0, 1), (0, 1, 2), (0, 1, 2, 3)], ids=str)
 def test_where_most_are_not_trained_it_is_meant(left):
     model = Blocks()

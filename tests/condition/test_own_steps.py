@@ -30,9 +30,10 @@ def watched(optimizer, change, start=20):
 @pytest.mark.parametrize("change", FAR)
 def test_the_size_of_their_steps_is_not_judged(change):
     assert watched("Adam", FAR[change])[1], "under Adam it is"
-    judge, verdicts = watched("Rprop", FAR[change])
-    assert not verdicts
-    assert judge.states["b"] == (NOT_JUDGED, "Rprop sizes its steps itself")
+    for optimizer in ("Rprop", "LBFGS"):
+        judge, verdicts = watched(optimizer, FAR[change])
+        assert not verdicts
+        assert judge.states["b"] == (NOT_JUDGED, f"{optimizer} sizes its steps itself")
 
 
 def test_everything_else_is():

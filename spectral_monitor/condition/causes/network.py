@@ -106,6 +106,15 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     )
 
 
+def _faded(finding: Finding, network: Network, history: History) -> Explanation:
+    return Explanation(
+        "rates_too_small",
+        f"the learning rate {finding.against}, and training goes on: its schedule has ended too early, as one that is "
+        "meant for epochs and stepped after each batch",
+        Remedy("check"),
+    )
+
+
 def _diverged(finding: Finding, network: Network, history: History) -> Explanation:
     by = _divisor(history.first_pace, 10.0)
     return Explanation(
@@ -209,6 +218,7 @@ _OF_NETWORK: dict[str, Explanation | Callable[[Finding, Network, History], Expla
     "loss_returns": _too_large,
     "global_lr_too_large": _overshoots,
     "rates_too_small": _too_small,
+    "faded": _faded,
     "diverged": _diverged,
     "nothing_trains": _nothing,
     "features": _features,

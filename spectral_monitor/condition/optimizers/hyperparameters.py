@@ -59,8 +59,10 @@ class Hyperparameters:
 
     @property
     def sizes_own_steps(self) -> bool:
-        """True if the learning rate is that of the first step only, as of Rprop: then it explains no later one."""
-        return "rprop" in self.optimizer.lower()
+        """True if the learning rate is that of the first step only, as of Rprop and LBFGS: then it explains no later
+        one.
+        """
+        return any(name in self.optimizer.lower() for name in ("rprop", "lbfgs"))
 
     def to_row(self) -> dict[str, Any]:
         """Return a plain dict."""

@@ -15,16 +15,17 @@ FEWEST = 3
 """Layers in equal places, such as those of repeated blocks, from which on most of them tell how all are meant."""
 
 
-def left_out(rows: Sequence[Row], fresh: bool, is_out: Callable[[Row], bool]) -> dict[str, str]:
+def left_out(
+    rows: Sequence[Row], is_out: Callable[[Row], bool], first: bool = True, last: bool = True
+) -> dict[str, str]:
     """Return the layers that are out and never moved while most in equal places move: name -> these, as a pattern.
 
-    Equal places have names that differ in numbers only, and shapes that do not. In a network that was trained before,
-    the first or the last ones may be left out on purpose.
+    Equal places have names that differ in numbers only, and shapes that do not.
 
     Args:
         rows: matrices in the order of the model.
-        fresh: whether the network was not trained before.
         is_out: whether a layer is left out of training now.
+        first, last: whether those count, too, that are the first ones or the last ones of their places.
 
     Example:
         >>> from spectral_monitor.condition.row import Row
@@ -32,7 +33,7 @@ def left_out(rows: Sequence[Row], fresh: bool, is_out: Callable[[Row], bool]) ->
         >>> infos = [LayerInfo(f"blocks.{k}.fc", "operator", 8, 8, (8, 8)) for k in range(4)]
         >>> moved = {"update_ratio": 0.01, "drift_ratio": 0.1}
         >>> rows = [Row(info, {"drift_ratio": 0.0} if info.name == "blocks.2.fc" else moved) for info in infos]
-        >>> left_out(rows, True, lambda row: True)
+        >>> left_out(rows, lambda row: True)
         {'blocks.2.fc': 'blocks.*.fc'}
     """
     places: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
@@ -42,8 +43,10 @@ def left_out(rows: Sequence[Row], fresh: bool, is_out: Callable[[Row], bool]) ->
     for (pattern, _), same in places.items():
         out = [k for k, row in enumerate(same) if never_moved(row) and is_out(row)]
         moving = sum(row.get("update_ratio") > 0 for row in same)
-        at_an_end = out and (out[-1] == len(out) - 1 or out[0] == len(same) - len(out))
-        if len(same) >= FEWEST and moving > len(same) / 2 and (fresh or not at_an_end):
+        if not out or len(same) < FEWEST or moving <= len(same) / 2:
+            continue
+        are_first, are_last = out[-1] == len(out) - 1, out[0] == len(same) - len(out)
+        if (first or not are_first) and (last or not are_last):
             found |= {same[k].info.name: pattern for k in out}
     return found
 
