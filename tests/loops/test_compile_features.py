@@ -17,6 +17,7 @@ from spectral_monitor import SpectralProbe
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.replay import eager_pass
 from spectral_monitor.messages import SpectralMonitorWarning
+from tests.gloo import on_processes
 
 FEATURES = ("feature_rms", "feature_change", "feature_change_local", "alignment", "update_alignment", "bfa", "bfa_cos")
 FEATURES += ("input_stable_rank", "backward_stable_rank", "sensitivity", "feature_drift")
@@ -323,6 +324,31 @@ def test_samples_that_depend_on_others_are_noticed_in_spite_of_dropout(passes, m
             optimizer.step()
     assert passes == ([0] if after is None else [0, after, after])
     assert math.isfinite(probe.latest.value("feature_rms", "body"))
+
+
+def shared_by_two():
+    """``bfa`` of the layers at each step, of a process with half of the batch."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Mixes(torch.tanh))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="standard", replay_samples=8)
+    torch.manual_seed(torch.distributed.get_rank())
+    for _ in range(3):
+        x, y = torch.randn(32, 6), torch.randint(4, (32,))
+        with probe.step():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return [[m.value("bfa", name) for name in ("body", "head")] for m in probe.measurements]
+
+
+@pytest.mark.slow
+def test_with_dropout_processes_have_the_same_numbers(tmp_path):
+    one, other = on_processes(shared_by_two, tmp_path, 2)
+    assert one == other
+    assert all(math.isfinite(value) for step in one for value in step)
 
 
 def test_where_the_loss_is_not_the_models_dropout_costs_no_pass_beside_the_step(passes):

@@ -49,7 +49,7 @@ class SeparateRun:
 
 
 class Differences:
-    """How far rows are from what they should be, relative to their norms; looked at once.
+    """Differences of rows from what they should be, relative to their norms; looked at once.
 
     Attributes:
         noise: layer index -> that of its outputs; of :meth:`verdict`.
