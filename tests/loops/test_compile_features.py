@@ -305,7 +305,7 @@ class Mixes(nn.Module):
         (lambda h: h - h.mean(0), None),
         (lambda h: h + h.roll(1, 0), None),
         (lambda h: h.cumsum(0), None),
-        (lambda h: h.flip(0).cumsum(0), None),
+        (lambda h: h.flip(0).cumsum(0).flip(0), None),
     ],
     ids=["alone", "mean", "roll", "sequence", "backwards"],
 )
