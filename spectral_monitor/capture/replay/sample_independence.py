@@ -164,11 +164,8 @@ class ExchangeCheck:
     def __init__(
         self, runs: Sequence[SeparateRun], portion: BatchSlice, rows: Mapping[tuple[int, int], int], wrong: str = ""
     ) -> None:
-        """Args:
-        runs: of the samples that :meth:`choices` names.
-        portion: which the first samples are.
-        rows: (layer index, number of the call) -> rows of its output for the whole batch.
-        wrong: why it is known already that samples must not be run by themselves.
+        """``runs``: of the samples that :meth:`choices` names; ``portion``: which the first samples are; ``rows``: of
+        each call's output, as (layer index, number of the call), for the whole batch; ``wrong``: as there.
         """
         self.common: set[tuple[int, int]] = set()
         self.differences = Differences()
