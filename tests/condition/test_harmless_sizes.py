@@ -91,14 +91,14 @@ def test_small_weights_that_a_residual_stream_passes_by_are_no_fault(optimizer, 
     assert (("2.last", "weights_too_small") in said) is not passed_by
 
 
-@pytest.mark.parametrize(("optimizer", "lr", "told"), [(torch.optim.Adam, 1e-3, False), (torch.optim.SGD, 1e-3, True)])
-def test_what_began_with_less_than_a_step_began_at_zero(optimizer, lr, told):
-    """Under Adam entries of 1e-5 are 1e-3 after a step, whatever they were."""
+@pytest.mark.parametrize(("std", "normed", "told"), [(2e-3, True, False), (2e-3, False, True), (2e-5, True, True)])
+def test_a_small_embedding_that_a_norm_brings_to_size_is_no_fault(std, normed, told):
+    """Layer normalization has an eps, below which it is as good as none."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(50, WIDTH), nn.Flatten(), nn.Linear(4 * WIDTH, WIDTH), nn.ReLU())
-    model.append(nn.Linear(WIDTH, 4))
-    nn.init.uniform_(model[0].weight, -1e-5, 1e-5)
-    said = causes(model, optimizer(model.parameters(), lr), torch.randint(50, (64, 4)))
+    model = nn.Sequential(nn.Embedding(50, WIDTH), nn.LayerNorm(WIDTH) if normed else nn.Identity(), nn.Flatten())
+    model.extend([nn.Linear(4 * WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4)])
+    nn.init.normal_(model[0].weight, std=std)
+    said = causes(model, torch.optim.Adam(model.parameters(), 1e-5), torch.randint(50, (64, 4)))
     assert (("0", "embedding_scale") in said) is told
 
 

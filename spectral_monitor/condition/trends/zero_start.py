@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spectral_monitor.condition.findings import Finding
-from spectral_monitor.condition.network import GAINS, Network
-from spectral_monitor.condition.row import Row
+from spectral_monitor.condition.network import Network
 from spectral_monitor.measurement import ZERO, Measurement
 
 GRACE = 12
@@ -30,7 +29,7 @@ class ZeroStartGate:
 
     Attributes:
         why: the reason that layers are not compared at the latest measurement; empty if they are.
-        from_zero: names of the layers that began at zero, or with less than their first step makes of them.
+        from_zero: names of the layers that began at zero.
     """
 
     def __init__(self) -> None:
@@ -47,10 +46,7 @@ class ZeroStartGate:
     def look(self, measurement: Measurement, network: Network) -> None:
         """See the next measurement; what it does not have stays as it was seen last."""
         sizes = {row.info.name: row.get("weight_natural") for row in network.rows}
-        new = {name for name, size in sizes.items() if not size or _began_at_zero(measurement, name)}
-        if not self._looked:
-            new |= {row.info.name for row in network.rows if _began_next_to_zero(row)}
-        new -= self.from_zero
+        new = {name for name, size in sizes.items() if not size or _began_at_zero(measurement, name)} - self.from_zero
         self.from_zero |= new
         if self._looked < GRACE:
             self._growing |= dict.fromkeys(sorted(new), 0)  # in the same order in every process
@@ -79,11 +75,6 @@ class ZeroStartGate:
         """Go on from there."""
         self._growing, self.from_zero = dict(state["growing"]), set(state["from_zero"])
         self._looked = int(state["looked"])
-
-
-def _began_next_to_zero(row: Row) -> bool:
-    """Return whether weights are smaller than usual, and than a step at the peak of the learning rate."""
-    return row.gain < GAINS[0] and row.get("update_ratio") * row.to_peak > 1
 
 
 def _began_at_zero(measurement: Measurement, layer: str) -> bool:
