@@ -264,8 +264,8 @@ A step changes features by little, and the change must not drown in rounding. `b
 change is 100 times the rounding of the features, `feature_change`, `feature_drift` and `sensitivity` unless it is twice that. In
 float32 this hardly ever happens. Under bf16-mixed and 16-mixed a few samples run once more
 [in full precision](how_it_works.md#how-a-step-is-measured-without-changing-it). Where that cannot be (batch
-normalization, bf16-true, dropout in front of a loss that is not the model's), features are rounded to 3 digits, so the angle is almost always NaN and `feature_change` is
-known only above about 1.6 %; weights, updates, contributions and drift are as good as ever.
+normalization, bf16-true, dropout in front of a loss that is not the model's), features are rounded to 3 digits. The angle
+is then almost always NaN, and `feature_change` is known only above about 1.6 %; weights, updates, contributions and drift are as good as ever.
 """
 
 

@@ -286,6 +286,21 @@ def test_with_dropout_numbers_of_few_samples_are_those_of_all_within_their_error
     assert sum(inside) >= 0.98 * len(inside)
 
 
+def three_steps(model, loss_of):
+    """The probe of three steps in half precision, features of which are those of eight samples if that will do."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="standard", replay_samples=8)
+    for _ in range(3):
+        x, y = torch.randn(32, 6), torch.randint(4, (32,))
+        with probe.step():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(x, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return probe
+
+
 class Mixes(nn.Module):
     """A network with dropout, one of whose layers is given what ``mixed`` makes of the samples."""
 
@@ -312,16 +327,7 @@ class Mixes(nn.Module):
 def test_samples_that_depend_on_others_are_noticed_in_spite_of_dropout(passes, mixed, after):
     torch.manual_seed(0)
     model = Mixes(mixed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="standard", replay_samples=8)
-    for _ in range(3):
-        x, y = torch.randn(32, 6), torch.randint(4, (32,))
-        with probe.step():
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(x, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    probe = three_steps(model, model)
     assert passes == ([0] if after is None else [0, after, after])
     assert math.isfinite(probe.latest.value("feature_rms", "body"))
 
@@ -330,17 +336,8 @@ def shared_by_two():
     """``bfa`` of the layers at each step, of a process with half of the batch."""
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Mixes(torch.tanh))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="standard", replay_samples=8)
     torch.manual_seed(torch.distributed.get_rank())
-    for _ in range(3):
-        x, y = torch.randn(32, 6), torch.randint(4, (32,))
-        with probe.step():
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(x, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    probe = three_steps(model, model)
     return [[m.value("bfa", name) for name in ("body", "head")] for m in probe.measurements]
 
 
@@ -355,16 +352,7 @@ def test_where_the_loss_is_not_the_models_dropout_costs_no_pass_beside_the_step(
     """Gradients that arrived belong to other random numbers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.Linear(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="standard", replay_samples=8)
-    for _ in range(3):
-        x, y = torch.randn(32, 6), torch.randint(4, (32,))
-        with probe.step():
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    probe = three_steps(model, lambda x, y: cross_entropy(model(x), y))
     assert passes == [0]
     assert math.isfinite(probe.latest.value("feature_rms", "2"))
 

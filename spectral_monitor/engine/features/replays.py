@@ -217,14 +217,14 @@ class Replays:
             rehearsal = self._rehearsal(again, context)
         elif part == DRAWN:
             rehearsal = self._exchange(again, context)
-        drew = again.drew  # before the step
+        may_draw = self._draws_alike(again)  # asked before it is run again
         what, portion = f"the forward of {self._name(again)}", self.slices.portion
         try:
             run = again.part(slice(portion.samples)) if part == YES and portion is not None else again
             watchers = [replay, rehearsal] if isinstance(rehearsal, IndependenceCheck) else [replay]
             loss = self.run_again(run, context, *watchers)
             if part == YES:
-                _check_part(run, replay, drew and self._features.began_at_loss)
+                _check_part(run, replay, may_draw)
         except Exception as error:
             facts.no_replay = f"{what} could not be run again ({type(error).__name__}: {error})"
             further = ""
