@@ -44,7 +44,7 @@ DISTANCE_LIMIT = 25.0
 networks.
 """
 FEATURE_LEAST = 1e-4
-"""The same of the smallest outputs, at least 0.0026."""
+"""The same of the smallest outputs that the next matrix does not read at usual size, at least 0.0026."""
 HEAVY = 5.0
 """A gain that explains large outputs."""
 SIZE = 1e4
@@ -85,6 +85,7 @@ class Whole:
         self._looked = 0
         self._edges: list[tuple[float, float]] = []  # the latest ones that are known, and the losses there
         self._first: dict[str, float] = {}  # RMS of features at the first measurement
+        self._smallest = 0.0  # of them, where the next matrix is left with small inputs; 0 if none is known
         self._late = False  # whether that was when training had gone on for a while
         self._distance = 0.0  # of the loss, at the first measurement that has one; 0 if none is known
         self._losses: tuple[float, ...] = ()  # the first and the lowest, if they are known
@@ -201,6 +202,8 @@ class Whole:
         if not self._first:
             self._first = {row.info.name: row.get("feature_rms") for row in rows}
             self._late = network.step > EARLY
+            own = [row for row in rows if row.info.name not in network.from_zero and not network.is_read(row)]
+            self._smallest = min((x for row in own if (x := row.get("feature_rms")) > 0), default=0.0)
             # Later on only the first layer tells: the inputs of the others may have grown.
             hidden = [row.info.name for row in network.peers if row.info.role == "operator"]
             seen = [row for row in rows if row.info.name in hidden[:1]] if self._late else rows
@@ -214,11 +217,9 @@ class Whole:
         largest = self._first.get(self.large_outputs, 1.0 if self._late else max(self._first.values()))
         if not heavy and (network.fresh or not self._late):
             yield Finding("features", NETWORK, "feature_rms", largest, 1.0, (0.0, FEATURE_LIMIT), 1.5, "usual")
-        sizes = [size for name, size in self._first.items() if name not in network.from_zero and size > 0]
-        if sizes and network.fresh and not self._late:
-            smallest = min(sizes)
+        if self._smallest and network.fresh and not self._late:
             band = (FEATURE_LEAST, math.inf)
-            yield Finding("features_vanish", NETWORK, "feature_rms", smallest, 1.0, band, 1.5, "usual")
+            yield Finding("features_vanish", NETWORK, "feature_rms", self._smallest, 1.0, band, 1.5, "usual")
 
     def _targets(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield how far the loss wanted the outputs to move at the start, beside what networks begin with: size 1."""
@@ -266,6 +267,7 @@ class Whole:
             "rate": self._rate,
             "looked": self._looked,
             "first": dict(self._first),
+            "smallest": self._smallest,
             **({"late": True} if self._late else {}),
             "distance": self._distance,
             "losses": list(self._losses),
@@ -280,7 +282,7 @@ class Whole:
         self.large_outputs = str(state["large_outputs"])
         self._edges = [(float(edge), float(loss)) for edge, loss in state.get("edges", ())]
         self._first, self.pace = dict(state["first"]), float(state["pace"])
-        self._late = bool(state.get("late", False))
+        self._late, self._smallest = bool(state.get("late", False)), float(state.get("smallest", 0.0))
         self.first_pace = float(state.get("first_pace", math.nan))
         self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("eps_share", 0.0))
         self._distance = float(state.get("distance", 0.0))

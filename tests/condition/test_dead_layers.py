@@ -41,6 +41,14 @@ def test_a_layer_that_is_frozen_on_purpose_is_not_dead():
     assert not verdicts_on(9, settings=settings, **still)
 
 
+def test_outputs_of_exactly_zero_have_inputs_of_zero():
+    """b has no bias, and is given the zero state of a recurrence; a ReLU behind it is not to blame, nor is c."""
+    gone = {"update_natural": {"b": 0.0}, "contribution": {"b": 0.0, "b.bias": 0.0}}
+    verdict = only_verdict(feature_rms={"b": 0.0}, **gone)
+    assert (verdict.layer, verdict.cause) == ("b", "dead_input")
+    assert only_verdict(feature_rms={"b": 0.1}, **gone).cause == "dead"
+
+
 def test_weight_decay_alone_is_dead():
     verdict = only_verdict(contribution={"b": 0.0, "b.bias": 0.0})
     assert (verdict.layer, verdict.quantity, verdict.cause) == ("b", "contribution", "dead")

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition.optimizers.rates import rates
+from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import LayerInfo
 from tests.condition.synthetic import LAYERS, judged, measured
 
@@ -33,9 +34,9 @@ class Equalized(nn.Module):
 class Branch(nn.Module):
     """A residual branch whose last matrix begins small."""
 
-    def __init__(self, size, passed_by=True):
+    def __init__(self, size, passed_by=True, bias=True):
         super().__init__()
-        self.first, self.last, self.passed_by = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), passed_by
+        self.first, self.last, self.passed_by = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias), passed_by
         nn.init.xavier_uniform_(self.last.weight, gain=size)
 
     def forward(self, x):
@@ -89,6 +90,15 @@ def test_small_weights_that_a_residual_stream_passes_by_are_no_fault(optimizer, 
     model.append(nn.Linear(WIDTH, 4))
     said = causes(model, optimizer(model.parameters(), lr), torch.randn(64, WIDTH))
     assert (("2.last", "weights_too_small") in said) is not passed_by
+
+
+@pytest.mark.parametrize("passed_by", [True, False])
+def test_features_do_not_vanish_where_a_residual_stream_passes_by(passed_by):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Branch(1e-5, passed_by, bias=False), Branch(1.0))
+    model.append(nn.Linear(WIDTH, 4))
+    said = causes(model, torch.optim.Adam(model.parameters(), 1e-5), torch.randn(64, WIDTH))
+    assert ((NETWORK, "weights_too_small") in said) is not passed_by
 
 
 @pytest.mark.parametrize(("std", "normed", "told"), [(2e-3, True, False), (2e-3, False, True), (2e-5, True, True)])

@@ -157,7 +157,9 @@ def _dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
             "dead", "no layer gets a gradient: the loss does not depend on them, is exactly 0, or one is dead"
         )
     chain = list(takewhile(lambda other: other in dead, network.rows[network.rows.index(row) :]))
-    blamed = [other for other in chain if not _bias(other, network)]
+    if _gives_zeros(row):
+        return Explanation("dead_input", "its inputs are all zero: the layer before it is dead, or it is given zeros")
+    blamed = [other for other in chain if not _bias(other, network) and not _gives_zeros(other)]
     if row not in blamed:
         return Explanation(
             "dead_input", "a gradient reaches its bias but its inputs are all zero: the layer before it is dead"
@@ -192,6 +194,11 @@ def _left_out(finding: Finding, row: Row, network: Network) -> Explanation | Non
         f"{seen} and it has never moved, though most of {finding.against} are trained: {mend}",
         Remedy("check", (row.info.name,)),
     )
+
+
+def _gives_zeros(row: Row) -> bool:
+    """Return whether its outputs are all zero although its weights are not: then its inputs are."""
+    return row.get("feature_rms") == 0 and row.get("weight_natural") > 0
 
 
 def _bias(row: Row, network: Network) -> bool:
