@@ -28,6 +28,9 @@ MOVED = 1.0
 EXPLODED = 1.0
 """A step that is larger than the weights, which no healthy run comes near (0.25), has nothing left of them."""
 
+EARLY = 8
+"""Training has just begun up to this step."""
+
 READ_SIZE = 0.2
 """RMS of a matrix's outputs over its gain: inputs that are smaller are of no usual size."""
 
@@ -215,6 +218,11 @@ class Network:
         if quantity != "weight_natural":
             return self.peers
         return [row for row in self.peers if row.info.name not in self.from_zero and not row.scaled]
+
+    @property
+    def is_early(self) -> bool:
+        """Return whether training has just begun."""
+        return self.step <= EARLY
 
     @property
     def looks_fresh(self) -> bool:
