@@ -37,6 +37,8 @@ NO_STEP = "no optimizer made a step"
 """Why no update was measured."""
 AT_ONCE = 1.0 + 1e-9
 """The scale of a finding for which whatever is outside its band is evidence enough."""
+FADED = 2e-3
+"""Part of the highest learning rate at which hardly anything is learnt any more."""
 SMALLEST = 5e-324
 """Of floats: anything but 0."""
 _MOVES = ("update_natural", "update_fro", "update_norm", "contribution")
@@ -130,7 +132,7 @@ def _dead(network: Network, row: Row) -> Finding | None:
     """Return an update of exactly nothing, or one that no gradient asked for (weight decay, momentum)."""
     if network.top_lr == 0 or row.settings.frozen:
         return None
-    if network.finished:
+    if network.finished or (row.get("lost") > 0 and row.to_peak >= 1 / FADED):
         return None
     known = [key for key in _MOVES if not math.isnan(row.get(key))]
     if not known:

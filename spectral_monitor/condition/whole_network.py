@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spectral_monitor.condition.causes import History
-from spectral_monitor.condition.findings import AT_ONCE, NO_STEP, SMALLEST, Finding
+from spectral_monitor.condition.findings import AT_ONCE, FADED, NO_STEP, SMALLEST, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.trends.outputs import OutputTrend
@@ -133,13 +133,17 @@ def why_still(network: Network) -> str:
 
 
 def _still(measurement: Measurement, network: Network) -> Finding | None:
-    """Return the largest update of all, 0 if nothing moves; ``None`` if updates were not measured.
+    """Return the largest update of all, 0 if nothing moves; ``None`` if updates were not measured, or are lost because
+    the schedule has brought learning rates next to 0.
 
     It is 0 too if biases and gains alone move, because matrices cannot. To train those of a trained network alone, with
     all else frozen, is a method.
     """
     keys = [key for key in _MOVES if key in measurement.values]
     if not keys or not network.rows:
+        return None
+    faded = [row.to_peak >= 1 / FADED for row in network.moved_by_rate]
+    if network.top_lr > 0 and faded and all(faded):
         return None
     matrices, vectors = (_largest(rows, keys) for rows in (network.rows, network.vectors.values()))
     reasons = {measurement.why(keys[0], row.info.name) for row in network.rows}

@@ -34,6 +34,30 @@ def told(schedule, steps=128, momentum=0.9):
     return None
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_updates_that_are_lost_at_the_end_of_a_schedule_are_no_other_fault(optimizer):
+    """Without the schedule the same rate is told, for it was set."""
+
+    def said(schedule, lr):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+        made = optimizer(model.parameters(), lr=lr)
+        scheduler = MultiStepLR(made, [8, 12, 16], 1e-4) if schedule else None
+        probe = SpectralProbe(model, made, every_n_steps=4, mode="observe")
+        for _ in range(40):
+            x = torch.randn(32, 16)
+            with probe.step():
+                made.zero_grad()
+                nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+                made.step()
+            if scheduler is not None:
+                scheduler.step()
+        return [verdict.cause for verdict in probe.verdicts]
+
+    assert said(True, 0.01) == ["rates_too_small"]
+    assert said(False, 1e-14)[0] in ("nothing_trains", "rounding")
+
+
 def test_steps_that_were_meant_for_epochs():
     step, sentence = told(lambda optimizer: MultiStepLR(optimizer, [5, 10, 15], 0.1))
     assert step == 32

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spectral_monitor.condition.findings import AT_ONCE, Finding
+from spectral_monitor.condition.findings import AT_ONCE, FADED, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import Measurement
 
-FADED = 2e-3
-"""Part of the highest learning rate so far at which hardly anything is learnt any more."""
 TIMES = 2
 """A schedule has ended too early when training has taken so many times the steps after which the rate had faded."""
 STEPS = 32
