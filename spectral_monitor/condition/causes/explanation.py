@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy
 
 CAUSES = {
@@ -60,3 +62,19 @@ class Explanation(NamedTuple):
     code: str
     sentence: str
     remedy: Remedy | None = None
+
+
+def at_peak(row: Row, lr: float) -> float:
+    """Return a learning rate of now as the optimizer's settings state it, at the schedule's peak."""
+    scale = row.settings.peak / row.lr if row.lr else math.nan
+    return lr * scale if 0 < scale < math.inf else lr
+
+
+def number(value: float) -> str:
+    """Return a learning rate in up to three digits.
+
+    Example:
+        >>> number(0.001), number(0.00033333), number(20.0)
+        ('0.001', '0.000333', '20')
+    """
+    return f"{value:.3g}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import takewhile
 
-from spectral_monitor.condition.causes.explanation import Explanation
+from spectral_monitor.condition.causes.explanation import Explanation, at_peak, number
+from spectral_monitor.condition.causes.silent import cut_off, dead, left_out, lr_zero
 from spectral_monitor.condition.findings import SUSPECT, UPDATE_LIMIT, Finding
 from spectral_monitor.condition.network import MOVED, Network
 from spectral_monitor.condition.row import Row
@@ -43,12 +43,6 @@ def _what(finding: Finding) -> str:
     return f"{noun} {size} than {finding.against}"
 
 
-def _peak(row: Row, lr: float) -> float:
-    """Return a learning rate of now as the optimizer's settings state it, at the schedule's peak."""
-    scale = row.settings.peak / row.lr if row.lr else math.nan
-    return lr * scale if 0 < scale < math.inf else lr
-
-
 def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain by a learning rate that stands out from those of the others, or from the profile's."""
     rate = network.rates.get(row.info.name)
@@ -60,32 +54,32 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
     large = factor >= SUSPECT
     if not (large or factor <= 1 / SUSPECT) or large != (finding.check == "exploding" or finding.ratio > 1):
         return None
-    mine, theirs = _peak(row, row.lr), _peak(row, usual)
+    mine, theirs = at_peak(row, row.lr), at_peak(row, usual)
     whose = "the profile's" if known else "that of the other layers"
     others = [network.rates[peer.info.name] for peer in network.peers_of(row) if peer.info.name in network.rates]
     if not known and not all(math.isclose(usual, other.usual, rel_tol=0.05) for other in others):
         whose = "by the rule of the others it would be"
-    code, seen = "lr_too_large" if large else "lr_too_small", f"its learning rate is {_number(mine)}, {whose}"
+    code, seen = "lr_too_large" if large else "lr_too_small", f"its learning rate is {number(mine)}, {whose}"
     judged = known or finding.check == "exploding" or row.info.name in network.expected
     if not judged and (size := _like_the_others(row, network)):
         return Explanation(
             code,
-            f"{seen} {_number(theirs)}; its update is {short(size)} times theirs in the natural norm, and would be "
+            f"{seen} {number(theirs)}; its update is {short(size)} times theirs in the natural norm, and would be "
             f"{short(size / factor)} times at that rate: it may be meant, and then expected={{{row.info.name!r}: "
-            f"{_number(factor)}}} says so",
+            f"{number(factor)}}} says so",
         )
     return Explanation(
-        code, f"{seen} {_number(theirs)}: use {_number(theirs)}", Remedy("set_lr", (row.info.name,), theirs)
+        code, f"{seen} {number(theirs)}: use {number(theirs)}", Remedy("set_lr", (row.info.name,), theirs)
     )
 
 
 def _vector_rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    mine, usual = _number(_peak(row, row.lr)), _number(_peak(row, finding.reference))
+    mine, usual = number(at_peak(row, row.lr)), number(at_peak(row, finding.reference))
     return Explanation(
         "lr_too_large",
         f"its learning rate is {mine}, that of matrices {usual}, and a step may change its entries by "
         f"{short(row.vector_step)}: use {usual}",
-        Remedy("set_lr", (row.info.name,), _peak(row, finding.reference)),
+        Remedy("set_lr", (row.info.name,), at_peak(row, finding.reference)),
     )
 
 
@@ -97,114 +91,6 @@ def _like_the_others(row: Row, network: Network) -> float:
     others = [peer for peer in network.peers_of(row) if (its := network.rates.get(peer.info.name)) and its.factor == 1]
     size = row.update / geometric_median(peer.update for peer in others if peer is not row)
     return size if 1 / SIMILAR < size < SIMILAR else 0.0
-
-
-def _number(value: float) -> str:
-    """Return a learning rate in up to three digits.
-
-    Example:
-        >>> _number(0.001), _number(0.00033333), _number(20.0)
-        ('0.001', '0.000333', '20')
-    """
-    return f"{value:.3g}"
-
-
-def _lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    if row.lr != 0:
-        return None
-    others = [_peak(other, other.lr) for other in network.peers_of(row) or network.peers if other.lr > 0]
-    if not others:
-        return None
-    usual = sorted(others)[len(others) // 2]
-    return Explanation(
-        "lr_zero",
-        f"its learning rate is 0 while others learn at {_number(usual)}: use that, or freeze it with "
-        "requires_grad_(False)",
-        Remedy("set_lr", (row.info.name,), usual),
-    )
-
-
-def _dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    """Find which of a chain of dead layers is to blame: the last one whose bias is dead too, if that is measured."""
-    dead = [other for other in network.rows if not other.has_gradient and other.lr != 0]
-    if row.get("lost") > 0 and row.settings.resolution < 1e-4:  # in float32
-        return Explanation(
-            "rounding",
-            "gradients arrive, but its updates are lost even in float32: the loss hardly depends on it any more, as "
-            "where a softmax behind it is saturated, or its learning rate is next to 0",
-            Remedy("check", (row.info.name,)),
-        )
-    if row.get("lost") > 0:
-        return Explanation(
-            "rounding",
-            "gradients arrive, but its updates are lost, most likely as too small for the precision of its weights: "
-            "keep them in float32",
-            Remedy("check", (row.info.name,)),
-        )
-    if row not in dead:
-        return Explanation("unmoved", "a learning rate but no update: no gradient arrives, or one of exactly nothing")
-    zeros = [other.info.name for other in dead if other.get("weight_natural") == 0]
-    if row.info.name in zeros and len(zeros) > 1:
-        others = " and ".join(name for name in zeros if name != row.info.name) if len(zeros) < 4 else "others"
-        return Explanation(
-            "dead",
-            f"its weights are all 0, and so are those of {others}: neither of two factors that are 0 gets a gradient; "
-            "draw one of them",
-            Remedy("check", (row.info.name,)),
-        )
-    if len(dead) == len(network.rows):
-        return Explanation(
-            "dead", "no layer gets a gradient: the loss does not depend on them, is exactly 0, or one is dead"
-        )
-    chain = list(takewhile(lambda other: other in dead, network.rows[network.rows.index(row) :]))
-    if _gives_zeros(row):
-        return Explanation("dead_input", "its inputs are all zero: the layer before it is dead, or it is given zeros")
-    blamed = [other for other in chain if not _bias(other, network) and not _gives_zeros(other)]
-    if row not in blamed:
-        return Explanation(
-            "dead_input", "a gradient reaches its bias but its inputs are all zero: the layer before it is dead"
-        )
-    if blamed[-1] is not row:
-        return Explanation("dead_above", f"a later layer ({blamed[-1].info.name}) is dead and lets no gradient through")
-    size = network.vectors.get(f"{row.info.name}.bias", row).get("weight_natural")
-    never = f" (biases of size {short(size)})" if size > 10 else ""
-    return Explanation(
-        "dead",
-        f"no gradient reaches its weights: its outputs are cut off, as by a ReLU that never opens{never}, or detached; "
-        "initialise it again",
-        Remedy("check", (row.info.name,)),
-    )
-
-
-def _cut_off(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    return Explanation(
-        "dead",
-        "its optimizer holds it and its outputs are computed, but no gradient has ever reached it: they are detached, "
-        "or computed under no_grad; if that is meant, freeze it with requires_grad_(False)",
-        Remedy("check", (row.info.name,)),
-    )
-
-
-def _left_out(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    seen, mend = ("no optimizer holds it", "pass it to the optimizer")
-    if row.settings.frozen:
-        seen, mend = "it is frozen", "set requires_grad_(True), and pass it to the optimizer"
-    return Explanation(
-        "left_out",
-        f"{seen} and it has never moved, though most of {finding.against} are trained: {mend}",
-        Remedy("check", (row.info.name,)),
-    )
-
-
-def _gives_zeros(row: Row) -> bool:
-    """Return whether its outputs are all zero although its weights are not: then its inputs are."""
-    return row.get("feature_rms") == 0 and row.get("weight_natural") > 0
-
-
-def _bias(row: Row, network: Network) -> bool:
-    """Return whether a gradient arrives at its bias; not if it has none or that was not measured."""
-    bias = network.vectors.get(f"{row.info.name}.bias")
-    return bias is not None and not math.isnan(bias.get("contribution")) and bias.has_gradient
 
 
 def _frobenius(finding: Finding, row: Row, network: Network) -> Explanation | None:
@@ -366,7 +252,7 @@ def _collapsed(finding: Finding, row: Row, network: Network) -> Explanation | No
 def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Return what decay has left of a weight, and a decay by which it forgets within :data:`MEMORY` steps."""
     decay = row.settings.weight_decay
-    rate = (_peak(row, row.lr) or row.settings.peak) * row.values.get("lr_multiplier", 1.0)
+    rate = (at_peak(row, row.lr) or row.settings.peak) * row.values.get("lr_multiplier", 1.0)
     usual = (1.0 if row.settings.decoupled else 1 - row.settings.momentum) / (MEMORY * rate) if rate > 0 else decay
     how = f"use about {{}}, with which it takes 1/{MEMORY} in a step"
     if not row.settings.decoupled and row.settings.family != "sgd":
@@ -374,17 +260,17 @@ def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
     usual = float(f"{min(usual, decay / 10):.1g}")
     return Explanation(
         "decay_too_large",
-        f"weight decay {_number(decay)} of {row.settings.optimizer or 'its optimizer'} has taken its weights down to "
-        f"{short(finding.ratio)} of the size they began with: {how.format(_number(usual))}",
+        f"weight decay {number(decay)} of {row.settings.optimizer or 'its optimizer'} has taken its weights down to "
+        f"{short(finding.ratio)} of the size they began with: {how.format(number(usual))}",
         Remedy("set_weight_decay", (row.info.name,), usual),
     )
 
 
 Explainer = Callable[[Finding, Row, Network], Explanation | None]
 _BY_CHECK: dict[str, tuple[Explainer, ...]] = {
-    "dead": (_lr_zero, _dead),
-    "cut_off": (_cut_off,),
-    "left_out": (_left_out,),
+    "dead": (lr_zero, dead),
+    "cut_off": (cut_off,),
+    "left_out": (left_out,),
     "rate": (_rate,),
     "vector_rate": (_vector_rate,),
     "exploding": (_rate, _embedding, _exploding),

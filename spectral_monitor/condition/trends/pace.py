@@ -1,4 +1,4 @@
-"""How far steps carry the whole network: too far to settle, hardly anywhere, or past where its loss is lowest."""
+"""Steps of the whole network: too far to settle, hardly anywhere, or past where the loss is lowest."""
 
 from __future__ import annotations
 
