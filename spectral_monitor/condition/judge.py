@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
-from spectral_monitor.condition.causes import Explanation, cause
+from spectral_monitor.condition.causes import NO_CAUSE, Explanation, cause
 from spectral_monitor.condition.findings import Finding, findings
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
@@ -27,6 +27,8 @@ from spectral_monitor.measurement import HEALTHY, NOT_FINITE, NOT_JUDGED, OFF, L
 
 VERSION = 5
 """Of the saved state."""
+STANDS_OUT = "its size stands out, for none of the known causes"
+"""Why nothing is said of a layer that only others speak against: most are where they should be."""
 OF_NO_SIZE = frozenset({"rate", "vector_rate", "dead", "left_out", "logits_exploding", "attention_collapsed"})
 """Checks that say little of the size of an update."""
 NAMED_BY = {
@@ -111,6 +113,7 @@ class Judge:
         self._told: set[tuple[str, str]] = set()
         self._expected: dict[str, float] | None = None
         self._fresh: bool | None = None
+        self._unexplained: set[str] = set()  # layers that stand out at the latest measurement
         self._steps: dict[str, float] = {}  # layer -> its largest relative update
         self._initial_sizes: dict[str, float] = {}  # as in Network
         self._comparisons: list[WidthComparison] = []  # with a profile of a narrower network
@@ -208,10 +211,14 @@ class Judge:
 
     def _verdicts(self, found: Mapping[tuple[str, str], Finding], network: Network) -> tuple[Verdict, ...]:
         cases = []
+        self._unexplained.clear()
         for key, record in self._records.items():
             if record.flagged and key in found:
                 told = cause(found[key], network, self._whole.history)
-                cases.append(Case(found[key], told, record.since, record.outside))
+                if told.code == NO_CAUSE and not self.condition.is_own:
+                    self._unexplained.add(key[0])
+                else:
+                    cases.append(Case(found[key], told, record.since, record.outside))
         return verdicts([*self._width(), *cases], network)
 
     def _compare_widths(self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None) -> None:
@@ -303,6 +310,8 @@ class Judge:
             keys = (key for key in ("update_natural", "update_ratio") if key in measurement.values)
             whys = (measurement.why(key, row.info.name) for key in keys)
             return next(whys, "") or "its update was not measured"
+        if row.info.name in self._unexplained:
+            return STANDS_OUT
         if row.settings.sizes_own_steps:
             return f"{row.settings.optimizer} sizes its steps itself"
         return "" if looked else "no other layer to compare it with"

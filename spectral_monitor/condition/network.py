@@ -6,12 +6,12 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from spectral_monitor.condition.optimizers.across import rates_of
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
-from spectral_monitor.condition.optimizers.left_out import is_detached, is_untrained, left_out
+from spectral_monitor.condition.optimizers.left_out import OTHERS, is_detached, is_untrained, left_out, never_moved
 from spectral_monitor.condition.optimizers.rates import LEVEL, RULES, Rate, Rated, follows, rule_of
 from spectral_monitor.condition.row import Columns, Row
 from spectral_monitor.functional.medians import geometric_median
@@ -30,6 +30,9 @@ EXPLODED = 1.0
 
 EARLY = 8
 """Training has just begun up to this step."""
+
+NEXT_TO_ZERO = 0.1
+"""Part of the usual gain below which the first steps of weights may be larger than they are."""
 
 READ_SIZE = 0.2
 """RMS of a matrix's outputs over its gain: inputs that are smaller are of no usual size."""
@@ -90,14 +93,13 @@ class Network:
             owner for owner, name in read_by.items() if roles.get(owner) == "embedding"
         }
         hidden |= {name for owner, name in read_by.items() if owner not in hidden}  # counted there already
-        all_rows = [
-            Row(
-                info,
-                {key: column[info.name] for key, column in known.items() if info.name in column},
-                settings.get(info.name, UNKNOWN),
-            )
-            for info in measurement.layers
-        ]
+        all_rows = []
+        for info in measurement.layers:
+            row = Row(info, {key: column[info.name] for key, column in known.items() if info.name in column})
+            its = settings.get(info.name, UNKNOWN)
+            # Networks that are trained against each other are frozen in turns.
+            its = replace(its, frozen=False) if its.frozen and abs(row.get("contribution")) > 0 else its
+            all_rows.append(replace(row, settings=its))
         rows = tuple(row for row in all_rows if row.info.is_matrix and row.info.name not in hidden)
         vectors = {row.info.name: row for row in all_rows if row.info.role == "vector"}
         # The first steps of RAdam are no updates of its kind.
@@ -247,16 +249,21 @@ class Network:
     @cached_property
     def drift(self) -> float:
         """The way of the median layer since the start, relative to its size then; NaN of fewer than two layers."""
-        drifts = [row.get("drift_ratio") for row in self.moved_by_rate if row.info.name not in self.from_zero]
+        drifts = [row.get("drift_ratio") for row in self.moved_by_rate if not self.began_small(row)]
         return geometric_median(drifts) if sum(drift > 0 for drift in drifts) > 1 else math.nan
 
     @cached_property
     def left_out(self) -> dict[str, str]:
-        """Layers that no optimizer trains, frozen ones too, though it trains most in equal places: name -> pattern.
+        """Layers that no optimizer trains, frozen ones too, though it trains most in equal places: name -> these.
 
-        The first or the last ones of a network that was trained before may be left out on purpose.
+        The first or the last ones of a network that was trained before may be left out on purpose. In a new one, a
+        gradient that no optimizer takes tells it of a layer without others in equal places, too.
         """
-        return left_out(self.rows, is_untrained, first=self.fresh, last=self.fresh)
+        moving = sum(row.get("update_ratio") > 0 for row in self.rows)
+        forgotten = [row for row in self.rows if row.settings.forgotten and never_moved(row)] if self.fresh else []
+        told = forgotten if len(forgotten) < moving else []
+        among = dict.fromkeys((row.info.name for row in told), OTHERS)
+        return among | left_out(self.rows, is_untrained, first=self.fresh, last=self.fresh)
 
     @cached_property
     def cut_off(self) -> frozenset[str]:
@@ -292,6 +299,11 @@ class Network:
             return self.initial_sizes.get(row.info.name, math.nan)
         moved = row.get("drift_ratio") > MOVED and self.step > 1  # the first step begins with what was drawn
         return math.nan if moved else self.initial_sizes.get(row.info.name, row.gain / self.usual_gain(row))
+
+    def began_small(self, row: Row) -> bool:
+        """Return whether a layer began at zero or so near that relative to its size any step is large."""
+        began = self.initial_sizes.get(row.info.name, math.nan)
+        return row.info.name in self.from_zero or began < NEXT_TO_ZERO
 
     def initial_rows(self, row: Row) -> float:
         """Return the size of an embedding's largest row when it was first measured."""

@@ -56,7 +56,8 @@ class SpectralCondition:
             ``"theory"``: weights in the natural norm against 1, as the spectral parametrization has them; otherwise
             the path of a profile of a tuned run, whose updates are the reference at the same step.
         band: ratios to the reference that are healthy; ``None`` for 1/16 .. 8, as healthy updates are spread further
-            down than up, 1/16 .. 16 against the theory, and 1/3 .. 3 against a profile.
+            down than up, 1/16 .. 16 against the theory, and 1/3 .. 3 against a profile. With a band or a reference of
+            your own every layer outside is off, without a known cause too.
         persistence: how much evidence a verdict takes. A layer that is as far beyond its band as the band is wide
             gets a verdict at once, one that is beyond it by a third of that after so many measurements.
         hysteresis: what part of the band, on a log scale, it must come back into for the verdict to be lifted.
@@ -123,6 +124,11 @@ class SpectralCondition:
     def quantity(self) -> str:
         """The quantity that the reference needs."""
         return "weight_natural" if self.reference == "theory" else "update_natural"
+
+    @property
+    def is_own(self) -> bool:
+        """True if the user has chosen the band or the reference."""
+        return self.band is not None or self.reference != "balance"
 
     @property
     def evidence(self) -> float:

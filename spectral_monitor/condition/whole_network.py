@@ -44,7 +44,7 @@ class Whole:
     @property
     def history(self) -> History:
         """The run so far, as causes need it."""
-        return History(self._pace.pace, self._pace.first_pace, self._outputs.large_outputs)
+        return History(self._pace.pace, self._pace.first_pace, self._outputs.large_outputs, self._pace.fastest)
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield what can be said of the network at a measurement, healthy or not."""

@@ -257,14 +257,14 @@ class Corrector:
         Args:
             names: of the network's parameters.
         """
-        peaks = {  # RAdam goes on rectifying its steps
-            p: self._peaks.see(group).highest * self._rectified(group)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        rates = {p: m * peaks[p] for i, m in self.by_layer().items() for p in self._layers[i].sources if peaks.get(p)}
-        return param_groups_code(names, self._optimizers, rates)
+        peaks: dict[nn.Parameter, float] = {}
+        rates: dict[nn.Parameter, float] = {}
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+            highest = self._peaks.see(group).highest
+            peaks |= dict.fromkeys(group["params"], highest * self._rectified(group))  # RAdam goes on rectifying
+            rates |= dict.fromkeys(group["params"], highest) if highest else {}  # of what is not measured
+        found = {p: m * peaks[p] for i, m in self.by_layer().items() for p in self._layers[i].sources if peaks.get(p)}
+        return param_groups_code(names, self._optimizers, rates | found)
 
     def _by_parameter(self) -> dict[nn.Parameter, float]:
         pairs = zip(self._units, self._rates, strict=True)

@@ -43,7 +43,8 @@ def share(layer: Layer, began: float, reads_data: bool = False) -> float:
     role = layer.info.role
     if role == "vector":
         return SHARES[role]
-    size = 1.0 if math.isnan(began) else min(max(began, LEAST[role]), MOST.get(role, math.inf))
+    taps = math.sqrt(layer.layout.taps)  # by which entries of a usual size give a convolution a larger natural norm
+    size = 1.0 if math.isnan(began) else min(max(began, LEAST[role] * taps), MOST.get(role, math.inf) * taps)
     found = SHARES[role] * math.pow(size, GROWTH[role])
     return found * (layer.info.fan_in * layer.layout.taps / PIXELS) ** 0.25 if reads_data else found
 

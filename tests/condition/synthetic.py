@@ -73,9 +73,14 @@ def set_by(optimizer="AdamW", *, layers=LAYERS, lr=None, **every):
     return found
 
 
+WATCHFUL = SpectralCondition(band=(1 / 16, 8))
+"""The usual band, but chosen: then what stands out is told without a known cause too."""
+
+
 def judged(measurements, *, settings=None, tied=None, **condition):
     """The judge after all of them, and the last verdicts."""
-    judge = Judge(SpectralCondition(**condition), tied)
+    chosen = {} if "reference" in condition else {"band": WATCHFUL.band}
+    judge = Judge(SpectralCondition(**(chosen | condition)), tied)
     verdicts = ()
     for measurement in measurements:
         verdicts = judge.judge(measurement, settings)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from spectral_monitor.condition import CAUSES
-from spectral_monitor.condition.causes import layers, network
+from spectral_monitor.condition.causes import NO_CAUSE, layers, network, silent
 from tests.condition.synthetic import LAYERS, heavy, judged, measured, nothing, only_verdict, set_by, verdicts_on
 
 WIDE = {
@@ -334,10 +334,10 @@ def test_against_the_theory_weights_may_have_grown():
 
 
 def test_every_cause_that_is_told_is_listed():
-    source = inspect.getsource(layers) + inspect.getsource(network)
+    source = "".join(map(inspect.getsource, (layers, silent, network)))
     told = set(re.findall(r'(?:Explanation\(\s*|code = )"(\w+)"', source))
     told |= set(re.findall(r'code, seen = "(\w+)" if large else "(\w+)"', source)[0])
-    told |= {"weights_too_large", "readout_init", "width"}  # by a condition, and by the judge itself
+    told |= {"weights_too_large", "readout_init", "width", NO_CAUSE}  # by a condition, the judge, and what is left
     assert told == set(CAUSES)
 
 

@@ -113,6 +113,7 @@ def cut_off(cut=("tok", "a"), first="tok", moves=0.05, drift=0.0, lr=0.01, froze
         "update_ratio": dict.fromkeys(LAYERS, moves) | nothing(*cut),
         "drift_ratio": dict.fromkeys(cut, drift),
         "lr": dict.fromkeys(cut, lr),
+        "contribution": nothing(*cut),
     }
     reasons = {f"update_natural/{name}": UNUSED for name in cut}
     layers = {name: LAYERS[name] for name in names}

@@ -13,7 +13,8 @@ import pytest
 from spectral_monitor import LayerInfo
 from spectral_monitor.condition import Judge, Remedy, SpectralCondition, Verdict
 from spectral_monitor.condition.findings import SMALLEST, Finding
-from tests.condition.synthetic import LAYERS, judged, measured, nothing, set_by
+from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, LayerState
+from tests.condition.synthetic import LAYERS, WATCHFUL, judged, measured, nothing, set_by
 
 FAR = {"update_natural": {"b": 10.0}}
 """A hundred times the median: 100/8 times the band's end, log(12.5) / log(8) = 1.2 of evidence."""
@@ -57,24 +58,24 @@ def test_evidence_at_the_ends_of_a_band_without_end():
 @pytest.mark.parametrize(("persistence", "at"), [(1, 1), (3, 3), (5, 5), (12, 12)])
 def test_evidence_adds_up_until_the_persistence_is_reached(persistence, at):
     """A third of the band's width beyond it takes as many measurements as the persistence says."""
-    judge = Judge(SpectralCondition(persistence=persistence))
+    judge = Judge(SpectralCondition(band=WATCHFUL.band, persistence=persistence))
     just = {"update_natural": {"b": NEAR["update_natural"]["b"] * 1.001}}
     seen = [bool(verdicts) for verdicts in run(judge, *[just] * 14)]
     assert seen == [False] * (at - 1) + [True] * (15 - at)
 
 
 def test_what_is_far_off_has_its_verdict_at_once():
-    assert names(run(Judge(SpectralCondition()), FAR)[0]) == ["b"]
-    further = Judge(SpectralCondition(persistence=9))  # log(12.5) / log(8) = 1.21 each, of 3
+    assert names(run(Judge(WATCHFUL), FAR)[0]) == ["b"]
+    further = Judge(SpectralCondition(band=WATCHFUL.band, persistence=9))  # log(12.5) / log(8) = 1.21 each, of 3
     assert [bool(verdicts) for verdicts in run(further, *[FAR] * 4)] == [False, False, True, True]
 
 
 def test_a_measurement_inside_takes_as_much_evidence_away_as_it_is_inside():
     """At the reference itself that is 1: more than two thirds, so that nothing is left."""
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     assert not any(run(judge, NEAR, NEAR, {}, NEAR, NEAR, {}, NEAR, NEAR))
     just_inside = {"update_natural": {"b": 0.1 * 7.9}}
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     assert [len(v) for v in run(judge, NEAR, NEAR, just_inside, NEAR, NEAR)] == [0, 0, 0, 0, 1]
 
 
@@ -89,6 +90,21 @@ def test_what_a_verdict_says():
     assert (verdict.is_root, verdict.layers, verdict.consequences) == (True, ("b",), ())
 
 
+def test_what_stands_out_without_a_known_cause_is_no_verdict_but_no_healthy_layer_either():
+    """Nothing in its settings or weights explains it: 8 of 47 published recipes have such a layer, and train well."""
+    judge = Judge(SpectralCondition())
+    assert not any(run(judge, *[FAR] * 4))
+    assert judge.states["b"] == LayerState(NOT_JUDGED, "its size stands out, for none of the known causes")
+    assert judge.states["a"] == LayerState(HEALTHY)
+    assert [names(verdicts) for verdicts in run(judge, {}, start=5)] == [[]]
+    assert judge.states["b"] == LayerState(HEALTHY)
+    explained = FAR | {"lr": {"b": 1.0}}
+    assert [verdict.cause for verdict in run(judge, explained, start=6)[0]] == ["lr_too_large"]
+    for chosen in ({"band": (1 / 16, 8)}, {"reference": "theory"}):
+        assert SpectralCondition(**chosen).is_own
+    assert names(run(Judge(WATCHFUL), FAR)[0]) == ["b"]
+
+
 def test_a_verdict_ends_only_well_inside_the_band():
     judge = Judge(SpectralCondition(band=(1 / 8, 8), hysteresis=0.8))  # must come below 8 ** 0.8 = 5.3
     near, well = {"update_natural": {"b": 0.6}}, {"update_natural": {"b": 0.5}}
@@ -99,13 +115,13 @@ def test_a_verdict_ends_only_well_inside_the_band():
 
 def test_however_much_evidence_there_was_one_healthy_measurement_lifts_a_verdict():
     """After a hundred measurements far off one that is well inside lifts the verdict all the same."""
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     assert all(run(judge, *[FAR] * 100))
     assert run(judge, {}, start=101) == [()]
 
 
 def test_an_episode_begins_once_and_ends_once():
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     began, ended = [], []
     for step, change in enumerate([NEAR] * 5 + [{}] * 2 + [FAR] * 4, 1):
         judge.judge(measured(step, **change))
@@ -116,7 +132,7 @@ def test_an_episode_begins_once_and_ends_once():
 
 
 def test_another_check_of_the_same_layer_is_no_new_episode():
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     run(judge, FAR)
     both = FAR | {"update_ratio": {"b": 4.0}}
     for verdicts in run(judge, *[both] * 4, start=4):
@@ -139,7 +155,7 @@ def test_a_step_with_nan_counts_neither_way(nan):
     """It is another check that says that training diverges."""
     reasons = {"*/b": "NaN or inf in its values"}
     broken = {"update_natural": {"b": nan}, "reasons": reasons}
-    judge = Judge(SpectralCondition(ignore=["diverged"]))
+    judge = Judge(SpectralCondition(band=WATCHFUL.band, ignore=["diverged"]))
     assert not any(run(judge, NEAR, NEAR, broken))
     assert names(judge.judge(measured(4, **NEAR))) == ["b"]
     for step in range(5, 12):
@@ -190,13 +206,13 @@ def rising(step, b=1.0):
 
 def test_layers_are_compared_during_a_warm_up():
     """Learning rates that rise together change nothing in how layers compare."""
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     assert not any(run(judge, *[rising(step) for step in range(1, 20)]))
     assert names(judge.judge(measured(20, **rising(20), **FAR))) == ["b"]
 
 
 def test_a_learning_rate_that_stands_out_is_named_while_all_of_them_rise():
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     assert [v.cause for v in judge.judge(measured(1, **rising(1, b=100.0), **FAR))] == ["lr_too_large"]
 
 
@@ -255,7 +271,7 @@ def calls_to_judge(count):
     """Calls of functions that are made to judge so many layers."""
     layers = {f"l{i}": LayerInfo(f"l{i}", "operator", 64, 64 * (1 + i % 3), (64, 64)) for i in range(count)}
     lr = {name: 0.01 * (1 + i % 4) for i, name in enumerate(layers)}
-    judge, measurement = Judge(SpectralCondition()), measured(1, layers=layers, lr=lr)
+    judge, measurement = Judge(WATCHFUL), measured(1, layers=layers, lr=lr)
     settings = set_by("Adam", layers=layers, lr=lr)
     with cProfile.Profile() as profile:
         judge.judge(measurement, settings)

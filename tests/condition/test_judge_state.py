@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from spectral_monitor.condition import Judge, SpectralCondition
-from tests.condition.synthetic import LAYERS, ZERO, measured, nothing, set_by
+from spectral_monitor.condition import Judge
+from tests.condition.synthetic import LAYERS, WATCHFUL, ZERO, measured, nothing, set_by
 
 STEPS = [
     {"update_natural": {"b": 1.7}, "summary": {"loss": 2.0, "loss_distance": 30.0}},
@@ -44,23 +44,23 @@ def watched(judge, steps, start=1):
 
 
 def test_a_judge_goes_on_where_another_stopped_whenever_that_was():
-    whole = watched(Judge(SpectralCondition()), STEPS)
+    whole = watched(Judge(WATCHFUL), STEPS)
     causes = {verdict.cause for verdicts, *_ in whole for verdict in verdicts}
     assert causes >= {"lr_too_large", "unknown", "dead", "rates_too_large", "diverged"}, "many kinds of evidence"
     for cut in range(len(STEPS)):
-        first, second = Judge(SpectralCondition()), Judge(SpectralCondition())
+        first, second = Judge(WATCHFUL), Judge(WATCHFUL)
         watched(first, STEPS[:cut])
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert repr(watched(second, STEPS[cut:], cut + 1)) == repr(whole[cut:]), cut
 
 
 def test_a_state_of_another_version_is_refused():
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     with pytest.raises(ValueError, match="version 99"):
         judge.load_state_dict(judge.state_dict() | {"version": 99})
 
 
 def test_the_state_is_of_plain_types():
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     watched(judge, STEPS)
     assert json.loads(json.dumps(judge.state_dict())) == judge.state_dict()

@@ -57,8 +57,36 @@ def test_a_block_that_no_optimizer_holds():
     assert set(found) == {"blocks.2.1", "blocks.2.3"}
     assert found["blocks.2.1"].cause == "left_out"
     assert found["blocks.2.1"].sentence == (
-        "no optimizer holds it and it has never moved, though most of blocks.*.* are trained: pass it to the optimizer"
+        "gradients arrive, but no optimizer holds it and it has never moved, though most of blocks.*.* are trained: "
+        "pass it to the optimizer"
     )
+
+
+def test_a_readout_that_was_replaced_after_the_optimizer_was_made():
+    """It has no others in equal places; that a gradient arrives in a new network tells it."""
+    model = Blocks()
+    held = list(model.parameters())
+    model.head = nn.Linear(WIDTH, 4)
+    (verdict,) = train(model, held).values()
+    assert (verdict.layer, verdict.cause) == ("head", "left_out")
+    assert "though most of the others are trained: pass it to the optimizer" in verdict.sentence
+
+
+def test_a_copy_that_is_only_called_without_gradients_is_not_forgotten():
+    """As the target of a Q network, before it is copied for the first time."""
+
+    class WithTarget(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.target = Blocks()
+
+        def forward(self, x):
+            with torch.no_grad():
+                wanted = self.target(x)
+            return super().forward(x) + wanted
+
+    model = WithTarget()
+    assert not train(model, [p for name, p in model.named_parameters() if not name.startswith("target.")])
 
 
 def test_a_block_that_is_frozen():
@@ -90,10 +118,18 @@ def test_outputs_of_the_last_block_that_nobody_uses():
     assert not train(Blocks(detached=3))
 
 
-@pytest.mark.parametrize("left", [(0, 1), (0, 1, 2), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("left", [(0, 1, 2), (0, 1, 2, 3)], ids=str)
 def test_where_most_are_not_trained_it_is_meant(left):
     model = Blocks()
     assert not train(model, without(model, *left))
+
+
+@pytest.mark.parametrize("how", ["frozen", "held by none"])
+def test_half_of_the_blocks_may_be_frozen_but_not_get_gradients_in_vain(how):
+    model = Blocks()
+    for p in (p for k in (0, 1) for p in model.blocks[k].parameters()) if how == "frozen" else ():
+        p.requires_grad_(False)
+    assert bool(train(model, without(model, 0, 1))) is (how == "held by none")
 
 
 @pytest.mark.parametrize("fresh", [True, False])

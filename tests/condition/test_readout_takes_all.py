@@ -72,7 +72,7 @@ def frozen(*names):
 def test_where_hidden_layers_are_not_to_learn_it_is_meant():
     rates = {"head": 0.08}
     assert told([0.99] * 12, frozen())[-1]
-    assert not any("readout_takes_all" in some for some in told([0.99] * 12, frozen("a")))
+    assert not any("readout_takes_all" in some for some in told([0.99] * 12, frozen("a"), contribution={"a": 0.0}))
     stopped = {"a": 0.0}
     assert not any("readout_takes_all" in some for some in told([0.99] * 12, set_by(lr=stopped), lr=stopped))
     assert not any(told([0.99] * 12, set_by(lr=rates), lr=rates)), "a head with a rate of its own"

@@ -12,7 +12,7 @@ from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.root_causes import Case, rank, verdicts
 from spectral_monitor.condition.row import columns
-from tests.condition.synthetic import LAYERS, heavy, judged, measured, set_by
+from tests.condition.synthetic import LAYERS, WATCHFUL, heavy, judged, measured, set_by
 
 FAR = {"update_natural": {"b": 10.0}}
 MANY = LAYERS | {f"x{i}": replace(LAYERS["a"], name=f"x{i}") for i in range(7)}
@@ -149,7 +149,7 @@ def test_a_wrong_start_explains_updates_through_the_judge():
 
 
 def test_a_root_warns_once():
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     began = []
     for step in range(1, 8):
         judge.judge(measured(step, **FAR) if step != 5 else measured(5, lr={"b": 1.0}, **FAR))
@@ -173,13 +173,13 @@ def test_of_several_layers_with_one_root_none_warns_again_when_the_worst_is_heal
 
 
 def test_what_follows_does_not_warn():
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     judge.judge(measured(1, lr={"b": 1.0}, update_natural={"b": 10.0, "c": 400.0}))
     assert [verdict.layer for verdict in judge.began] == ["b"]
 
 
 def test_a_root_that_follows_for_a_while_does_not_warn_again():
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     began = []
     for step, lr in enumerate((0.01, 1.0, 1.0, 0.01, 0.01), 1):
         judge.judge(measured(step, lr={"c": lr}, update_natural={"b": 400.0}))
@@ -189,7 +189,7 @@ def test_a_root_that_follows_for_a_while_does_not_warn_again():
 
 
 def test_causes_of_the_network_warn_once_each():
-    judge, settings = Judge(SpectralCondition()), set_by("SGD", momentum=0.999)
+    judge, settings = Judge(WATCHFUL), set_by("SGD", momentum=0.999)
     began = []
     for step in range(1, 6):
         large = {"drift_ratio": dict.fromkeys(LAYERS, 50.0)} if step > 2 else {}

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from spectral_monitor.condition import Judge, SpectralCondition, load_profile, save_profile
-from tests.condition.synthetic import HEALTHY, LAYERS, ZERO, measured, nothing
+from spectral_monitor.condition import Judge, load_profile, save_profile
+from tests.condition.synthetic import HEALTHY, LAYERS, WATCHFUL, ZERO, measured, nothing
 
 FAR = {"update_natural": {"b": 10.0}}
 """Evidence enough at once."""
@@ -27,14 +27,14 @@ def run(judge, changes):
     "between", [{"only": ["bfa"]}, {"only": ["lr"]}, {"only": WITHOUT}], ids=["none", "lr", "others"]
 )
 def test_only_measurements_that_have_the_quantity_count(between):
-    seen = run(Judge(SpectralCondition()), [NEAR, between, between, NEAR, between, between, between, NEAR, between])
+    seen = run(Judge(WATCHFUL), [NEAR, between, between, NEAR, between, between, between, NEAR, between])
     assert [len(verdicts) for verdicts in seen] == [0] * 7 + [1, 1]
     assert (seen[7][0].steps, seen[7][0].measurements) == (7, 3)
 
 
 @pytest.mark.parametrize("between", [{"only": []}, {"only": ["lr"]}, {"only": WITHOUT}], ids=["none", "lr", "others"])
 def test_a_verdict_stands_until_its_quantity_is_measured_again(between):
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     (said,) = run(judge, [FAR, FAR, FAR])[-1]
     for step in range(4, 12):
         (verdict,) = judge.judge(measured(step, **between))
@@ -47,27 +47,27 @@ def test_a_verdict_stands_until_its_quantity_is_measured_again(between):
 
 def test_evidence_is_taken_away_by_measurements_that_have_the_quantity():
     some = {"only": ["lr"]}
-    seen = run(Judge(SpectralCondition()), [NEAR, some, NEAR, some, {}, some, NEAR, NEAR, some])
+    seen = run(Judge(WATCHFUL), [NEAR, some, NEAR, some, {}, some, NEAR, NEAR, some])
     assert not any(seen)
 
 
 def test_what_tells_causes_apart_may_have_been_measured_before():
     """Learning rates are measured now and then, updates always: the cause is the rate all the same."""
     rates = {"lr": {"b": 0.05}}
-    seen = run(Judge(SpectralCondition()), [{**NEAR, **rates}, *[{**NEAR, "only": ["update_natural"]}] * 3])
+    seen = run(Judge(WATCHFUL), [{**NEAR, **rates}, *[{**NEAR, "only": ["update_natural"]}] * 3])
     assert [verdict.cause for (verdict,) in seen[1:]] == ["lr_too_large"] * 3
     assert all("its learning rate is 0.05" in verdict.sentence for (verdict,) in seen[1:])
 
 
 def test_a_value_that_is_lost_at_its_own_step_is_not_the_one_before():
     """NaN is what was measured."""
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     run(judge, [FAR])
     assert judge.judge(measured(4, update_natural=nothing("b"))) == ()
 
 
 def test_what_is_gone_for_good_is_forgotten_by_measurements_that_would_have_it():
-    judge, gone = Judge(SpectralCondition()), {"update_natural": nothing("b")}
+    judge, gone = Judge(WATCHFUL), {"update_natural": nothing("b")}
     run(judge, [FAR])
     for step in range(4, 30):
         assert judge.judge(measured(step, only=["lr"]))
@@ -77,7 +77,7 @@ def test_what_is_gone_for_good_is_forgotten_by_measurements_that_would_have_it()
 
 
 def test_what_was_nan_once_is_not_forgotten_by_measurements_that_do_not_have_it():
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     run(judge, [FAR])
     judge.judge(measured(4, update_natural=nothing("b")))
     for step in range(5, 12):
@@ -87,7 +87,7 @@ def test_what_was_nan_once_is_not_forgotten_by_measurements_that_do_not_have_it(
 
 def test_what_began_at_zero_grows_between_measurements_of_its_steps():
     """These are measured at every fourth step; it has grown at the ninth, and until then nobody compares."""
-    judge, waits = Judge(SpectralCondition()), []
+    judge, waits = Judge(WATCHFUL), []
     ratios = {1: math.nan, 5: 0.5, 9: 0.1}
     for step in range(1, 14):
         if step % 4 == 1:
@@ -104,10 +104,10 @@ def test_it_goes_on_where_another_left_off():
     some = {**NEAR, "only": ["update_natural"]}
     rates, nothing_read = {"only": ["lr"], "lr": {"b": 0.05}}, {"only": []}
     steps = [NEAR, some, rates, some, nothing_read, some, {}, some, some, nothing_read, some]
-    whole = Judge(SpectralCondition())
+    whole = Judge(WATCHFUL)
     expected = run(whole, steps)
     for cut in range(len(steps)):
-        first, second = Judge(SpectralCondition()), Judge(SpectralCondition())
+        first, second = Judge(WATCHFUL), Judge(WATCHFUL)
         run(first, steps[:cut])
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         rest = [second.judge(measured(step, **steps[step - 1])) for step in range(cut + 1, len(steps) + 1)]
@@ -117,7 +117,7 @@ def test_it_goes_on_where_another_left_off():
 
 
 def test_nan_is_not_in_the_state():
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     judge.judge(measured(1, update_natural=nothing("a", "c")))
     known = judge.state_dict()["known"]["update_natural"]
     assert set(known) == set(LAYERS) - {"a", "c"}

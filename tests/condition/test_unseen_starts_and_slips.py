@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.condition import Judge, SpectralCondition
+from spectral_monitor.condition import Judge
 from spectral_monitor.condition.optimizers.rates import rates
 from spectral_monitor.measurement import LayerInfo
-from tests.condition.synthetic import LAYERS, measured, set_by, verdicts_on
+from tests.condition.synthetic import LAYERS, WATCHFUL, measured, set_by, verdicts_on
 
 
 def fast(name, factor, step, steps=4):
@@ -205,7 +205,7 @@ def test_gradients_used_again_by_one_of_two_optimizers_stay_told_between_measure
 @pytest.mark.parametrize("row", [0.5, 1e-9])
 def test_an_embedding_is_judged_by_what_it_began_with(row):
     """Whatever decay or steps make of it later."""
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     for step in (1, 2, 4, 8, 16, 32):
         found = judge.judge(measured(step, weight_natural={"tok": 0.5 if step == 1 else row}), set_by("Adam"))
     assert not [v for v in found if v.cause == "embedding_scale"]
@@ -338,7 +338,7 @@ def test_kinds_that_take_turns_in_containers_are_excused_like_others():
 
 
 def test_an_embedding_that_grows_is_told_until_it_has_shrunk_again():
-    judge, found = Judge(SpectralCondition()), []
+    judge, found = Judge(WATCHFUL), []
     for step, size in enumerate((1.0, 3000.0, 3000.0, 3000.0, 1.0, 1.0, 1.0), 1):
         told = judge.judge(measured(step, weight_natural={"tok": size}), set_by("Adam"))
         found.append([v for v in told if v.layer == "tok"])
@@ -347,7 +347,7 @@ def test_an_embedding_that_grows_is_told_until_it_has_shrunk_again():
 
 
 def test_verdicts_on_a_layer_that_is_gone_are_gone():
-    judge = Judge(SpectralCondition())
+    judge = Judge(WATCHFUL)
     for step in (1, 2, 3):
         assert judge.judge(measured(step, update_natural={"b": 10.0}))
     fewer = {name: info for name, info in LAYERS.items() if not name.startswith("b")}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from spectral_monitor.condition.causes.explanation import CAUSES, Explanation
+from spectral_monitor.condition.causes.explanation import CAUSES, NO_CAUSE, Explanation
 from spectral_monitor.condition.causes.layers import of_layer
 from spectral_monitor.condition.causes.network import History, of_network
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
 
-__all__ = ["CAUSES", "Explanation", "History", "cause"]
+__all__ = ["CAUSES", "NO_CAUSE", "Explanation", "History", "cause"]
 
 UNKNOWN = History()
 
@@ -36,4 +36,4 @@ def cause(finding: Finding, network: Network, history: History = UNKNOWN) -> Exp
     if finding.layer == NETWORK:
         return of_network(finding, network, history)
     row = network.parameter(finding.layer)
-    return Explanation("unknown", "it is not measured any more") if row is None else of_layer(finding, row, network)
+    return Explanation(NO_CAUSE, "it is not measured any more") if row is None else of_layer(finding, row, network)

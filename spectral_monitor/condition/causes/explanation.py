@@ -48,6 +48,8 @@ CAUSES = {
     "unknown": "none of the above",
 }
 """Every code a verdict may carry."""
+NO_CAUSE = "unknown"
+"""The code of what stands out without a known cause; beside a reference that the user has chosen only."""
 
 
 class Explanation(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from spectral_monitor.condition.causes.explanation import Explanation, at_peak, number
+from spectral_monitor.condition.causes.explanation import NO_CAUSE, Explanation, at_peak, number
 from spectral_monitor.condition.causes.silent import cut_off, dead, left_out, lr_zero
 from spectral_monitor.condition.findings import SUSPECT, UPDATE_LIMIT, Finding
 from spectral_monitor.condition.network import MOVED, Network
@@ -33,7 +33,7 @@ def of_layer(finding: Finding, row: Row, network: Network) -> Explanation:
         told = explanation(finding, row, network)
         if told is not None:
             return told
-    return Explanation("unknown", f"{_what(finding)}; none of the known causes fits")
+    return Explanation(NO_CAUSE, f"{_what(finding)}; none of the known causes fits")
 
 
 def _what(finding: Finding) -> str:

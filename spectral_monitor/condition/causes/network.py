@@ -22,6 +22,8 @@ point one way. What has come further has taken larger steps than those that were
 SLOWEST = 0.05
 """The root of the fastest layer's relative update times the median layer's natural one in healthy networks."""
 
+FASTEST = 0.1
+"""A relative update of the fastest layer that healthy networks stay below."""
 
 HALVES = 0.5
 """Gain of the median layer from which on the weights of most layers are large enough to keep features."""
@@ -34,11 +36,13 @@ class History(NamedTuple):
         pace: largest relative update of the median layer so far.
         first_pace: of the first measurement that has one.
         large_outputs: first layer whose outputs were too large at the start.
+        fastest: relative update of the fastest layer at the peak of its learning rate; 0 if none is known.
     """
 
     pace: float = math.nan
     first_pace: float = math.nan
     large_outputs: str = ""
+    fastest: float = 0.0
 
 
 def of_network(finding: Finding, network: Network, history: History) -> Explanation:
@@ -97,7 +101,8 @@ def _overshoots(finding: Finding, network: Network, history: History) -> Explana
 
 
 def _too_small(finding: Finding, network: Network, history: History) -> Explanation:
-    by = min(100.0, float(f"{SLOWEST / finding.value:.1g}"))
+    room = FASTEST / history.fastest if history.fastest else math.inf  # of the layer that moves most, as one by a gate
+    by = min(100.0, float(f"{max(min(SLOWEST / finding.value, room), 2.0):.1g}"))
     return Explanation(
         "rates_too_small",
         f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply every "

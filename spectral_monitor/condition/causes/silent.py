@@ -93,6 +93,8 @@ def cut_off(finding: Finding, row: Row, network: Network) -> Explanation | None:
 def left_out(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain by what keeps it, but not others in equal places, from training."""
     seen, mend = ("no optimizer holds it", "pass it to the optimizer")
+    if row.settings.forgotten:
+        seen = "gradients arrive, but no optimizer holds it"
     if row.settings.frozen:
         seen, mend = "it is frozen", "set requires_grad_(True), and pass it to the optimizer"
     return Explanation(

@@ -38,6 +38,7 @@ class Hyperparameters:
         weight_decay: 0 if it has none.
         decoupled: whether that is taken off the weights, apart from the gradient.
         frozen: whether no parameter of the layer requires a gradient.
+        forgotten: whether a gradient lies at it that no optimizer takes.
         resolution: relative distance of neighbouring numbers in the weights' dtype.
         rectified: part of the learning rate that RAdam takes its latest step with; 0 where that step was in proportion
             to the gradient, as its first ones are. 1 of other optimizers.
@@ -54,6 +55,7 @@ class Hyperparameters:
     weight_decay: float = 0.0
     decoupled: bool = False
     frozen: bool = False
+    forgotten: bool = False
     resolution: float = torch.finfo(torch.float32).eps
     rectified: float = 1.0
 
@@ -173,8 +175,10 @@ def _names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
 
 def _of_layer(layer: Layer, held: Mapping[int, Hyperparameters]) -> Hyperparameters:
     dtype = layer.sources[0].dtype
+    its = next((held[id(source)] for source in layer.sources if id(source) in held), UNKNOWN)
     return replace(
-        next((held[id(source)] for source in layer.sources if id(source) in held), UNKNOWN),
+        its,
+        forgotten=its.owner < 0 and any(source.grad is not None for source in layer.sources),
         frozen=not any(source.requires_grad for source in layer.sources),
         resolution=torch.finfo(dtype).eps if dtype.is_floating_point else 0.0,
     )

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 FEWEST = 3
 """Layers in equal places, such as those of repeated blocks, from which on most of them tell how all are meant."""
 
+OTHERS = "the others"
+"""What a layer without others in equal places is held against."""
+
 
 def left_out(
     rows: Sequence[Row], is_out: Callable[[Row], bool], first: bool = True, last: bool = True

@@ -45,16 +45,17 @@ class PaceTrend:
     Attributes:
         pace: the largest relative update of the median layer so far; NaN if none is known.
         first_pace: of the first measurement that has one, when steps are not yet larger for being large.
+        fastest: relative update of the fastest layer, at the peak of its learning rate; 0 if none is known.
     """
 
     def __init__(self) -> None:
-        self._fastest = 0.0  # relative update of the fastest layer, at the peak of its learning rate
         self._natural = 0.0  # natural update of the median layer, there too
         self._rate = math.nan  # highest learning rate at the measurement before
         self._looked = 0
         self._edges: list[tuple[float, float]] = []  # the latest ones that are known, and the losses there
         self._losses: tuple[float, ...] = ()  # the first and the lowest, if they are known
         self.pace = self.first_pace = math.nan
+        self.fastest = 0.0
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield what can be said of its steps, healthy or not."""
@@ -65,7 +66,7 @@ class PaceTrend:
 
     def _speed(self, network: Network) -> Iterator[Finding]:
         """Yield how far the median layer has moved since the start, for so many steps."""
-        ratios = [row.get("update_ratio") for row in network.moved_by_rate if row.info.name not in network.from_zero]
+        ratios = [row.get("update_ratio") for row in network.moved_by_rate if not network.began_small(row)]
         ratio = geometric_median(ratios)
         self.pace = self.pace if self.pace >= ratio or math.isnan(ratio) else ratio
         self.first_pace = ratio if math.isnan(self.first_pace) else self.first_pace
@@ -108,17 +109,17 @@ class PaceTrend:
     def _slowness(self, network: Network) -> Iterator[Finding]:
         """Yield how large steps have been so far, if the network was not trained before and has taken its time."""
         moving = [row for row in network.moved_by_rate if row.get("update_ratio") > 0 and row.has_gradient]
-        own = [row for row in moving if row.info.name not in network.from_zero]
+        own = [row for row in moving if not network.began_small(row)]
         rises, self._rate = network.top_lr > 1.01 * self._rate, network.top_lr
         if not own:
             return
         self._looked += 1
-        self._fastest = max(self._fastest, *(row.get("update_ratio") * row.to_peak for row in own))
+        self.fastest = max(self.fastest, *(row.get("update_ratio") * row.to_peak for row in own))
         # The maximum of a number and NaN is that number.
         self._natural = max(self._natural, geometric_median(row.update * row.to_peak for row in own))
         if network.step < SETTLED or self._looked < 4 or rises or not network.fresh or not self._natural:
             return
-        value = math.sqrt(self._fastest * self._natural)
+        value = math.sqrt(self.fastest * self._natural)
         inputs = geometric_median(row.info.fan_in * row.taps for row in own)
         slow = SLOW * min(1.0, inputs / NARROW)
         yield Finding("rates_too_small", NETWORK, "update_natural", value, slow, (1.0, math.inf), 1.2, "healthy")
@@ -128,7 +129,7 @@ class PaceTrend:
         return {
             "pace": self.pace,
             "first_pace": self.first_pace,
-            "fastest": self._fastest,
+            "fastest": self.fastest,
             "natural": self._natural,
             "rate": self._rate,
             "looked": self._looked,
@@ -139,7 +140,7 @@ class PaceTrend:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.pace, self.first_pace = float(state["pace"]), float(state.get("first_pace", math.nan))
-        self._fastest, self._looked = float(state["fastest"]), int(state["looked"])
+        self.fastest, self._looked = float(state["fastest"]), int(state["looked"])
         self._natural, self._rate = float(state["natural"]), float(state["rate"])
         self._losses = tuple(map(float, state.get("losses", ())))
         self._edges = [(float(edge), float(loss)) for edge, loss in state.get("edges", ())]

@@ -8,6 +8,7 @@ from typing import Any
 
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.row import Row
 from spectral_monitor.measurement import ZERO, Measurement
 
 GRACE = 12
@@ -25,7 +26,7 @@ class ZeroStartGate:
     """Keeps what is not to be judged yet.
 
     A readout that began at zero passes no gradient down at the first step and little at the next ones, so all layers
-    wait for it; the same goes for any other matrix that began at zero.
+    wait for it; the same goes for any other matrix, or gain of a residual branch, that began at zero.
 
     Attributes:
         why: the reason that layers are not compared at the latest measurement; empty if they are.
@@ -45,7 +46,7 @@ class ZeroStartGate:
 
     def look(self, measurement: Measurement, network: Network) -> None:
         """See the next measurement; what it does not have stays as it was seen last."""
-        sizes = {row.info.name: row.get("weight_natural") for row in network.rows}
+        sizes = {row.info.name: row.get("weight_natural") for row in (*network.rows, *_gates(network))}
         new = {name for name, size in sizes.items() if not size or _began_at_zero(measurement, name)} - self.from_zero
         self.from_zero |= new
         if self._looked < GRACE:
@@ -55,7 +56,7 @@ class ZeroStartGate:
         self._looked += 1
         kept = {}
         for name, looked in self._growing.items():
-            row = network.row(name)
+            row = network.parameter(name)
             ratio = math.nan if row is None else row.get("update_ratio")
             stuck = row is None or not max(row.get("update_natural"), row.get("weight_natural")) > 0
             if looked < (STUCK if stuck else GRACE) and not ratio < GROWN:
@@ -75,6 +76,15 @@ class ZeroStartGate:
         """Go on from there."""
         self._growing, self.from_zero = dict(state["growing"]), set(state["from_zero"])
         self._looked = int(state["looked"])
+
+
+def _gates(network: Network) -> list[Row]:
+    """Return vectors that may hold back the gradients of matrices, where there are such: gains, as of SkipInit, ReZero
+    and residual branches that end with a norm.
+    """
+    held_back = any(row.get("contribution") == 0 and row.lr > 0 for row in network.peers)
+    gains = [row for name, row in network.vectors.items() if not name.endswith("bias")]
+    return gains if held_back else []
 
 
 def _began_at_zero(measurement: Measurement, layer: str) -> bool:
