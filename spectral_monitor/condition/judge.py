@@ -167,7 +167,9 @@ class Judge:
         self._compare_widths(measurement, settings)
         result = self._verdicts(found, network)
         self._tell(result)
-        self.states = dict(self._states(measurement, network, found, result))
+        ended = network.top_lr == 0 and network.drift > 0  # then layers are left as they were seen last
+        if not (ended and self.states):
+            self.states = dict(self._states(measurement, network, found, result))
         return result
 
     def _all(self, measurement: Measurement, network: Network) -> Iterator[Finding]:

@@ -10,7 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
+from spectral_monitor.condition.causes import History, cause
+from spectral_monitor.condition.findings import Finding
+from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.rates import rates
+from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import LayerInfo
 from tests.condition.synthetic import LAYERS, judged, measured
@@ -110,6 +114,83 @@ def test_a_small_embedding_that_a_norm_brings_to_size_is_no_fault(std, normed, t
     nn.init.normal_(model[0].weight, std=std)
     said = causes(model, torch.optim.Adam(model.parameters(), 1e-5), torch.randint(50, (64, 4)))
     assert (("0", "embedding_scale") in said) is told
+
+
+class Gated(nn.Module):
+    """A residual branch that a gain of 0 leaves out at first, as in ReZero and SkipInit."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.alpha = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return x + self.alpha * self.body(x)
+
+
+def gated():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Gated() for _ in range(4)), nn.Linear(WIDTH, 4))
+
+
+def test_layers_behind_gains_that_began_at_zero_are_not_compared_before_these_have_grown():
+    model = gated()
+    assert not causes(model, torch.optim.SGD(model.parameters(), 0.02, momentum=0.9), torch.randn(64, WIDTH), steps=8)
+    probe = SpectralProbe(model := gated(), torch.optim.SGD(model.parameters(), 0.02), every_n_steps=1)
+    with probe.step():
+        functional.cross_entropy(model(torch.randn(64, WIDTH)), torch.randint(4, (64,))).backward()
+        probe._supervisor._engine.optimizers.optimizers[0].step()
+    waits = "waits until " + ", ".join(f"{k}.alpha" for k in range(1, 5)) + " has grown from zero"
+    assert {state.reason for state in probe.latest.states.values()} == {waits}
+
+
+def test_networks_that_are_frozen_in_turns_are_judged():
+    """As a critic is while its generator is trained: it is frozen when the step ends, and has been trained in it."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {name: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4)) for name in "ab"}
+    )
+    optimizers = [torch.optim.Adam(part.parameters(), 1e-3) for part in model.values()]
+    probe = SpectralProbe(model, optimizers, every_n_steps=1)
+    x, y = torch.randn(64, WIDTH), torch.randint(4, (64,))
+    for _ in range(4):
+        with probe.step():
+            for name, optimizer in zip("ab", optimizers, strict=True):
+                model.requires_grad_(False)
+                model[name].requires_grad_(True)
+                optimizer.zero_grad()
+                functional.cross_entropy(model[name](x), y).backward()
+                optimizer.step()
+    assert {state.state for state in probe.latest.states.values()} == {"healthy"}
+
+
+def test_weights_that_began_next_to_zero_do_not_tell_how_fast_a_network_moves():
+    """They are told by themselves; most of these move by many times their size, and are in order then."""
+    torch.manual_seed(0)
+    sizes = (WIDTH,) * 5
+    model = nn.Sequential(*(part for _ in sizes for part in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU())))
+    model.append(nn.Linear(WIDTH, 4))
+    for layer in (layer for layer in model if isinstance(layer, nn.Linear)):
+        nn.init.normal_(layer.weight, std=1e-4)
+    said = causes(model, torch.optim.Adam(model.parameters(), 1e-3), torch.randn(64, WIDTH), steps=40)
+    assert "rates_too_large" not in {cause for _, cause in said}
+
+
+def test_the_fastest_layer_limits_what_slow_networks_are_advised():
+    """Where gates hold back most layers, a hundredfold rate for all ruins those in front."""
+    slow = Finding("rates_too_small", NETWORK, "update_natural", 1e-4, 1e-2, (1.0, math.inf))
+    network = Network.read(measured(40), columns(measured(40)))
+    factor = {f: cause(slow, network, History(fastest=f)).remedy.value for f in (0.0, 1e-4, 0.01, 0.09)}
+    assert factor == {0.0: 100.0, 1e-4: 100.0, 0.01: 10.0, 0.09: 2.0}
+
+
+def test_layers_keep_their_states_when_a_schedule_ends_at_zero():
+    judge, _ = judged([measured(step, drift_ratio=dict.fromkeys(LAYERS, 0.1)) for step in range(1, 5)])
+    before = dict(judge.states)
+    assert {state.state for state in before.values()} == {"healthy"}
+    still = {key: dict.fromkeys(LAYERS, 0.0) for key in ("lr", "update_natural", "update_ratio")}
+    judge.judge(measured(5, drift_ratio=dict.fromkeys(LAYERS, 0.1), **still))
+    assert judge.states == before
 
 
 @pytest.mark.parametrize(("decay", "cause"), [(0.0, "nothing_trains"), (5e-3, "dead")])

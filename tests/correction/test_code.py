@@ -22,6 +22,30 @@ def rates(optimizers):
     return {p: group["lr"] for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
+class WithScores(nn.Module):
+    """A network with a parameter that is not measured."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.scores = perceptron(), nn.Parameter(torch.ones(2, 3, 4, 5))
+        self.register_forward_hook(lambda module, args, out: out * self.scores.mean())
+
+    def forward(self, x):
+        return self.net(x)
+
+    def __getitem__(self, k):
+        return self.net[k]
+
+
+def test_what_is_not_measured_has_the_rate_of_its_groups_peak():
+    network = WithScores()
+    peak = 1e-3
+
+    probe, _ = run(lambda network: torch.optim.Adam(network.parameters(), peak), warmup, network=network)
+    (optimizer,) = made(probe.param_groups_code(), network)
+    assert rates([optimizer])[network.scores] == pytest.approx(peak)  # not what is left of it
+
+
 def test_it_makes_an_optimizer_that_steps_as_the_corrected_one():
     network = perceptron()
     kept = []

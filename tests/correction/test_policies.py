@@ -53,6 +53,19 @@ def test_shares_are_those_of_the_table_in_the_docs(role, began, wanted):
     assert share(layer(role), began) == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize(
+    ("role", "began", "wanted"),
+    [
+        ("operator", 0.0, math.sqrt(3 / 8)),
+        ("operator", 3.0, math.sqrt(3)),
+        ("readout", 0.0, math.sqrt(3)),
+        ("readout", 9.0, math.sqrt(6)),
+    ],
+)
+def test_ends_of_the_table_grow_with_the_root_of_taps_as_usual_weights_do(role, began, wanted):
+    assert share(layer(role, taps=9), began) == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize(("fan_in", "taps", "factor"), [(48, 1, 1.0), (768, 1, 2.0), (3, 1, 0.5), (3, 16, 1.0)])
 def test_what_reads_the_data_goes_by_the_fourth_root_of_its_inputs(fan_in, taps, factor):
     assert share(layer("operator", fan_in, taps), 4.0, reads_data=True) == pytest.approx(2 * factor)

@@ -143,10 +143,11 @@ def _embedding(finding: Finding, row: Row, network: Network) -> Explanation | No
     target = 1.0 if size > 1 else 0.02
     if finding.check == "exploding" and finding.value * size >= target * UPDATE_LIMIT:
         return None  # with the usual entries its steps would be too large for them as well
+    how = f"multiply its initial weights by {short(target / size)}"
+    how = f"divide its initial weights by {short(size / target)}" if size > target else how
     return Explanation(
         "embedding_scale",
-        f"the entries of its largest row are about {short(size)}, where 0.02 to 1 is usual: multiply its initial "
-        f"weights by {short(target / size)}",
+        f"the entries of its largest row are about {short(size)}, where 0.02 to 1 is usual: {how}",
         Remedy("scale_weights", (row.info.name,), target / size),
     )
 

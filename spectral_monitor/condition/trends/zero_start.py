@@ -16,7 +16,9 @@ GRACE = 12
 STUCK = 4
 """The same for a matrix that stays at zero: where several follow each other, each moves a step later."""
 GROWN = 0.25
-"""A matrix has grown once a step changes it by less than this part of its size."""
+"""A matrix has grown once a step changes it by less than this part of its size; a gain, of which 1 is the usual size,
+once it is larger than this.
+"""
 
 COMPARING = frozenset({"reference", "weights", "dead", "rates_too_small", "eps", "nothing_trains"})
 """Checks that mean nothing while some matrix is next to zero, and passes next to no gradient on."""
@@ -57,9 +59,9 @@ class ZeroStartGate:
         kept = {}
         for name, looked in self._growing.items():
             row = network.parameter(name)
-            ratio = math.nan if row is None else row.get("update_ratio")
+            grown = row is not None and _has_grown(row)
             stuck = row is None or not max(row.get("update_natural"), row.get("weight_natural")) > 0
-            if looked < (STUCK if stuck else GRACE) and not ratio < GROWN:
+            if looked < (STUCK if stuck else GRACE) and not grown:
                 kept[name] = looked + 1
         self._growing = kept
         self.why = f"{', '.join(self._growing)} began at zero and is still growing" if self._growing else ""
@@ -76,6 +78,12 @@ class ZeroStartGate:
         """Go on from there."""
         self._growing, self.from_zero = dict(state["growing"]), set(state["from_zero"])
         self._looked = int(state["looked"])
+
+
+def _has_grown(row: Row) -> bool:
+    if row.info.role == "vector":
+        return row.get("weight_natural") > GROWN
+    return row.get("update_ratio") < GROWN
 
 
 def _gates(network: Network) -> list[Row]:

@@ -31,7 +31,8 @@ IN_PARTS = "processes share weights, and what is compiled or in half precision w
 """Why a step's loss cannot be had although it can be run again."""
 NOT_REPEATABLE = (
     "what is run again gives another loss ({again:.4g}) than the step had ({told:.4g}); a function given to "
-    "report_loss must compute that loss again, of its own micro-batch (lambda x=x, y=y: ...)"
+    "report_loss must compute that loss again, of its own micro-batch (lambda x=x, y=y: ...), and random numbers that "
+    "are drawn before its forward, such as those that choose the batch, must be drawn before the step begins"
 )
 SAME, ALIKE = 1e-3, 0.5
 """Parts by which a loss may differ from what it was: where the same was run again, and where it ran eagerly and in full
