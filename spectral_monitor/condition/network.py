@@ -34,6 +34,9 @@ EARLY = 8
 NEXT_TO_ZERO = 0.1
 """Part of the usual gain below which the first steps of weights may be larger than they are."""
 
+NOTHING_LEFT = 1e-3
+"""A loss above this has not come to its end where no gradient arrives: the network is dead."""
+
 READ_SIZE = 0.2
 """RMS of a matrix's outputs over its gain: inputs that are smaller are of no usual size."""
 
@@ -52,6 +55,7 @@ class Network:
         fresh: whether weights began as they are drawn, not as an earlier training left them.
         largest_steps: layer -> its largest relative update so far that a gradient was behind, at the peak of its
             learning rate; 0 before there was one.
+        loss: of the step; NaN if it is not known.
         initial_sizes: layer -> gain of its weights over the usual one when it was first measured; of an
             embedding, the size of its largest row.
     """
@@ -65,6 +69,7 @@ class Network:
     fresh: bool = True
     largest_steps: Mapping[str, float] = field(default_factory=dict)
     initial_sizes: Mapping[str, float] = field(default_factory=dict)
+    loss: float = math.nan
 
     @classmethod
     def read(
@@ -104,7 +109,8 @@ class Network:
         vectors = {row.info.name: row for row in all_rows if row.info.role == "vector"}
         # The first steps of RAdam are no updates of its kind.
         compared = frozenset(row.info.name for row in rows if row.settings.rectified > 0)
-        return cls(measurement.step, rows, vectors, compared, expected=expected or {})
+        loss = measurement.summary.get("loss", math.nan)
+        return cls(measurement.step, rows, vectors, compared, expected=expected or {}, loss=loss)
 
     def row(self, name: str) -> Row | None:
         """Return a layer by its name; ``None`` if it is not judged."""
@@ -239,7 +245,7 @@ class Network:
         silent = [not row.has_gradient for row in self.peers]
         drift = geometric_median(row.get("drift_ratio") for row in self.peers)
         taught = any(self.largest_steps.get(row.info.name, 0.0) > 0 for row in self.peers)
-        return bool(silent) and all(silent) and taught and drift > 0.01
+        return bool(silent) and all(silent) and taught and drift > 0.01 and not self.loss > NOTHING_LEFT
 
     def usual_gain(self, row: Row) -> float:
         """Return the median gain of the other layers' weights, no further off than healthy ones ever are."""

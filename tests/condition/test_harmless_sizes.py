@@ -210,6 +210,16 @@ def test_a_dead_network_is_dead_with_weight_decay_too(decay, cause):
     assert {verdict.cause for verdict in probe.verdicts if verdict.is_root} == {cause}
 
 
+@pytest.mark.parametrize(("loss", "told"), [(2.3, True), (0.0, False), (math.nan, False)])
+def test_a_network_that_has_died_in_training_is_told_from_one_that_has_learnt_all(loss, told):
+    """No gradient arrives at either, after many that did; the readout's bias alone may still learn."""
+    dense = [name for name, info in LAYERS.items() if info.role in ("operator", "readout")]
+    dead = {"contribution": dict.fromkeys(dense, 0.0), "drift_ratio": dict.fromkeys(LAYERS, 0.5)}
+    taught = [measured(step, drift_ratio=dead["drift_ratio"]) for step in range(1, 4)]
+    died = [measured(step, summary={"loss": loss}, **dead) for step in range(4, 10)]
+    assert ("dead" in {verdict.cause for verdict in judged([*taught, *died])[1]}) is told
+
+
 @pytest.mark.parametrize("how", ["frozen", "no rate", "not held"])
 def test_where_vectors_alone_are_trained_it_is_not_said_that_nothing_moves(how):
     torch.manual_seed(0)
