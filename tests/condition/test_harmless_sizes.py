@@ -184,6 +184,29 @@ def test_the_fastest_layer_limits_what_slow_networks_are_advised():
     assert factor == {0.0: 100.0, 1e-4: 100.0, 0.01: 10.0, 0.09: 2.0}
 
 
+@pytest.mark.parametrize(("std", "said"), [(1.0, ("weights_too_large", 8.0)), (0.1, ("rates_too_small", 0.0))])
+def test_small_steps_are_the_fault_of_weights_that_all_began_large(std, said):
+    """Norms keep features in order. Where weights are of usual size, learning rates are."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for _ in range(5):
+        model.extend([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU()])
+    model.append(nn.Linear(WIDTH, 4))
+    for layer in (layer for layer in model if isinstance(layer, nn.Linear)):
+        nn.init.normal_(layer.weight, std=std)
+    x, y = torch.randn(64, WIDTH), torch.randint(4, (64,))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4 if std == 1.0 else 1e-5)
+    probe = SpectralProbe(model, optimizer, every_n_steps=4)
+    for _ in range(40):
+        with probe.step():
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    (verdict,) = (verdict for verdict in probe.verdicts if verdict.layer == NETWORK)
+    assert verdict.cause == said[0]
+    assert said[1] == 0 or verdict.remedy.value == pytest.approx(0.6 / said[1], rel=0.1), "the gain is the root of 64"
+
+
 def test_layers_keep_their_states_when_a_schedule_ends_at_zero():
     judge, _ = judged([measured(step, drift_ratio=dict.fromkeys(LAYERS, 0.1)) for step in range(1, 5)])
     before = dict(judge.states)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from spectral_monitor.condition.causes.explanation import Explanation
 from spectral_monitor.condition.findings import Finding
-from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.network import GAINS, Network
 from spectral_monitor.condition.optimizers.rates import HEALTHY_STEP
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.functional.medians import geometric_median
@@ -25,6 +25,8 @@ SLOWEST = 0.05
 FASTEST = 0.1
 """A relative update of the fastest layer that healthy networks stay below."""
 
+LARGE, USUAL_GAIN = 2.0, 0.6
+"""Weights of most layers that began this many times beyond the largest usual gain explain small steps; a usual gain."""
 HALVES = 0.5
 """Gain of the median layer from which on the weights of most layers are large enough to keep features."""
 
@@ -101,6 +103,16 @@ def _overshoots(finding: Finding, network: Network, history: History) -> Explana
 
 
 def _too_small(finding: Finding, network: Network, history: History) -> Explanation:
+    began = GAINS[1] * geometric_median(
+        network.initial_sizes.get(row.info.name, math.nan) for row in network.peers if not network.began_small(row)
+    )
+    if began > LARGE * GAINS[1]:
+        return Explanation(
+            "weights_too_large",
+            f"steps are small beside the weights, of which most began large enough to multiply features by {short(began)} "
+            f"or more: divide initial weights by about {short(began / USUAL_GAIN)}",
+            Remedy("scale_weights", (), USUAL_GAIN / began),
+        )
     room = FASTEST / history.fastest if history.fastest else math.inf  # of the layer that moves most, as one by a gate
     by = min(100.0, float(f"{max(min(SLOWEST / finding.value, room), 2.0):.1g}"))
     return Explanation(
@@ -163,8 +175,8 @@ def _features_vanish(finding: Finding, network: Network, history: History) -> Ex
     return Explanation(
         "weights_too_small",
         f"the smallest outputs of a layer begin with RMS {short(finding.value)}: weights multiply the size of features "
-        f"by {short(gain)} in each layer, so they vanish; multiply initial weights by about {short(0.6 / gain)}",
-        Remedy("scale_weights", (), 0.6 / gain),
+        f"by {short(gain)} in each layer, so they vanish; multiply initial weights by about {short(USUAL_GAIN / gain)}",
+        Remedy("scale_weights", (), USUAL_GAIN / gain),
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spectral_monitor.condition.findings import Finding
+from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import Measurement
@@ -17,7 +17,7 @@ GROWN_LIMIT = 50.0
 """The same of hidden layers later on, at most 6 in healthy networks."""
 GROWTH = 4.0
 """What was large from the start has grown if it is this many times as large."""
-DISTANCE_LIMIT = 25.0
+DISTANCE_LIMIT = 37.5
 """``loss_distance`` at the start over the size of the outputs, or over 1 where they are smaller; at most 2.3 in healthy
 networks.
 """
@@ -79,8 +79,8 @@ class OutputTrend:
             sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "readout"]
             self._distance = distance / max([1.0, *sizes])  # NaN is no maximum of what comes before it
         if self._distance > 0:
-            limits = (0.0, DISTANCE_LIMIT)
-            yield Finding("targets", NETWORK, "loss_distance", self._distance, 1.0, limits, 1.5, "usual")
+            limits = (0.0, DISTANCE_LIMIT)  # one observation, however often it is looked at
+            yield Finding("targets", NETWORK, "loss_distance", self._distance, 1.0, limits, AT_ONCE, "usual")
 
     def _growth(self, network: Network) -> Iterator[Finding]:
         """Yield the largest outputs of a hidden layer after the first steps: too large steps let them grow."""
