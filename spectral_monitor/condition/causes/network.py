@@ -109,8 +109,8 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     if began > LARGE * GAINS[1]:
         return Explanation(
             "weights_too_large",
-            f"steps are small beside the weights, of which most began large enough to multiply features by {short(began)} "
-            f"or more: divide initial weights by about {short(began / USUAL_GAIN)}",
+            "steps are small beside the weights, of which most began large enough to multiply features by "
+            f"{short(began)} or more: divide initial weights by about {short(began / USUAL_GAIN)}",
             Remedy("scale_weights", (), USUAL_GAIN / began),
         )
     room = FASTEST / history.fastest if history.fastest else math.inf  # of the layer that moves most, as one by a gate
