@@ -28,7 +28,7 @@ from spectral_monitor.measurement import HEALTHY, NOT_FINITE, NOT_JUDGED, OFF, L
 VERSION = 5
 """Of the saved state."""
 STANDS_OUT = "its size stands out, for none of the known causes"
-"""Why nothing is said of a layer that only others speak against: most are where they should be."""
+"""Reason that a layer is neither off nor healthy: most such layers train well."""
 OF_NO_SIZE = frozenset({"rate", "vector_rate", "dead", "left_out", "logits_exploding", "attention_collapsed"})
 """Checks that say little of the size of an update."""
 NAMED_BY = {

@@ -262,8 +262,8 @@ class Network:
     def left_out(self) -> dict[str, str]:
         """Layers that no optimizer trains, frozen ones too, though it trains most in equal places: name -> these.
 
-        The first or the last ones of a network that was trained before may be left out on purpose. In a new one, a
-        gradient that no optimizer takes tells it of a layer without others in equal places, too.
+        The first or the last ones of a network that was trained before may be left out on purpose. In a new one,
+        layers whose gradients no optimizer takes count as well, wherever they are.
         """
         moving = sum(row.get("update_ratio") > 0 for row in self.rows)
         forgotten = [row for row in self.rows if row.settings.forgotten and never_moved(row)] if self.fresh else []

@@ -49,7 +49,7 @@ CAUSES = {
 }
 """Every code a verdict may carry."""
 NO_CAUSE = "unknown"
-"""The code of what stands out without a known cause; beside a reference that the user has chosen only."""
+"""The code of what stands out without a known cause: a verdict beside a band or a reference of the user's own only."""
 
 
 class Explanation(NamedTuple):

@@ -23,7 +23,7 @@ SLOWEST = 0.05
 """The root of the fastest layer's relative update times the median layer's natural one in healthy networks."""
 
 FASTEST = 0.1
-"""A relative update of the fastest layer that healthy networks stay below."""
+"""What advice to multiply every learning rate may make of the relative update of the layer that moves most."""
 
 LARGE, USUAL_GAIN = 2.0, 0.6
 """Weights of most layers that began this many times beyond the largest usual gain explain small steps; a usual gain."""
@@ -103,17 +103,18 @@ def _overshoots(finding: Finding, network: Network, history: History) -> Explana
 
 
 def _too_small(finding: Finding, network: Network, history: History) -> Explanation:
-    began = GAINS[1] * geometric_median(
+    times = geometric_median(
         network.initial_sizes.get(row.info.name, math.nan) for row in network.peers if not network.began_small(row)
     )
-    if began > LARGE * GAINS[1]:
+    if times > LARGE:
+        began = times * GAINS[1]
         return Explanation(
             "weights_too_large",
             "steps are small beside the weights, of which most began large enough to multiply features by "
             f"{short(began)} or more: divide initial weights by about {short(began / USUAL_GAIN)}",
             Remedy("scale_weights", (), USUAL_GAIN / began),
         )
-    room = FASTEST / history.fastest if history.fastest else math.inf  # of the layer that moves most, as one by a gate
+    room = FASTEST / history.fastest if history.fastest else math.inf  # gates may hold back all other layers
     by = min(100.0, float(f"{max(min(SLOWEST / finding.value, room), 2.0):.1g}"))
     return Explanation(
         "rates_too_small",
