@@ -59,6 +59,7 @@ class Finding:
         scale: factor beyond the band that is evidence enough by itself; :data:`AT_ONCE` if any is.
         against: what the reference is, in words.
         lr: learning rate that goes with the reference; NaN if it has none.
+        layers: those it is about, where that is neither one layer nor the whole network; else empty.
     """
 
     check: str
@@ -70,6 +71,7 @@ class Finding:
     scale: float = 2.0
     against: str = "typical"
     lr: float = math.nan
+    layers: tuple[str, ...] = ()
 
     @property
     def ratio(self) -> float:

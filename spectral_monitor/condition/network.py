@@ -37,6 +37,12 @@ NEXT_TO_ZERO = 0.1
 NOTHING_LEFT = 1e-3
 """A loss above this has not come to its end where no gradient arrives: the network is dead."""
 
+PART = 3
+"""Operators and readouts of one optimizer that are judged as a network of their own."""
+
+ALL = -1
+"""In the place of an optimizer's number: all of them."""
+
 READ_SIZE = 0.2
 """RMS of a matrix's outputs over its gain: inputs that are smaller are of no usual size."""
 
@@ -147,6 +153,21 @@ class Network:
         for row in self.moved_by_rate:
             found[row.settings.owner, row.settings.family].append(row)
         return {key: tuple(some) for key, some in found.items()}
+
+    @cached_property
+    def parts(self) -> dict[int, Network]:
+        """The layers of each optimizer, by its number, where several have enough of them to be judged apart; else the
+        network.
+
+        Networks that are trained against each other, or side by side, need not move at one pace.
+        """
+        found: dict[int, list[Row]] = defaultdict(list)
+        for row in self.moved_by_rate:
+            found[row.settings.owner].append(row)
+        large = {owner: rows for owner, rows in found.items() if len(rows) >= PART}
+        if len(large) < 2:
+            return {ALL: self}
+        return {owner: replace(self, rows=tuple(rows)) for owner, rows in large.items()}
 
     @cached_property
     def rates(self) -> dict[str, Rate]:

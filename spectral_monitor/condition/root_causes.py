@@ -131,7 +131,10 @@ def _root(cases: Sequence[Case], network: Network) -> Verdict:
     worst = cases[0]
     names = tuple(case.finding.layer for case in cases if case.finding.layer != NETWORK)
     verdict = _verdict(worst, network)
-    return replace(verdict, layers=names, remedy=verdict.remedy and replace(verdict.remedy, layers=names))
+    remedy = verdict.remedy
+    if remedy is not None and names:  # the network's own remedy may be for some of its layers
+        remedy = replace(remedy, layers=names)
+    return replace(verdict, layers=names, remedy=remedy)
 
 
 def _verdict(case: Case, network: Network) -> Verdict:

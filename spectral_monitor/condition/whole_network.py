@@ -10,6 +10,7 @@ from spectral_monitor.condition.causes import History
 from spectral_monitor.condition.findings import AT_ONCE, FADED, NO_STEP, SMALLEST, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import Row
+from spectral_monitor.condition.trends.losses import LossTrend
 from spectral_monitor.condition.trends.outputs import OutputTrend
 from spectral_monitor.condition.trends.pace import PaceTrend
 from spectral_monitor.condition.verdict import NETWORK
@@ -36,7 +37,7 @@ class Whole:
     """Watches what all layers have in common; the judge counts its findings like those of layers."""
 
     def __init__(self) -> None:
-        self._pace, self._outputs = PaceTrend(), OutputTrend()
+        self._pace, self._losses, self._outputs = PaceTrend(), LossTrend(), OutputTrend()
         self._stale = 0.0  # 1 if gradients are used again, as far as is known
         # Of its learning rate that Adam moved an entry by in the first steps; 0 if unknown, 1 without fault.
         self._share = 0.0
@@ -59,7 +60,8 @@ class Whole:
             if not still.inside():
                 return
         yield from _parametrization(network)
-        yield from self._pace.findings(measurement, network)
+        yield from self._pace.findings(network)
+        yield from self._losses.findings(measurement, network, self._pace.pace)
         yield from self._outputs.findings(measurement, network)
         yield from self._eps(network)
 
@@ -94,11 +96,12 @@ class Whole:
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
         own = {key: value for key, value in (("stale", self._stale), ("eps_share", self._share)) if value}
-        return {**self._pace.state_dict(), **self._outputs.state_dict(), **own}
+        return {**self._pace.state_dict(), **self._losses.state_dict(), **self._outputs.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self._pace.load_state_dict(state)
+        self._losses.load_state_dict(state)
         self._outputs.load_state_dict(state)
         self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("eps_share", 0.0))
 

@@ -73,6 +73,13 @@ def _far(finding: Finding, network: Network) -> str:
     return f"weights have moved {short(finding.value)} times the size they began with by step {network.step}"
 
 
+def _rates(finding: Finding) -> str:
+    """Return whose learning rates are to change, in words."""
+    if not finding.layers:
+        return "every learning rate"
+    return f"every learning rate of the optimizer that trains {finding.layers[0]}"
+
+
 def _too_large(finding: Finding, network: Network, history: History) -> Explanation:
     seen, pace = _far(finding, network), history.pace
     low, high = ONE_WAY
@@ -86,8 +93,8 @@ def _too_large(finding: Finding, network: Network, history: History) -> Explanat
     by = _divisor(pace, 3.0)
     return Explanation(
         "rates_too_large",
-        f"{seen}: steps are too large; divide every learning rate by about {by:.0f}",
-        Remedy("scale_lr", (), 1 / by),
+        f"{seen}: steps are too large; divide {_rates(finding)} by about {by:.0f}",
+        Remedy("scale_lr", finding.layers, 1 / by),
     )
 
 
@@ -118,9 +125,9 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     by = min(100.0, float(f"{max(min(SLOWEST / finding.value, room), 2.0):.1g}"))
     return Explanation(
         "rates_too_small",
-        f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply every "
-        f"learning rate by {'100 or more' if by == 100 else f'about {by:.0f}'}, or clip gradients less",
-        Remedy("scale_lr", (), by),
+        f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply "
+        f"{_rates(finding)} by {'100 or more' if by == 100 else f'about {by:.0f}'}, or clip gradients less",
+        Remedy("scale_lr", finding.layers, by),
     )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from spectral_monitor.condition.optimizers.rates import LEVEL, Rate, rates
+from spectral_monitor.condition.optimizers.rates import LEVEL, RULES, Rate, distance, rates
 from spectral_monitor.functional.medians import geometric_median
 
 if TYPE_CHECKING:
@@ -35,22 +34,31 @@ def rates_of(network: Network) -> dict[str, Rate]:
         found |= rates(rated, network.expected, steps, geometric_median(others))
     if not network.fresh:  # then some may be fine-tuned
         return found
-    for several in _apart(list(groups.values()), steps):
-        names = {row.info.name for row in several}
-        rows = [row for row in network.rows if row.info.name in names]  # in the order of the model
-        rated = [(row.info, row.lr * row.to_peak) for row in rows]
-        # All of a network of its own have a name in common, which makes no purpose.
-        peaks = rates(rated, network.expected, steps, one_kind=1.0)
-        for row in rows:
-            rate = peaks[row.info.name]
-            found[row.info.name] = replace(rate, lr=row.lr, usual=rate.usual / row.to_peak)
+    for odd, reference in _apart(list(groups.values()), steps):
+        found |= _beside(odd, reference, network)
     return found
 
 
-def _apart(groups: Sequence[Sequence[Row]], largest: Mapping[str, float]) -> Iterator[list[Row]]:
-    """Yield the rows of several optimizers of one kind whose rates, and steps, are too far apart to be meant so.
+def _beside(odd: Sequence[Row], reference: Sequence[Row], network: Network) -> Iterator[tuple[str, Rate]]:
+    """Yield the rates of one optimizer's layers beside what another one's rule makes of them."""
+    peaks = rates([(row.info, row.lr * row.to_peak) for row in reference], network.expected, network.largest_steps)
+    rule = next(iter(peaks.values())).rule
+    unit = geometric_median(
+        rate.usual / RULES[rule](row.info) for row, rate in zip(reference, peaks.values(), strict=True)
+    )
+    for row in odd:
+        usual = unit * RULES[rule](row.info) * network.expected.get(row.info.name, 1.0) / row.to_peak
+        yield row.info.name, Rate(row.lr, usual, rule=rule)
 
-    Networks that are trained against each other, or side by side, have rates of one order.
+
+def _apart(
+    groups: Sequence[Sequence[Row]], largest: Mapping[str, float]
+) -> Iterator[tuple[Sequence[Row], Sequence[Row]]]:
+    """Yield the rows of optimizers whose rates, and steps, are too far from those of another one of their kind to be
+    meant so, and the rows of that one.
+
+    Networks that are trained against each other, or side by side, have rates of one order. Of two that have not, the
+    one is off whose steps are further from a healthy size.
     """
     kinds: dict[str, list[Sequence[Row]]] = defaultdict(list)
     for some in groups:
@@ -61,4 +69,6 @@ def _apart(groups: Sequence[Sequence[Row]], largest: Mapping[str, float]) -> Ite
         steps = [geometric_median(largest.get(row.info.name, math.nan) for row in some) for some in several]
         slow, fast = (pick(range(len(several)), key=peaks.__getitem__) for pick in (min, max))
         if peaks[fast] > APART * peaks[slow] and steps[fast] > LEVEL * steps[slow]:
-            yield [row for some in several for row in some]
+            far = [distance([row.info.name for row in several[place]], largest) for place in (slow, fast)]
+            odd, reference = (slow, fast) if far[0] > far[1] else (fast, slow)
+            yield several[odd], several[reference]

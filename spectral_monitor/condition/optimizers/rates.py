@@ -89,7 +89,6 @@ def rates(
     expected: Mapping[str, float] | None = None,
     steps: Mapping[str, float] | None = None,
     vectors: float = math.nan,
-    one_kind: float = ONE_KIND,
 ) -> dict[str, Rate]:
     """Return every layer's learning rate beside the usual one.
 
@@ -101,7 +100,6 @@ def rates(
         expected: layer -> factor that the user has declared; its layer is judged by what deviates from that.
         steps: layer -> largest relative update so far, at the peak of its learning rate.
         vectors: learning rate that most biases and gains have; NaN if there are none.
-        one_kind: largest factor that all matrices with a part of their names in common may have on purpose.
 
     Example:
         >>> infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abcd"]
@@ -116,7 +114,7 @@ def rates(
     if len(dense) < FEW:  # as under Muon, which leaves embeddings and the readout to another optimizer
         dense, tables = given, []
     ends = _ends(dense, vectors)
-    rule, usual, purposes = _of_matrices(dense, steps or {}, ends, one_kind)
+    rule, usual, purposes = _of_matrices(dense, steps or {}, ends)
     for info, lr in dense:
         if info.name in ends and not _same(lr, usual[info.name]):
             purposes.setdefault(info.name, "an input or output layer with the rate of biases, as in muP")
@@ -148,7 +146,7 @@ def _ends(given: Sequence[Rated], vectors: float) -> frozenset[str]:
 
 
 def _of_matrices(
-    given: Sequence[Rated], steps: Mapping[str, float], ends: frozenset[str], one_kind: float
+    given: Sequence[Rated], steps: Mapping[str, float], ends: frozenset[str]
 ) -> tuple[str, dict[str, float], dict[str, str]]:
     """Return the rule of operators and readouts, their usual learning rates, and why some differ from them."""
     if not given:
@@ -160,7 +158,7 @@ def _of_matrices(
         rule, usual = "one rate", ladder
     factors = {info.name: lr / usual[info.name] for info, lr in given if not _same(lr, usual[info.name])}
     purposes: dict[str, str] = {}
-    for purpose, names in _purposes(given, factors, one_kind):
+    for purpose, names in _purposes(given, factors):
         purposes |= {name: purpose for name in names if name not in purposes}
     return rule, usual, purposes
 
@@ -199,11 +197,11 @@ def _majority(given: Sequence[Rated], steps: Mapping[str, float]) -> tuple[str, 
     least = max(min(2, len(names)), RIVAL * len(given))  # one layer is no rule where others share one
     rivals = [some for some in found if some[0] == rule_name and least <= len(some[2])]
     if len(rivals) > 1 and len(names) < (1 - RIVAL) * len(given):
-        rule_name, unit, _ = min(rivals, key=lambda some: (_distance(some[2], steps), -len(some[2])))
+        rule_name, unit, _ = min(rivals, key=lambda some: (distance(some[2], steps), -len(some[2])))
     return rule_name, unit
 
 
-def _distance(names: Sequence[str], steps: Mapping[str, float]) -> float:
+def distance(names: Sequence[str], steps: Mapping[str, float]) -> float:
     """Return how far the typical relative update of some layers is from a healthy one, on a log scale."""
     middle = geometric_median(steps.get(name, math.nan) for name in names)
     return abs(math.log(middle / HEALTHY_STEP)) if middle > 0 else math.inf
@@ -229,7 +227,7 @@ def _layerwise(given: Sequence[Rated]) -> dict[str, float]:
     return {}
 
 
-def _purposes(given: Sequence[Rated], factors: Mapping[str, float], one_kind: float) -> Iterator[tuple[str, list[str]]]:
+def _purposes(given: Sequence[Rated], factors: Mapping[str, float]) -> Iterator[tuple[str, list[str]]]:
     """Yield why some layers, which stand out by one factor, may do so on purpose."""
     order = [info.name for info, _ in given]
     readouts = {info.name for info, _ in given if info.role == "readout"}
@@ -243,7 +241,7 @@ def _purposes(given: Sequence[Rated], factors: Mapping[str, float], one_kind: fl
             yield "a backbone with a rate of its own", names
         else:
             kind, one_module = _one_kind(chosen, order)
-            limit = min(one_kind, ON_PURPOSE) if one_module else one_kind
+            limit = min(ONE_KIND, ON_PURPOSE) if one_module else ONE_KIND
             if kind and 1 / limit <= factor <= limit:
                 yield f"all of {kind!r} have a rate of their own", names
 

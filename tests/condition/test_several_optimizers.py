@@ -1,0 +1,107 @@
+"""Networks with an optimizer each, side by side or against each other: the one is named that is off."""
+
+from dataclasses import replace
+
+import pytest
+
+from spectral_monitor import LayerInfo
+from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
+
+from .synthetic import measured, set_by
+
+GENERATOR, CRITIC = [f"generator.{k}" for k in range(4)], [f"critic.{k}" for k in range(3)]
+
+
+def network(count=4):
+    """Layers of a generator and of a critic."""
+    names = [*GENERATOR[:count], *CRITIC]
+    return {name: LayerInfo(name, "operator", 64, 64, (64, 64)) for name in names}
+
+
+def settings_of(layers, rates=(0.01, 0.01), optimizers=("Adam", "Adam")):
+    """Each under an optimizer of its own."""
+    found = {}
+    for owner, (name, rate) in enumerate(zip(optimizers, rates, strict=True)):
+        own = set_by(name, layers=layers, owner=owner, group=owner)
+        prefix = ("generator", "critic")[owner]
+        found |= {key: replace(own[key], lr=rate, peak=rate) for key in layers if key.startswith(prefix)}
+    return found
+
+
+def roots(steps, settings, layers, **changed):
+    """The roots after measurements at these steps; ``changed``: quantity -> (generator's, critic's) value."""
+    values = {key: {name: pair[name.startswith("critic")] for name in layers} for key, pair in changed.items()}
+    judge = Judge(SpectralCondition())
+    for step in steps:
+        found = judge.judge(measured(step, layers=layers, **values), settings)
+    return [verdict for verdict in found if verdict.is_root]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_the_one_whose_layers_have_come_too_far_is_named(odd):
+    """The other one is left alone, by the sentence and by the remedy."""
+    layers = network()
+    drift, step = [1.0, 1.0], [0.05, 0.05]
+    drift[odd], step[odd] = 40.0, 0.6
+    (verdict,) = roots(range(1, 4), settings_of(layers), layers, drift_ratio=drift, update_ratio=step)
+    names = (GENERATOR, CRITIC)[odd]
+    assert (verdict.layer, verdict.cause, list(verdict.remedy.layers)) == (NETWORK, "rates_too_large", names)
+    assert f"the optimizer that trains {names[0]} by about 10" in verdict.sentence
+
+
+def test_where_both_have_come_too_far_every_rate_is_to_change():
+    layers = network()
+    (verdict,) = roots(range(1, 4), settings_of(layers), layers, drift_ratio=(40, 30), update_ratio=(0.6, 0.6))
+    assert verdict.remedy.layers == ()
+    assert "divide every learning rate by about 10" in verdict.sentence
+
+
+def test_few_layers_of_one_do_not_hide_behind_many_of_another():
+    """The median of all is healthy. Two layers alone are no network."""
+    layers = network()
+    settings = settings_of(layers)
+    assert roots(range(1, 4), settings, layers, drift_ratio=(1, 40))
+    shared = {name: replace(setting, owner=0) for name, setting in settings.items()}
+    assert not [v for v in roots(range(1, 4), shared, layers, drift_ratio=(1, 40)) if v.cause == "rates_too_large"]
+    two = {name: info for name, info in layers.items() if name != CRITIC[-1]}
+    found = roots(range(1, 4), settings_of(two), two, drift_ratio=(1, 40))
+    assert "rates_too_large" not in {verdict.cause for verdict in found}
+
+
+def test_the_slow_one_is_named():
+    """By a step of its own size: the fastest layer of the other one does not limit the advice."""
+    layers = network()
+    settings = settings_of(layers, optimizers=("Adam", "SGD"))
+    changed = {"update_ratio": (0.0008, 0.03), "update_natural": (0.0008, 0.1)}
+    (verdict,) = roots((1, 2, 4, 8, 16), settings, layers, **changed)
+    assert (verdict.cause, list(verdict.remedy.layers)) == ("rates_too_small", GENERATOR)
+    assert verdict.remedy.value == pytest.approx(60), "0.05 / 0.0008"
+    both = roots((1, 2, 4, 8, 16), settings, layers, update_ratio=(0.0008, 0.0008), update_natural=(0.0008, 0.0008))
+    assert [verdict.remedy.layers for verdict in both] == [()]
+
+
+@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize(
+    ("steps", "cause", "named"), [((0.0005, 0.05), "lr_too_small", GENERATOR), ((0.06, 6.0), "lr_too_large", CRITIC)]
+)
+def test_of_rates_far_apart_the_one_with_the_unhealthy_step_is_off(count, steps, cause, named):
+    """However many layers each has."""
+    layers = network(count)
+    settings = settings_of(layers, rates=(0.0001, 0.01))
+    lr = (0.0001, 0.01)
+    found = roots((1,), settings, layers, update_ratio=steps, lr=lr)
+    told = [verdict for verdict in found if verdict.cause == cause]
+    assert {name for verdict in told for name in verdict.layers} == set(named[: count if named is GENERATOR else 3])
+    assert told[0].remedy.value == pytest.approx(lr[named is GENERATOR])
+
+
+def test_the_largest_steps_of_each_are_part_of_the_state():
+    layers = network()
+    settings = settings_of(layers, optimizers=("Adam", "SGD"))
+    values = {"update_ratio": dict.fromkeys(GENERATOR, 0.0008), "update_natural": dict.fromkeys(GENERATOR, 0.0008)}
+    judge, resumed = Judge(SpectralCondition()), Judge(SpectralCondition())
+    for step in (1, 2, 4, 8):
+        judge.judge(measured(step, layers=layers, **values), settings)
+    resumed.load_state_dict(judge.state_dict())
+    last = measured(16, layers=layers, **values)
+    assert resumed.judge(last, settings) == judge.judge(last, settings) != ()
