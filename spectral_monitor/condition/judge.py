@@ -25,7 +25,7 @@ from spectral_monitor.condition.whole_network import Whole, why_still
 from spectral_monitor.condition.width_transfer import THRESHOLD, WINDOW, WidthComparison, compare_widths, find_width
 from spectral_monitor.measurement import HEALTHY, NOT_FINITE, NOT_JUDGED, OFF, LayerState, Measurement
 
-VERSION = 6
+VERSION = 5
 """Of the saved state."""
 STANDS_OUT = "its size stands out, for none of the known causes"
 """Reason that a layer is neither off nor healthy: most such layers train well."""

@@ -83,5 +83,5 @@ class LossTrend:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self._losses = tuple(map(float, state["losses"]))
-        self._edges = [(float(edge), float(loss)) for edge, loss in state["edges"]]
+        self._losses = tuple(map(float, state.get("losses", ())))
+        self._edges = [(float(edge), float(loss)) for edge, loss in state.get("edges", ())]

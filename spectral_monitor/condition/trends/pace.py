@@ -126,9 +126,10 @@ class PaceTrend:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self.pace, self.first_pace = float(state["pace"]), float(state["first_pace"])
+        self.pace, self.first_pace = float(state["pace"]), float(state.get("first_pace", math.nan))
         self.fastest, self._looked, self._rate = float(state["fastest"]), int(state["looked"]), float(state["rate"])
-        self._steps = {int(key): _Steps(*map(float, steps)) for key, *steps in state["steps"]}
+        known = state.get("steps") or [[ALL, self.fastest, state.get("natural", 0.0)]]  # as it was before
+        self._steps = {int(key): _Steps(*map(float, steps)) for key, *steps in known}
 
 
 def _own(network: Network) -> list[Row]:
