@@ -27,7 +27,13 @@ from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, UPHILL_EDGE, StepLength, Tracker
-from spectral_monitor.correction.update_size import block_contributions, observed, remnant, shows_contribution
+from spectral_monitor.correction.update_size import (
+    block_contributions,
+    cancelled,
+    observed,
+    remnant,
+    shows_contribution,
+)
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.layers.attention import AttentionBlock
@@ -312,9 +318,12 @@ class Corrector:
                 self._began.setdefault(self._layers[i].info.name, began)
         found = [(settings or {}).get(self._layers[i].info.name, UNKNOWN) for i in places]
         rates = [float(values["lr"][i]) * its.rectified for i, its in zip(places, found, strict=True)]
+        silent: set[int] = set()
         if self.correction.policy == "fsc":
             seen = block_contributions(measurement, self._layers, self._units, rates)
         else:
+            squared = [math.isnan(explained(layer, self._family(layer))[0]) for layer in self._layers]
+            silent = cancelled(measurement, self._layers, squared)
             seen = [observed(measurement, quantity, self._layers[i], i) for i in places]
         multipliers = [float(values["lr_multiplier"][i]) for i in places]
         flagged, wanted = self._flagged(measurement), self._wanted(measurement, seen, rates, multipliers)
@@ -325,7 +334,7 @@ class Corrector:
             name, before = layer.info.name, self._rates[k]
             if not (wanted[k] > 0 and rates[k] > 0 and (flagged is None or name in flagged or self._is_known(k))):
                 continue
-            if self._is_settled(k, measurement.step):
+            if i in silent or self._is_settled(k, measurement.step):
                 continue
             size, aim = seen[k], wanted[k] * rates[k] / before  # as it should have been
             if seen[k] > 0:

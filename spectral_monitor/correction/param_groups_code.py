@@ -13,6 +13,8 @@ from spectral_monitor.correction.peak_rates import NAMES
 
 _OWN = frozenset({"params", "lr", "name", "param_names", "parameter_names", *NAMES, "min_lr"})
 """Options of a group that are not taken over: what is written again, and what schedules note."""
+_CYCLED = frozenset({"momentum", "betas", "max_momentum", "base_momentum"})
+"""What schedules that name a ``max_momentum`` note, or move up and down."""
 
 WARM_UP = (
     "# Training from scratch, reach these rates as the correction did, by a warm-up like this one:",
@@ -55,9 +57,8 @@ def param_groups_code(
         module = "torch.optim" if kind.__module__.startswith("torch.optim") else kind.__module__
         lines += [f"groups{suffix} = ["]
         for group in optimizer.param_groups:
-            own = {
-                key: value for key, value in group.items() if key not in _OWN and optimizer.defaults.get(key) != value
-            }
+            left = _OWN | _CYCLED if "max_momentum" in group else _OWN
+            own = {k: value for k, value in group.items() if k not in left and optimizer.defaults.get(k) != value}
             for rate, members in _by_rate(group["params"], rates, float(group["lr"])).items():
                 options = {"params": [known.get(p, "?") for p in members], "lr": float(f"{rate:.4g}"), **own}
                 cells = ", ".join(f'"{key}": {_code(value)}' for key, value in options.items())

@@ -23,6 +23,12 @@ HALF = 1e-4
 """Eps of dtypes from which on they are called half precision."""
 NO_GRADIENT = 10.0
 """A gradient so many eps of the largest one is rounding, as that of a shift which softmax takes no notice of."""
+CANCELLED = 0.01
+"""Entries of a bias's gradient that are so small beside those of its matrix cancel out but for rounding.
+
+What batch norm or softmax takes out again does: 1e-8 to 2e-6 times in float32, to 0.005 in bfloat16. Others are at
+least 0.02 times as large, and mostly as large.
+"""
 
 
 def observed(measurement: Measurement, quantity: str, layer: Layer, i: int) -> float:
@@ -55,6 +61,36 @@ def block_contributions(
     most = max((size for size in sizes if math.isfinite(size)), default=math.nan)
     least = [(NO_GRADIENT * _eps(layers[block.leader])) ** 2 * most for block in blocks]
     return [x if size > small else math.nan for x, size, small in zip(found, sizes, least, strict=True)]
+
+
+def cancelled(measurement: Measurement, layers: Sequence[Layer], squared: Sequence[bool]) -> set[int]:
+    """Return the biases and gains whose gradients are rounding.
+
+    Args:
+        measurement: with contributions and learning rates.
+        layers: in its order.
+        squared: whether contributions for each unit of learning rate are squares of gradients, as under SGD, not
+            their size, as under Adam.
+    """
+    pairs = enumerate(zip(layers, squared, strict=False))
+    sizes = [_gradient_entry(measurement, layer, i, square) for i, (layer, square) in pairs]
+    most = max((size for size in sizes if math.isfinite(size)), default=math.nan)
+    matrices = {layer.block: i for i, layer in reversed(list(enumerate(layers))) if layer.is_matrix and layer.block}
+    found = set()
+    for i, layer in enumerate(layers):
+        beside = matrices.get(layer.block)
+        if layer.is_matrix or (beside is None and measurement.why("contribution", layer.info.name) == LOST):
+            continue  # gains of 1 may have lost what is more than rounding
+        if sizes[i] < (NO_GRADIENT * _eps(layer) * most if beside is None else CANCELLED * sizes[beside]):
+            found.add(i)
+    return found
+
+
+def _gradient_entry(measurement: Measurement, layer: Layer, i: int, square: bool) -> float:
+    """Return the size of the entries of a gradient, as far as the contribution shows it."""
+    contribution, lr = (abs(float(measurement.values[key][i])) for key in ("contribution", "lr"))
+    size = contribution / lr / math.prod(layer.info.shape) if lr > 0 else math.nan
+    return math.sqrt(size) if square else size
 
 
 def _contribution(measurement: Measurement, layers: Sequence[Layer], block: TiedLayers) -> float:

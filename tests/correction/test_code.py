@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
+from spectral_monitor.correction.param_groups_code import param_groups_code
 from tests.correction.test_any_rate import run, warmup
 from tests.correction.test_corrector import batch, perceptron
 
@@ -131,6 +134,18 @@ class Picky(torch.optim.SGD):
         assert all("params" in group for group in groups)
         super().__init__(groups, lr=lr)
         self.defaults["strict"] = strict
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_what_a_schedule_moves_up_and_down_is_not_taken_over(kind):
+    """OneCycleLR goes through momenta and betas, and notes their ends in the groups."""
+    network = perceptron()
+    given = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind(network.parameters(), lr=0.1, **given)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    code = param_groups_code(network.named_parameters(), [optimizer], {})
+    assert set(re.findall(r'"(\w+)":', code)) == {"params", "lr"}
+    assert ("momentum=0.9" in code) == bool(given)
 
 
 def test_it_makes_no_second_optimizer_to_know_what_was_given():
