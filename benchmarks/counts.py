@@ -38,7 +38,8 @@ PACKAGE = Path(spectral_monitor.__file__).parent
 CROSSINGS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero", "to")
 """Methods that on an accelerator wait for the device; ``to`` where it goes to the host."""
 ON_HOST = (
-    *(f"engine/results/{name}" for name in ("measurement.py:relative_errors", "reasons.py", "summary.py", "values.py")),
+    *(f"engine/results/{name}" for name in ("reasons.py", "summary.py", "values.py")),
+    *(f"engine/results/measurement.py:{name}" for name in ("relative_errors", "known_errors")),
     *("condition/", "correction/", "reporting/"),
     *("engine/results/noise.py", "functional/noise.py", "engine/features/attention.py:<"),
     *("linalg/spectral_norms.py:_decided", "engine/results/raw.py:_unpacked"),

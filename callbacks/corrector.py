@@ -40,7 +40,7 @@ class SpectralLRCorrector(SpectralMonitor):
 
     Raises:
         ValueError: what the monitor refuses; a policy without its reference; an optimizer whose learning rates cannot
-            be multiplied (LBFGS), when training starts.
+            be multiplied (LBFGS, Rprop, ASGD), when training starts.
         TypeError: an argument that neither it nor the correction has.
 
     Example:

@@ -132,7 +132,7 @@ class SinkManager:
 
     Raises:
         TypeError: something is no sink.
-        ValueError: ``heatmap_every`` is no number of measurements.
+        ValueError: ``heatmap_every`` is no number of measurements, or ``histograms`` neither true nor false.
     """
 
     def __init__(
@@ -147,6 +147,8 @@ class SinkManager:
     ) -> None:
         if isinstance(heatmap_every, bool) or not isinstance(heatmap_every, int) or heatmap_every < 0:
             raise ValueError(f"heatmap_every must be an integer >= 0, got {heatmap_every!r}")
+        if not isinstance(histograms, bool):
+            raise ValueError(f"histograms must be True or False, got {histograms!r}")
         self.sinks, self.heatmap_every, self.histograms = checked_sinks(sinks), heatmap_every, histograms
         self.log, self._asked = checked_log(log), tuple(asked)
         self._settings = dict(settings)

@@ -56,7 +56,9 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     ``spectral_<quantity>/<layer>`` and ``spectral/summary/<name>``; in networks of more than 16 matrices, instead of
     every layer, ``lowest``, ``median`` and ``highest`` of ``all`` and of each family, the same place in each block.
     Numbers of the whole network, such as ``spectral/summary/violations`` and ``spectral_update_ratio/all/median``, are
-    in ``trainer.callback_metrics`` too, for ``ModelCheckpoint`` and ``EarlyStopping``.
+    in ``trainer.callback_metrics`` too, for ``ModelCheckpoint`` and ``EarlyStopping``. They are there from the first
+    measurement on: where ``EarlyStopping`` looks earlier, it needs ``strict=False``, or Lightning ends the fit with an
+    error.
     What is NaN is left out, and ``monitor.latest.why(quantity, layer)`` says why it is.
 
     Checkpoints hold what it takes to go on: counters in the checkpoint, and beside it one file
@@ -168,8 +170,8 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         if verbose not in (0, 1, 2):
             raise ValueError(f"verbose must be 0, 1 or 2, got {verbose!r}")
         self.verbose = int(verbose)
-        self.on_verdict, self.stop_on = on_verdict, stop_on if isinstance(stop_on, str) else tuple(stop_on)
         self._reactions = Reactions(on_verdict, stop_on)
+        self.on_verdict, self.stop_on = on_verdict, stop_on if isinstance(stop_on, str) else tuple(stop_on)
         self.mode, self.condition, self.correction = mode, condition, checked(mode, condition, correction)
         self.settings = Settings(
             every_n_steps=every_n_steps,
@@ -243,7 +245,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             said = self._supervisor.decision or (self._supervisor.recipe if self.mode != "observe" else "")
             if said:
                 self._tell(trainer, f"spectral monitor: {said}")
-        if not trainer.loggers and trainer.is_global_zero:
+        if self.verbose and not trainer.loggers and trainer.is_global_zero:
             self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

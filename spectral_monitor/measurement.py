@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.suggestions import did_you_mean, unknown
 
 if TYPE_CHECKING:
@@ -162,14 +163,18 @@ class Measurement:
         """Return why a value is NaN; empty where no reason is known.
 
         Raises:
-            KeyError: there is no such layer, with what may have been meant.
+            KeyError: there is no such quantity or layer, with what may have been meant.
         """
+        measured = quantity in self.values or quantity in self.summary
+        if layer != SUMMARY and not measured and quantity not in QUANTITIES:
+            self._place(layer)
+            raise KeyError(unknown("quantity", quantity, [*self.values, *self.summary]))
         for key in (f"{quantity}/{layer}", f"*/{layer}", f"{quantity}/*", "*/*"):
             if key in self.reasons:
                 return self.reasons[key]
         if layer != SUMMARY:
             self._place(layer)
-        if quantity in self.values or quantity in self.summary:
+        if measured:
             return ""
         return f"{quantity} was not measured at this step{did_you_mean(quantity, [*self.values, *self.summary])}"
 

@@ -189,6 +189,12 @@ def _vector_rate(network: Network, row: Row) -> Finding | None:
 def _exploding(network: Network, row: Row) -> Finding | None:
     if row.info.name in network.from_zero or row.gain < GAINS[0] or row.settings.sizes_own_steps:
         return None  # the first steps of a matrix that began next to zero are as large as itself
+    if (
+        network.is_early
+        and "adagrad" in row.settings.optimizer.lower()
+        and not row.get("update_natural") > UPDATE_LIMIT
+    ):
+        return None  # its first step moves every entry by the whole rate, the next ones by less and less
     limits = (0.0, UPDATE_LIMIT)
     return Finding("exploding", row.info.name, "update_ratio", row.get("update_ratio"), 1.0, limits, 4.0, "its size")
 

@@ -113,6 +113,7 @@ class Judge:
         self._told: set[tuple[str, str]] = set()
         self._expected: dict[str, float] | None = None
         self._fresh: bool | None = None
+        self._new: frozenset[str] = frozenset()
         self._unexplained: set[str] = set()  # layers that stand out at the latest measurement
         self._steps: dict[str, float] = {}  # layer -> its largest relative update
         self._initial_sizes: dict[str, float] = {}  # as in Network
@@ -142,7 +143,7 @@ class Judge:
         network = Network.read(measurement, self._known, settings, self._tied, self._expected)
         self._zero_start.look(measurement, network)
         if self._fresh is None:
-            self._fresh = network.looks_fresh
+            self._fresh, self._new = network.looks_fresh, network.just_drawn
         for row in network.rows:
             step, before = row.get("update_ratio") * row.to_peak, self._steps.get(row.info.name, 0.0)
             self._steps[row.info.name] = step if step > before and row.has_gradient else before
@@ -153,6 +154,7 @@ class Judge:
             network,
             from_zero=frozenset(self._zero_start.from_zero),
             fresh=self._fresh,
+            new=self._new,
             largest_steps=dict(self._steps),
             initial_sizes=self._initial_sizes,
         )
@@ -325,6 +327,7 @@ class Judge:
             "records": [[layer, check, asdict(record)] for (layer, check), record in self._records.items()],
             "known": {key: dict(column) for key, column in self._known.items()},
             "fresh": self._fresh,
+            "new": sorted(self._new),
             "steps": dict(self._steps),
             "began": dict(self._initial_sizes),
             "widths": [asdict(compared) for compared in self._comparisons],
@@ -347,7 +350,8 @@ class Judge:
             raise ValueError(f"the judge's state has version {state.get('version')!r}, this one reads {VERSION}")
         self._records = {(layer, check): _Record(**record) for layer, check, record in state["records"]}
         self._known = {key: dict(column) for key, column in state["known"].items()}
-        self._fresh, self._steps, self._initial_sizes = state["fresh"], dict(state["steps"]), dict(state["began"])
+        self._fresh, self._new = state["fresh"], frozenset(state.get("new", ()))
+        self._steps, self._initial_sizes = dict(state["steps"]), dict(state["began"])
         self._comparisons = [WidthComparison(**row) for row in state["widths"]]
         self._told = {(layer, code) for layer, code in state["told"]}
         self._zero_start.load_state_dict(state["startup"])

@@ -59,6 +59,7 @@ class Network:
         from_zero: names of the layers that began at zero.
         expected: layer -> factor on its learning rate that the user has declared.
         fresh: whether weights began as they are drawn, not as an earlier training left them.
+        new: layers that began as they are drawn although the network did not.
         largest_steps: layer -> its largest relative update so far that a gradient was behind, at the peak of its
             learning rate; 0 before there was one.
         loss: of the step; NaN if it is not known.
@@ -73,6 +74,7 @@ class Network:
     from_zero: frozenset[str] = frozenset()
     expected: Mapping[str, float] = field(default_factory=dict)
     fresh: bool = True
+    new: frozenset[str] = frozenset()
     largest_steps: Mapping[str, float] = field(default_factory=dict)
     initial_sizes: Mapping[str, float] = field(default_factory=dict)
     loss: float = math.nan
@@ -258,6 +260,12 @@ class Network:
         """True if the median weight is as random as a Gaussian one; trained weights have less stable rank."""
         return not geometric_median(_randomness(row) for row in self.peers) < FRESH
 
+    @property
+    def just_drawn(self) -> frozenset[str]:
+        """The layers that are as random as Gaussian matrices, where the network is not."""
+        drawn = (row.info.name for row in self.peers if _randomness(row) > FRESH)
+        return frozenset() if self.looks_fresh else frozenset(drawn)
+
     @cached_property
     def finished(self) -> bool:
         """Return whether no layer gets a gradient although gradients have moved them: the loss of this batch is exactly
@@ -284,11 +292,13 @@ class Network:
         """Layers that no optimizer trains, frozen ones too, though it trains most in equal places: name -> these.
 
         The first or the last ones of a network that was trained before may be left out on purpose. In a new one,
-        layers whose gradients no optimizer takes count as well, wherever they are.
+        layers whose gradients no optimizer takes count as well, wherever they are; where they are many, only those
+        that are as they were drawn, for another network may tell what the loss is.
         """
         moving = sum(row.get("update_ratio") > 0 for row in self.rows)
         forgotten = [row for row in self.rows if row.settings.forgotten and never_moved(row)] if self.fresh else []
-        told = forgotten if len(forgotten) < moving else []
+        drawn = [row for row in forgotten if moving and _randomness(row) > FRESH]
+        told = forgotten if len(forgotten) < moving else drawn
         among = dict.fromkeys((row.info.name for row in told), OTHERS)
         return among | left_out(self.rows, is_untrained, first=self.fresh, last=self.fresh)
 

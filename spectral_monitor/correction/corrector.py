@@ -21,7 +21,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import (
 from spectral_monitor.condition.optimizers.recipe import relative_rates
 from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.logit_clip import LogitClip
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from spectral_monitor.correction.lr_override import INSTEAD, LRMultiplierOverride
 from spectral_monitor.correction.param_groups_code import param_groups_code
 from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
@@ -59,7 +59,7 @@ DEADBAND = 1.02
 """A multiplier that would change by less stays what it is."""
 NO_ASGD = (
     "the learning rates of ASGD cannot be corrected layer by layer: it takes the learning rate of a step for the next "
-    "one, so that an update does not show what its rate does"
+    f"one, so that an update does not show what its rate does; {INSTEAD}"
 )
 MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam", "ntk_scaling"})
 """Causes that policy ``"balance"`` acts on: they stand in the settings, and a learning rate of one layer mends them."""

@@ -28,6 +28,8 @@ _UNFIT = {
     "DAdapt": "it finds one learning rate for all of a group by itself",
 }
 
+INSTEAD = "use SGD, Adam or another optimizer whose learning rate sizes each step"
+"""Advice where the learning rates of an optimizer cannot be corrected."""
 MARK = "_spectral_monitor_correction"
 """Attribute of a ``step`` that says whose it is."""
 
@@ -299,7 +301,9 @@ def _refuse(owners: Sequence[Optimizer]) -> None:
         for kind in type(owner).__mro__:
             reason = next((reason for unfit, reason in _UNFIT.items() if unfit in kind.__name__), "")
             if reason:
-                raise ValueError(f"the learning rates of {name} cannot be corrected layer by layer: {reason}")
+                raise ValueError(
+                    f"the learning rates of {name} cannot be corrected layer by layer: {reason}; {INSTEAD}"
+                )
     if not any(map(_is_hooked, owners)):
         raise ValueError(f"{name} did not go through torch.optim.Optimizer.__init__: its steps cannot be seen")
     for groups in lists_of(owners):

@@ -88,6 +88,7 @@ class LRCorrection:
         if (
             not isinstance(self.limits, Sequence)
             or len(self.limits) != 2
+            or not all(map(_is_number, self.limits))
             or not 0 < self.limits[0] <= 1 <= self.limits[1] < math.inf
         ):
             raise ValueError(f"limits are two positive numbers around 1, got {self.limits!r}")

@@ -41,7 +41,7 @@ from spectral_monitor.engine.observation import WatchedForward, observations, st
 from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
-from spectral_monitor.engine.results.measurement import Measured, relative_errors
+from spectral_monitor.engine.results.measurement import Measured, known_errors, relative_errors
 from spectral_monitor.engine.results.noise import DIVIDED
 from spectral_monitor.engine.results.noise import KEY as NOISE
 from spectral_monitor.engine.results.raw import LOSS, NETWORK, REUSED, RawScalars
@@ -314,7 +314,8 @@ class Engine(EngineState):
         measurement = self._put_together(measured, raw)
         self._overwrites |= facts.rewritten
         if part == YES:
-            self._replays.slices.widen(relative_errors(measurement.values, measurement.errors, "feature_change"))
+            changes = relative_errors(measurement.values, measurement.errors, "feature_change")
+            self._replays.slices.widen(changes, known_errors(measurement.errors, "bfa_cos"))
         return measurement
 
     def _look(self, forward: WatchedForward, given: StepInputs) -> None:

@@ -44,7 +44,7 @@ class Settings:
             ``"auto"`` for 0.01 from step 100 on, at the default schedule and without a correction.
 
     Raises:
-        ValueError: a number out of range, an unknown tier or key.
+        ValueError: a number out of range, an unknown tier or key, an empty list to include.
         TypeError: ``include``, ``exclude`` or ``nodes`` is a string instead of a list.
     """
 
@@ -95,6 +95,8 @@ class Settings:
             if patterns is not None and not _are_texts(patterns):
                 example = "['blocks.*', 'norm']" if name == "nodes" else "['*.bias']"
                 raise TypeError(f"{name} must be a list of patterns, such as {example}, got {patterns!r}")
+        if self.include is not None and not self.include:
+            raise ValueError(f"include must name at least one pattern, or be None for all layers; got {self.include!r}")
         for name, example in (("roles", "{'head': 'readout'}"), ("blocks", "{'*.qkv': 3}"), ("heads", "{'*.attn': 8}")):
             patterns = getattr(self, name)
             if patterns is not None and not (isinstance(patterns, Mapping) and _are_texts(list(patterns))):

@@ -63,8 +63,8 @@ def join(*parts: str) -> str:
 
 
 def matches(patterns: Iterable[str], *names: str) -> bool:
-    """Does any fnmatch pattern fit any of the names?"""
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
+    """Does any fnmatch pattern fit any of the names, or is it one of them?"""
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str], of: str = "layer") -> None:
@@ -75,7 +75,7 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str],
     """
     names = list(names)
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not matches([pattern], *names):
             close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             shown = ", ".join(names[:40]) + (f", ... ({len(names)} in all)" if len(names) > 40 else "")

@@ -181,6 +181,9 @@ class SpectralProbe(MeasuredRun):
         optimizers = [unwrap_optimizer(item) for item in given]
         if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
+        for place, item in enumerate(optimizers):
+            if any(item is other for other in optimizers[:place]):
+                raise ValueError(f"optimizer: the same {type(item).__name__} is given twice; give each optimizer once")
         _check_owned(model, optimizers)
         processes = training_processes(model, data_parallel_rank)
         if processes is not None:
@@ -260,11 +263,11 @@ class SpectralProbe(MeasuredRun):
                 features are those of the last one.
 
         Raises:
-            ValueError: ``accumulated`` is below 1.
+            ValueError: ``accumulated`` is no integer, or below 1.
             RuntimeError: another correction has the optimizer.
         """
-        if accumulated < 1:
-            raise ValueError(f"accumulated is a number of micro-batches, at least 1, got {accumulated!r}")
+        if isinstance(accumulated, bool) or not isinstance(accumulated, int) or accumulated < 1:
+            raise ValueError(f"accumulated is a number of micro-batches, an integer of at least 1, got {accumulated!r}")
         try:
             self.begin_step()
             yield
@@ -429,7 +432,12 @@ class SpectralProbe(MeasuredRun):
 
         Args:
             step: optimizer steps taken so far.
+
+        Raises:
+            ValueError: it is no integer, or below 0.
         """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step must be an integer >= 0, the optimizer steps taken so far; got {step!r}")
         self._engine.start(step)
         self.steps, self._begun = step, True
 

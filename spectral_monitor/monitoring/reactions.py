@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from spectral_monitor.condition.causes.explanation import CAUSES
 from spectral_monitor.condition.verdict import Verdict
@@ -24,7 +24,7 @@ class Reactions:
         stop_on: a cause, or several, of :data:`~spectral_monitor.condition.CAUSES`; ``"any"`` for all of them.
 
     Raises:
-        TypeError: ``on_verdict`` cannot be called.
+        TypeError: ``on_verdict`` cannot be called, or ``stop_on`` holds something that is no text.
         ValueError: an unknown cause.
 
     Example:
@@ -42,7 +42,11 @@ logits_exploding, attention_collapsed, unknown
     def __init__(self, on_verdict: OnVerdict | None, stop_on: str | Sequence[str]) -> None:
         if on_verdict is not None and not callable(on_verdict):
             raise TypeError(f"on_verdict must be a function of a verdict, got {on_verdict!r}")
-        causes = [stop_on] if isinstance(stop_on, str) else list(stop_on)
+        given = [stop_on] if isinstance(stop_on, str) else stop_on
+        causes = list(given) if isinstance(given, Iterable) else [given]
+        if not all(isinstance(cause, str) for cause in causes):
+            valid = ", ".join([ANY, *CAUSES])
+            raise TypeError(f"stop_on must be a cause or a list of them, got {stop_on!r}; valid: {valid}")
         for cause in causes:
             if cause != ANY and cause not in CAUSES:
                 if cause in _OTHERS:

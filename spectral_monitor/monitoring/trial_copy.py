@@ -100,17 +100,31 @@ class TrialCopy:
         batch = clone_tree(self._batch)
         if self._loss is not None:
             *inputs, targets = batch
-            return self._loss(self.root(*inputs), targets)
+            return self._loss(self._called(*inputs), targets)
         if self._steps_itself:
             output = self.root(batch)
         elif isinstance(batch, Mapping):
-            output = self.root(**batch)
+            output = self._called(**batch)
         else:
-            output = self.root(*batch) if isinstance(batch, tuple | list) else self.root(batch)
+            output = self._called(*batch) if isinstance(batch, tuple | list) else self._called(batch)
         found = loss_in(output)
         if found is None:
             raise ValueError(f"no loss in what {type(self.model).__name__} returns, {type(output).__name__}: {HOW}")
         return found
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns for the parts of the batch.
+
+        Raises:
+            TypeError: it does not take them.
+        """
+        try:
+            return self.root(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{type(self.model).__name__} was called with the batch's parts as arguments and failed ({error}): "
+                f"{HOW}. Without a loss a tuple is arguments, (batch,) a single one, and a mapping keywords"
+            ) from error
 
     def _training_step(self, batch: Any) -> Any:
         step: Any = self.model.training_step

@@ -62,6 +62,18 @@ def test_patterns_that_are_no_list_of_texts(name, value):
         SpectralMonitor(**{name: value})
 
 
+@pytest.mark.parametrize("value", [[], ()])
+def test_nothing_to_include(value):
+    with pytest.raises(ValueError, match=r"include must name at least one pattern, or be None for all layers; got "):
+        SpectralMonitor(include=value)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_histograms_are_asked_for_or_not(value):
+    with pytest.raises(ValueError, match=f"histograms must be True or False, got {value!r}"):
+        SpectralMonitor(histograms=value)
+
+
 @pytest.mark.parametrize("name", ["roles", "blocks"])
 @pytest.mark.parametrize("value", ["net.*", ["a"], {5: "readout"}])
 def test_patterns_that_map_to_nothing(name, value):

@@ -27,9 +27,9 @@ class Module(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def trained(tmp_path, *callbacks):
+def trained(tmp_path, *callbacks, every=2):
     data = DataLoader(TensorDataset(torch.randn(32, 8), torch.randint(4, (32,))), 8)
-    monitor = SpectralMonitor(every_n_steps=2)
+    monitor = SpectralMonitor(every_n_steps=every)
     trainer = pl.Trainer(
         max_epochs=4,
         logger=False,
@@ -62,3 +62,11 @@ def test_checkpoints_and_early_stopping_can_go_by_them(tmp_path):
     trainer, _ = trained(tmp_path, best, stop)
     assert best.best_model_score is not None
     assert trainer.current_epoch == 1, "0 violations is below the threshold at the end of the first epoch"
+
+
+@pytest.mark.filterwarnings("ignore:no logger", "ignore:Early stopping conditioned")
+def test_early_stopping_before_the_first_measurement_needs_to_be_lenient(tmp_path):
+    with pytest.raises(RuntimeError, match="spectral/summary/violations` which is not available"):
+        trained(tmp_path, EarlyStopping("spectral/summary/violations"), every=10)
+    trainer, _ = trained(tmp_path, EarlyStopping("spectral/summary/violations", strict=False), every=10)
+    assert trainer.current_epoch == 4

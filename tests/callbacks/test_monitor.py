@@ -181,6 +181,10 @@ def test_no_logger_is_said_once():
     assert len(monitor.measurements) == 12
 
 
+def test_no_logger_is_not_said_where_nothing_is():
+    fit(SpectralMonitor(every_n_steps=1, verbose=0), logger=False)  # a warning would be an error here
+
+
 class Broken(RecordingLogger):
     def log_metrics(self, metrics, step=None):
         if any(key.startswith("spectral") for key in metrics):

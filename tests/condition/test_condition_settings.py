@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,12 @@ def test_the_first_pattern_that_matches_counts():
     condition = SpectralCondition(expected={"head": 10, "*": 2})
     assert condition.factors(LAYERS.values()) == dict.fromkeys(LAYERS, 2.0) | {"head": 10.0}
     assert SpectralCondition(expected={"h*": 3}).factors(LAYERS.values()) == {"head": 3.0}
+
+
+def test_a_name_in_expected_stands_for_itself_whatever_is_in_it():
+    condition, layers = SpectralCondition(expected={"a[0]": 10}), [replace(LAYERS["head"], name="a[0]")]
+    condition.check(layers)
+    assert condition.factors(layers) == {"a[0]": 10.0}
 
 
 @pytest.mark.parametrize("ignore", ["rates", ["rate"], ["updates", "loss"]])

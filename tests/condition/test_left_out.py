@@ -119,8 +119,13 @@ def test_outputs_of_the_last_block_that_nobody_uses():
 
 
 @pytest.mark.parametrize("left", [(0, 1, 2), (0, 1, 2, 3)], ids=str)
-def test_where_most_are_not_trained_it_is_meant(left):
+def test_where_most_are_not_trained_it_is_meant_if_they_were_trained_before(left):
+    """What is as it was drawn, and gets gradients, was forgotten."""
     model = Blocks()
+    assert {verdict.cause for verdict in train(model, without(model, *left)).values()} == {"left_out"}
+    model = Blocks()
+    for p in (p for k in left for p in model.blocks[k].parameters() if p.ndim > 1):
+        p.data = torch.outer(p[:, 0], p[0]).detach()
     assert not train(model, without(model, *left))
 
 
@@ -158,3 +163,12 @@ def test_what_has_moved_before_was_not_forgotten():
             functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
             optimizer.step()
     assert not [verdict for verdict in probe.verdicts if verdict.cause == "left_out"]
+
+
+def test_a_frozen_teacher_may_have_gradients_of_its_own_training():
+    """Those that its last step left behind."""
+    model = Blocks()
+    for p in (p for k in (1, 2) for p in model.blocks[k].parameters()):
+        p.grad = torch.ones_like(p)
+        p.requires_grad_(False)
+    assert not train(model, without(model, 1, 2))

@@ -352,3 +352,13 @@ def test_verdicts_on_a_layer_that_is_gone_are_gone():
         assert judge.judge(measured(step, update_natural={"b": 10.0}))
     fewer = {name: info for name, info in LAYERS.items() if not name.startswith("b")}
     assert not judge.judge(measured(4, layers=fewer))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "size", "told"), [("Adagrad", 0.5, False), ("Adagrad", 2.0, True), ("Adam", 0.5, True)]
+)
+def test_the_first_steps_of_adagrad_may_be_larger_than_small_weights(optimizer, size, told):
+    """They are the learning rate in every entry, and fall from there, as in GloVe. More than 1 is too large anyway."""
+    values = {"update_ratio": {"a": 8.0}, "update_natural": {"a": size}}
+    found = verdicts_on(3, settings=set_by(optimizer), condition={"band": (1e-9, 1e9)}, **values)
+    assert ("exploding" in {verdict.cause for verdict in found}) == told

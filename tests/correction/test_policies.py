@@ -124,6 +124,8 @@ def test_what_was_not_seen_does_not_count():
         ({"limits": (0.5, 0.9)}, "limits"),
         ({"limits": (0.5, 1e999)}, "limits"),
         ({"limits": (0.1,)}, "limits"),
+        ({"limits": ("a", "b")}, "limits are two positive numbers around 1"),
+        ({"limits": (True, 2.0)}, "limits are two positive numbers around 1"),
         *(({"qk_clip": clip}, "qk_clip is a positive number or None") for clip in (0.0, -1.0, math.inf, "100", True)),
         ({"spectral_init": -1.0}, "spectral_init"),
         ({"spectral_init": math.inf}, "spectral_init"),

@@ -73,9 +73,9 @@ def sharded(parameters):
 
 
 REFUSED = [
-    (torch.optim.LBFGS, "LBFGS .* it reads one group before it knows the gradient"),
+    (torch.optim.LBFGS, "LBFGS .* it reads one group before it knows the gradient, .*; use SGD, Adam or another "),
     (Quasi, "Quasi .* it reads one group before it knows the gradient"),
-    (torch.optim.Rprop, "Rprop .* it reads its learning rate at the first step only"),
+    (torch.optim.Rprop, "Rprop .* it reads its learning rate at the first step only; use SGD, Adam or another "),
     (sharded, "ZeroRedundancyOptimizer .* every process has groups of its own"),
     (descent_without_rate, "group 0 of Descends has no learning rate to multiply: lr must be a number, is None"),
     (lambda p: Descends(p, lr=None), "group 0 of Descends has no learning rate to multiply"),

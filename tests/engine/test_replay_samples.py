@@ -639,7 +639,7 @@ def test_nobody_is_told_where_nobody_asked(make):
 
 def test_more_samples_are_run_where_few_say_too_little(monkeypatch):
     """At three of four steps; the first one of all runs all samples and does not count."""
-    monkeypatch.setattr(slices, "MOST_ERROR", 0.0)
+    monkeypatch.setattr(slices, "MOST_ERROR", 1e-9)
     _, _, forwards = trained(Tokens, sizes=[MANY] * 10, steps=10, quantities=["feature_change"])
     assert [sizes[1] for sizes in forwards[1:]] == [ENOUGH] * 4 + [2 * ENOUGH] * 4 + [4 * ENOUGH]
 
@@ -661,8 +661,8 @@ def test_single_steps_of_a_large_error_ask_for_no_more_samples(errors, samples):
     subset.agree([9])
     for error in errors:
         subset.portion = slices.BatchSlice(subset.samples, 99)
-        subset.widen([error / 9, error, 9 * error])
-        subset.widen([])
+        subset.widen([error / 9, error, 9 * error], [0.1])
+        subset.widen([], [])
         state, subset = subset.state_dict(), slices.ReplaySubset("auto", nn.Linear(1, 1))
         subset.load_state_dict(state)
     assert subset.samples == samples

@@ -62,6 +62,15 @@ def test_reasons_are_those_of_the_network():
     assert missing["property_fl"].startswith("it takes a single readout")
 
 
+def test_there_is_no_reason_for_a_quantity_that_does_not_exist():
+    found = measured(perceptron(), lambda model: model(torch.eye(6)).square().mean(), "light")
+    with pytest.raises(KeyError, match="no quantity 'update_rato'; did you mean 'update_ratio'"):
+        found.why("update_rato", "0")
+    with pytest.raises(KeyError, match=r"no quantity 'zz'\. It has: weight_norm, "):
+        found.why("zz", "0.bias")
+    assert found.why("feature_rms", "0") == "feature_rms was not measured at this step"
+
+
 def test_a_readouts_reason_is_the_networks():
     """Of one whose weight is used without a call of it."""
 

@@ -53,11 +53,37 @@ def test_two_corrections_of_one_optimizer_are_refused():
     assert "step" not in vars(optimizer), "one after the other is no conflict"
 
 
-@pytest.mark.parametrize("accumulated", [0, -1])
+def test_an_optimizer_that_is_given_twice_is_refused():
+    model, optimizer = parts()
+    with pytest.raises(ValueError, match="the same Adam is given twice; give each optimizer once"):
+        SpectralProbe(model, [optimizer, optimizer])
+
+
+@pytest.mark.parametrize("accumulated", [0, -1, 2.5, "a", True])
 def test_a_number_of_micro_batches_is_at_least_one(accumulated):
     probe = SpectralProbe(*parts())
-    with pytest.raises(ValueError, match=f"at least 1, got {accumulated}"), probe.step(accumulated=accumulated):
+    with pytest.raises(ValueError, match=f"at least 1, got {accumulated!r}"), probe.step(accumulated=accumulated):
         pass
+
+
+@pytest.mark.parametrize("step", [-3, "x", 2.5, True])
+def test_steps_so_far_are_a_number(step):
+    probe = SpectralProbe(*parts())
+    with pytest.raises(ValueError, match=f"step must be an integer >= 0, .*; got {step!r}"):
+        probe.resume_at(step)
+    assert probe.steps == 0
+
+
+def test_of_several_steps_in_a_block_the_last_update_is_measured():
+    model, optimizer = parts()
+    probe = SpectralProbe(model, optimizer)
+    with probe.step():
+        for _ in range(2):
+            before = model[0].weight.detach().clone()
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    assert probe.latest.value("update_fro", "0") == pytest.approx((model[0].weight - before).norm().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("state", [{"a": 1}, [{"steps": 1}], ["x"]])

@@ -584,6 +584,22 @@ def test_include_exclude_and_ignore(chosen, names):
 
 
 @pytest.mark.parametrize(
+    "chosen",
+    [
+        {"include": ["d.a[0]"]},
+        {"exclude": ["d.b", "d.a[0].bias", "d.b.bias"]},
+        {"roles": {"d.a[0]": "output", "*": "ignore"}},
+        {"include": ["d.a[0]"], "blocks": {"d.a[0]": 1}},
+    ],
+    ids=str,
+)
+def test_a_name_stands_for_itself_whatever_is_in_it(chosen):
+    model = nn.ModuleDict({"d": nn.ModuleDict({"a[0]": nn.Linear(4, 6), "b": nn.Linear(6, 2)})})
+    assert "d.a[0]" in [info.name for info in dissect(model, **chosen).infos if info.is_matrix]
+    assert "d.b" not in [info.name for info in dissect(model, **chosen).infos]
+
+
+@pytest.mark.parametrize(
     ("make", "roles", "expected"),
     [
         (two, {"body": "embedding"}, ("body", "embedding", 1, 6, 1)),

@@ -114,6 +114,10 @@ def test_everything_and_patterns():
         *(f"spectral_{key}/h.3.w" for key in TIERS["standard"]),
     }
     assert more["spectral_contribution/h.4.w"] == one.value("contribution", "h.4.w")
+    deep = network([f"h[{k}].w" for k in range(20)])
+    assert essentials(deep, ["contribution/h[3].w"]).keys() - essentials(deep).keys() == {
+        "spectral_contribution/h[3].w"
+    }
     asked = essentials(network(["a", "b"], keys=["bfa", "lr"]), asked=["bfa"])
     assert {"spectral_bfa/a", "spectral_bfa/b"} <= asked.keys()
     assert not [key for key in asked if "spectral_lr" in key]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor import SpectralMonitorWarning, SpectralProbe
+from spectral_monitor import SpectralMonitor, SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.monitoring.reactions import Reactions
 from tests.usage.short_fits import fitted
 
@@ -65,3 +65,9 @@ def test_bad_input():
         Reactions(3, ())
     with pytest.raises(ValueError, match="stop_on: no cause 'explodin'; did you mean 'exploding'"):
         Reactions(None, ["any", "explodin"])
+
+
+@pytest.mark.parametrize("stop_on", [3, None, ["any", None], [["any"]]])
+def test_causes_are_texts(stop_on):
+    with pytest.raises(TypeError, match=r"stop_on must be a cause or a list of them, got .*; valid: any, lr_zero, "):
+        SpectralMonitor(stop_on=stop_on)

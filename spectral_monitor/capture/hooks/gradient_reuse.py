@@ -34,6 +34,10 @@ class GradientReuse:
         self._left: dict[int, tuple[ReferenceType[Tensor], int]] = {}  # optimizer -> gradient after its latest step
         self._found: dict[int, Tensor] = {}  # since its latest step: 1 used before, 0 new, NaN unknown
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy keeps: gradients are known by their place in memory, which is another one there."""
+        return self.__dict__ | {"_left": {}}
+
     def arm(self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any]) -> None:
         """Register the hooks."""
         self.disarm()

@@ -228,11 +228,12 @@ def _ntk(finding: Finding, network: Network, history: History) -> Explanation:
 
 
 def _readout(finding: Finding, network: Network, history: History) -> Explanation:
+    part = short(100 * min(finding.value, 1.0))  # more where hidden layers raise the loss
     return Explanation(
         "readout_takes_all",
-        f"the readout takes {short(100 * finding.value)} % of what a step takes off the loss, for long: hidden layers "
-        "hardly learn features; give them larger learning rates or the readout a smaller one, and standardize targets "
-        "that are far larger than the outputs begin",
+        f"the readout takes {part} % of what a step takes off the loss, for long: hidden layers hardly learn features; "
+        "give them larger learning rates or the readout a smaller one, and standardize targets that are far larger "
+        "than the outputs begin",
         Remedy("check"),
     )
 

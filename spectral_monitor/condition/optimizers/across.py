@@ -31,7 +31,7 @@ def rates_of(network: Network) -> dict[str, Rate]:
     for some in groups.values():
         others = [row.lr for row in network.vectors.values() if row.settings.owner == some[0].settings.owner]
         rated = [(row.info, row.lr) for row in some]
-        found |= rates(rated, network.expected, steps, geometric_median(others))
+        found |= rates(rated, network.expected, steps, geometric_median(others), network.new)
     if not network.fresh:  # then some may be fine-tuned
         return found
     for odd, reference in _apart(list(groups.values()), steps):

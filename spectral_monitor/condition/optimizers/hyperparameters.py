@@ -178,7 +178,8 @@ def _of_layer(layer: Layer, held: Mapping[int, Hyperparameters]) -> Hyperparamet
     its = next((held[id(source)] for source in layer.sources if id(source) in held), UNKNOWN)
     return replace(
         its,
-        forgotten=its.owner < 0 and any(source.grad is not None for source in layer.sources),
+        # What was frozen after an earlier training may still have a gradient of that.
+        forgotten=its.owner < 0 and any(source.grad is not None and source.requires_grad for source in layer.sources),
         frozen=not any(source.requires_grad for source in layer.sources),
         resolution=torch.finfo(dtype).eps if dtype.is_floating_point else 0.0,
     )

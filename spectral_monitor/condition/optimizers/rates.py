@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -16,6 +16,8 @@ LEVEL = 2.0
 """A rule must tell layers apart by more than this to be recognised."""
 ON_PURPOSE = 10.5
 """The largest factor that published recipes give a head, new layers or embeddings."""
+NEW = 1000.0
+"""The same for layers that were just drawn, beside others that were trained before."""
 ONE_KIND = 32.0
 """The same for all matrices of one kind in several modules: LoRA+ gives its B matrices 16 times the rate of the A
 matrices.
@@ -89,6 +91,7 @@ def rates(
     expected: Mapping[str, float] | None = None,
     steps: Mapping[str, float] | None = None,
     vectors: float = math.nan,
+    new: Collection[str] = (),
 ) -> dict[str, Rate]:
     """Return every layer's learning rate beside the usual one.
 
@@ -100,6 +103,7 @@ def rates(
         expected: layer -> factor that the user has declared; its layer is judged by what deviates from that.
         steps: layer -> largest relative update so far, at the peak of its learning rate.
         vectors: learning rate that most biases and gains have; NaN if there are none.
+        new: layers that were just drawn, where others were trained before.
 
     Example:
         >>> infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abcd"]
@@ -114,7 +118,7 @@ def rates(
     if len(dense) < FEW:  # as under Muon, which leaves embeddings and the readout to another optimizer
         dense, tables = given, []
     ends = _ends(dense, vectors)
-    rule, usual, purposes = _of_matrices(dense, steps or {}, ends)
+    rule, usual, purposes = _of_matrices(dense, steps or {}, ends, new)
     for info, lr in dense:
         if info.name in ends and not _same(lr, usual[info.name]):
             purposes.setdefault(info.name, "an input or output layer with the rate of biases, as in muP")
@@ -146,7 +150,7 @@ def _ends(given: Sequence[Rated], vectors: float) -> frozenset[str]:
 
 
 def _of_matrices(
-    given: Sequence[Rated], steps: Mapping[str, float], ends: frozenset[str]
+    given: Sequence[Rated], steps: Mapping[str, float], ends: frozenset[str], new: Collection[str]
 ) -> tuple[str, dict[str, float], dict[str, str]]:
     """Return the rule of operators and readouts, their usual learning rates, and why some differ from them."""
     if not given:
@@ -158,7 +162,7 @@ def _of_matrices(
         rule, usual = "one rate", ladder
     factors = {info.name: lr / usual[info.name] for info, lr in given if not _same(lr, usual[info.name])}
     purposes: dict[str, str] = {}
-    for purpose, names in _purposes(given, factors):
+    for purpose, names in _purposes(given, factors, new):
         purposes |= {name: purpose for name in names if name not in purposes}
     return rule, usual, purposes
 
@@ -227,13 +231,17 @@ def _layerwise(given: Sequence[Rated]) -> dict[str, float]:
     return {}
 
 
-def _purposes(given: Sequence[Rated], factors: Mapping[str, float]) -> Iterator[tuple[str, list[str]]]:
+def _purposes(
+    given: Sequence[Rated], factors: Mapping[str, float], new: Collection[str]
+) -> Iterator[tuple[str, list[str]]]:
     """Yield why some layers, which stand out by one factor, may do so on purpose."""
     order = [info.name for info, _ in given]
     readouts = {info.name for info, _ in given if info.role == "readout"}
     for factor, names in _alike(factors):
         chosen = set(names)
-        if readouts and chosen == readouts and 1 < factor <= ON_PURPOSE:
+        if chosen <= set(new) and 1 < factor <= NEW:
+            yield "new layers with a rate of their own", names
+        elif readouts and chosen == readouts and 1 < factor <= ON_PURPOSE:
             yield "a head with a rate of its own", names
         elif len(chosen) > 1 and chosen == set(order[-len(chosen) :]) and 1 < factor <= ON_PURPOSE:
             yield "new layers with a rate of their own", names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -142,7 +143,9 @@ class ChangeStage:
         every = to_device(torch.tensor([some.rows == some.of for some in found]), groups.device)
         errors = torch.where(every[:, None], torch.where(means.isnan(), means, 0.0), errors)
         parts = to_device(torch.tensor([some.rows / some.of for some in found]), groups.device)
-        sensitivity = errors[:, 2] * parts
+        # Where the sign of the cosine is not known, its inverse may be anything.
+        sensitivity = torch.where(3 * errors[:, 1] < means[:, 1].abs(), errors[:, 2] * parts, math.inf)
+        sensitivity = torch.where(every | means[:, 2].isnan(), errors[:, 2], sensitivity)
         places = one_each(layers)
         out.put_each(name, places, means[:, 0])
         out.put_each(f"{name}.error", places, errors[:, 0])

@@ -38,6 +38,10 @@ MOST_ERROR, RECENT = 0.1, 4
 """Twice as many are run from the next time on where ``feature_change`` of the median layer may be off by more, relative
 to it, at more than half of so many measured steps. Errors of a few samples vary so much that a single one above the
 limit says little, and of many layers one is nearly always above it."""
+MOST_COSINE = 0.2
+"""The same of ``bfa_cos``, not relative to it. Where samples have one gradient each, as in classifiers that take the
+mean over a sequence, it is 0.3 to 0.6 with four samples; in language models 0.01 to 0.1.
+"""
 
 ELSEWHERE = "in another process samples depend on each other, or the forward of some of them fails"
 
@@ -146,16 +150,19 @@ class ReplaySubset:
             self._samples = max(samples) or None
         return len(set(samples)) == 1
 
-    def widen(self, errors: Sequence[float]) -> None:
+    def widen(self, changes: Sequence[float], cosines: Sequence[float]) -> None:
         """Run more samples from now on if numbers from these are usually too uncertain.
 
         Args:
-            errors: standard errors of a number of some layers, relative to it.
+            changes: standard errors of ``feature_change`` of some layers, relative to it.
+            cosines: those of ``bfa_cos``.
         """
+        pairs = ((changes, MOST_ERROR), (cosines, MOST_COSINE))
+        errors = [median_low(some) / most for some, most in pairs if some]
         if not self.automatic or self.portion is None or not errors:
             return
-        self._errors = [*self._errors, median_low(errors)][-RECENT:]
-        if len(self._errors) == RECENT and median_low(self._errors) > MOST_ERROR:
+        self._errors = [*self._errors, max(errors)][-RECENT:]
+        if len(self._errors) == RECENT and median_low(self._errors) > 1:
             self._samples, self._errors = 2 * self.portion.samples, []
 
     def give_up(self) -> None:
@@ -201,7 +208,7 @@ class ReplaySubset:
         return {
             "samples": self._asked,
             "count": self._samples,
-            **({"errors": self._errors} if self._errors else {}),
+            **({"doubts": self._errors} if self._errors else {}),
             "off": self.off,
             "values": [[form, had] for form, had in self._values.items()],
             "known": [[*key, sorted(map(list, common))] for key, common in self._known.items()],
@@ -213,7 +220,7 @@ class ReplaySubset:
         if state is None or state["samples"] != self._asked:
             return
         self._samples = state.get("count", self._samples)
-        self._errors = [float(error) for error in state.get("errors", ())]
+        self._errors = [float(error) for error in state.get("doubts", ())]
         self.off = bool(state["off"])
         self._before = BEFORE if self.off else ""
         self._values = {form: list(had) for form, had in state["values"]}

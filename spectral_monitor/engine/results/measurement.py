@@ -102,6 +102,11 @@ def relative_errors(values: Mapping[str, Tensor], errors: Mapping[str, Tensor], 
     return [error / value for error, value in pairs if value > 0 and not math.isnan(error)]
 
 
+def known_errors(errors: Mapping[str, Tensor], key: str) -> list[float]:
+    """Return the standard errors of a quantity of the layers that have one."""
+    return [error for error in errors[key].tolist() if not math.isnan(error)] if key in errors else []
+
+
 def _of_all(reused: Sequence[float]) -> float:
     """Return 1 if an optimizer used gradients again, 0 if none did, NaN where some do not tell."""
     if 1.0 in reused:

@@ -152,7 +152,7 @@ def essentials(measurement: Measurement, log: Log = "essential", asked: Sequence
     elif log != "essential":
         for key, column in measurement.values.items():
             for name, value in zip(names, column.tolist(), strict=True):
-                if any(fnmatchcase(f"{key}/{name}", pattern) for pattern in log):
+                if f"{key}/{name}" in log or any(fnmatchcase(f"{key}/{name}", pattern) for pattern in log):
                     found[f"{group(key)}/{name}"] = value
     return {key: value for key, value in found.items() if math.isfinite(value)}
 
