@@ -60,6 +60,10 @@ from spectral_monitor.sharding import ProcessGroup, copies, reshard
 LESS_MEMORY = " (low_memory=True, quantities='light' and replay_samples=2 each take less memory)"
 
 
+def _do_nothing() -> None:
+    """Stand for what a caller does not ask for; a copy of the engine can be pickled with it."""
+
+
 class Engine(EngineState):
     """Arms hooks for one step, reads it, computes a :class:`~spectral_monitor.measurement.Measurement`.
 
@@ -167,7 +171,7 @@ class Engine(EngineState):
         """True if the loss after the step is asked for by itself: what led to it is run again as a whole."""
         return self._step_loss.wanted
 
-    def arm(self, keys: Collection[str], before_forward: Callable[[], None] = lambda: None) -> None:
+    def arm(self, keys: Collection[str], before_forward: Callable[[], None] = _do_nothing) -> None:
         """Register the hooks that watch the coming step.
 
         Args:

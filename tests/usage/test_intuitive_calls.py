@@ -160,3 +160,16 @@ def test_what_is_said_to_use_is_there(around):
     for advice in sm._INSTEAD.values():
         for word in re.findall(r"spectral_monitor\.(\w+)", advice):
             assert hasattr(sm, word)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda probe: pickle.loads(pickle.dumps(probe))], ids=["copy", "pickle"]
+)
+def test_a_probe_that_has_measured_weights_can_be_copied(duplicate):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    probe = sm.SpectralProbe(net, optimizer := torch.optim.SGD(net.parameters(), 0.1), quantities="light")
+    with probe.step():
+        net(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    assert pickle.loads(pickle.dumps(probe)).latest.step == 1
