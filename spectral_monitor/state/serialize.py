@@ -14,17 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from spectral_monitor.state.snapshot import (
-    _CONTAINERS,
-    _TORCH_OWN,
-    _generator_state,
-    _generator_types,
-    _is_array,
-    _is_data,
-    _refill,
-    _set_generator_state,
-    is_state,
+from spectral_monitor.state.objects import (
+    CONTAINERS,
+    generator_state,
+    generator_types,
+    has_life,
+    is_array,
+    is_data,
+    is_looked_into,
+    passed_on,
+    read,
+    refill,
+    set_generator_state,
+    write,
 )
+from spectral_monitor.state.snapshot import _TORCH_OWN, is_state
 
 Packed = list[Any]
 
@@ -49,7 +53,7 @@ def pack(value: Any, where: str) -> Packed:
         return ["value", value]
     if isinstance(value, Tensor):
         return ["tensor", host_copy(value, where), value.device.type, value.requires_grad]
-    if _is_array(value) and not value.dtype.hasobject:
+    if is_array(value) and not value.dtype.hasobject:
         content = torch.tensor(bytearray(value.tobytes()), dtype=torch.uint8)
         return ["array", content, value.dtype.str, list(value.shape)]
     if kind in (list, tuple, set):
@@ -102,7 +106,7 @@ class _StatePacker:
 
     def __init__(self) -> None:
         self._seen: dict[int, object] = {}
-        self._generators = _generator_types()
+        self._generators = generator_types()
 
     def _first(self, value: object) -> bool:
         first = id(value) not in self._seen
@@ -133,23 +137,43 @@ class _StatePacker:
             return self.module(value, where)
         if isinstance(value, Tensor):
             return pack(value, where) if is_state(value, weights=False) and self._first(value) else _LEFT
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, CONTAINERS):
             return self._container(value, where) if self._first(value) else _LEFT
-        if kind in self._generators:
-            return ["generator", pack(_generator_state(value), where)] if self._first(value) else _LEFT
-        if _is_array(value):
+        if issubclass(kind, self._generators):
+            return ["generator", pack(generator_state(value), where)] if self._first(value) else _LEFT
+        if is_array(value):
             return pack(value, where) if self._first(value) else _LEFT
-        if _is_data(value):
-            return ["object", kind.__name__, self._items(vars(value), where)] if self._first(value) else _LEFT
+        if is_looked_into(kind) or passed_on(value) or is_data(value):
+            return self._object(value, where) if self._first(value) else _LEFT
         return _LEFT
+
+    def _object(self, value: Any, where: str) -> Packed:
+        name = type(value).__name__
+        if parts := passed_on(value):
+            return ["passed", name, [self.value(part, f"{where}[{i}]") for i, part in enumerate(parts)]]
+        own = self._attributes(value, where) if is_looked_into(type(value)) else self._items(vars(value), where)
+        return ["object", name, own]
+
+    def _attributes(self, value: Any, where: str) -> list[list[Any]]:
+        if not is_looked_into(type(value)):
+            return []
+        items = read(value)
+        if has_life(list(items.values())):
+            items = {key: item for key, item in items.items() if isinstance(item, self._generators)}
+        return self._items(items, where)
 
     def _container(self, box: Any, where: str) -> Packed:
         name = type(box).__name__
         if isinstance(box, dict):
             pairs = [[pack(k, f"a key of {where}"), self.value(v, f"{where}[{k!r}]")] for k, v in box.items()]
-            return ["dict", name, pairs]
+            return ["dict", name, pairs, *self._own(box, where)]
         kind = next(base.__name__ for base in (list, set, deque) if isinstance(box, base))
-        return [kind, name, [self.value(item, f"{where}[{i}]") for i, item in enumerate(box)]]
+        items = [self.value(item, f"{where}[{i}]") for i, item in enumerate(box)]
+        return [kind, name, items, *self._own(box, where)]
+
+    def _own(self, box: Any, where: str) -> list[list[Any]]:
+        attributes = self._attributes(box, where)
+        return [attributes] if attributes else []
 
 
 def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
@@ -166,16 +190,23 @@ def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
     if kind == "module":
         return _put_module(live, content[0], device, where)
     if kind == "generator":
-        if type(live) not in _generator_types():
+        if not isinstance(live, generator_types()):
             raise NotPlainError(f"{where} is not a random generator any more")
-        _set_generator_state(live, unpack(content[0], torch.device("cpu")))
+        set_generator_state(live, unpack(content[0], torch.device("cpu")))
         return live
-    name, items = content
+    name, items, *own = content  # attributes of a container's own class
     same = type(live).__name__ == name
     if not same and (name not in _BUILTIN or name != kind):
         raise NotPlainError(f"{where} is a {type(live).__name__}, was a {name}")
     if kind == "object":
-        _put_items(vars(live), items, device, where)
+        if is_looked_into(type(live)):
+            _put_attributes(live, items, device, where)
+        else:
+            _put_items(vars(live), items, device, where)
+        return live
+    if kind == "passed":
+        for i, (part, item) in enumerate(zip(passed_on(live), items, strict=True)):
+            _put(part, item, device, f"{where}[{i}]")
         return live
     if kind == "dict":
         old = live if same else {}
@@ -190,7 +221,9 @@ def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
         cls: Any = type(live) if same else tuple
         return cls(*filled) if hasattr(cls, "_fields") else cls(filled)
     box = live if same else _BUILTIN[name]()
-    _refill(box, filled)
+    refill(box, filled)
+    if own:
+        _put_attributes(box, own[0], device, where)
     return box
 
 
@@ -209,7 +242,7 @@ def _put_tensor(live: Any, stored: Tensor, on: str, requires_grad: bool, device:
 def _put_array(live: Any, stored: Tensor, dtype: str, shape: list[int]) -> Any:
     numpy = sys.modules["numpy"]
     array = numpy.frombuffer(bytearray(stored.numpy().tobytes()), dtype=dtype).reshape(shape)
-    if _is_array(live) and live.dtype == array.dtype and live.shape == array.shape and live.flags.writeable:
+    if is_array(live) and live.dtype == array.dtype and live.shape == array.shape and live.flags.writeable:
         live[...] = array
         return live
     return array
@@ -243,6 +276,15 @@ def _put_items(space: dict[str, Any], items: list[Any], device: torch.device, wh
     for key, packed in items:
         if packed[0] != "left":
             space[key] = _put(space.get(key), packed, device, f"{where}.{key}")
+
+
+def _put_attributes(live: Any, items: list[Any], device: torch.device, where: str) -> None:
+    held = read(live)
+    for key, packed in items:
+        if packed[0] != "left":
+            item = _put(held.get(key), packed, device, f"{where}.{key}")
+            if key not in held or held[key] is not item:
+                write(live, key, item)
 
 
 def fingerprint(tree: Any) -> str:

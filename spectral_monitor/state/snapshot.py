@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import io
-import random
 import sys
-import types
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from spectral_monitor.state.buffers import kept
 from spectral_monitor.state.dtensor import is_distributed, local_part
+from spectral_monitor.state.objects import (
+    ATOMS,
+    CONTAINERS,
+    MAX_DEPTH,
+    MAX_OBJECTS,
+    Attributes,
+    base_of,
+    generator_state,
+    has_life,
+    is_array,
+    is_data,
+    is_looked_into,
+    passed_on,
+    refill,
+    set_generator_state,
+)
+from spectral_monitor.state.objects import generator_types as _generator_types  # what a test replaces
 
 LARGE = 10_000
 """Containers of more items are put back, but their items not looked into."""
 
 
-_CONTAINERS = (list, dict, set, deque)
-_DATA = (bool, int, float, complex, str, bytes, type(None), Tensor, tuple, *_CONTAINERS)
 _TORCH_OWN = frozenset(key for key in vars(nn.Module()) if key != "training")
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(key for key in _TORCH_OWN if key.startswith(("_forward_", "_backward_")))
@@ -32,39 +45,18 @@ _HOOKS = tuple(key for key in _TORCH_OWN if key.startswith(("_forward_", "_backw
 
 @contextmanager
 def preserved(*roots: object, host: bool = False) -> Iterator[None]:
-    """Inside, modules may change what they hold; afterwards all is as it was: see :class:`Snapshot`."""
+    """Inside, modules may change what they hold; afterwards all is as it was: see :class:`Snapshot`.
+
+    Raises:
+        Exception: something could not be read; then nothing was run inside.
+    """
     state = Snapshot(*roots, host=host)
+    if state.unread is not None:  # what happens inside might change what could not be remembered
+        raise state.unread
     try:
         yield
     finally:
         state.restore()
-
-
-def _generator_state(generator: Any) -> Any:
-    """Return the state of a random generator of torch, Python or numpy."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    """Undo what happened to a generator since it was in ``state``."""
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
-def _generator_types() -> tuple[type, ...]:
-    numpy = sys.modules.get("numpy")
-    return (torch.Generator, random.Random, *((numpy.random.RandomState, numpy.random.Generator) if numpy else ()))
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -93,8 +85,11 @@ def is_state(tensor: Tensor, weights: bool) -> bool:
 class Snapshot:
     """The contents of some modules and other objects.
 
-    Covered are parameters, buffers, flags and everything reached through attributes and containers: tensors, numbers,
-    lists and dicts, modules that hide there, private random generators, objects that hold nothing but data, hooks.
+    Covered are parameters, buffers, flags and everything reached through attributes, slots, containers, bound methods
+    and ``functools.partial``: tensors, numbers, lists and dicts, modules that hide there, private random generators,
+    objects, hooks. Left alone are functions, classes, and objects of Python's own library, of torch and of loggers,
+    unless these hold nothing but data. The same is true of an object that holds a lock, a thread or a file, but for its
+    random generators.
 
     Args:
         roots: modules, containers, tensors.
@@ -102,6 +97,11 @@ class Snapshot:
             are then taken away that were added before the state is first put back: a forward that registers hooks
             when it finds none would register them twice. All others stay.
         host: keep copies of tensors in host memory.
+
+    Attributes:
+        iterators: types of iterators found, and what else cannot be put back. A forward that may use it must not be
+            run again.
+        unread: the first error in reading something, which was not remembered then.
     """
 
     @torch.inference_mode(False)
@@ -111,39 +111,79 @@ class Snapshot:
         self._tensors: list[_TensorState] = []
         self._undo: list[Callable[[], None]] = []
         self.iterators: list[str] = []
+        self.unread: Exception | None = None
         self._generators = _generator_types()
+        self._objects = 0
         seen: set[int] = set()
-        open_ends: list[object] = list(roots)
+        # The nearest first, so that the depth of what is reached in several ways is that of the shortest.
+        open_ends: deque[tuple[object, int]] = deque((root, 0) for root in roots)
         while open_ends:
-            value = open_ends.pop()
-            if id(value) not in seen and not isinstance(value, (int, float, str, type(None))):
+            value, depth = open_ends.popleft()
+            if id(value) not in seen:
                 seen.add(id(value))
-                open_ends.extend(self._take(value))
+                below = 1 if issubclass(type(value), nn.Module) else depth + 1
+                open_ends.extend([(x, below) for x in self._taken(value, depth) if id(type(x)) not in ATOMS])
 
-    def _take(self, value: Any) -> Any:
-        """Remember one object; what it refers to."""
-        if isinstance(value, Tensor):
+    def _taken(self, value: object, depth: int) -> Iterable[Any]:
+        """Remember one object; return what it refers to. An error costs the replay, not the training."""
+        try:
+            return self._take(value, type(value), depth)
+        except Exception as error:
+            self.unread = self.unread or error.with_traceback(None)  # that holds what is on the stack
+            self._refuse(value, f"it cannot be read ({type(error).__name__}: {error})")
+            return ()
+
+    def _refuse(self, value: object, why: str) -> None:
+        # Beside iterators, because what is named there is not run again. It is read in brackets after "an iterator".
+        self.iterators.append(f"or the state of a {type(value).__name__}, which cannot be put back: {why}")
+
+    def _take(self, value: Any, kind: type, depth: int) -> Iterable[Any]:
+        if issubclass(kind, Tensor):
             if is_state(value, self._weights):
                 self._tensors.append(_TensorState(value, self._host))
-        elif isinstance(value, nn.Module):
+        elif issubclass(kind, nn.Module):
             return self._module(value)
-        elif isinstance(value, _CONTAINERS):
-            return self._container(value)
-        elif isinstance(value, tuple):
-            return value
-        elif type(value) in self._generators:
-            state = _generator_state(value)
-            self._undo.append(lambda: _set_generator_state(value, state))
-        elif _is_array(value):
+        elif issubclass(kind, CONTAINERS):
+            content = self._container(value)
+            return [*content, *self._object(value, kind, depth)] if kind not in CONTAINERS else content
+        elif issubclass(kind, (tuple, frozenset)):
+            return value if kind in (tuple, frozenset) else [*value, *self._object(value, kind, depth)]
+        elif issubclass(kind, self._generators):
+            state = generator_state(value)
+            self._undo.append(lambda: set_generator_state(value, state))
+            return self._object(value, kind, depth)
+        elif is_array(value):
             if value.flags.writeable and not value.dtype.hasobject:
                 copied = value.copy()
                 self._undo.append(lambda: value.__setitem__(..., copied))
-        elif isinstance(value, Iterator):
-            if not isinstance(value, io.IOBase):
-                self.iterators.append(type(value).__name__)
-        elif _is_data(value):
+        elif kind in (bytearray, array):
+            entries = value[:]
+            self._undo.append(lambda: value.__setitem__(slice(None), entries))
+        elif issubclass(kind, Iterator):
+            if not issubclass(kind, io.IOBase):
+                self.iterators.append(kind.__name__)
+        elif is_looked_into(kind) or passed_on(value):
+            return [*passed_on(value), *self._object(value, kind, depth)]
+        elif is_data(value):
             return self._container(vars(value))
         return ()
+
+    def _object(self, value: Any, kind: type, depth: int) -> list[Any]:
+        """Remember the attributes of an object; return their values."""
+        if not is_looked_into(kind):
+            return []
+        self._objects += 1
+        if depth > MAX_DEPTH or self._objects > MAX_OBJECTS:
+            if depth > MAX_DEPTH or self._objects == MAX_OBJECTS + 1:
+                where = f"more than {MAX_DEPTH} steps away" if depth > MAX_DEPTH else f"one of more than {MAX_OBJECTS}"
+                self._refuse(value, f"it is {where}")
+            return []
+        attributes = Attributes(value)
+        held = attributes.held()
+        if has_life(held):
+            return [item for item in held if issubclass(type(item), self._generators)]
+        self._undo.append(attributes)
+        return held
 
     def _module(self, module: nn.Module) -> list[Any]:
         space = vars(module)
@@ -171,13 +211,12 @@ class Snapshot:
         return [*plain.values(), *own, *(space.get(table) for table in tables)]
 
     def _container(self, box: Any) -> list[Any]:
-        if isinstance(box, dict):
-            pairs = list(box.items())
-            self._undo.append(lambda: _refill(box, pairs))
-            return [value for _, value in pairs] if len(pairs) <= LARGE else []
-        content = list(box)
-        self._undo.append(lambda: _refill(box, content))
-        return content if len(content) <= LARGE else []
+        base = base_of(box)
+        content = list(base.items(box) if issubclass(base, dict) else base.__iter__(box))
+        self._undo.append(lambda: refill(box, content))
+        if len(content) > LARGE:
+            return []
+        return [value for _, value in content] if issubclass(base, dict) else content
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -185,8 +224,12 @@ class Snapshot:
 
         Not to be called between a forward and its backward pass, which needs the tensors' versions unchanged.
         """
+        errors = []
         for undo in self._undo:
-            undo()
+            try:
+                undo()
+            except Exception as error:  # the rest is put back all the same
+                errors.append(error)
         for state in self._tensors:
             state.reattach()
         states = [state for state in self._tensors if has_memory(state.tensor)]
@@ -194,6 +237,8 @@ class Snapshot:
             if changed:
                 target = local_part(state.tensor) if is_distributed(state.tensor) else state.tensor
                 target.copy_(state.copied, non_blocking=True)
+        if errors:
+            raise errors[0]
 
 
 class _TensorState:
@@ -224,7 +269,7 @@ class _Refilled:
 
     def __call__(self) -> None:
         for table, pairs in self._tables:
-            _refill(table, pairs)
+            refill(table, pairs)
 
 
 class _WithoutNew:
@@ -266,34 +311,7 @@ def _comparable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if eight else tensor
 
 
-def _refill(box: Any, content: list[Any]) -> None:
-    """Give a container its old content back, if that changed."""
-    if isinstance(box, dict):
-        now = list(box.items())
-        if len(now) != len(content) or any(
-            a is not c or b is not d for (a, b), (c, d) in zip(now, content, strict=True)
-        ):
-            box.clear()
-            for key, value in content:  # not update(), which counts in a Counter
-                box[key] = value
-    elif isinstance(box, set):
-        if box != set(content):
-            box.clear()
-            box.update(content)
-    elif len(box) != len(content) or any(a is not b for a, b in zip(box, content, strict=True)):
-        box.clear()
-        box.extend(content)
-
-
 def _is_fsdp1(module: nn.Module) -> bool:
     """Return whether it is a wrapper that shards its parameters and keeps track of that in attributes."""
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     return wrapper is not None and isinstance(module, wrapper)
-
-
-def _is_data(value: Any) -> bool:
-    """Return whether a user's object holds nothing but data (a running average, a state), no threads or files."""
-    if isinstance(value, (type, types.ModuleType, types.FunctionType, types.MethodType, Optimizer)):
-        return False
-    space = getattr(value, "__dict__", None)
-    return type(space) is dict and all(isinstance(item, _DATA) or _is_array(item) for item in space.values())
