@@ -14,7 +14,7 @@ from spectral_monitor.callbacks.lightning_packages import package_of
 from spectral_monitor.capture.replay.batch_slicing import Samples, slice_batch
 from spectral_monitor.capture.replay.eager_pass import precisely
 from spectral_monitor.capture.replay.loss_flow import loss_in
-from spectral_monitor.capture.replay.replay import clone_tree, copied, iterators_in, modes
+from spectral_monitor.capture.replay.replay import clone_tree, copied, modes, obstacles_in
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
 from spectral_monitor.state.snapshot import Snapshot, preserved
@@ -28,7 +28,7 @@ class TrainingStepReplay:
 
     Attributes:
         randomness: of the moment this was made, which must be that of the call.
-        iterators: types of iterators in the batch or the module, which another call would use up.
+        obstacles: reasons why it must not be run again, as :func:`~.replay.obstacles_in` has them.
         uncopied: why the batch could not be copied, if it could not.
         module: whose step it is.
         given: the batch, copied.
@@ -46,7 +46,7 @@ class TrainingStepReplay:
         self._precisely = False
         self._batch_idx = batch_idx
         self._state = Snapshot(module, weights=False)
-        self.iterators = [*iterators_in(batch), *self._state.iterators]
+        self.obstacles = obstacles_in(batch, self._state)
         self.randomness = RandomState.now()
 
     def rewind(self) -> None:

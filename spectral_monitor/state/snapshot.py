@@ -99,8 +99,8 @@ class Snapshot:
         host: keep copies of tensors in host memory.
 
     Attributes:
-        iterators: types of iterators found, and what else cannot be put back. A forward that may use it must not be
-            run again.
+        iterators: types of iterators found, which a forward would use up.
+        refused: what cannot be put back, and why; nothing that may change it must be run again.
         unread: the first error in reading something, which was not remembered then.
     """
 
@@ -111,6 +111,7 @@ class Snapshot:
         self._tensors: list[_TensorState] = []
         self._undo: list[Callable[[], None]] = []
         self.iterators: list[str] = []
+        self.refused: list[str] = []
         self.unread: Exception | None = None
         self._generators = _generator_types()
         self._objects = 0
@@ -134,8 +135,7 @@ class Snapshot:
             return ()
 
     def _refuse(self, value: object, why: str) -> None:
-        # Beside iterators, because what is named there is not run again. It is read in brackets after "an iterator".
-        self.iterators.append(f"or the state of a {type(value).__name__}, which cannot be put back: {why}")
+        self.refused.append(f"the state of a {type(value).__name__} cannot be put back: {why}")
 
     def _take(self, value: Any, kind: type, depth: int) -> Iterable[Any]:
         if issubclass(kind, Tensor):

@@ -21,16 +21,16 @@ class LossReplay:
 
     Attributes:
         function: computes the loss of the same batch.
-        iterators, uncopied: as in :class:`~spectral_monitor.capture.replay.replayable.Repeatable`; the function has
-            what it needs.
+        obstacles, uncopied: as in :class:`~spectral_monitor.capture.replay.replayable.Repeatable`; iterators are none,
+            for the function has what it needs.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.iterators: list[str] = []
         self.uncopied: Exception | None = None
         self.function: Callable[[], Tensor] | None = None
         self._module, self._precisely = module, False
         self._state = Snapshot(module, weights=False)
+        self.obstacles = self._state.refused
         self._randomness = RandomState.now()
 
     def rewind(self) -> None:

@@ -40,7 +40,7 @@ class RootCall:
     carries from batch to batch.
 
     Attributes:
-        iterators: types of iterators among its arguments or in the module, which another call would use up.
+        obstacles: reasons why it must not be made again, as :func:`obstacles_in` has them.
         uncopied: why its arguments could not be copied, if they could not; then it cannot be made again.
         reached: calls of measured layers inside it.
         loss: the loss the call returned, if it returned one.
@@ -66,7 +66,7 @@ class RootCall:
         self.modes = modes(module)
         self.drew = False
         self._state = Snapshot(module, weights=False)
-        self.iterators = [*iterators_in((args, kwargs)), *self._state.iterators]
+        self.obstacles = obstacles_in((args, kwargs), self._state)
         self.randomness = RandomState.now()
         self._autocast = AutocastState.now(module)
         self.halves = self._autocast.halves
@@ -159,6 +159,12 @@ class RootCall:
 def modes(module: nn.Module) -> tuple[bool, ...]:
     """Return whether each module in it is training."""
     return tuple(inside.training for inside in module.modules())
+
+
+def obstacles_in(arguments: Any, state: Snapshot) -> list[str]:
+    """Return why a call must not be made again: it would use up iterators, or change what cannot be put back."""
+    iterators = [*iterators_in(arguments), *state.iterators]
+    return [*(f"that would use up an iterator ({name})" for name in iterators), *state.refused]
 
 
 def iterators_in(value: Any) -> list[str]:

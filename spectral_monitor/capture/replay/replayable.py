@@ -13,11 +13,11 @@ class Repeatable(Protocol):
     """A piece of training that can be run again as it was, with its own randomness and precision.
 
     Attributes:
-        iterators: types of iterators that it would use up; then it must not be.
+        obstacles: reasons why it must not be; empty if it may.
         uncopied: why what it is given could not be copied, if it could not; then it cannot be.
     """
 
-    iterators: list[str]
+    obstacles: list[str]
     uncopied: Exception | None
 
     def rewind(self) -> None:
@@ -64,4 +64,4 @@ def why_not(again: Repeatable) -> str:
     """Return why something cannot be run again; empty if it can."""
     if again.uncopied is not None:
         return f"its arguments cannot be copied: {type(again.uncopied).__name__}: {again.uncopied}"
-    return f"that would use up an iterator ({again.iterators[0]})" if again.iterators else ""
+    return again.obstacles[0] if again.obstacles else ""

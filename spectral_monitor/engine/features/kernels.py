@@ -365,6 +365,6 @@ def _with_loss(again: Replayable | None, given: StepInputs) -> tuple[Replayable 
         if bool(again.flow.alone() if loss is None else ~loss.isnan()):
             return again, again.flow.gradients[0]
     step = given.training_step if again is None or isinstance(again, RootCall) else again
-    if again is None or step is None or step.iterators or step.uncopied or given.loss is None:
+    if again is None or step is None or step.obstacles or step.uncopied or given.loss is None:
         return None, 0.0
     return step, given.loss_scale / given.accumulated
