@@ -42,11 +42,11 @@ class Net(nn.Module):
 
 
 class Sizes:
-    """A list that is no module's state, and so is not put back when a forward was run again."""
+    """A list in closures, which is not put back when a forward was run again."""
 
     def __init__(self):
         seen = []
-        self.append, self.take = seen.append, lambda: [seen.pop(0) for _ in range(len(seen))]
+        self.append, self.take = lambda size: seen.append(size), lambda: [seen.pop(0) for _ in range(len(seen))]
 
 
 def trained(make, steps=3, sizes=(), loss_of=lambda out: out.square().mean(), **settings):
