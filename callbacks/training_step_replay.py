@@ -28,7 +28,8 @@ class TrainingStepReplay:
 
     Attributes:
         randomness: of the moment this was made, which must be that of the call.
-        obstacles: reasons why it must not be run again, as :func:`~.replay.obstacles_in` has them.
+        obstacles: reasons why it must not be run again, as
+            :func:`~spectral_monitor.capture.replay.replay.obstacles_in` has them.
         uncopied: why the batch could not be copied, if it could not.
         module: whose step it is.
         given: the batch, copied.

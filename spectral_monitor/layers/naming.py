@@ -63,7 +63,7 @@ def join(*parts: str) -> str:
 
 
 def matches(patterns: Iterable[str], *names: str) -> bool:
-    """Does any fnmatch pattern fit any of the names, or is it one of them?"""
+    """Return whether any fnmatch pattern fits any of the names, or is one of them."""
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 

@@ -24,6 +24,7 @@ from spectral_monitor.state.objects import (
     Attributes,
     base_of,
     generator_state,
+    generator_types,
     has_life,
     is_array,
     is_data,
@@ -32,7 +33,6 @@ from spectral_monitor.state.objects import (
     refill,
     set_generator_state,
 )
-from spectral_monitor.state.objects import generator_types as _generator_types  # what a test replaces
 
 LARGE = 10_000
 """Containers of more items are put back, but their items not looked into."""
@@ -113,7 +113,7 @@ class Snapshot:
         self.iterators: list[str] = []
         self.refused: list[str] = []
         self.unread: Exception | None = None
-        self._generators = _generator_types()
+        self._generators = generator_types()
         self._objects = 0
         seen: set[int] = set()
         # The nearest first, so that the depth of what is reached in several ways is that of the shortest.

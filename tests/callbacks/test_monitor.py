@@ -182,7 +182,12 @@ def test_no_logger_is_said_once():
 
 
 def test_no_logger_is_not_said_where_nothing_is():
-    fit(SpectralMonitor(every_n_steps=1, verbose=0), logger=False)  # a warning would be an error here
+    monitor = SpectralMonitor(every_n_steps=1, verbose=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(monitor, logger=False)
+    assert not [w for w in caught if w.category is SpectralMonitorWarning]
+    assert monitor.measurements
 
 
 class Broken(RecordingLogger):

@@ -49,6 +49,15 @@ def test_the_one_whose_layers_have_come_too_far_is_named(odd):
     assert f"the optimizer that trains {names[0]} by about 10" in verdict.sentence
 
 
+@pytest.mark.parametrize("drift", [1.0, 40.0])
+def test_what_is_seen_of_one_optimizer_is_of_the_whole_network(drift):
+    layers = network()
+    settings = {name: replace(setting, owner=0) for name, setting in settings_of(layers).items()}
+    judge = Judge(SpectralCondition())
+    judge.judge(measured(1, layers=layers, drift_ratio=dict.fromkeys(layers, drift)), settings)
+    assert [found.layers for found in judge.findings if found.check == "rates_too_large"] == [()]
+
+
 def test_where_both_have_come_too_far_every_rate_is_to_change():
     layers = network()
     (verdict,) = roots(range(1, 4), settings_of(layers), layers, drift_ratio=(40, 30), update_ratio=(0.6, 0.6))

@@ -82,7 +82,7 @@ class PaceTrend:
             return
         farthest = max(known, key=lambda part: part.drift)
         too_far = sum(part.drift > usual for part in known)
-        whose = _names(farthest) if too_far < len(parts) else ()
+        whose = _names(farthest) if 0 < too_far < len(parts) else ()
         against, value = "a healthy pace", farthest.drift
         yield Finding(
             "rates_too_large", NETWORK, "drift_ratio", value, usual, (0.0, 1.0), against=against, layers=whose

@@ -144,8 +144,8 @@ class ChangeStage:
         errors = torch.where(every[:, None], torch.where(means.isnan(), means, 0.0), errors)
         parts = to_device(torch.tensor([some.rows / some.of for some in found]), groups.device)
         # Where the sign of the cosine is not known, its inverse may be anything.
-        sensitivity = torch.where(3 * errors[:, 1] < means[:, 1].abs(), errors[:, 2] * parts, math.inf)
-        sensitivity = torch.where(every | means[:, 2].isnan(), errors[:, 2], sensitivity)
+        unsure = ~every & (3 * errors[:, 1] >= means[:, 1].abs())
+        sensitivity = (errors[:, 2] * parts).masked_fill(unsure, math.inf)
         places = one_each(layers)
         out.put_each(name, places, means[:, 0])
         out.put_each(f"{name}.error", places, errors[:, 0])

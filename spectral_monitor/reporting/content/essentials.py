@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
+from spectral_monitor.layers.naming import matches
 from spectral_monitor.measurement import NODE, LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.families import OTHERS, kinds
@@ -152,7 +153,7 @@ def essentials(measurement: Measurement, log: Log = "essential", asked: Sequence
     elif log != "essential":
         for key, column in measurement.values.items():
             for name, value in zip(names, column.tolist(), strict=True):
-                if f"{key}/{name}" in log or any(fnmatchcase(f"{key}/{name}", pattern) for pattern in log):
+                if matches(log, f"{key}/{name}"):
                     found[f"{group(key)}/{name}"] = value
     return {key: value for key, value in found.items() if math.isfinite(value)}
 
