@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spectral_monitor.condition.causes import History
-from spectral_monitor.condition.findings import AT_ONCE, FADED, NO_STEP, SMALLEST, Finding
+from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, FADED, NO_STEP, SMALLEST, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.trends.losses import LossTrend
@@ -150,6 +150,9 @@ def _still(measurement: Measurement, network: Network) -> Finding | None:
         return None
     matrices, vectors = (_largest(rows, keys) for rows in (network.rows, network.vectors.values()))
     reasons = {measurement.why(keys[0], row.info.name) for row in network.rows}
+    moved = any(row.get("drift_ratio") > 0 for row in network.rows)
+    if reasons == {COMPILED_STEP} or (reasons == {NO_STEP} and moved):
+        return None  # by what cannot be seen
     no_step = f"{NO_STEP} that is known of" if reasons == {NO_STEP} else ""
     certain = why_still(network)
     why = certain or no_step or "every update is 0, NaN or skipped"

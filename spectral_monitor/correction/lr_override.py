@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.capture.hooks.closures import Closure, with_closure
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
+from spectral_monitor.capture.hooks.registration import Hook
 from spectral_monitor.correction.group_split import Expansion, lists_of
 
 _UNFIT = {
@@ -265,7 +266,8 @@ def _order(optimizer: Optimizer) -> None:
 
 
 def _is_own(hook: Any) -> bool:
-    holder = getattr(getattr(hook, "func", None), "__self__", None)
+    function = hook.function if isinstance(hook, Hook) else hook
+    holder = getattr(getattr(function, "func", None), "__self__", None)
     return isinstance(holder, (LRMultiplierOverride, OptimizerCapture))
 
 

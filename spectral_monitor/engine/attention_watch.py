@@ -63,17 +63,17 @@ class AttentionWatch:
         self._rows = AttentionStage(self._seen if "logits" in asked.needs else (), self._processes)
         self._weights = QueryKeyStage(self._heads, self._members, asked, self._processes, out)
 
-    def arm(self, asked: Settings) -> None:
-        """Register the hooks, if any are needed."""
+    def arm(self, asked: Settings, aside: bool = False) -> None:
+        """Register the hooks, if any are needed; ``aside``: for a pass in which nothing is compiled."""
         if "logits" in asked.needs:
-            self._capture.arm()
+            self._capture.arm(aside)
 
     @contextmanager
     def watching(self, asked: Settings) -> Iterator[None]:
         """Inside, calls are seen that are not the step's own: for a pass beside it."""
         armed, was = self._capture.armed, self._capture.open
         if not armed:
-            self.arm(asked)
+            self.arm(asked, aside=True)
         self._capture.open = armed or self._capture.open
         try:
             yield

@@ -24,6 +24,7 @@ from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Repeatable, Replayable
 from spectral_monitor.capture.row_sampling import RowSampler
+from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.all_or_none import agreed
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import RankReports, StepObservation, census
@@ -291,6 +292,9 @@ class Engine(EngineState):
         facts = step_facts(seen, stage, given)
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         facts.unseen, facts.shared = self._replays.unseen, self.features.shared
+        if self.optimizers.compiled:
+            facts.no_step = COMPILED_STEP
+            self._warn(COMPILED_STEP)
         facts.sampled = bool(self.features.looked_at)
         facts.halved = self.features.halved and self.features.looked is None and self.asked.replay_samples is not None
         if seen.batch_count < len(seen.batches):

@@ -13,6 +13,8 @@ from spectral_monitor import SpectralProbe
 
 HIDDEN = "called inside a transform of torch.func, where its features cannot be seen"
 
+BORROWED = "called with other parameters than its own, as by torch.func.functional_call"
+
 
 class Mapped(nn.Module):
     """One layer under vmap, one outside, one in both places."""
@@ -37,6 +39,24 @@ def by_transform(model, x):
         p.grad = gradients[name]
 
 
+def with_others(model, x):
+    others = {name: (2 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    loss = functional_call(model, others, (x,)).square().mean()
+    for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(others.values())), strict=True):
+        p.grad = gradient
+
+
+def beside_others(model, x):
+    others = {name: (2 * p).detach() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        aim = functional_call(model, others, (x,))
+    (model(x) - aim).square().mean().backward()
+
+
+def with_its_own(model, x):
+    functional_call(model, dict(model.named_parameters()), (x,)).square().mean().backward()
+
+
 def plain():
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -44,6 +64,9 @@ def plain():
 CASES = {
     "vmap": (Mapped, by_backward, {"inside": HIDDEN, "both": HIDDEN, "outside": ""}),
     "grad": (plain, by_transform, {"0": HIDDEN, "2": HIDDEN}),
+    "other parameters": (plain, with_others, {"0": BORROWED, "2": BORROWED}),
+    "a teacher's parameters": (plain, beside_others, {"0": "", "2": ""}),
+    "its own parameters": (plain, with_its_own, {"0": "", "2": ""}),
 }
 
 

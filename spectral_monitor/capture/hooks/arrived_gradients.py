@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.registration import (
     GradientHook,
-    Hook,
+    ModuleHooks,
     Removable,
     WrappedCall,
     after_backward,
@@ -43,6 +43,7 @@ class ArrivedGradients:
     def __init__(self, norms_of: Callable[[Sequence[Tensor]], Tensor]) -> None:
         self._norms_of = norms_of
         self._handles: list[Removable] = []
+        self._hooks = ModuleHooks()
         self._norms: dict[Tensor, Tensor] = {}
         self._sharded: list[Tensor] = []
         self._reached: dict[Tensor, int] = {}  # parameter -> the latest backward pass that has reached it
@@ -80,12 +81,14 @@ class ArrivedGradients:
                 if getattr(module, "_compiled_call_impl", None) is not None:
                     self._handles.append(WrappedCall(module, lambda *_: None, self._called))
                 else:
-                    self._handles.append(module.register_forward_hook(Hook(self._called), with_kwargs=True))
+                    after = module.register_forward_hook
+                    self._handles += self._hooks.add(module, after, self._called, with_kwargs=True)
 
     def disarm(self) -> None:
         """Remove the hooks and forget the norms; safe to call at any time."""
         while self._handles:
             self._handles.pop().remove()
+        self._hooks.removed()
         self._norms.clear()
         self._sharded.clear()
         self._reached.clear()

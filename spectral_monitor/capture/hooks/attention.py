@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from spectral_monitor.capture.hooks.registration import Hook, in_backward, in_transform
+from spectral_monitor.capture.hooks.registration import ModuleHooks, Removable, in_backward, in_transform
 from spectral_monitor.capture.row_sampling import first_tensor
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.state.dtensor import local_part
@@ -67,17 +66,19 @@ class AttentionCapture:
         self._modules = modules
         self._show = show
         self._harmless = harmless
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Removable] = []
+        self._hooks = ModuleHooks()
         self._calls: dict[int, AttentionCall] = {}
         self.open = False
 
-    def arm(self) -> None:
-        """Register the hooks."""
+    def arm(self, aside: bool = False) -> None:
+        """Register the hooks; ``aside``: for a pass in which nothing is compiled."""
         self.disarm()
         self.open = True
+        hooks = ModuleHooks() if aside else self._hooks
         for block in self._blocks:
-            enter, leave = Hook(partial(self._enter, block)), Hook(partial(self._leave, block))
-            self._handles.append(block.module.register_forward_pre_hook(enter, with_kwargs=True))
+            before, after = block.module.register_forward_pre_hook, block.module.register_forward_hook
+            self._handles += hooks.add(block.module, before, partial(self._enter, block), with_kwargs=True)
             parts: dict[int, tuple[nn.Module, list[str]]] = {}
             for name in ("query", "key", "value"):
                 part = getattr(block, name)
@@ -87,11 +88,13 @@ class AttentionCapture:
             for name, norm in zip(("query_norm", "key_norm"), block.norms or (), strict=False):
                 parts[id(norm)] = (norm, [name])
             for module, names in parts.values():
-                self._handles.append(module.register_forward_hook(Hook(partial(self._part, block, names))))
+                part = partial(self._part, block, names)
+                self._handles += hooks.add(module, module.register_forward_hook, part)
             if block.output is not None:
-                self._handles.append(block.output.register_forward_pre_hook(Hook(partial(self._output, block))))
-            handle = block.module.register_forward_hook(leave, with_kwargs=True, always_call=True)
-            self._handles.append(handle)
+                given = block.output.register_forward_pre_hook
+                self._handles += hooks.add(block.output, given, partial(self._output, block))
+            leave = partial(self._leave, block)
+            self._handles += hooks.add(block.module, after, leave, with_kwargs=True, always_call=True)
 
     @property
     def armed(self) -> bool:
@@ -103,6 +106,7 @@ class AttentionCapture:
         self.open = False
         while self._handles:
             self._handles.pop().remove()
+        self._hooks.removed()
         self._calls.clear()
 
     def _enter(self, block: AttentionBlock, module: nn.Module, args: Any, kwargs: Any) -> None:

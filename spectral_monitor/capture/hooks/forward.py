@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spectral_monitor.capture.hooks.recording import CallRecorder, Harmless, Watcher
 from spectral_monitor.capture.hooks.registration import (
     GradientHook,
     Hook,
+    ModuleHooks,
     Removable,
     WrappedCall,
     ancestors,
@@ -45,8 +47,6 @@ class FeatureCapture(CallRecorder):
         watch_weights: whether gradients of weights are.
         weight_gradients: layer index -> the gradient of its weight in the last backward pass, before it is added to
             earlier ones, averaged or clipped; ``None`` if several arrived.
-        hidden_layers: whether something is compiled, so that only the outermost calls are seen, and :meth:`look_aside`
-            records those of layers.
         refined: whether it does so too where layers compute in half precision, by autocast.
         looked: the call it did so of, if any.
         looked_at: of how many of its samples; 0 for all.
@@ -66,7 +66,10 @@ class FeatureCapture(CallRecorder):
     ) -> None:
         """``entrances``: modules whose calls are seen, of a model in which others are compiled; ``None`` for all."""
         super().__init__({i: layers[i] for i in wanted if layers[i].module is not None}, max_rows, harmless)
-        self.hidden_layers = entrances is not None
+        self._entrances = entrances
+        self._hooks = ModuleHooks()
+        self._sees_layers = False
+        self._own: dict[int, tuple[nn.Parameter | None, ...]] = {}
         self.refined = refined
         self._watched = watched
         self._hooked = {i: layer.module for i, layer in self.layers.items() if layer.module is not None}
@@ -97,7 +100,12 @@ class FeatureCapture(CallRecorder):
     def arm(self) -> None:
         """Register the hooks."""
         self.begin()
-        self._handles += [] if self.hidden_layers else self._layer_hooks()
+        self._sees_layers = not self.hidden_layers
+        # Those of sharded modules are others in every forward.
+        self._own = {i: tuple(module._parameters.values()) for i, module in self._hooked.items() if self.refined}
+        for i, module in self._hooked.items() if self._sees_layers else ():
+            seen = self._hooks.add(module, module.register_forward_hook, partial(self._called, i), with_kwargs=True)
+            self._handles += seen
         self._handles += self._weight_hooks() if self.watch_weights else []
         self._handles += self._table_hooks() if self.hidden_layers or self.refined else []
         for module in self._roots:
@@ -105,10 +113,26 @@ class FeatureCapture(CallRecorder):
                 self._handles.append(WrappedCall(module, self._enter, self._leave))
                 continue
             # First in line, to see the arguments before the user's own pre-hooks change them.
-            self._handles.append(module.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True))
+            before, after = module.register_forward_pre_hook, module.register_forward_hook
+            self._handles += self._hooks.add(module, before, self._enter, prepend=True, with_kwargs=True)
+            self._handles += self._hooks.add(module, after, self._leave, with_kwargs=True, always_call=True)
+
+    @property
+    def inlined(self) -> bool:
+        """True if layers were called inside a function that is compiled, of which the model does not know."""
+        return bool(self._hooks.compiled)
+
+    @property
+    def hidden_layers(self) -> bool:
+        """True if something is compiled, so that only the outermost calls are seen, and :meth:`look_aside` records
+        those of layers.
+        """
+        return self._entrances is not None or self.inlined
 
     def _layer_hooks(self) -> list[Removable]:
+        """Register hooks for a pass in which nothing is compiled."""
+        if self._sees_layers:
+            return []
         hooks = {i: Hook(partial(self._called, i)) for i in self._hooked}
         return [self._hooked[i].register_forward_hook(hook, with_kwargs=True) for i, hook in hooks.items()]
 
@@ -152,6 +176,8 @@ class FeatureCapture(CallRecorder):
         """Remove the hooks and drop every tensor; safe to call at any time."""
         while self._handles:
             self._handles.pop().remove()
+        self._hooks.removed()
+        self._sees_layers = False
         self.begin()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -227,14 +253,26 @@ class FeatureCapture(CallRecorder):
         if in_backward():
             if not self._replayed:
                 self.recomputed(i, output)
-        elif self._replayed or (self.forward_open and i not in self.settled):
+        elif self._replayed:
             self.record(i, module, args, kwargs, output)
+        elif self.forward_open and i not in self.settled:
+            borrows = not in_transform() and self._borrows(i, module)
+            if borrows and torch.is_grad_enabled():
+                self.borrowed.add(i)
+                self.calls.pop(i, None)
+            if not borrows and i not in self.borrowed:
+                self.record(i, module, args, kwargs, output)
+
+    def _borrows(self, i: int, module: nn.Module) -> bool:
+        """Return whether a module has other parameters than when the step began: for this call, as a rule."""
+        now, own = module._parameters.values(), self._own.get(i)
+        return own is not None and any(p is not q for p, q in zip(now, own, strict=False))
 
     @contextmanager
     def replaying(self, *watchers: Watcher) -> Iterator[None]:
         """While inside, calls of layers are shown to some watchers, and nothing else is recorded."""
         self._replayed = watchers
-        handles = self._layer_hooks() if self.hidden_layers else []
+        handles = self._layer_hooks()
         try:
             yield
         finally:
@@ -283,7 +321,7 @@ class FeatureCapture(CallRecorder):
         opened = self.forward_open, self.backward_open
         self.calls, self.order = {}, []
         self._looking = self.forward_open = self.backward_open = True
-        handles = self._layer_hooks() if self.hidden_layers else []
+        handles = self._layer_hooks()
         try:
             with around():
                 output = run.output()

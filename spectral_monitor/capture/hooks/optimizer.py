@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.capture.hooks.closures import Closure, with_closure
+from spectral_monitor.capture.hooks.registration import Hook
 
 Moment = Callable[[Optimizer], None]
 
@@ -26,7 +27,8 @@ class OptimizerCapture:
     * ``after``: the step is done.
 
     A step may call another one: a subclass its parent's, a wrapper that of the optimizer it holds in an attribute.
-    Only the outermost counts, and it counts for the wrapper.
+    Only the outermost counts, and it counts for the wrapper. A step that is compiled is not seen. It is compiled once
+    more for these hooks, which do nothing there and are not registered again.
     """
 
     def __init__(
@@ -38,21 +40,34 @@ class OptimizerCapture:
         self._ready = ready
         self._after = after
         self._handles: list[RemovableHandle] = []
+        self._hooks: list[tuple[Optimizer, Hook]] = []
+        self._compiled: set[Optimizer] = set()
         self._depth: dict[int, int] = {}
         self._held: set[int] = set()
         self._seen: set[int] = set()
         self.closure_calls: dict[int, int] = {}
 
+    @property
+    def compiled(self) -> set[Optimizer]:
+        """Those whose steps are compiled, and so cannot be seen."""
+        return self._compiled | {optimizer for optimizer, hook in self._hooks if hook.compiled}
+
     def arm(self) -> None:
         """Register the hooks."""
+        self._compiled = self.compiled
+        self._hooks.clear()
         self._depth.clear()
         self._held.clear()
         self._seen.clear()
         self.closure_calls.clear()
         for optimizer in self.optimizers:
+            if optimizer in self._compiled:
+                continue
             for part in (optimizer, *_inner(optimizer)):
-                self._handles.append(part.register_step_pre_hook(partial(self._enter, optimizer)))
-                self._handles.append(part.register_step_post_hook(partial(self._leave, optimizer)))
+                enter, leave = Hook(partial(self._enter, optimizer)), Hook(partial(self._leave, optimizer))
+                self._hooks += (optimizer, enter), (optimizer, leave)
+                self._handles.append(part.register_step_pre_hook(enter))
+                self._handles.append(part.register_step_post_hook(leave))
 
     def disarm(self) -> None:
         """Remove the hooks; safe to call at any time."""

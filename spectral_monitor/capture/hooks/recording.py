@@ -55,6 +55,7 @@ class CallRecorder:
         backward_open: whether gradients that arrive now are those of the step's backward pass.
         backward_pass: id of the last backward pass in which a gradient arrived.
         hidden: layers that were called inside a transform of ``torch.func``, where features cannot be seen.
+        borrowed: layers that were called with parameters that are not their own.
         unfit: layers whose outputs are not their inputs times their weight, seen at a first call.
         shared: layers with an output that all samples have in common, and of whose gradient a part was seen.
         of_all: layer index -> the gradient of a table of embeddings over all samples, where some of them run aside.
@@ -87,6 +88,7 @@ class CallRecorder:
         self.backward_open = True
         self.backward_pass = -1
         self.hidden: set[int] = set()
+        self.borrowed: set[int] = set()
         self.shared: set[int] = set()
         self.of_all: dict[int, Tensor | None] = {}
         self._backward_seen = False

@@ -24,17 +24,60 @@ class Hook:
     A user may copy a model (a teacher, a running average) or save it while a step is measured. What is registered
     then would go with it, with all it refers to, and stay on the copy for ever. Instead the copy gets a hook that
     does nothing and that can be loaded where this package is not installed.
+
+    Attributes:
+        compiled: whether it was called inside code that is compiled, of which the function is no part.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self.function = function
+        self.compiled = False
 
     def __call__(self, *args: Any) -> Any:
-        """Return what the function returns."""
-        return self._function(*args)
+        """Return what the function returns; ``None`` inside code that is compiled."""
+        if torch.compiler.is_compiling():
+            self.compiled = True  # the compiler notes that as well, and does it whenever that code runs
+            return None
+        return self.function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")  # takes any arguments, returns None
+
+
+class ModuleHooks:
+    """Registers hooks on modules, but not on those that were called inside compiled code: each new hook there would
+    have it compiled again.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[nn.Module] = set()
+        self._live: list[tuple[nn.Module, Hook]] = []
+
+    @property
+    def compiled(self) -> set[nn.Module]:
+        """Modules with hooks that were called inside code that is compiled, in this step or an earlier one."""
+        return self._known | {module for module, hook in self._live if hook.compiled}
+
+    def add(
+        self, module: nn.Module, register: Callable[..., Removable], function: Callable[..., Any], **options: Any
+    ) -> list[Removable]:
+        """Register a function, and return the handle.
+
+        Args:
+            module: whose calls are seen.
+            register: its method that registers a hook.
+            function: what the hook calls.
+            options: for ``register``.
+        """
+        if module in self._known:
+            return []
+        self._live.append((module, hook := Hook(function)))
+        return [register(hook, **options)]
+
+    def removed(self) -> None:
+        """Forget the hooks, whose handles have taken them back, but not what they saw."""
+        self._known = self.compiled
+        self._live.clear()
 
 
 class WrappedCall:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spectral_monitor.capture.hooks.registration import Hook, Removable, in_backward, in_transform
+from spectral_monitor.capture.hooks.registration import ModuleHooks, Removable, in_backward, in_transform
 from spectral_monitor.capture.replay.replay import RootCall
 
 
@@ -22,6 +22,7 @@ class ReturnedLosses:
     def __init__(self) -> None:
         self.calls: list[RootCall] = []
         self._handles: list[Removable] = []
+        self._hooks = ModuleHooks()
         self._depth = 0
         self._open: RootCall | None = None
 
@@ -30,15 +31,15 @@ class ReturnedLosses:
         self.disarm()
         self._harmless = harmless
         # First in line, to see the arguments before the user's own pre-hooks change them.
-        self._handles += [
-            model.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True),
-            model.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True),
-        ]
+        before, after = model.register_forward_pre_hook, model.register_forward_hook
+        self._handles += self._hooks.add(model, before, self._enter, prepend=True, with_kwargs=True)
+        self._handles += self._hooks.add(model, after, self._leave, with_kwargs=True, always_call=True)
 
     def close(self) -> None:
         """Remove the hooks on calls: the optimizer steps now."""
         while self._handles:
             self._handles.pop().remove()
+        self._hooks.removed()
 
     def disarm(self) -> None:
         """Remove every hook and drop what was remembered; safe to call at any time."""

@@ -20,7 +20,8 @@ class LayerObservation:
         stepped: its optimizer made its step.
         unused: it had no gradient.
         called: it was called.
-        hidden: it was called where its features cannot be seen; 2 if they are not what its weight says.
+        hidden: it was called where its features cannot be seen; 2 if they are not what its weight says, 3 if
+            that was not its own.
         fed: its inputs are available.
         lasted: its outputs are.
         graded: every output received its gradient once.

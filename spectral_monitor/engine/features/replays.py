@@ -28,6 +28,8 @@ from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import call_through, reshard
 from spectral_monitor.state.snapshot import preserved
 
+INLINED = "called inside a function that is compiled, where its features cannot be seen"
+
 Context = Callable[[], AbstractContextManager[object]]
 
 
@@ -116,8 +118,12 @@ class Replays:
 
         ``around``: who else wants to see it.
         """
-        hidden = self._features.hidden_layers
+        hidden, inlined = self._features.hidden_layers, self._features.inlined
         self.looked, noticed = True, sees_all_modules()
+        if inlined and (self.whole is None or not self._features.refined):
+            self.unseen = INLINED
+            warn(f"the model is {INLINED}")
+            return
         if noticed or not (hidden or (self._features.halved and not self.slices.off)):
             self.unseen = noticed if hidden else ""
             return
@@ -127,12 +133,12 @@ class Replays:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             if hidden:
-                warn(f"{self._compiled} is compiled, and could not be run eagerly; no features are measured", error)
+                warn(f"{self._beyond(why)}; no features are measured", error)
         if hidden and why:  # otherwise there is what was seen
             self.unseen = self._beyond(why)
 
     def _beyond(self, why: str) -> str:
-        return f"{self._compiled} is compiled, and could not be run eagerly: {why}"
+        return f"{self._compiled or 'what calls the model'} is compiled, and could not be run eagerly: {why}"
 
     def choose(self, given: StepInputs, moved: bool, warn: WarnOnce) -> tuple[Replayable | None, Tensor | None, str]:
         """Return how the forward can be run again, the loss it had, and why it cannot."""

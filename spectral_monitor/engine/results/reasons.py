@@ -54,6 +54,7 @@ class StepContext:
         divided: layers whose parameters are stepped by several optimizers.
         called: layers that were called in the forward.
         hidden: layers that were called inside a transform of ``torch.func``.
+        borrowed: layers that were called with parameters that are not their own.
         unfit: layers whose outputs are not their inputs times their weight.
         fed: layers whose inputs are available.
         lasted: layers whose outputs are available.
@@ -61,6 +62,7 @@ class StepContext:
         eps: layer index -> rounding of its outputs.
         replayed: layers whose outputs after the step are known.
         unchosen: layers whose outputs were computed again, but none of the rows that are compared.
+        no_step: why no step of an optimizer can be seen, where that is known.
         unseen: why calls of layers were not; empty if they were.
         sampled: whether features are of some samples only, which were run beside the step.
         halved: whether features are those of autocast, though a forward beside the step could be in full precision.
@@ -92,6 +94,7 @@ class StepContext:
     divided: set[int] = field(default_factory=set)
     called: set[int] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)
+    borrowed: set[int] = field(default_factory=set)
     unfit: set[int] = field(default_factory=set)
     fed: set[int] = field(default_factory=set)
     lasted: set[int] = field(default_factory=set)
@@ -99,6 +102,7 @@ class StepContext:
     eps: dict[int, float] = field(default_factory=dict)
     replayed: set[int] = field(default_factory=set)
     unchosen: set[int] = field(default_factory=set)
+    no_step: str = ""
     unseen: str = ""
     sampled: bool = False
     halved: bool = False
@@ -196,7 +200,7 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
         return "it is no output layer"
     updated = needs & {"dW", "g", "dqk", "state"}
     if (updated or key in ("lr", "lr_multiplier")) and i not in facts.lr:
-        return "no optimizer updates it" if facts.lr else NO_STEP
+        return "no optimizer updates it" if facts.lr else facts.no_step or NO_STEP
     if updated and i in facts.unused:
         return UNUSED
     if updated and i not in facts.stepped:
@@ -256,6 +260,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return ONE_HOT
     if i in facts.unfit:
         return UNFIT
+    if i in facts.borrowed:
+        return "called with other parameters than its own, as by torch.func.functional_call"
     if i in facts.hidden:
         return "called inside a transform of torch.func, where its features cannot be seen"
     if i not in facts.called:
