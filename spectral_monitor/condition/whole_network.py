@@ -150,13 +150,13 @@ def _still(measurement: Measurement, network: Network) -> Finding | None:
         return None
     matrices, vectors = (_largest(rows, keys) for rows in (network.rows, network.vectors.values()))
     reasons = {measurement.why(keys[0], row.info.name) for row in network.rows}
-    moved = any(row.get("drift_ratio") > 0 for row in network.rows)
-    if reasons == {COMPILED_STEP} or (reasons == {NO_STEP} and moved):
-        return None  # by what cannot be seen
+    if reasons == {COMPILED_STEP}:
+        return None
     no_step = f"{NO_STEP} that is known of" if reasons == {NO_STEP} else ""
     certain = why_still(network)
     why = certain or no_step or "every update is 0, NaN or skipped"
-    largest, what = max(matrices, vectors), "no parameter moves"
+    moved = no_step and any(row.get("drift_ratio") > 0 for row in network.rows)
+    largest, what = max(matrices, vectors), "no update is seen" if moved else "no parameter moves"
     if largest > matrices == 0 and certain and (certain != FROZEN or network.fresh):
         largest, what = 0.0, "no matrix moves, only biases and gains do"
     return Finding(

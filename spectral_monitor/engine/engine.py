@@ -292,6 +292,8 @@ class Engine(EngineState):
         facts = step_facts(seen, stage, given)
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         facts.unseen, facts.shared = self._replays.unseen, self.features.shared
+        owned = {id(p) for some in self.optimizers.optimizers for group in some.param_groups for p in group["params"]}
+        facts.held = {i for i, layer in enumerate(self.layers) if any(id(p) in owned for p in layer.sources)}
         if self.optimizers.compiled:
             facts.no_step = COMPILED_STEP
             self._warn(COMPILED_STEP)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.hooks.recording import WHY_HIDDEN
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
@@ -71,7 +72,7 @@ def observations(
     for i in range(layers):
         recorded = features.calls.get(i, ())
         observation = LayerObservation(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))
-        observation.hidden = 2.0 if i in features.unfit else 3.0 if i in features.borrowed else i in features.hidden
+        observation.hidden = features.hidden.get(i, 0)
         if recorded:
             x, b = inputs(recorded), gradients(recorded)
             observation.fed = all(h is not None for h in x)
@@ -97,9 +98,8 @@ def step_facts(seen: RankReports, stage: MatrixStage, given: StepInputs) -> Step
     facts.loss_parts = given.loss_parts
     facts.moved = any(some.moved for some in seen.steps)
     facts.closures = int(max(some.closures for some in seen.steps))
-    facts.called, facts.hidden = seen.anywhere("called"), seen.anywhere("hidden")
-    facts.unfit = {i for i, values in enumerate(seen.layers("hidden")) if 2 in values}
-    facts.borrowed = {i for i, values in enumerate(seen.layers("hidden")) if 3 in values}
+    facts.called = seen.anywhere("called")
+    facts.hidden = {i: WHY_HIDDEN[int(max(why))] for i, why in enumerate(seen.layers("hidden")) if max(why)}
     facts.fed, facts.lasted, facts.graded = (seen.wherever_called(name) for name in ("fed", "lasted", "graded"))
     facts.eps = {i: max(values) for i, values in enumerate(seen.layers("eps")) if i in facts.called}
     return facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -88,6 +89,8 @@ def _unfit(weight: Tensor) -> str:
         return f"dtype {weight.dtype} is not real floating point"
     if weight.element_size() < 2:
         return f"dtype {weight.dtype} says nothing without its scales, which are elsewhere"
+    if weight.layout != torch.strided:
+        return f"its layout is {weight.layout}, of which no norms are taken"
     if weight.numel() == 0:
         return "empty"
     return ""

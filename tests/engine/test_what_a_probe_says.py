@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -51,6 +52,57 @@ def test_two_corrections_of_one_optimizer_are_refused():
     steps(two, model, optimizer, 2)
     steps(one, model, optimizer, 2)
     assert "step" not in vars(optimizer), "one after the other is no conflict"
+
+
+@pytest.mark.parametrize("kind", ["plain", "backward", "with gradients on"])
+def test_a_loss_that_is_computed_again_leaves_no_trace(kind):
+    """Even if that calls ``backward``; and the step's own features are measured all the same."""
+
+    def tell(probe, loss, again):
+        def once_more():
+            found = again()
+            if kind == "plain":
+                return found
+            with torch.enable_grad() if kind == "with gradients on" else nullcontext():
+                found = again()
+                found.backward()
+            return found
+
+        probe.report_loss(loss, again=once_more)
+
+    def trained(tell):
+        model, optimizer = parts()
+        probe = SpectralProbe(model, optimizer, mode="observe")
+        torch.manual_seed(1)
+        steps(probe, model, optimizer, 4, tell)
+        return model, probe
+
+    (plain, known), (model, probe) = trained(None), trained(tell)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    for one, other in zip(known.measurements, probe.measurements, strict=True):
+        for key in ("feature_change", "bfa", "bfa_cos", "sensitivity"):
+            torch.testing.assert_close(other.values[key], one.values[key], equal_nan=True, rtol=0, atol=0)
+
+
+def test_what_an_unknown_optimizer_moves_is_not_said_to_stand_still():
+    model, optimizer = parts()
+    probe = SpectralProbe(model, torch.optim.Adam(model.parameters(), 0.01))
+    steps(probe, model, optimizer, 4)
+    assert probe.latest.why("update_norm", "0") == "no optimizer made a step"
+    assert probe.latest.value("drift_ratio", "0") > 0
+    told = {verdict.sentence for verdict in probe.latest.verdicts if verdict.cause == "nothing_trains"}
+    assert told == {"no update is seen: no optimizer made a step that is known of"}
+
+
+def test_an_optimizer_that_has_no_turn_is_told_from_none():
+    model, _ = parts()
+    first, second = (torch.optim.Adam(model[i].parameters(), 0.01) for i in (0, 2))
+    probe = SpectralProbe(model, [first, second], mode="observe")
+    with probe.step():
+        model(torch.randn(8, 4)).square().mean().backward()
+        first.step()
+    assert probe.latest.why("update_norm", "2") == "its optimizer did not step"
+    assert probe.latest.why("update_norm", "4") == "no optimizer updates it"
 
 
 def test_an_optimizer_that_is_given_twice_is_refused():
@@ -123,7 +175,7 @@ def test_that_no_optimizer_steps_is_said_as_such():
             with probe.step():
                 model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
-    assert any("no parameter moves: no optimizer made a step that is known of" in str(w.message) for w in said)
+    assert any("no update is seen: no optimizer made a step that is known of" in str(w.message) for w in said)
 
 
 def lines(capsys):

@@ -1,5 +1,4 @@
-"""Functions of the user that are compiled, and call the network or make the optimizer's step: hooks are no part of them.
-"""
+"""Functions that are compiled and call the network, or make the optimizer's step: hooks are no part of them."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def test_a_compiled_step_of_an_optimizer_is_left_alone():
     assert math.isnan(probe.latest.value("update_norm", "2"))
     assert probe.latest.why("update_norm", "2") == COMPILED_STEP
     assert probe.latest.value("feature_change", "2") > 0
-    assert not [verdict for verdict in probe.verdicts if verdict.check == "nothing_trains"]
+    assert not [verdict for verdict in probe.verdicts if verdict.cause == "nothing_trains"]
 
 
 class Module(lightning.LightningModule):

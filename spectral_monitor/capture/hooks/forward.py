@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.recording import CallRecorder, Harmless, Watcher
+from spectral_monitor.capture.hooks.recording import BORROWED, CallRecorder, Harmless, Watcher
 from spectral_monitor.capture.hooks.registration import (
     GradientHook,
     Hook,
@@ -181,7 +181,7 @@ class FeatureCapture(CallRecorder):
         self.begin()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._replayed or self._looking or not self.forward_open or in_backward() or in_transform():
+        if self._replayed is not None or self._looking or not self.forward_open or in_backward() or in_transform():
             return
         if self._way_in and module is self._model:
             self._way_in, self._way_out = False, True
@@ -230,7 +230,7 @@ class FeatureCapture(CallRecorder):
                 self.calls[i] = rest
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._replayed or self._looking or not self.forward_open or in_backward() or in_transform():
+        if self._replayed is not None or self._looking or not self.forward_open or in_backward() or in_transform():
             return
         if self._way_out and self._depth == 0 and module is self._model:
             self._way_out = False
@@ -251,16 +251,15 @@ class FeatureCapture(CallRecorder):
 
     def _called(self, i: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if in_backward():
-            if not self._replayed:
+            if self._replayed is None:
                 self.recomputed(i, output)
-        elif self._replayed:
+        elif self._replayed is not None:
             self.record(i, module, args, kwargs, output)
         elif self.forward_open and i not in self.settled:
             borrows = not in_transform() and self._borrows(i, module)
             if borrows and torch.is_grad_enabled():
-                self.borrowed.add(i)
-                self.calls.pop(i, None)
-            if not borrows and i not in self.borrowed:
+                self.hide(i, BORROWED)
+            if not borrows:
                 self.record(i, module, args, kwargs, output)
 
     def _borrows(self, i: int, module: nn.Module) -> bool:
@@ -276,7 +275,7 @@ class FeatureCapture(CallRecorder):
         try:
             yield
         finally:
-            self._replayed = ()
+            self._replayed = None
             for handle in handles:
                 handle.remove()
 

@@ -30,12 +30,21 @@ from spectral_monitor.capture.row_sampling import (
 )
 from spectral_monitor.functional.vector_norms import length
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import NODE
+from spectral_monitor.measurement import NODE, UNFIT
 from spectral_monitor.state.dtensor import local_part
 
 Harmless = Callable[[str], AbstractContextManager[None]]
 Foresight = Callable[[Any], BatchSlice | None]
 """Of a call that begins: the samples that will be run again, if it is known that those will do."""
+
+
+TRANSFORMED, MISFIT, BORROWED, NESTED = 1, 2, 3, 4
+WHY_HIDDEN = {
+    TRANSFORMED: "called inside a transform of torch.func, where its features cannot be seen",
+    MISFIT: UNFIT,
+    BORROWED: "called with other parameters than its own, as by torch.func.functional_call",
+    NESTED: "its outputs are a sparse or nested tensor, of which no rows are taken",
+}
 
 
 class Watcher(Protocol):
@@ -54,8 +63,7 @@ class CallRecorder:
         order: layer indices in the order of their last call.
         backward_open: whether gradients that arrive now are those of the step's backward pass.
         backward_pass: id of the last backward pass in which a gradient arrived.
-        hidden: layers that were called inside a transform of ``torch.func``, where features cannot be seen.
-        borrowed: layers that were called with parameters that are not their own.
+        hidden: layer index -> why features of its calls cannot be seen, a key of ``WHY_HIDDEN``.
         unfit: layers whose outputs are not their inputs times their weight, seen at a first call.
         shared: layers with an output that all samples have in common, and of whose gradient a part was seen.
         of_all: layer index -> the gradient of a table of embeddings over all samples, where some of them run aside.
@@ -71,7 +79,7 @@ class CallRecorder:
         self._handles: list[Removable] = []
         self.checks: Checks | None = None
         self.traced = False
-        self._replayed: tuple[Watcher, ...] = ()
+        self._replayed: tuple[Watcher, ...] | None = None
         self._looking = False  # at a pass beside the step
         self._foresight: Foresight = nothing
         self._ranked = self._apart = False
@@ -87,8 +95,7 @@ class CallRecorder:
         self.order: list[int] = []
         self.backward_open = True
         self.backward_pass = -1
-        self.hidden: set[int] = set()
-        self.borrowed: set[int] = set()
+        self.hidden: dict[int, int] = {}
         self.shared: set[int] = set()
         self.of_all: dict[int, Tensor | None] = {}
         self._backward_seen = False
@@ -116,9 +123,9 @@ class CallRecorder:
 
     def record(self, i: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record one more call of layer ``i``, or show it to those who watch a forward that is run again."""
-        if in_transform() or i in self.hidden:
-            self.hidden.add(i)
-            self.calls.pop(i, None)
+        if in_transform():
+            self.hide(i, TRANSFORMED)
+        if i in self.hidden:
             return
         with self._harmless(f"the forward pass of {self.layers[i].info.name}"):
             whole = first_tensor(output)
@@ -127,12 +134,17 @@ class CallRecorder:
             layer = self.layers[i]
             is_node = layer.info.role == NODE
             given = None if is_node else first_tensor(args) if args else first_tensor(kwargs)
-            if i in self._doubted and not self._replayed:
+            if not _is_table(whole):
+                self.hide(i, NESTED)
+                return
+            given = given if given is None or _is_table(given) else None
+            if i in self._doubted and self._replayed is None:
                 self._doubted.discard(i)
                 self.unfit |= set() if is_linear(layer, module, given, whole) else {i}
             if i in self.unfit:
+                self.hide(i, MISFIT)
                 return
-            if self._replayed:
+            if self._replayed is not None:
                 for watcher in self._replayed:
                     watcher.add(i, given, whole, layer)
                 return
@@ -189,6 +201,11 @@ class CallRecorder:
                     call.b, call.b_count = GuardedTensor(rows_of(of_all, False, 0, index)), 1
             else:
                 self._watch(i, call, whole)
+
+    def hide(self, i: int, why: int) -> None:
+        """Have no features of a layer in this step."""
+        self.hidden.setdefault(i, why)
+        self.calls.pop(i, None)
 
     def _chosen(self, i: int, count: int, device: torch.device) -> Tensor | None:
         """Return which rows of one more call are kept; ``None`` for all of them.
@@ -324,6 +341,11 @@ class CallRecorder:
 def _first_rows(x: Tensor, first: int, count: int) -> Tensor:
     """Return the part of ``x`` that holds the first of its ``count`` rows."""
     return x.narrow(0, 0, len(x) * first // count)
+
+
+def _is_table(x: Tensor) -> bool:
+    """Return whether a tensor is no sparse one, and no list of others."""
+    return x.layout == torch.strided and not x.is_nested
 
 
 def nothing(root: RootCall) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from spectral_monitor.state.dtensor import local_part
@@ -14,4 +15,8 @@ Marks = dict[int, tuple[int, int]]
 
 def marks(parameters: Iterable[Tensor]) -> Marks:
     """Return the present marks."""
-    return {id(p): (p._version, local_part(p).data_ptr()) for p in parameters}
+    return {id(p): (p._version, _place(local_part(p))) for p in parameters}
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0

@@ -38,7 +38,17 @@ class LossReplay:
         self._state.restore()
 
     def __call__(self) -> Tensor | None:
-        """Return the loss."""
+        """Return the loss; gradients are left alone, even if the function adds to them."""
+        gradients = [(p, p.grad) for p in self._module.parameters() if p.is_leaf]
+        for p, _ in gradients:
+            p.grad = None
+        try:
+            return self._loss()
+        finally:
+            for p, gradient in gradients:
+                p.grad = gradient
+
+    def _loss(self) -> Tensor | None:
         with self._randomness.replayed(), precisely(self._module) if self._precisely else nullcontext():
             return None if self.function is None else loss_in(self.function())
 

@@ -20,8 +20,7 @@ class LayerObservation:
         stepped: its optimizer made its step.
         unused: it had no gradient.
         called: it was called.
-        hidden: it was called where its features cannot be seen; 2 if they are not what its weight says, 3 if
-            that was not its own.
+        hidden: why features of its calls cannot be seen, a key of ``WHY_HIDDEN``; 0 if they can.
         fed: its inputs are available.
         lasted: its outputs are.
         graded: every output received its gradient once.

@@ -15,7 +15,7 @@ from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
 from spectral_monitor.engine.settings import FEATURES
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import LOST, NODE, NOT_CALLED, NOT_FINITE, UNFIT, UNUSED, ZERO
+from spectral_monitor.measurement import LOST, NODE, NOT_CALLED, NOT_FINITE, UNUSED, ZERO
 from spectral_monitor.quantities import QUANTITIES, attention
 
 ROUNDED = "its change is too close to the rounding of its outputs"
@@ -26,6 +26,7 @@ NOT_QUERIES = "it does not make the queries of an attention block, where those o
 ONE_HOT = "an embedding's inputs are one-hot"
 NO_DECAY = WeightDecay(math.nan, math.nan)
 SHARED = "all samples have its output in common, and only some were run eagerly: replay_samples=None runs all"
+NOT_STEPPED = "its optimizer did not step"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 CHANGE_MARGIN = 2.0
@@ -53,15 +54,14 @@ class StepContext:
         unused: layers without a gradient.
         divided: layers whose parameters are stepped by several optimizers.
         called: layers that were called in the forward.
-        hidden: layers that were called inside a transform of ``torch.func``.
-        borrowed: layers that were called with parameters that are not their own.
-        unfit: layers whose outputs are not their inputs times their weight.
+        hidden: layer index -> why features of its calls cannot be seen.
         fed: layers whose inputs are available.
         lasted: layers whose outputs are available.
         graded: layers whose every output received its gradient once.
         eps: layer index -> rounding of its outputs.
         replayed: layers whose outputs after the step are known.
         unchosen: layers whose outputs were computed again, but none of the rows that are compared.
+        held: layers that some optimizer has, whether it stepped or not.
         no_step: why no step of an optimizer can be seen, where that is known.
         unseen: why calls of layers were not; empty if they were.
         sampled: whether features are of some samples only, which were run beside the step.
@@ -93,15 +93,14 @@ class StepContext:
     unused: set[int]
     divided: set[int] = field(default_factory=set)
     called: set[int] = field(default_factory=set)
-    hidden: set[int] = field(default_factory=set)
-    borrowed: set[int] = field(default_factory=set)
-    unfit: set[int] = field(default_factory=set)
+    hidden: Mapping[int, str] = field(default_factory=dict)
     fed: set[int] = field(default_factory=set)
     lasted: set[int] = field(default_factory=set)
     graded: set[int] = field(default_factory=set)
     eps: dict[int, float] = field(default_factory=dict)
     replayed: set[int] = field(default_factory=set)
     unchosen: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
     no_step: str = ""
     unseen: str = ""
     sampled: bool = False
@@ -200,11 +199,13 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
         return "it is no output layer"
     updated = needs & {"dW", "g", "dqk", "state"}
     if (updated or key in ("lr", "lr_multiplier")) and i not in facts.lr:
-        return "no optimizer updates it" if facts.lr else facts.no_step or NO_STEP
+        if i in facts.held:
+            return facts.no_step or (NOT_STEPPED if facts.lr else NO_STEP)
+        return "no optimizer updates it" if facts.lr else NO_STEP
     if updated and i in facts.unused:
         return UNUSED
     if updated and i not in facts.stepped:
-        return "its optimizer did not step"
+        return NOT_STEPPED
     if key in ATTENTION:
         return facts.why_not.get((key, i), "")
     if "state" in needs:
@@ -258,12 +259,8 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return facts.unseen or MOVED
     if layer.info.role == "embedding" and entry.of_inputs:
         return ONE_HOT
-    if i in facts.unfit:
-        return UNFIT
-    if i in facts.borrowed:
-        return "called with other parameters than its own, as by torch.func.functional_call"
     if i in facts.hidden:
-        return "called inside a transform of torch.func, where its features cannot be seen"
+        return facts.hidden[i]
     if i not in facts.called:
         return NOT_CALLED
     known = facts.why_not.get((key, NETWORK), "") or facts.why_not.get((key, i), "")
