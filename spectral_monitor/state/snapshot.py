@@ -302,13 +302,20 @@ def _differs(state: _TensorState) -> bool:
     if state.tensor.device.type != "cpu" and 0 not in state.tensor.stride():
         return True
     now = local_part(state.tensor)
-    return not torch.equal(_comparable(now), _comparable(state.copied.to(now.device)))
+    return not torch.equal(*_as_integers(now, state.copied.to(now.device)))
 
 
-def _comparable(tensor: Tensor) -> Tensor:
-    """Floats of eight bits cannot be compared as such."""
-    eight = tensor.is_floating_point() and tensor.element_size() == 1
-    return tensor.view(torch.uint8) if eight else tensor
+def _as_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors as integers of the same bits, where they lie alike: NaN is then equal to itself, and comparing
+    takes a quarter of the time.
+    """
+    width = torch.int64.itemsize
+    plain = all(type(x) is Tensor and not (x.is_quantized or x.is_conj() or x.is_neg()) for x in (first, second))
+    if plain and all(x.is_contiguous() and x.nbytes % width == x.data_ptr() % width == 0 for x in (first, second)):
+        return first.view(-1).view(torch.int64), second.view(-1).view(torch.int64)
+    if first.is_floating_point() and first.element_size() == 1:  # which cannot be compared as such
+        return first.view(torch.uint8), second.view(torch.uint8)
+    return first, second
 
 
 def _is_fsdp1(module: nn.Module) -> bool:

@@ -35,6 +35,9 @@ CHANGES = {
     "tensor resized": (lambda: torch.ones(2), lambda box: box.thing.resize_(3).zero_()),
     "tensor, other memory": (lambda: torch.ones(2), lambda box: setattr(box.thing, "data", torch.zeros(5))),
     "NaN": (lambda: torch.full((2,), torch.nan), lambda box: box.thing.zero_()),
+    "sign of zero": (lambda: torch.zeros(4), lambda box: box.thing.data.neg_()),
+    "conjugate": (lambda: torch.full((2,), 1j).conj(), lambda box: box.thing.data.mul_(2)),
+    "columns": (lambda: torch.ones(4, 6)[:, ::2], lambda box: box.thing.data.mul_(2)),
     "integers": (lambda: torch.arange(3), lambda box: box.thing.data.add_(1)),
     "eight bits": (lambda: torch.ones(3).to(torch.float8_e4m3fn), lambda box: box.thing.data.fill_(2)),
     "sparse": (lambda: torch.eye(3).to_sparse(), lambda box: box.thing.mul_(2)),
@@ -110,8 +113,8 @@ def test_memory_stays_where_it_was():
 
 
 def test_what_did_not_change_is_not_written_to():
-    box = Box([nn.BatchNorm1d(4).eval(), mlp(), {"scale": torch.ones(4)}])
-    tensors = [*box.thing[0].state_dict().values(), *box.thing[1].parameters(), box.thing[2]["scale"]]
+    box = Box([nn.BatchNorm1d(4).eval(), mlp(), {"scale": torch.ones(4), "unknown": torch.full((4,), torch.nan)}])
+    tensors = [*box.thing[0].state_dict().values(), *box.thing[1].parameters(), *box.thing[2].values()]
     versions = [t._version for t in tensors]
     x = torch.randn(5, 4, requires_grad=True)
     loss = (box.thing[0](x) * box.thing[2]["scale"]).sum()
