@@ -34,6 +34,9 @@ EARLY = 8
 NEXT_TO_ZERO = 0.1
 """Part of the usual gain below which the first steps of weights may be larger than they are."""
 
+SMALL_GAIN = 1e-3
+"""Gains of residual branches begin at 1e-4 to 1e-6, if not at 1 or 0."""
+
 NOTHING_LEFT = 1e-3
 """A loss above this has not come to its end where no gradient arrives: the network is dead."""
 
@@ -368,6 +371,12 @@ class Network:
         """
         sizes = [row.gradient_entry / row.settings.eps for row in self.peers if row.settings.eps > 0]
         return geometric_median(sizes) < 1
+
+    @cached_property
+    def has_small_gains(self) -> bool:
+        """Return whether gains next to zero, as of LayerScale, hold back the gradients of layers until they have grown."""
+        gains = (row.get("weight_natural") for name, row in self.vectors.items() if not name.endswith("bias"))
+        return any(0 < gain < SMALL_GAIN for gain in gains)
 
     @cached_property
     def top_lr(self) -> float:

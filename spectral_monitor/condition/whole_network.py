@@ -86,7 +86,7 @@ class Whole:
         if not math.isnan(share) and (network.is_early or grown or not self._share):
             # Sparse gradients make entries move less as well. So do those of a loss that is nearly 0 later on, or of a
             # network that steps have ruined.
-            blamed = (network.below_eps and not network.drift > HARDLY) or (
+            blamed = (network.below_eps and not (network.drift > HARDLY or network.has_small_gains)) or (
                 eps > USUAL_EPS and (network.is_early or grown)
             )
             self._share = share if blamed else 1.0
@@ -154,6 +154,8 @@ def _still(measurement: Measurement, network: Network) -> Finding | None:
         return None
     no_step = f"{NO_STEP} that is known of" if reasons == {NO_STEP} else ""
     certain = why_still(network)
+    if certain == FROZEN and any(row.settings.elsewhere for row in network.rows):
+        return None
     why = certain or no_step or "every update is 0, NaN or skipped"
     moved = no_step and any(row.get("drift_ratio") > 0 for row in network.rows)
     largest, what = max(matrices, vectors), "no update is seen" if moved else "no parameter moves"

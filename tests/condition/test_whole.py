@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from spectral_monitor import LayerInfo
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
 from tests.condition.synthetic import LAYERS, measured, nothing, set_by
 
@@ -81,6 +82,10 @@ def test_that_nothing_trains_is_said_at_the_second_measurement_and_why(change, s
     assert first == {}, "once may be a schedule that begins at 0, or a skipped step"
     assert set(second) == {"nothing_trains"}
     assert second["nothing_trains"].sentence == f"no parameter moves: {why}"
+
+
+def test_a_frozen_network_is_silent_where_something_else_is_trained():
+    assert told(*[STILL] * 4, settings=set_by("SGD", frozen=True, elsewhere=True)) == [{}] * 4
 
 
 def test_updates_that_are_all_nan_are_none():
@@ -275,10 +280,10 @@ def test_without_the_size_of_weights_no_factor_is_named():
     assert verdict.remedy.action == "check"
 
 
-def adam(share, start, **fields):
+def adam(share, start, change=None, **fields):
     """Updates whose entries have this part of the learning rate."""
     sizes = {name: share * 0.01 * math.sqrt(info.fan_out * info.fan_in) for name, info in LAYERS.items()}
-    change = {"update_fro": sizes}
+    change = {"update_fro": sizes} | (change or {})
     return told(*[change] * 3, start=start, settings=set_by(**({"optimizer": "AdamW", "eps": 1e-4} | fields)))
 
 
@@ -289,6 +294,15 @@ def test_an_eps_that_is_larger_than_gradients_is_seen_in_the_first_steps():
     assert "eps 0.0001 is larger than the gradients; use 1e-8" in second["eps"].sentence
     assert (second["eps"].remedy.action, second["eps"].remedy.value) == ("set_eps", 1e-8)
     assert not any(adam(0.03, 9)), "later on noise makes updates as small"
+
+
+@pytest.mark.parametrize(("gain", "said"), [(1.0, True), (1e-2, True), (1e-5, False), (0.0, True)])
+def test_gradients_that_gains_next_to_zero_hold_back_are_no_matter_of_eps(gain, said):
+    small = every(1e-12, "contribution") | every(1e-3, "drift_ratio")
+    layers = LAYERS | {"b.scale": LayerInfo("b.scale", "vector", 1, 1, (256,))}
+    gains = {"weight_natural": {"b.scale": gain, "b.bias": 1e-5}}
+    found = adam(0.03, 1, small | gains | {"layers": layers}, eps=1e-8, layers=layers)
+    assert ("eps" in found[-1]) == said
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Lion", "Adafactor", "RMSprop"])

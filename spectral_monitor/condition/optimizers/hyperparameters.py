@@ -38,6 +38,7 @@ class Hyperparameters:
         weight_decay: 0 if it has none.
         decoupled: whether that is taken off the weights, apart from the gradient.
         frozen: whether no parameter of the layer requires a gradient.
+        elsewhere: whether optimizers train parameters that are no layer's, such as an image.
         forgotten: whether a gradient lies at it that no optimizer takes.
         resolution: relative distance of neighbouring numbers in the weights' dtype.
         rectified: part of the learning rate that RAdam takes its latest step with; 0 where that step was in proportion
@@ -55,6 +56,7 @@ class Hyperparameters:
     weight_decay: float = 0.0
     decoupled: bool = False
     frozen: bool = False
+    elsewhere: bool = False
     forgotten: bool = False
     resolution: float = torch.finfo(torch.float32).eps
     rectified: float = 1.0
@@ -134,7 +136,10 @@ def hyperparameters(layers: Sequence[Layer], optimizers: Sequence[Optimizer]) ->
             for p in group["params"]:
                 held.setdefault(id(p), found)
             number += 1
-    return {layer.info.name: _of_layer(layer, held) for layer in layers}
+    known = {id(source) for layer in layers for source in layer.sources}
+    trained = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    elsewhere = any(p.requires_grad and id(p) not in known for p in trained)
+    return {layer.info.name: replace(_of_layer(layer, held), elsewhere=elsewhere) for layer in layers}
 
 
 def learning_rate(group: Mapping[str, Any]) -> float:
