@@ -253,7 +253,7 @@ def _room(low: float, high: float) -> float:
 
 def _weights(network: Network, row: Row) -> Finding | None:
     """Return the size of weights as they began; how updates change it is another question."""
-    if not row.dense or not network.fresh or row.info.name in network.from_zero or row.scaled:
+    if not row.dense or not network.as_drawn(row) or row.info.name in network.from_zero or row.scaled:
         return None
     if network.ntk_weights:  # which is said of all of them at once
         return None
@@ -261,7 +261,8 @@ def _weights(network: Network, row: Row) -> Finding | None:
     low, high = WEIGHT_BAND
     if not ratio > 0 or (ratio < low and network.is_read(row)):
         return None
-    low = 0.0 if row.info.role == "readout" else low  # which many recipes begin next to zero
+    # Many recipes begin readouts next to zero, and what is added to a trained network.
+    low = 0.0 if row.info.role == "readout" or not network.fresh else low
     return Finding("weights", row.info.name, "weight_natural", value, value / ratio, (low, high))
 
 

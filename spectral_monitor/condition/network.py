@@ -329,6 +329,10 @@ class Network:
         steps = [self.largest_steps.get(row.info.name, math.nan) for row in self.peers]
         return sum(step > EXPLODED for step in steps) > len(steps) / 2
 
+    def as_drawn(self, row: Row) -> bool:
+        """Return whether a layer began as its weights were drawn."""
+        return self.fresh or row.info.name in self.new
+
     def initial_gain(self, row: Row) -> float:
         """Return how many times the usual gain a layer's weights had as they began; NaN once updates replaced them.
 

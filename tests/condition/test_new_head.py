@@ -47,6 +47,18 @@ def test_nor_a_trained_layer_beside_it():
     assert roots(1e-3, layer="b") == {"b"}
 
 
+@pytest.mark.parametrize(("factor", "cause"), [(100.0, "readout_init"), (3.0, None), (0.01, None)])
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_new_head_that_began_too_large_is_told(factor, cause, drawn):
+    """The weights of one that was trained may be of any size."""
+    head = factor * DRAWN["weight_natural"]["head"] * (1.0 if drawn else 20.0)
+    values = {"weight_natural": TRAINED["weight_natural"] | {"head": head}, "weight_fro": {"head": 3.2 * factor}}
+    judge = Judge(SpectralCondition())
+    for step in (1, 2, 4):
+        found = judge.judge(measured(step, **values), set_by())
+    assert [(verdict.layer, verdict.cause) for verdict in found] == ([("head", cause)] if cause and drawn else [])
+
+
 @pytest.mark.parametrize("rate", [1e-3, 1e-2])
 def test_fine_tuning_as_people_do_is_silent(rate):
     """A backbone at a hundredth, or a thousandth, of the rate of its new head."""

@@ -122,7 +122,7 @@ def _heavy(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain by weights that began too large or too small."""
     factor = network.initial_gain(row)
     large = factor > HEAVY
-    if not (large or 0 < factor < 1 / HEAVY) or not network.fresh:
+    if not (large or 0 < factor < 1 / HEAVY) or not network.as_drawn(row):
         return None
     if finding.check == "reference" and large == (finding.ratio > 1):
         return None  # under most optimizers heavy weights get small updates, not large ones
