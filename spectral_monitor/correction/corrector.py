@@ -148,7 +148,7 @@ class Corrector:
         return self._peaks.part(group) * self.step_length.factor / self._rectified(group)
 
     def _rectified(self, group: Mapping[str, Any]) -> float:
-        """Return what RAdam multiplies the next step of a group with, where sizes go without that; otherwise 1."""
+        """Return what an optimizer multiplies the next step of a group with, where sizes go without that; else 1."""
         if not self.correction.of_peak:
             return 1.0
         owner = next((self._owners[p] for p in group["params"] if p in self._owners), None)
@@ -267,7 +267,8 @@ class Corrector:
         rates: dict[nn.Parameter, float] = {}
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             highest = self._peaks.see(group).highest
-            peaks |= dict.fromkeys(group["params"], highest * self._rectified(group))  # RAdam goes on rectifying
+            # What an optimizer makes of a learning rate by itself it goes on making of it.
+            peaks |= dict.fromkeys(group["params"], highest * self._rectified(group))
             rates |= dict.fromkeys(group["params"], highest) if highest else {}  # of what is not measured
         found = {p: m * peaks[p] for i, m in self.by_layer().items() for p in self._layers[i].sources if peaks.get(p)}
         return param_groups_code(names, self._optimizers, rates | found)

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, family, hyperparameters, weight_decay
+from spectral_monitor.condition.optimizers.hyperparameters import (
+    Hyperparameters,
+    family,
+    hyperparameters,
+    rectification,
+    weight_decay,
+)
 from spectral_monitor.layers import dissect
 from tests.condition.synthetic import set_by, verdicts_on
 
@@ -286,6 +292,22 @@ def test_the_rectification_of_radam_is_what_a_constant_gradient_is_moved_by():
     assert found[5:] == pytest.approx(moved[5:], rel=1e-3)
     assert found[5] < 0.2 < 0.9 < found[-1] < 1
     assert {its.rectified for its in read(layer, torch.optim.Adam(layer.parameters())).values()} == {1}
+
+
+@pytest.mark.parametrize("alpha", [0.9, 0.99])
+def test_the_first_steps_of_rmsprop_are_known_to_be_large(alpha):
+    """Under a constant gradient an entry moves by the learning rate once the average is old."""
+    layer = nn.Linear(3, 1, bias=False)
+    rmsprop = torch.optim.RMSprop(layer.parameters(), lr=0.1, alpha=alpha)
+    for _ in range(40):
+        before, layer.weight.grad = layer.weight.detach().clone(), torch.full_like(layer.weight, 7.0)
+        ahead = rectification(rmsprop, rmsprop.param_groups[0], ahead=1)
+        rmsprop.step()
+        moved = float((before - layer.weight.detach())[0, 0]) / 0.1
+        (its,) = read(layer, rmsprop).values()
+        assert its.rectified == ahead == pytest.approx(moved, rel=1e-4)
+    fresh = torch.optim.RMSprop(layer.parameters(), lr=0.1, alpha=1.0)
+    assert rectification(fresh, fresh.param_groups[0], ahead=1) == 1
 
 
 def test_the_first_steps_of_radam_are_compared_with_nothing():

@@ -41,8 +41,8 @@ class Hyperparameters:
         elsewhere: whether optimizers train parameters that are no layer's, such as an image.
         forgotten: whether a gradient lies at it that no optimizer takes.
         resolution: relative distance of neighbouring numbers in the weights' dtype.
-        rectified: part of the learning rate that RAdam takes its latest step with; 0 where that step was in proportion
-            to the gradient, as its first ones are. 1 of other optimizers.
+        rectified: what RAdam or RMSprop multiplies the learning rate of its latest step with, see
+            :func:`rectification`; 1 of other optimizers.
     """
 
     optimizer: str = ""
@@ -210,20 +210,26 @@ def _of_group(owner: int, number: int, optimizer: Optimizer, group: Mapping[str,
 
 
 def rectification(optimizer: Optimizer, group: Mapping[str, Any], ahead: int = 0) -> float:
-    """Return the part of its learning rate that RAdam took the latest step of a group with; 1 of other optimizers.
+    """Return what an optimizer multiplied the learning rate of a group's latest step with, while its average of squared
+    gradients was young; 1 of those that keep its age out of their steps, as Adam does.
 
-    It grows from 0, over as many steps as the average of squared gradients takes to settle (Liu et al. 2020, "On the
-    Variance of the Adaptive Learning Rate and Beyond", algorithm 2).
+    RAdam takes a part, which grows from 0 to 1 (Liu et al. 2020, "On the Variance of the Adaptive Learning Rate and
+    Beyond", algorithm 2). It is 0 where a step was in proportion to the gradient, as its first ones are. The average of
+    RMSprop begins at 0, so that its first steps are larger: the first one 10 times, where it forgets 1 % a step.
 
     Args:
         optimizer: that holds the group; only read.
         group: one of its groups.
         ahead: of the step so many further on.
     """
-    if not any(kind.__name__.lower().startswith("radam") for kind in type(optimizer).__mro__):
-        return 1.0
+    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     taken = (_number(optimizer.state[p].get("step"), 0.0) for p in group["params"] if p in optimizer.state)
     steps = next(taken, 0.0) + ahead
+    alpha = _number(group.get("alpha"))
+    if "rmsprop" in names and steps > 0 and 0 < alpha < 1:
+        return (1 - alpha**steps) ** -0.5
+    if not any(name.startswith("radam") for name in names):
+        return 1.0
     beta = _number((group.get("betas") or (0.9, 0.999))[1])
     longest = 2 / (1 - beta) - 1  # length of the average, in the end and now
     length = longest - 2 * steps * beta**steps / (1 - beta**steps) if steps > 0 else 0.0
