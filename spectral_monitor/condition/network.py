@@ -378,7 +378,7 @@ class Network:
 
     @cached_property
     def has_small_gains(self) -> bool:
-        """Return whether gains next to zero, as of LayerScale, hold back the gradients of layers until they have grown."""
+        """Return whether gains next to zero, as of LayerScale, hold gradients of layers back until they have grown."""
         gains = (row.get("weight_natural") for name, row in self.vectors.items() if not name.endswith("bias"))
         return any(0 < gain < SMALL_GAIN for gain in gains)
 

@@ -227,7 +227,7 @@ def rectification(optimizer: Optimizer, group: Mapping[str, Any], ahead: int = 0
     steps = next(taken, 0.0) + ahead
     alpha = _number(group.get("alpha"))
     if "rmsprop" in names and steps > 0 and 0 < alpha < 1:
-        return (1 - alpha**steps) ** -0.5
+        return 1 / math.sqrt(1 - alpha**steps)
     if not any(name.startswith("radam") for name in names):
         return 1.0
     beta = _number((group.get("betas") or (0.9, 0.999))[1])

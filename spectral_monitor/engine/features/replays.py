@@ -122,7 +122,7 @@ class Replays:
         self.looked, noticed = True, sees_all_modules()
         if inlined and (self.whole is None or not self._features.refined):
             self.unseen = INLINED
-            warn(f"the model is {INLINED}")
+            warn(f"the model is {INLINED}; if it is torch.compile(model), give that instead of the model")
             return
         if noticed or not (hidden or (self._features.halved and not self.slices.off)):
             self.unseen = noticed if hidden else ""
