@@ -95,26 +95,29 @@ def test_a_compiled_step_of_an_optimizer_is_left_alone():
 class Module(lightning.LightningModule):
     """Its training step calls a function, which calls the network."""
 
-    def __init__(self, fullgraph):
+    def __init__(self, fullgraph, whole):
         super().__init__()
         self.net = network()
+        self.whole = whole
         if fullgraph is not None:
-            self.loss_of = torch.compile(self.loss_of, backend="eager", fullgraph=fullgraph)
+            self.outputs = torch.compile(self.outputs, backend="eager", fullgraph=fullgraph)
 
-    def loss_of(self, x, y):
-        return cross_entropy(self.net(x), y)
+    def outputs(self, x):
+        return (self.net if self.whole else self.net[:4])(x)
 
     def training_step(self, batch):
-        return self.loss_of(*batch)
+        x, y = batch
+        out = self.outputs(x)
+        return cross_entropy(out if self.whole else self.net[4](out), y)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fitted(fullgraph, tmp_path):
+def fitted(fullgraph, whole, tmp_path):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, monitor = Module(fullgraph), SpectralMonitor(every_n_steps=1, replay_samples=None, verbose=False)
+    model, monitor = Module(fullgraph, whole), SpectralMonitor(every_n_steps=1, replay_samples=None, verbose=False)
     data = TensorDataset(*(torch.cat(parts) for parts in zip(*batches(6), strict=True)))
     trainer = lightning.Trainer(
         max_steps=6, callbacks=[monitor], logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -125,8 +128,10 @@ def fitted(fullgraph, tmp_path):
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_training_step_that_calls_one_is_run_again_as_a_whole(tmp_path, fullgraph):
-    eager, compiled = (fitted(how, tmp_path).measurements for how in (None, fullgraph))
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_training_step_that_calls_one_is_run_again_as_a_whole(tmp_path, fullgraph, whole):
+    """Also where it calls the last layer itself."""
+    eager, compiled = (fitted(how, whole, tmp_path).measurements for how in (None, fullgraph))
     for wanted, got in zip(eager, compiled, strict=True):
         for key in FEATURES:
             expected, found = wanted.values[key], got.values[key]

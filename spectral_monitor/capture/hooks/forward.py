@@ -177,7 +177,7 @@ class FeatureCapture(CallRecorder):
         while self._handles:
             self._handles.pop().remove()
         self._hooks.removed()
-        self._sees_layers = False
+        self._own, self._sees_layers = {}, False
         self.begin()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -301,6 +301,7 @@ class FeatureCapture(CallRecorder):
         gradients: OutputGradients | LossGradient
         draws = any(root.drew for root in self.roots)
         exactly = whole is not None and self.halved and (self.watch_gradients or draws)
+        exactly |= whole is not None and self.inlined  # what is seen is not all there was
         alone = len(there) == 1 and (self.hidden_layers or len(self.roots) == 1) and not exactly
         if alone and there[0].returned is not None:
             again: Replayable = there[0].precise()
