@@ -30,7 +30,8 @@ def tolerance(key: str, expected: float, row: Mapping[str, float]) -> float:
     """
     relative = 1e-3 if key in CHANGES else 1e-4
     if key == "sensitivity":
-        return abs(expected) * (relative + 1e-4 / max(abs(row.get("bfa_cos", 1.0)), 1e-12))
+        cosine = abs(row.get("bfa_cos", 1.0))
+        return abs(expected) * (relative + (0.0 if math.isnan(cosine) else 1e-4 / max(cosine, 1e-12)))
     if key in ("edge", "critical_lr"):  # known to two digits
         return abs(expected) * 2e-2
     if key == "contribution_spread":
