@@ -267,7 +267,7 @@ class Corrector:
         rates: dict[nn.Parameter, float] = {}
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             highest = self._peaks.see(group).highest
-            # What an optimizer makes of a learning rate by itself it goes on making of it.
+            # Without the correction an optimizer goes on multiplying its learning rate by that.
             peaks |= dict.fromkeys(group["params"], highest * self._rectified(group))
             rates |= dict.fromkeys(group["params"], highest) if highest else {}  # of what is not measured
         found = {p: m * peaks[p] for i, m in self.by_layer().items() for p in self._layers[i].sources if peaks.get(p)}

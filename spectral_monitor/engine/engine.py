@@ -38,7 +38,7 @@ from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Rep
 from spectral_monitor.engine.features.stage import RowStage, input_rows
 from spectral_monitor.engine.features.step_loss import MicroBatch, StepLoss
 from spectral_monitor.engine.model_layout import ModelLayout
-from spectral_monitor.engine.observation import WatchedForward, observations, step_facts
+from spectral_monitor.engine.observation import WatchedForward, held_by, observations, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
@@ -292,10 +292,8 @@ class Engine(EngineState):
         facts = step_facts(seen, stage, given)
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         facts.unseen, facts.shared = self._replays.unseen, self.features.shared
-        owned = {id(p) for some in self.optimizers.optimizers for group in some.param_groups for p in group["params"]}
-        facts.held = {i for i, layer in enumerate(self.layers) if any(id(p) in owned for p in layer.sources)}
+        facts.held = held_by(self.layers, self.optimizers)
         if self.optimizers.compiled:
-            facts.no_step = COMPILED_STEP
             self._warn(COMPILED_STEP)
         facts.sampled = bool(self.features.looked_at)
         facts.halved = self.features.halved and self.features.looked is None and self.asked.replay_samples is not None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.hooks.recording import WHY_HIDDEN
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replayable import Replayable
+from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.agreement.row_hash import row_hashes
 from spectral_monitor.engine.features.replay_subset import NO
@@ -20,6 +22,7 @@ from spectral_monitor.engine.features.replays import StepInputs
 from spectral_monitor.engine.features.stage import gradients, inputs
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.weights.stage import MatrixStage
+from spectral_monitor.layers import Layer
 
 
 @dataclass
@@ -103,3 +106,16 @@ def step_facts(seen: RankReports, stage: MatrixStage, given: StepInputs) -> Step
     facts.fed, facts.lasted, facts.graded = (seen.wherever_called(name) for name in ("fed", "lasted", "graded"))
     facts.eps = {i: max(values) for i, values in enumerate(seen.layers("eps")) if i in facts.called}
     return facts
+
+
+def held_by(layers: Sequence[Layer], optimizers: OptimizerCapture) -> dict[int, str]:
+    """Return layer index -> why steps of the optimizer that has it cannot be seen, empty if they can; of layers that
+    none has, nothing.
+    """
+    why = {
+        id(p): COMPILED_STEP if optimizer in optimizers.compiled else ""
+        for optimizer in optimizers.optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    return {i: why[id(p)] for i, layer in enumerate(layers) for p in layer.sources if id(p) in why}

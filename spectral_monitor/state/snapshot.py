@@ -306,8 +306,8 @@ def _differs(state: _TensorState) -> bool:
 
 
 def _as_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors as integers of the same bits, where they lie alike: NaN is then equal to itself, and comparing
-    takes a quarter of the time.
+    """Return two tensors as integers of the same bits where both are contiguous: NaN is then equal to itself, and
+    comparing takes a quarter of the time.
     """
     width = torch.int64.itemsize
     plain = all(type(x) is Tensor and not (x.is_quantized or x.is_conj() or x.is_neg()) for x in (first, second))

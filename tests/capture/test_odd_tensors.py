@@ -24,8 +24,7 @@ class Graph(nn.Module):
         self.before, self.after = nn.Linear(8, 16), nn.Linear(16, 4)
 
     def forward(self, x):
-        h = self.before(x)
-        return self.after(torch.relu(torch.sparse.mm(self.adjacency, h) if h.dtype else h))
+        return self.after(torch.relu(torch.sparse.mm(self.adjacency, self.before(x))))
 
 
 class Ragged(nn.Module):

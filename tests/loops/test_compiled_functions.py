@@ -92,6 +92,25 @@ def test_a_compiled_step_of_an_optimizer_is_left_alone():
     assert not [verdict for verdict in probe.verdicts if verdict.cause == "nothing_trains"]
 
 
+@pytest.mark.filterwarnings("ignore:.*the optimizer's step is compiled")
+def test_of_several_optimizers_each_has_its_own_reason():
+    torch._dynamo.reset()
+    model = network()
+    first, second = (torch.optim.AdamW(model[i].parameters(), lr=1e-2) for i in (0, 2))
+    compiled, probe = torch.compile(first.step, backend="eager"), SpectralProbe(model, [first, second], verbose=False)
+    with probe.step():
+        ((x, y),) = batches(1)
+        cross_entropy(model(x), y).backward()
+        compiled()
+        second.step()
+    reasons = [probe.latest.why("update_norm", name) for name in ("0", "2", "4")]
+    assert reasons == [COMPILED_STEP, "", "no optimizer updates it"]
+    with probe.step():
+        compiled()
+    assert probe.latest.why("update_norm", "2") == "no optimizer made a step"
+    assert probe.latest.why("update_norm", "0") == COMPILED_STEP
+
+
 class Module(lightning.LightningModule):
     """Its training step calls a function, which calls the network."""
 

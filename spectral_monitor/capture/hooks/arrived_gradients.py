@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.registration import (
     GradientHook,
-    ModuleHooks,
+    Hooks,
     Removable,
     WrappedCall,
     after_backward,
@@ -43,7 +43,7 @@ class ArrivedGradients:
     def __init__(self, norms_of: Callable[[Sequence[Tensor]], Tensor]) -> None:
         self._norms_of = norms_of
         self._handles: list[Removable] = []
-        self._hooks = ModuleHooks()
+        self._hooks: Hooks[nn.Module] = Hooks()
         self._norms: dict[Tensor, Tensor] = {}
         self._sharded: list[Tensor] = []
         self._reached: dict[Tensor, int] = {}  # parameter -> the latest backward pass that has reached it

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.registration import ModuleHooks, Removable, in_backward, in_transform
+from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_backward, in_transform
 from spectral_monitor.capture.row_sampling import first_tensor
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.state.dtensor import local_part
@@ -67,7 +67,7 @@ class AttentionCapture:
         self._show = show
         self._harmless = harmless
         self._handles: list[Removable] = []
-        self._hooks = ModuleHooks()
+        self._hooks: Hooks[nn.Module] = Hooks()
         self._calls: dict[int, AttentionCall] = {}
         self.open = False
 
@@ -75,7 +75,7 @@ class AttentionCapture:
         """Register the hooks; ``aside``: for a pass in which nothing is compiled."""
         self.disarm()
         self.open = True
-        hooks = ModuleHooks() if aside else self._hooks
+        hooks = Hooks[nn.Module]() if aside else self._hooks
         for block in self._blocks:
             before, after = block.module.register_forward_pre_hook, block.module.register_forward_hook
             self._handles += hooks.add(block.module, before, partial(self._enter, block), with_kwargs=True)

@@ -15,7 +15,7 @@ from spectral_monitor.capture.hooks.recording import BORROWED, CallRecorder, Har
 from spectral_monitor.capture.hooks.registration import (
     GradientHook,
     Hook,
-    ModuleHooks,
+    Hooks,
     Removable,
     WrappedCall,
     ancestors,
@@ -47,9 +47,9 @@ class FeatureCapture(CallRecorder):
         watch_weights: whether gradients of weights are.
         weight_gradients: layer index -> the gradient of its weight in the last backward pass, before it is added to
             earlier ones, averaged or clipped; ``None`` if several arrived.
-        refined: whether it does so too where layers compute in half precision, by autocast.
-        looked: the call it did so of, if any.
-        looked_at: of how many of its samples; 0 for all.
+        refined: whether :meth:`look_aside` is of use too where layers compute in half precision, by autocast.
+        looked: the call that was looked at beside the step, if any.
+        looked_at: how many of its samples were; 0 for all.
         began_at_loss: whether its gradients began at its own loss, not where those of the step had arrived.
     """
 
@@ -67,7 +67,7 @@ class FeatureCapture(CallRecorder):
         """``entrances``: modules whose calls are seen, of a model in which others are compiled; ``None`` for all."""
         super().__init__({i: layers[i] for i in wanted if layers[i].module is not None}, max_rows, harmless)
         self._entrances = entrances
-        self._hooks = ModuleHooks()
+        self._hooks: Hooks[nn.Module] = Hooks()
         self._sees_layers = False
         self._own: dict[int, tuple[nn.Parameter | None, ...]] = {}
         self.refined = refined
@@ -119,7 +119,7 @@ class FeatureCapture(CallRecorder):
 
     @property
     def inlined(self) -> bool:
-        """True if layers were called inside a function that is compiled, of which the model does not know."""
+        """True if layers were called inside a compiled function that is no part of the model."""
         return bool(self._hooks.compiled)
 
     @property
@@ -263,7 +263,7 @@ class FeatureCapture(CallRecorder):
                 self.record(i, module, args, kwargs, output)
 
     def _borrows(self, i: int, module: nn.Module) -> bool:
-        """Return whether a module has other parameters than when the step began: for this call, as a rule."""
+        """Return whether a module has other parameters than when the step began, as inside ``functional_call``."""
         now, own = module._parameters.values(), self._own.get(i)
         return own is not None and any(p is not q for p, q in zip(now, own, strict=False))
 
@@ -300,9 +300,10 @@ class FeatureCapture(CallRecorder):
         there = [root for root in self.roots if root.returned is not None and root.returned.arrived]
         gradients: OutputGradients | LossGradient
         draws = any(root.drew for root in self.roots)
-        exactly = whole is not None and self.halved and (self.watch_gradients or draws)
-        exactly |= whole is not None and self.inlined  # what is seen is not all there was
-        alone = len(there) == 1 and (self.hidden_layers or len(self.roots) == 1) and not exactly
+        exactly = self.halved and (self.watch_gradients or draws)
+        # Of what runs inside compiled functions the calls that were seen are only a part.
+        wholly = whole is not None and (exactly or self.inlined)
+        alone = len(there) == 1 and (self.hidden_layers or len(self.roots) == 1) and not wholly
         if alone and there[0].returned is not None:
             again: Replayable = there[0].precise()
             gradients = (there[0].gradient_of_loss() if draws else None) or there[0].returned

@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from spectral_monitor.capture.hooks.closures import Closure, with_closure
-from spectral_monitor.capture.hooks.registration import Hook
+from spectral_monitor.capture.hooks.registration import Hooks, Removable
 
 Moment = Callable[[Optimizer], None]
 
@@ -39,9 +38,8 @@ class OptimizerCapture:
         self._before = before
         self._ready = ready
         self._after = after
-        self._handles: list[RemovableHandle] = []
-        self._hooks: list[tuple[Optimizer, Hook]] = []
-        self._compiled: set[Optimizer] = set()
+        self._handles: list[Removable] = []
+        self._hooks: Hooks[Optimizer] = Hooks()
         self._depth: dict[int, int] = {}
         self._held: set[int] = set()
         self._seen: set[int] = set()
@@ -50,29 +48,25 @@ class OptimizerCapture:
     @property
     def compiled(self) -> set[Optimizer]:
         """Those whose steps are compiled, and so cannot be seen."""
-        return self._compiled | {optimizer for optimizer, hook in self._hooks if hook.compiled}
+        return self._hooks.compiled
 
     def arm(self) -> None:
         """Register the hooks."""
-        self._compiled = self.compiled
-        self._hooks.clear()
         self._depth.clear()
         self._held.clear()
         self._seen.clear()
         self.closure_calls.clear()
         for optimizer in self.optimizers:
-            if optimizer in self._compiled:
-                continue
             for part in (optimizer, *_inner(optimizer)):
-                enter, leave = Hook(partial(self._enter, optimizer)), Hook(partial(self._leave, optimizer))
-                self._hooks += (optimizer, enter), (optimizer, leave)
-                self._handles.append(part.register_step_pre_hook(enter))
-                self._handles.append(part.register_step_post_hook(leave))
+                enter, leave = partial(self._enter, optimizer), partial(self._leave, optimizer)
+                self._handles += self._hooks.add(optimizer, part.register_step_pre_hook, enter)
+                self._handles += self._hooks.add(optimizer, part.register_step_post_hook, leave)
 
     def disarm(self) -> None:
         """Remove the hooks; safe to call at any time."""
         while self._handles:
             self._handles.pop().remove()
+        self._hooks.removed()
 
     def _enter(self, optimizer: Optimizer, _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         key = id(optimizer)

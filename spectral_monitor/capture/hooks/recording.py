@@ -38,13 +38,14 @@ Foresight = Callable[[Any], BatchSlice | None]
 """Of a call that begins: the samples that will be run again, if it is known that those will do."""
 
 
-TRANSFORMED, MISFIT, BORROWED, NESTED = 1, 2, 3, 4
+TRANSFORMED, NOT_A_PRODUCT, BORROWED, NESTED = 1, 2, 3, 4
 WHY_HIDDEN = {
     TRANSFORMED: "called inside a transform of torch.func, where its features cannot be seen",
-    MISFIT: UNFIT,
+    NOT_A_PRODUCT: UNFIT,
     BORROWED: "called with other parameters than its own, as by torch.func.functional_call",
     NESTED: "its outputs are a sparse or nested tensor, of which no rows are taken",
 }
+"""Why features of a layer's calls cannot be seen, by the number that processes send each other."""
 
 
 class Watcher(Protocol):
@@ -142,7 +143,7 @@ class CallRecorder:
                 self._doubted.discard(i)
                 self.unfit |= set() if is_linear(layer, module, given, whole) else {i}
             if i in self.unfit:
-                self.hide(i, MISFIT)
+                self.hide(i, NOT_A_PRODUCT)
                 return
             if self._replayed is not None:
                 for watcher in self._replayed:
@@ -203,7 +204,7 @@ class CallRecorder:
                 self._watch(i, call, whole)
 
     def hide(self, i: int, why: int) -> None:
-        """Have no features of a layer in this step."""
+        """Leave a layer without features in this step, for a reason of ``WHY_HIDDEN``."""
         self.hidden.setdefault(i, why)
         self.calls.pop(i, None)
 
@@ -344,7 +345,7 @@ def _first_rows(x: Tensor, first: int, count: int) -> Tensor:
 
 
 def _is_table(x: Tensor) -> bool:
-    """Return whether a tensor is no sparse one, and no list of others."""
+    """Return whether a tensor is dense, and not a list of others, so that it has rows."""
     return x.layout == torch.strided and not x.is_nested
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+
+Owner = TypeVar("Owner")
 
 
 class Removable(Protocol):
@@ -44,38 +46,38 @@ class Hook:
         return getattr, (nullcontext(), "__exit__")  # takes any arguments, returns None
 
 
-class ModuleHooks:
-    """Registers hooks on modules, but not on those that were called inside compiled code: each new hook there would
-    have it compiled again.
+class Hooks(Generic[Owner]):
+    """Registers hooks on modules or optimizers, but not on those that were called inside compiled code: each new hook
+    there would have it compiled again.
     """
 
     def __init__(self) -> None:
-        self._known: set[nn.Module] = set()
-        self._live: list[tuple[nn.Module, Hook]] = []
+        self._known: set[Owner] = set()
+        self._live: list[tuple[Owner, Hook]] = []
 
     @property
-    def compiled(self) -> set[nn.Module]:
-        """Modules with hooks that were called inside code that is compiled, in this step or an earlier one."""
-        return self._known | {module for module, hook in self._live if hook.compiled}
+    def compiled(self) -> set[Owner]:
+        """Those whose hooks were called inside compiled code, in this step or an earlier one."""
+        return self._known | {owner for owner, hook in self._live if hook.compiled}
 
     def add(
-        self, module: nn.Module, register: Callable[..., Removable], function: Callable[..., Any], **options: Any
+        self, owner: Owner, register: Callable[..., Removable], function: Callable[..., Any], **options: Any
     ) -> list[Removable]:
-        """Register a function, and return the handle.
+        """Register a function; return the handle, and nothing where it is not registered.
 
         Args:
-            module: whose calls are seen.
-            register: its method that registers a hook.
+            owner: whose calls are seen.
+            register: its method that registers a hook, or that of a part of it.
             function: what the hook calls.
             options: for ``register``.
         """
-        if module in self._known:
+        if owner in self._known:
             return []
-        self._live.append((module, hook := Hook(function)))
+        self._live.append((owner, hook := Hook(function)))
         return [register(hook, **options)]
 
     def removed(self) -> None:
-        """Forget the hooks, whose handles have taken them back, but not what they saw."""
+        """Forget the hooks, which their handles have removed, but not whose calls were compiled."""
         self._known = self.compiled
         self._live.clear()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spectral_monitor.capture.hooks.registration import ModuleHooks, Removable, in_backward, in_transform
+from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_backward, in_transform
 from spectral_monitor.capture.replay.replay import RootCall
 
 
@@ -22,7 +22,7 @@ class ReturnedLosses:
     def __init__(self) -> None:
         self.calls: list[RootCall] = []
         self._handles: list[Removable] = []
-        self._hooks = ModuleHooks()
+        self._hooks: Hooks[nn.Module] = Hooks()
         self._depth = 0
         self._open: RootCall | None = None
 

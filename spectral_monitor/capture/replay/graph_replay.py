@@ -43,6 +43,19 @@ def sees_all_modules() -> str:
 
 
 @contextmanager
+def gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, parameters have no gradients; afterwards they have those of before, whatever backward passes add."""
+    gradients = [(p, p.grad) for p in parameters if p.is_leaf]
+    try:
+        for p, _ in gradients:
+            p.grad = None
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+
+
+@contextmanager
 def unseen(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[None]:
     """Inside, forwards build graphs, and passes through them call none of the backward hooks on modules and
     parameters, leave no gradients and draw no random numbers that are missed later.
@@ -51,7 +64,6 @@ def unseen(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[None]:
     """
     watched: dict[int, Tensor] = {id(p): p for p in (*model.parameters(), *parameters)}
     hooks: list[tuple[Tensor, Any]] = []
-    gradients = [(p, p.grad) for p in watched.values() if p.is_leaf]
     randomness = RandomState.now()
     try:
         for module in model.modules():
@@ -61,13 +73,9 @@ def unseen(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[None]:
             if p._backward_hooks:
                 hooks.append((p, p._backward_hooks))
                 p._backward_hooks = None
-        for p, _ in gradients:
-            p.grad = None  # nor add to those that are there
-        with torch.inference_mode(False), torch.enable_grad():
+        with gradients_kept(watched.values()), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         for p, found in hooks:
             p._backward_hooks = found
-        for p, gradient in gradients:
-            p.grad = gradient
         randomness.restore()

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from torch import Tensor, nn
 
 from spectral_monitor.capture.replay.eager_pass import precisely
+from spectral_monitor.capture.replay.graph_replay import gradients_kept
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.snapshot import Snapshot
@@ -39,17 +40,8 @@ class LossReplay:
 
     def __call__(self) -> Tensor | None:
         """Return the loss; gradients are left alone, even if the function adds to them."""
-        gradients = [(p, p.grad) for p in self._module.parameters() if p.is_leaf]
-        for p, _ in gradients:
-            p.grad = None
-        try:
-            return self._loss()
-        finally:
-            for p, gradient in gradients:
-                p.grad = gradient
-
-    def _loss(self) -> Tensor | None:
-        with self._randomness.replayed(), precisely(self._module) if self._precisely else nullcontext():
+        precision = precisely(self._module) if self._precisely else nullcontext()
+        with gradients_kept(self._module.parameters()), self._randomness.replayed(), precision:
             return None if self.function is None else loss_in(self.function())
 
     def precise(self) -> LossReplay:

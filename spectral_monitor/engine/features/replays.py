@@ -29,6 +29,7 @@ from spectral_monitor.sharding import call_through, reshard
 from spectral_monitor.state.snapshot import preserved
 
 INLINED = "called inside a function that is compiled, where its features cannot be seen"
+"""Why a layer has none where the call that led to the step cannot be run again eagerly."""
 
 Context = Callable[[], AbstractContextManager[object]]
 

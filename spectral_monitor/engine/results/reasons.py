@@ -61,8 +61,7 @@ class StepContext:
         eps: layer index -> rounding of its outputs.
         replayed: layers whose outputs after the step are known.
         unchosen: layers whose outputs were computed again, but none of the rows that are compared.
-        held: layers that some optimizer has, whether it stepped or not.
-        no_step: why no step of an optimizer can be seen, where that is known.
+        held: layer index -> why steps of the optimizer that has it cannot be seen; empty if they can.
         unseen: why calls of layers were not; empty if they were.
         sampled: whether features are of some samples only, which were run beside the step.
         halved: whether features are those of autocast, though a forward beside the step could be in full precision.
@@ -100,8 +99,7 @@ class StepContext:
     eps: dict[int, float] = field(default_factory=dict)
     replayed: set[int] = field(default_factory=set)
     unchosen: set[int] = field(default_factory=set)
-    held: set[int] = field(default_factory=set)
-    no_step: str = ""
+    held: Mapping[int, str] = field(default_factory=dict)
     unseen: str = ""
     sampled: bool = False
     halved: bool = False
@@ -200,7 +198,7 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
     updated = needs & {"dW", "g", "dqk", "state"}
     if (updated or key in ("lr", "lr_multiplier")) and i not in facts.lr:
         if i in facts.held:
-            return facts.no_step or (NOT_STEPPED if facts.lr else NO_STEP)
+            return facts.held[i] or (NOT_STEPPED if facts.lr else NO_STEP)
         return "no optimizer updates it" if facts.lr else NO_STEP
     if updated and i in facts.unused:
         return UNUSED
