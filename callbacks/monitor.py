@@ -230,8 +230,10 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         processes, wrapper = strategy_context(trainer)
         corrected = self.mode == "correct"
         steps = pl_module.automatic_optimization and can_run_again(pl_module)
-        self._engine = Engine(pl_module, trainer.optimizers, self.settings, processes, wrapper, corrected, steps)
-        self._engine.features.redirected = trainer.strategy.model is not pl_module
+        redirected = trainer.strategy.model is not pl_module
+        self._engine = Engine(
+            pl_module, trainer.optimizers, self.settings, processes, wrapper, corrected, steps, redirected
+        )
         check_conflicts(trainer, self)
         self._supervisor = Supervisor(self.mode, self.condition, self.correction, self._engine)
         self._roles = Roles.of(self._engine.anatomy)
@@ -283,13 +285,12 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             return
 
         def remember() -> None:
-            engine.features.begin()
-            engine.features.backward_open = False
+            engine.begin_forward()
             if (engine.watches_features or engine.watches_loss) and can_run_again(pl_module):
                 self._training_step = TrainingStepReplay(pl_module, batch, batch_idx)
 
         engine.arm(keys, remember)
-        engine.features.backward_open = False
+        engine.begin_forward()
         if _scaler(trainer) is not None:  # then the optimizer's step has no forward inside
             remember()
 
@@ -315,7 +316,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Close the forward window: the training step is done."""
         if self._engine is not None and self._engine.armed and pl_module.automatic_optimization:
-            self._engine.features.forward_open = False
+            self._engine.end_forward()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Gradients from here on are those of the step's backward pass."""
@@ -325,8 +326,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         if scaler is not None:
             self._loss_scale = float(scaler.get_scale())
         if pl_module.automatic_optimization:
-            self._engine.features.forward_open = False
-            self._engine.features.backward_open = True
+            self._engine.begin_backward()
             if self._training_step is not None:
                 gradient = self._loss_scale / trainer.accumulate_grad_batches
                 context = partial(logging_suppressed, trainer, pl_module)
@@ -335,7 +335,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Later gradients are not."""
         if self._engine is not None and self._engine.armed and pl_module.automatic_optimization:
-            self._engine.features.backward_open = False
+            self._engine.end_backward()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -347,7 +347,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             self._remember(outputs)
             return
         automatic = pl_module.automatic_optimization
-        again, roots = self._training_step, self._engine.features.roots
+        again, roots = self._training_step, self._engine.calls
         if again and roots and _scaler(trainer) is not None and not again.randomness.same(roots[0].randomness):
             self._training_step = None  # it was remembered too early: something has drawn random numbers since
         measurement = self._engine.finish(

@@ -13,45 +13,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.arrived_gradients import ArrivedGradients
-from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.gradient_reuse import GradientReuse
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
-from spectral_monitor.capture.hooks.recording import nothing
 from spectral_monitor.capture.hooks.returned_losses import ReturnedLosses
-from spectral_monitor.capture.hooks.tensor_version import Marks, marks
 from spectral_monitor.capture.replay.eager_pass import LossGradient
-from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Repeatable, Replayable
-from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.all_or_none import agreed
-from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import RankReports, StepObservation, census
 from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
 from spectral_monitor.engine.attention_watch import AttentionWatch
-from spectral_monitor.engine.features.changes import ChangeStage
-from spectral_monitor.engine.features.kernels import ALONE, BACKWARD, FullStage
-from spectral_monitor.engine.features.outputs import OF_ROWS, measure_noise, measure_outputs
-from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
-from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs, loss_begun
-from spectral_monitor.engine.features.stage import RowStage, input_rows
+from spectral_monitor.engine.features.replays import Context, StepInputs
+from spectral_monitor.engine.features.stage import RowStage
 from spectral_monitor.engine.features.step_loss import MicroBatch, StepLoss
+from spectral_monitor.engine.features.watch import FeatureWatch
 from spectral_monitor.engine.model_layout import ModelLayout
 from spectral_monitor.engine.observation import WatchedForward, held_by, observations, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
-from spectral_monitor.engine.results.measurement import Measured, known_errors, relative_errors
-from spectral_monitor.engine.results.noise import DIVIDED
-from spectral_monitor.engine.results.noise import KEY as NOISE
-from spectral_monitor.engine.results.raw import LOSS, NETWORK, REUSED, RawScalars
+from spectral_monitor.engine.results.measurement import Measured
+from spectral_monitor.engine.results.raw import NETWORK, REUSED, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import FEATURES, Settings
 from spectral_monitor.engine.state import COMPARED, START, STEP_LOSS, EngineState
 from spectral_monitor.engine.weights.gradients import gradient_norms
-from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.engine.weights.stage import MatrixStage
+from spectral_monitor.engine.weights.turns import Turns
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
@@ -89,10 +78,11 @@ class Engine(EngineState):
         wrapper: nn.Module | None = None,
         corrected: bool = False,
         whole_steps: bool = False,
+        redirected: bool = False,
     ) -> None:
         """``processes``: those that train together; ``wrapper``: FSDP's, which is called in the model's place;
         ``corrected``: whether learning rates depend on what is measured; ``whole_steps``: whether :meth:`offer` is
-        called at each step.
+        called at each step; ``redirected``: whether training steps run inside a call of the model.
         """
         super().__init__()
         self.model = model
@@ -107,7 +97,6 @@ class Engine(EngineState):
         layout = (found() if processes is None else processes.all_or_none(found)).placed(processes)
         self.anatomy, self.layers, self.members = layout.anatomy, layout.layers, layout.members
         self._attention = AttentionWatch(layout.hidden, layout.attention, self.members, processes, self._harmless)
-        self._readouts = Readouts(self.anatomy)
         self._tracker = None if layout.flat else ParameterTracker(model, self.anatomy.layers)
         self._replaced: set[int] = set()
         self._flat = layout.flat
@@ -118,18 +107,13 @@ class Engine(EngineState):
         self._reuse = GradientReuse()
         self._arrived = ArrivedGradients(gradient_norms)
         self._returned = None if whole_steps or layout.compiled else ReturnedLosses()
-        wanted = range(len(self.layers)) if settings.needs & FEATURES else ()
-        room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
-        # Where the weights of a forward lie is no one's but FSDP's affair.
-        watched = [p for p in model.parameters() if id(p) not in layout.flat]
-        self.features = FeatureCapture(
-            model, self.layers, wanted, room, watched, self._harmless, layout.entries, not layout.sharded
+        self.features = FeatureWatch(
+            model, self._wrapper, layout, settings, processes, self._harmless, self._warn, self._own_warn
         )
+        self.features.capture.redirected = redirected
+        self._turns = Turns()
         self._overwrites = False  # whether an optimizer was seen to overwrite gradients
-        self._alone = processes is None and self._wrapper is model
-        self._replays = Replays(model, self._wrapper, self.features, settings, layout.compiled)
-        self._step_loss = StepLoss(model, self._replays.run_again, layout.sharded, self._own_warn)
-        self._picker = RowSampler(settings.max_rows)
+        self._step_loss = StepLoss(model, self.features.replays.run_again, layout.sharded, self._own_warn)
         self.armed = False
         self.idle = False
         self._reported: Settings | None = settings  # None: nothing of the step that is watched
@@ -146,26 +130,24 @@ class Engine(EngineState):
     def _clear(self) -> None:
         self._failed = False
         self._spent = 0.0
-        self._held_at: dict[int, Marks] = {}
-        self._moved = False
         self._apart: float | None = None
         self._out = RawScalars()
-        self._rows: RowStage | None = None
         self._stage = MatrixStage(
-            self.members, self.asked, self._start, self._inputs, self._copies, self.processes, self._out
+            self.members, self.asked, self._start, self.features.sample, self._copies, self.processes, self._out
         )
         self._stage.overwrites = self._overwrites
         self._attention.clear(self.asked, self._out)
+        self.features.clear(self.asked, self._out)
 
     @property
     def calls(self) -> Sequence[RootCall]:
         """The calls of the model that were recorded in the step that is watched."""
-        return self.features.roots or (() if self._returned is None else self._returned.calls)
+        return self.features.capture.roots or (() if self._returned is None else self._returned.calls)
 
     @property
     def watches_features(self) -> bool:
         """True if the step's quantities need hooks on modules."""
-        return bool(self.asked.needs & FEATURES)
+        return self.features.wanted
 
     @property
     def watches_loss(self) -> bool:
@@ -190,22 +172,10 @@ class Engine(EngineState):
         self.idle = False
         self._before_forward = before_forward
         self._step_loss.begin(STEP_LOSS in keys)
-        self._replays.needs = self.asked.needs
-        self._replays.looked, self._replays.unseen, self._replays.whole = False, "", None
         with self._harmless("setting up"):
             self._replaced = self._stage.replaced = replaced(self._tracker, self.anatomy.layers, self._warn)
-            if self.watches_features:
-                self.features.look_for(self.asked.keys if self._alone else {NOISE} & set(self.asked.keys))
-                self.features.watch_gradients = bool(BACKWARD & set(self.asked.keys))
-                self.features.watch_weights = "gradient_change" in self.asked.keys and self._alone
-                self.features.watch_losses = "dh" in self.asked.needs or self.features.watch_gradients
-                foresight = nothing if ALONE & set(self.asked.keys) else self._replays.slices.foresee
-                ranked = bool({"backward_stable_rank", "backward_rms"} & set(self.asked.keys))
-                self.features.foresee(foresight, ranked, apart=self.processes is not None)
-                self.features.traced = not self._readouts.complete
-                self._readouts.begin()
-                self.features.arm()
-            if not self.features.hidden_layers:
+            self.features.arm()
+            if not self.features.capture.hidden_layers:
                 self._attention.arm(self.asked)
             if self.processes is None and "contribution" in self.asked.keys:
                 self._reuse.arm(self.optimizers.optimizers, self._harmless)
@@ -225,7 +195,6 @@ class Engine(EngineState):
         self._arrived.disarm()
         if self._returned is not None:
             self._returned.disarm()
-        self.features.disarm()
         self._clear()
 
     def finish(
@@ -251,27 +220,24 @@ class Engine(EngineState):
             loss_parts: of how many losses, of processes and micro-batches, that of the step is the sum; 1 if it is
                 their mean.
             context: precision the replayed forward runs under, besides the autocast that was recorded.
-            only_if_stepped: measure nothing if no optimizer has stepped; :attr:`idle` then says so.
+            only_if_stepped: measure nothing if no optimizer has stepped; :attr:`idle` then says so. So it does where
+                several take turns, if this was not the turn of those that were missed the last time.
 
         Returns:
             ``None`` if the step could not be measured; a warning has said why.
         """
         measurement = None
         loss = None if loss is None else loss.detach()
-        given = StepInputs(training_step, loss, accumulated, loss_scale, loss_parts, context, only_if_stepped)
+        optional = only_if_stepped or bool(self._turns.awaited)
+        given = StepInputs(training_step, loss, accumulated, loss_scale, loss_parts, context, optional)
         try:
             with self._harmless("measuring"), full_precision():
                 if self.armed and (self.processes is not None or not self._failed):
                     measurement = self._measure(step, given)
             if measurement is not None:
                 measurement.summary["overhead_ms"] = self._spent * 1e3
-            self.start_tried |= not (only_if_stepped and self.idle)
-            if (
-                self.budget is not None
-                and self._reported is not None
-                and self.armed
-                and not (only_if_stepped and self.idle)
-            ):
+            self.start_tried |= not (optional and self.idle)
+            if self.budget is not None and self._reported and self.armed and not (optional and self.idle):
                 self.budget.measured(step, self._spent, self._apart)
                 if measurement is not None and self.budget.interval is not None:
                     measurement.summary["interval"] = float(self.budget.interval)
@@ -284,28 +250,30 @@ class Engine(EngineState):
         forward = WatchedForward.of(len(self.layers))
         with self._harmless("looking at what was seen"):
             self._look(forward, given)
-        seen = self._run(census(self._observed(forward), forward.layers, forward.prints, self.processes))
-        if not self._agree(seen) or (self.idle and given.only_if_stepped):
+        seen = self._run(census(self._observed(forward, given), forward.layers, forward.prints, self.processes))
+        if not self._agree(seen):
             return None
-        self.correct_roles(self._readouts.settle(seen))
+        if self.idle and any(some.optional for some in seen.steps):
+            if seen.anywhere("stepped"):
+                self._turns.missed()
+            return None
+        self.correct_roles(self.features.readouts.settle(seen))
         stage, out = self._stage, self._out
         facts = step_facts(seen, stage, given)
         facts.multipliers, facts.replaced = self._in_force, self._replaced
-        facts.unseen, facts.shared = self._replays.unseen, self.features.shared
         facts.held = held_by(self.layers, self.optimizers)
+        if len(self.optimizers.optimizers) > 1:
+            self._turns.measured(facts.held, facts.stepped)
         if self.optimizers.compiled:
             self._warn(COMPILED_STEP)
-        facts.sampled = bool(self.features.looked_at)
-        facts.halved = self.features.halved and self.features.looked is None and self.asked.replay_samples is not None
-        if seen.batch_count < len(seen.batches):
-            facts.why_not[NOISE, NETWORK] = DIVIDED
+        self.features.explain(facts, seen)
         stage.unused = facts.unused
         # Matrices and rows as the step saw them, then the forward again.
-        rows = self._rows = RowStage(self.members, self.asked, seen, self.processes, self._picker, out)
-        agreed(self._before_replay(rows, forward.outputs, facts), self.processes)
-        part: float = NO
+        rows = self.features.begin_rows(seen)
+        agreed(self._before_replay(rows, forward, facts), self.processes)
         if self.watches_features:
-            part = self._changes(forward, seen, rows, facts, given)
+            due = self._drift_due(self.asked.keys)
+            self._run(self.features.changes(forward, seen, rows, facts, given, due, stage, self._parameters))
             if self._failed and self.processes is None:
                 return None
         if self._step_loss.wanted:
@@ -321,9 +289,7 @@ class Engine(EngineState):
         self._attention.settle(raw, facts)
         measurement = self._put_together(measured, raw)
         self._overwrites |= facts.rewritten
-        if part == YES:
-            changes = relative_errors(measurement.values, measurement.errors, "feature_change")
-            self._replays.slices.widen(changes, known_errors(measurement.errors, "bfa_cos"))
+        self.features.settle(measurement)
         return measurement
 
     def _look(self, forward: WatchedForward, given: StepInputs) -> None:
@@ -331,26 +297,25 @@ class Engine(EngineState):
         self._stage.rest()
         self._attention.rest()
         forward.whole = self._step_loss.can_run(given)
-        if self.watches_features:
-            forward.outputs = self.features.outputs()
-            forward.again, forward.loss, forward.no_replay = self._replays.choose(given, self._moved, self._warn)
-            forward.begun = loss_begun(given, forward.loss)
-            forward.part = self._replays.look(forward.again, self._warn)
-        noise, apart = self._replays.slices.noise, self.processes is not None
-        forward.layers = observations(len(self.layers), self.features, self._stage, forward.outputs, noise, apart)
-        if self.features.traced:
-            for i, said in self._readouts.see(self.features, self._stage.unused).items():
+        self.features.look(forward, given)
+        capture, noise = self.features.capture, self.features.replays.slices.noise
+        apart = self.processes is not None
+        forward.layers = observations(len(self.layers), capture, self._stage, forward.outputs, noise, apart)
+        if capture.traced:
+            for i, said in self.features.readouts.see(capture, self._stage.unused).items():
                 forward.layers[i].place = said
         if self.processes is not None:
             forward.prints = as_table(row_hashes(forward.outputs), len(self.layers), self.processes.device)
 
-    def _observed(self, forward: WatchedForward) -> StepObservation:
+    def _observed(self, forward: WatchedForward, given: StepInputs) -> StepObservation:
         """Return what this process has to say of the step, after a failure too."""
+        stepped, awaited = self._stage.stepped, self._turns.awaited
         begun, again = forward.begun, forward.again
         return StepObservation(
             failed=self._failed,
-            stepped=bool(self._stage.stepped),
-            moved=self._moved,
+            stepped=bool(stepped & awaited if awaited else stepped),
+            optional=given.only_if_stepped,
+            moved=self.features.moved,
             closures=max(self.optimizers.closure_calls.values(), default=0),
             again=0 if again is None else 1 if isinstance(again, RootCall) else 2,
             loss=forward.loss is not None,
@@ -358,7 +323,7 @@ class Engine(EngineState):
             drifts=self.drifts,
             probe=self.probe_taken,
             part=forward.part,
-            samples=self._replays.slices.samples,
+            samples=self.features.replays.slices.samples,
             apart=0.0 if self.budget is None else self.budget.wait,
             begun=math.nan if begun is None or self.processes is None else float(begun),
             whole=forward.whole,
@@ -367,78 +332,43 @@ class Engine(EngineState):
     def _agree(self, seen: RankReports) -> bool:
         """Take over what all processes have in common, and return whether the step is measured."""
         self._apart = None if self.processes is None else seen.steps[0].apart
-        self.idle = not any(some.stepped for some in seen.steps)
         if any(some.failed for some in seen.steps):
             if not self._failed:
                 who = ", ".join(str(rank) for rank, some in enumerate(seen.steps) if some.failed)
                 self._warn(f"a step was not measured: it failed in process {who}, which says why")
             return False
+        self.idle = not any(some.stepped for some in seen.steps)
         self.measured = int(max(some.measured for some in seen.steps))
         self.drifts = int(max(some.drifts for some in seen.steps))
         if not all(some.probe for some in seen.steps):
-            self._replays.probe = None  # what one has lost is no use to the others
+            self.features.replays.probe = None  # what one has lost is no use to the others
         return True
 
-    def _changes(
-        self, forward: WatchedForward, seen: RankReports, rows: RowStage, facts: StepContext, given: StepInputs
-    ) -> float:
-        """Run the forward again, measure what the step changed of the features, and return whether few samples did."""
-        again, no_replay, outputs, out = forward.again, forward.no_replay, forward.outputs, self._out
-        if self.processes is not None:
-            out.note(NETWORK, LOSS, seen.begun)
-        elif forward.begun is not None:
-            out.put(NETWORK, LOSS, forward.begun)
-        full = FullStage(self.model, self.features, self.asked, self._alone, facts, out, self._warn, self._stage.old)
-        full.checks()
-        part = min(int(some.part) for some in seen.steps)
-        if not self._replays.slices.agree([int(some.samples) for some in seen.steps]):
-            part = NO
-        replay = full.replay(outputs, self._replays.slices.portion if part == YES else None)
-        self.features.drop_inputs()
-        if len({some.again for some in seen.steps}) > 1:
-            again, no_replay = None, "the forward cannot be run again: the processes called the model differently"
-        facts.no_replay = no_replay
-        with self._harmless("running the forward again"):
-            self._replays.run(self._drift_due(self.asked.keys), again, part, replay, facts, given.context, self._warn)
-        if self._failed and self.processes is None:
-            return part
-        done, self._replays.done = self._replays.done, ReplayOutcome()
-        known = all(some.loss for some in seen.steps)
-        stage_after = ChangeStage(rows, self.processes, full)
-        self._run(stage_after.measure(done, facts, forward.loss if known else None))
-        if stage_after.off and not self._replays.slices.off:
-            self._replays.slices.give_up()
-            if not self._replays.slices.automatic:
-                self._warn(f"replay_samples is of no use: {ELSEWHERE}; the whole batch is run again")
-        if stage_after.probe_lost:
-            self._replays.probe = None
-        with self._harmless("running the forward again with a graph"):
-            full.graphs(again, given, outputs, self._stage.rates)
-            full.linearized(self._replays.probe, self._parameters, given.context)
-        return part
-
-    def _before_replay(self, rows: RowStage, outputs: Outputs, facts: StepContext) -> Coroutine[None]:
-        """Matrices, and rows as the step saw them."""
-        calls, keys = self.features.calls, frozenset(self.asked.keys)
-        seen = [rows.forward(calls)] if self.watches_features else []
-        if NOISE in keys:
-            seen.append(measure_noise(calls, len(self.layers), self.processes, self._out))
-        if OF_ROWS & keys:
-            seen.append(measure_outputs(rows, keys, calls, outputs, facts))
+    def _before_replay(self, rows: RowStage, forward: WatchedForward, facts: StepContext) -> Coroutine[None]:
+        """Matrices, attention, and rows as the step saw them."""
+        features = self.features.routine(rows, forward.outputs, facts)
         if self.processes is None:
-            yield from sequence([self._attention.routine(), *seen])
+            yield from sequence([self._attention.routine(), features])
         else:
-            yield from gather([rows.sample(calls), self._stage.routine(), self._attention.routine(), *seen])
+            sampled = rows.sample(self.features.capture.calls)
+            yield from gather([sampled, self._stage.routine(), self._attention.routine(), features])
 
-    def _inputs(self, i: int) -> Tensor | None:
-        """Input rows that alignments are measured on."""
-        if self.processes is not None:
-            return None if self._rows is None else self._rows.samples.get(i)
-        rows = input_rows(self.features.calls.get(i, ()))
-        if rows is None:
-            return None
-        index = self._picker.choose(len(rows), rows_worth(self.layers[i].layout), rows.device)
-        return rows if index is None else rows[index]
+    def begin_forward(self) -> None:
+        """Forget calls made so far: the forward that leads to the step begins now, its backward pass later."""
+        self.features.capture.begin()
+        self.features.capture.backward_open = False
+
+    def end_forward(self) -> None:
+        """Leave out later calls: the forward is done."""
+        self.features.capture.forward_open = False
+
+    def begin_backward(self) -> None:
+        """Take gradients from here on as those of the step; the forward is done."""
+        self.features.capture.forward_open, self.features.capture.backward_open = False, True
+
+    def end_backward(self) -> None:
+        """Leave out later gradients."""
+        self.features.capture.backward_open = False
 
     def offer(
         self, training_step: Replayable, gradient: float, context: Context, earlier: Sequence[MicroBatch] = ()
@@ -451,7 +381,7 @@ class Engine(EngineState):
             context: to be entered around it.
             earlier: as for :meth:`offer_loss`.
         """
-        self._replays.whole, self._context = (training_step, LossGradient(gradient)), context
+        self.features.replays.whole, self._context = (training_step, LossGradient(gradient)), context
         self.offer_loss(training_step, context, earlier)
 
     def offer_loss(self, again: Repeatable, context: Context = nullcontext, earlier: Sequence[MicroBatch] = ()) -> None:
@@ -477,9 +407,7 @@ class Engine(EngineState):
         with self._harmless("copying the weights"), full_precision():
             self._stage.before(optimizer)
             self._attention.before(optimizer)
-            if self.watches_features:
-                parameters = (p for group in optimizer.param_groups for p in group["params"])
-                self._held_at[id(optimizer)] = marks(parameters)
+            self.features.before(optimizer)
 
     def _ready(self, optimizer: Optimizer) -> None:
         with self._harmless("looking at the gradients"):
@@ -490,17 +418,11 @@ class Engine(EngineState):
                 self._returned.close()
                 self._step_loss.offer_returned(self._returned.calls)
             self._step_loss.stepping()
-            if self.watches_features and not self._replays.looked:
-                self._replays.look_aside(self._own_warn, self._looking_aside)
-                self._stage.norms.samples = self.features.looked_at
-            if self.features.traced:
-                self._readouts.stepped(optimizer, self.features.backward_pass)
-            self.features.drop_unfinished()
-            if self.features.weights:
-                then, now = self._held_at[id(optimizer)], self.features.weights
-                self._moved |= any(now.get(p, mark) != mark for p, mark in then.items())
+            self.features.ready(optimizer, self._looking_aside)
+            self._stage.norms.samples = self.features.capture.looked_at
             if len(self.optimizers.optimizers) == 1:
-                self.features.forward_open = self.features.backward_open = False
+                self.end_forward()
+                self.end_backward()
                 self._attention.ready()
 
     def _after(self, optimizer: Optimizer) -> None:
@@ -508,7 +430,7 @@ class Engine(EngineState):
             if not self._failed:
                 self._stage.after(optimizer)
             self._reuse.stepped(optimizer)
-            self.features.settled |= self._stage.stepped
+            self.features.capture.settled |= self._stage.stepped
 
     @contextmanager
     def _harmless(self, what: str) -> Iterator[None]:

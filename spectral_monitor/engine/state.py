@@ -10,11 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.features.linearization import start_parameters
-from spectral_monitor.engine.features.replays import Replays
+from spectral_monitor.engine.features.watch import FeatureWatch
 from spectral_monitor.engine.overhead_budget import Budget
 from spectral_monitor.engine.preconditions import full_precision
 from spectral_monitor.engine.results.measurement import Measured
@@ -68,10 +66,8 @@ class EngineState:
     anatomy: Anatomy
     layers: tuple[Layer, ...]
     members: list[BatchMember]
-    features: FeatureCapture
+    features: FeatureWatch
     budget: Budget | None
-    _readouts: Readouts
-    _replays: Replays
     _harmless: Callable[[str], AbstractContextManager[None]]
 
     def __init__(self) -> None:
@@ -138,12 +134,12 @@ class EngineState:
             self.anatomy = replace(self.anatomy, layers=self.layers[: len(self.anatomy.layers)])
         for i, layer in changed.items():
             self.members[i] = replace(self.members[i], layer=layer)
-            if i in self.features.layers:
-                self.features.layers[i] = layer
+            if i in self.features.capture.layers:
+                self.features.capture.layers[i] = layer
 
     def state(self) -> dict[str, Any]:
         """Return the state without :meth:`tensors`: numbers, strings, lists."""
-        probe = self._replays.probe
+        probe = self.features.replays.probe
         return {
             "version": VERSION,
             "layers": layer_list(self.anatomy.layers),
@@ -153,11 +149,11 @@ class EngineState:
             "comparisons": self.comparisons,
             "skipped_updates": self.skipped_updates,
             "start_step": self.start_step,
-            "lasting": self.features.lasting,
+            "lasting": self.features.capture.lasting,
             "no_probe": "" if probe is None else probe.why_not,
             "budget": None if self.budget is None else self.budget.state_dict(),
-            "slices": self._replays.slices.state_dict(),
-            "roles": self._readouts.state_dict(),
+            "slices": self.features.replays.slices.state_dict(),
+            "roles": self.features.readouts.state_dict(),
         }
 
     def tensors(self) -> dict[str, Any]:
@@ -169,7 +165,7 @@ class EngineState:
             "version": VERSION,
             "start": pack_start(self._start, self.members),
             "parameters": self._parameters,
-            "probe": pack_probe(self._replays.probe, self.layers),
+            "probe": pack_probe(self.features.replays.probe, self.layers),
         }
 
     @property
@@ -180,7 +176,7 @@ class EngineState:
     @property
     def probe_taken(self) -> bool:
         """True if there is a batch on which ``feature_drift`` is measured."""
-        return self._replays.probe is not None
+        return self.features.replays.probe is not None
 
     def restore(
         self, state: dict[str, Any], tensors: dict[str, Any] | None, step: int, revive: Revive | None = None
@@ -222,12 +218,12 @@ class EngineState:
             try:
                 if tensors["probe"] is not None:
                     make = revive or self.revive
-                    self._replays.probe = unpack_probe(tensors["probe"], self.layers, make)
+                    self.features.replays.probe = unpack_probe(tensors["probe"], self.layers, make)
             except Exception as error_here:
                 no_probe = f"{type(error_here).__name__}: {error_here}"
             no_probe = self.said_anywhere(no_probe)
             if no_probe:
-                self._replays.probe = None
+                self.features.replays.probe = None
                 anew.append(f"feature_drift is counted from here (the probe batch could not be kept: {no_probe})")
         self.measured, self.drifts, self.skipped_updates = measured, drifts, skipped
         self.comparisons = int(state.get("comparisons", 0))
@@ -235,10 +231,10 @@ class EngineState:
             self.budget.load_state_dict(state["budget"], self.settings.keys)
         known = [*state["layers"], *state.get("nodes", ())]
         if known == layer_list(self.layers):  # layers have the numbers they had
-            self._replays.slices.load_state_dict(state.get("slices"))
-        self.features.lasting = lasting
+            self.features.replays.slices.load_state_dict(state.get("slices"))
+        self.features.capture.lasting = lasting
         if "roles" in state:
-            self.correct_roles(self._readouts.load_state_dict(state["roles"]))
+            self.correct_roles(self.features.readouts.load_state_dict(state["roles"]))
         kept = {} if tensors is None else dict(tensors.get("parameters", {}))
         if start is None:
             self.start(step)

@@ -373,6 +373,7 @@ class SpectralProbe(MeasuredRun):
             accumulated, loss = micro_batches, None if loss is None else loss / micro_batches
         measurement = self._engine.finish(self.steps, loss=loss, accumulated=accumulated, loss_parts=loss_parts)
         if measurement is None:
+            self._postponed = keys if self._engine.idle else frozenset()  # until the others' turn
             return
         measurement = self._supervisor.judge(measurement, announce if self.is_first else _say_nothing)
         self._measurements.append(measurement)

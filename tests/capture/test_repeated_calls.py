@@ -47,7 +47,7 @@ def stepped(sizes, look=None, quantities=KEYS, **settings):
             optimizer.zero_grad()
             model(x).backward()
             if look is not None:
-                look(model, probe._engine.features.calls[0])
+                look(model, probe._engine.features.capture.calls[0])
             optimizer.step()
     return probe.latest
 

@@ -183,10 +183,10 @@ def test_graphs_are_let_go():
     probe = SpectralProbe(model, optimizer, quantities="full")
     with probe.step():
         model(torch.randn(10, 6), torch.randint(3, (10,))).backward()
-        assert probe._engine.features.checks._made
+        assert probe._engine.features.capture.checks._made
         optimizer.step()
-        assert not probe._engine.features.checks._made
-    assert not probe._engine.features.calls
+        assert not probe._engine.features.capture.checks._made
+    assert not probe._engine.features.capture.calls
 
 
 def test_a_hook_on_all_modules_is_told_of():

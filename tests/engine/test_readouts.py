@@ -177,8 +177,8 @@ def test_tier_light_keeps_the_guess():
 
 def test_a_second_step_takes_no_graph_apart(monkeypatch):
     probe = measured(HeadFirst())
-    assert probe._engine._readouts.complete
-    assert not probe._engine.features.traced
+    assert probe._engine.features.readouts.complete
+    assert not probe._engine.features.capture.traced
 
 
 def test_a_resumed_run_has_the_same_roles():
@@ -188,7 +188,7 @@ def test_a_resumed_run_has_the_same_roles():
     resumed.load_state_dict(probe.state_dict())
     assert roles(resumed) == {"last"}
     assert [m.layer for m in resumed._engine.members] == list(resumed.anatomy.layers)
-    assert resumed._engine._readouts.complete
+    assert resumed._engine.features.readouts.complete
 
 
 def net(inputs, outputs, hidden=8):

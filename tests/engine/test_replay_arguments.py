@@ -74,7 +74,7 @@ def test_what_is_known_stays_small():
 
     calls = [(torch.randn(BATCH, WIDTH), {f"word {i}": True}) for i in range(2 * slices.KEPT)]
     probe, said, forwards = told(calls, Named, replay_samples=FEW)
-    known = probe._engine._replays.slices
+    known = probe._engine.features.replays.slices
     assert not said
     assert {len(sizes) for sizes in forwards} == {4}
     assert len(known._known) == len(known._values) == slices.KEPT

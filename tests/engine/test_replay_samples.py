@@ -458,7 +458,7 @@ def held(probe, make_batch, model):
         optimizer.zero_grad()
         model(*make_batch()).square().mean().backward()
         found = {}
-        for i, calls in probe._engine.features.calls.items():
+        for i, calls in probe._engine.features.capture.calls.items():
             tensors = [t for call in calls for t in (call.h_out._rows, call.b._rows, call.b_sample) if t is not None]
             found[probe._engine.layers[i].info.name] = sum(t.untyped_storage().nbytes() for t in tensors)
         optimizer.step()
@@ -552,7 +552,7 @@ def test_a_probe_batch_is_kept_and_resumed_with_its_first_samples():
         quantities=["feature_drift", "feature_change"],
     )
     resumed.load_state_dict(state)
-    assert resumed._engine._replays.probe.part is True
+    assert resumed._engine.features.replays.probe.part is True
     batch = model.batch()
     for one in (probe, resumed):
         net = one._engine.model
@@ -578,7 +578,7 @@ def test_what_is_rounded_differently_alone_widens_the_margin(monkeypatch):
     probe, said, forwards = trained(Rounded, lr=1e-7, replay_samples=FEW, quantities=quantities)
     assert not said
     assert forwards[1] == [BATCH, FEW]
-    assert 1e-6 < probe._engine._replays.slices.noise[2] < 4e-6
+    assert 1e-6 < probe._engine.features.replays.slices.noise[2] < 4e-6
     head = probe.measurements[1]
     assert math.isnan(head.value("feature_change", "head"))
     assert "rounding" in head.why("feature_change", "head")

@@ -67,7 +67,7 @@ def test_errors_hold_what_all_samples_say():
 def test_more_samples_are_run_where_cosines_say_too_little():
     """Twice as many after four measured steps."""
     _, probe = measurements("auto", 0, 12)
-    subset = probe._engine._replays.slices
+    subset = probe._engine.features.replays.slices
     assert subset.samples >= 2 * replay_subset.SAMPLES
 
 

@@ -139,7 +139,7 @@ def checkpointed(reentrant):
     probe = SpectralProbe(model, optimizer)
 
     def look(*_):
-        seen = probe._engine.features.calls
+        seen = probe._engine.features.capture.calls
         calls.append({i: [(call.count, call.b_count) for call in of_layer] for i, of_layer in seen.items()})
 
     optimizer.register_step_pre_hook(look)

@@ -98,23 +98,37 @@ class Replays:
     """
 
     def __init__(
-        self, model: nn.Module, wrapper: nn.Module, features: FeatureCapture, settings: Settings, compiled: str
+        self,
+        model: nn.Module,
+        wrapper: nn.Module,
+        features: FeatureCapture,
+        settings: Settings,
+        compiled: str,
+        warn: WarnOnce,
+        warn_here: WarnOnce,
     ) -> None:
-        """``wrapper``: what is called in the model's place, to have its weights whole; the model if there is none."""
+        """``wrapper``: what is called in the model's place, to have its weights whole; the model if there is none;
+        ``warn_here``: tells what happened in this process alone.
+        """
         self._model = model
         self._wrapper = wrapper
         self._features = features
-        self.needs = settings.needs
+        self._warn, self._warn_here = warn, warn_here
         self._drift_every = settings.drift_every
         self._compiled = compiled
         self._host = settings.low_memory
         self.slices = ReplaySubset(settings.replay_samples, model)
         self.probe: Probe | None = None
         self.done = ReplayOutcome()
+        self.begin(settings.needs)
+
+    def begin(self, needs: frozenset[str]) -> None:
+        """Begin a step of which ``needs`` must be captured."""
+        self.needs = needs
         self.looked, self.unseen = False, ""
         self.whole: tuple[Replayable, LossGradient] | None = None
 
-    def look_aside(self, warn: WarnOnce, around: Context) -> None:
+    def look_aside(self, around: Context) -> None:
         """Record features of the step that were not seen in a pass of their own, before the optimizer steps.
 
         ``around``: who else wants to see it.
@@ -123,7 +137,7 @@ class Replays:
         self.looked, noticed = True, sees_all_modules()
         if inlined and (self.whole is None or not self._features.refined):
             self.unseen = INLINED
-            warn(f"the model is {INLINED}; if it is torch.compile(model), give that instead of the model")
+            self._warn_here(f"the model is {INLINED}; if it is torch.compile(model), give that instead of the model")
             return
         if noticed or not (hidden or (self._features.halved and not self.slices.off)):
             self.unseen = noticed if hidden else ""
@@ -134,14 +148,14 @@ class Replays:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             if hidden:
-                warn(f"{self._beyond(why)}; no features are measured", error)
+                self._warn_here(f"{self._beyond(why)}; no features are measured", error)
         if hidden and why:  # otherwise there is what was seen
             self.unseen = self._beyond(why)
 
     def _beyond(self, why: str) -> str:
         return f"{self._compiled or 'what calls the model'} is compiled, and could not be run eagerly: {why}"
 
-    def choose(self, given: StepInputs, moved: bool, warn: WarnOnce) -> tuple[Replayable | None, Tensor | None, str]:
+    def choose(self, given: StepInputs, moved: bool) -> tuple[Replayable | None, Tensor | None, str]:
         """Return how the forward can be run again, the loss it had, and why it cannot."""
         roots, looked = self._features.roots, self._features.looked
         again: Replayable
@@ -164,17 +178,17 @@ class Replays:
         if why:
             reason = f"the forward of {self._name(again)} cannot be run again: {why}"
             if self.needs & {"dh", "probe"}:
-                warn(f"{reason}; what needs the features after the step is left out", again.uncopied)
+                self._warn(f"{reason}; what needs the features after the step is left out", again.uncopied)
             return None, None, reason
         return again, before, ""
 
-    def look(self, again: Replayable | None, warn: WarnOnce) -> int:
+    def look(self, again: Replayable | None) -> int:
         """Return whether the first samples of a forward are enough when it is run again; see :mod:`.replay_subset`."""
         if not self.needs & {"dh", "probe"}:
             return NO
         stand, never = self.slices.look(again, self._features.calls, again is not None and self._draws_alike(again))
         if never and not self.slices.automatic:
-            warn(f"replay_samples is of no use: {never}; the whole batch is run again")
+            self._warn(f"replay_samples is of no use: {never}; the whole batch is run again")
         return stand
 
     def _draws_alike(self, again: Replayable) -> bool:
@@ -191,7 +205,6 @@ class Replays:
         replay: Replay,
         facts: StepContext,
         context: Context,
-        warn: WarnOnce,
     ) -> None:
         """Run what is due, into :attr:`done`; ``again`` is ``None`` if the forward cannot be run, and facts say why.
 
@@ -208,16 +221,16 @@ class Replays:
             facts.no_drift = f"measured at every {self._drift_every}th measured step"
         probe = self.probe
         if again is not None and wanted:
-            same = self._same_batch(again, part, replay, facts, context, warn)
+            same = self._same_batch(again, part, replay, facts, context)
             self.done = replace(self.done, same=same, drift=same if first else self.done.drift)
         if first:
             facts.no_drift = facts.no_replay
         elif due and probe is not None:
-            self.done = replace(self.done, drift=self._probe_batch(probe, replay.keys, facts, context, warn))
+            self.done = replace(self.done, drift=self._probe_batch(probe, replay.keys, facts, context))
         self.done = replace(self.done, off=self.slices.off)
 
     def _same_batch(
-        self, again: Replayable, part: int, replay: Replay, facts: StepContext, context: Context, warn: WarnOnce
+        self, again: Replayable, part: int, replay: Replay, facts: StepContext, context: Context
     ) -> ReplayResult:
         rehearsal: IndependenceCheck | ExchangeCheck | None = None
         if part == UNSEEN:
@@ -238,12 +251,12 @@ class Replays:
             if part == YES:
                 self.slices.give_up()
                 further = "; from the next measured step on the whole batch is run again"
-            warn(f"{facts.no_replay}; what needs the features after the step is left out{further}", error)
+            self._warn(f"{facts.no_replay}; what needs the features after the step is left out{further}", error)
             return ReplayResult(None, None)
         if rehearsal is not None:
             why = self.slices.settle(rehearsal)
             if why and not self.slices.automatic:
-                warn(f"replay_samples is of no use: {why}; the whole batch is run again")
+                self._warn(f"replay_samples is of no use: {why}; the whole batch is run again")
         if self.probe is None and "probe" in self.needs:
             outputs, portion = replay.outputs, self.slices.portion
             if part == UNSEEN and portion is not None:
@@ -289,9 +302,7 @@ class Replays:
         rows = {(i, n): call.outputs for i, calls in self._features.calls.items() for n, call in enumerate(calls)}
         return ExchangeCheck(runs, portion, rows, wrong)
 
-    def _probe_batch(
-        self, probe: Probe, keys: Collection[str], facts: StepContext, context: Context, warn: WarnOnce
-    ) -> ReplayResult:
+    def _probe_batch(self, probe: Probe, keys: Collection[str], facts: StepContext, context: Context) -> ReplayResult:
         replay = Replay(probe.outputs, keys, samples=batch_size(probe.again.given) if probe.part else None)
         try:
             loss = self.run_again(probe.again, context, replay)
@@ -299,7 +310,7 @@ class Replays:
                 _check_part(probe.again, replay)
         except Exception as error:
             facts.no_drift = f"the probe batch could not be run again ({type(error).__name__}: {error})"
-            warn(facts.no_drift, error)
+            self._warn(facts.no_drift, error)
             return ReplayResult(None, None)
         return ReplayResult(replay, loss)
 

@@ -1,0 +1,232 @@
+"""Everything about features in a measured step: its own passes, rows of them, and forwards that are run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spectral_monitor.capture.hooks.forward import FeatureCapture
+from spectral_monitor.capture.hooks.recording import nothing
+from spectral_monitor.capture.hooks.tensor_version import Marks, marks
+from spectral_monitor.capture.replay.feature_change import Outputs
+from spectral_monitor.capture.row_sampling import RowSampler
+from spectral_monitor.engine.agreement.output_layers import Readouts
+from spectral_monitor.engine.agreement.rank_report import RankReports
+from spectral_monitor.engine.features.changes import ChangeStage
+from spectral_monitor.engine.features.kernels import ALONE, BACKWARD, FullStage
+from spectral_monitor.engine.features.outputs import OF_ROWS, measure_noise, measure_outputs
+from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
+from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs, loss_begun
+from spectral_monitor.engine.features.stage import RowStage, input_rows
+from spectral_monitor.engine.model_layout import ModelLayout
+from spectral_monitor.engine.observation import WatchedForward
+from spectral_monitor.engine.results.measurement import known_errors, relative_errors
+from spectral_monitor.engine.results.noise import DIVIDED
+from spectral_monitor.engine.results.noise import KEY as NOISE
+from spectral_monitor.engine.results.raw import LOSS, NETWORK, RawScalars
+from spectral_monitor.engine.results.reasons import StepContext
+from spectral_monitor.engine.settings import FEATURES, Settings
+from spectral_monitor.engine.weights.matrix_batches import BatchMember
+from spectral_monitor.engine.weights.norms import rows_worth
+from spectral_monitor.engine.weights.stage import MatrixStage
+from spectral_monitor.linalg import Coroutine, gather, sequence
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.messages import WarnOnce
+from spectral_monitor.sharding import ProcessGroup
+
+
+class FeatureWatch:
+    """Watches features during measured steps; where only weights are asked for, it does nothing.
+
+    Attributes:
+        capture: records the calls of layers.
+        replays: runs forwards again.
+        readouts: tells which layers are readouts by what is called.
+        moved: whether weights were changed between the forward and the optimizer's step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wrapper: nn.Module,
+        layout: ModelLayout,
+        settings: Settings,
+        processes: ProcessGroup | None,
+        harmless: Callable[[str], AbstractContextManager[None]],
+        warn: WarnOnce,
+        warn_here: WarnOnce,
+    ) -> None:
+        """``wrapper``: what is called in the model's place, to have its weights whole; the model if there is none;
+        ``warn_here``: tells what happened in this process alone.
+        """
+        self._model = model
+        self._members: Sequence[BatchMember] = layout.members
+        self._processes = processes
+        self._alone = processes is None and wrapper is model
+        self._harmless, self._warn = harmless, warn
+        layers = layout.layers
+        wanted = range(len(layers)) if settings.needs & FEATURES else ()
+        room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
+        # Where the weights of a forward lie is no one's but FSDP's affair.
+        watched = [p for p in model.parameters() if id(p) not in layout.flat]
+        self.capture = FeatureCapture(
+            model, layers, wanted, room, watched, harmless, layout.entries, not layout.sharded
+        )
+        self.replays = Replays(model, wrapper, self.capture, settings, layout.compiled, warn, warn_here)
+        self.readouts = Readouts(layout.anatomy)
+        self._picker = RowSampler(settings.max_rows)
+
+    def clear(self, asked: Settings, out: RawScalars) -> None:
+        """Drop what was seen, and begin a step of which ``asked`` is measured."""
+        self.capture.disarm()
+        self.replays.begin(asked.needs)
+        self._asked, self._keys, self._out = asked, frozenset(asked.keys), out
+        self._held_at: dict[int, Marks] = {}
+        self.moved = False
+        self._rows: RowStage | None = None
+        self._part: float = NO
+
+    @property
+    def wanted(self) -> bool:
+        """True if the step's quantities need hooks on modules."""
+        return bool(self._asked.needs & FEATURES)
+
+    def arm(self) -> None:
+        """Register the hooks, if any are needed."""
+        if not self.wanted:
+            return
+        capture, keys = self.capture, self._keys
+        capture.look_for(keys if self._alone else {NOISE} & keys)
+        capture.watch_gradients = bool(BACKWARD & keys)
+        capture.watch_weights = "gradient_change" in keys and self._alone
+        capture.watch_losses = "dh" in self._asked.needs or capture.watch_gradients
+        foresight = nothing if ALONE & keys else self.replays.slices.foresee
+        ranked = bool({"backward_stable_rank", "backward_rms"} & keys)
+        capture.foresee(foresight, ranked, apart=self._processes is not None)
+        capture.traced = not self.readouts.complete
+        self.readouts.begin()
+        capture.arm()
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Mark the weights that an optimizer is about to change."""
+        if self.wanted:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            self._held_at[id(optimizer)] = marks(parameters)
+
+    def ready(self, optimizer: Optimizer, around: Context) -> None:
+        """Look at what was recorded when an optimizer's gradients are there; ``around`` is entered for a pass beside
+        the step.
+        """
+        capture = self.capture
+        if self.wanted and not self.replays.looked:
+            self.replays.look_aside(around)
+        if capture.traced:
+            self.readouts.stepped(optimizer, capture.backward_pass)
+        capture.drop_unfinished()
+        if capture.weights:
+            then, now = self._held_at[id(optimizer)], capture.weights
+            self.moved |= any(now.get(p, mark) != mark for p, mark in then.items())
+
+    def look(self, forward: WatchedForward, given: StepInputs) -> None:
+        """Fill in what was recorded of the step's forward, and how it can be run again."""
+        if self.wanted:
+            forward.outputs = self.capture.outputs()
+            forward.again, forward.loss, forward.no_replay = self.replays.choose(given, self.moved)
+            forward.begun = loss_begun(given, forward.loss)
+            forward.part = self.replays.look(forward.again)
+
+    def explain(self, facts: StepContext, seen: RankReports) -> None:
+        """Put what is known of features that were not seen, or of some samples only."""
+        capture = self.capture
+        facts.unseen, facts.shared = self.replays.unseen, capture.shared
+        facts.sampled = bool(capture.looked_at)
+        facts.halved = capture.halved and capture.looked is None and self._asked.replay_samples is not None
+        if seen.batch_count < len(seen.batches):
+            facts.why_not[NOISE, NETWORK] = DIVIDED
+
+    def begin_rows(self, seen: RankReports) -> RowStage:
+        """Begin to measure rows, now that all processes know of each other's."""
+        self._rows = RowStage(self._members, self._asked, seen, self._processes, self._picker, self._out)
+        return self._rows
+
+    def routine(self, rows: RowStage, outputs: Outputs, facts: StepContext) -> Coroutine[None]:
+        """Measure rows as the step saw them."""
+        calls, keys = self.capture.calls, self._keys
+        seen = [rows.forward(calls)] if self.wanted else []
+        if NOISE in keys:
+            seen.append(measure_noise(calls, len(self._members), self._processes, self._out))
+        if OF_ROWS & keys:
+            seen.append(measure_outputs(rows, keys, calls, outputs, facts))
+        yield from (sequence if self._processes is None else gather)(seen)
+
+    def sample(self, i: int) -> Tensor | None:
+        """Return the input rows that a layer's alignments are measured on."""
+        if self._processes is not None:
+            return None if self._rows is None else self._rows.samples.get(i)
+        rows = input_rows(self.capture.calls.get(i, ()))
+        if rows is None:
+            return None
+        index = self._picker.choose(len(rows), rows_worth(self._members[i].layer.layout), rows.device)
+        return rows if index is None else rows[index]
+
+    def changes(
+        self,
+        forward: WatchedForward,
+        seen: RankReports,
+        rows: RowStage,
+        facts: StepContext,
+        given: StepInputs,
+        due: bool,
+        stage: MatrixStage,
+        start: Mapping[str, Tensor],
+    ) -> Coroutine[None]:
+        """Run the forward again and measure what the step changed of the features.
+
+        Args:
+            forward, rows: those of the step.
+            seen: what all processes saw of it.
+            facts: get the reasons for what is missing.
+            given: what the training loop knows of the step.
+            due: whether the probe batch is run again too.
+            stage: has the weights before the step, and their learning rates.
+            start: parameter name -> its value at the start of the run, where that is asked for.
+        """
+        if self._processes is not None:
+            self._out.note(NETWORK, LOSS, seen.begun)
+        elif forward.begun is not None:
+            self._out.put(NETWORK, LOSS, forward.begun)
+        full = FullStage(self._model, self.capture, self._asked, self._alone, facts, self._out, self._warn, stage.old)
+        full.checks()
+        slices = self.replays.slices
+        alike = slices.agree([int(some.samples) for some in seen.steps])
+        self._part = part = min(int(some.part) for some in seen.steps) if alike else NO
+        replay = full.replay(forward.outputs, slices.portion if part == YES else None)
+        self.capture.drop_inputs()
+        again, facts.no_replay = forward.again, forward.no_replay
+        if len({some.again for some in seen.steps}) > 1:
+            again = None
+            facts.no_replay = "the forward cannot be run again: the processes called the model differently"
+        with self._harmless("running the forward again"):
+            self.replays.run(due, again, part, replay, facts, given.context)
+        done, self.replays.done = self.replays.done, ReplayOutcome()
+        known = all(some.loss for some in seen.steps)
+        after = ChangeStage(rows, self._processes, full)
+        yield from after.measure(done, facts, forward.loss if known else None)
+        if after.off and not slices.off:
+            slices.give_up()
+            if not slices.automatic:
+                self._warn(f"replay_samples is of no use: {ELSEWHERE}; the whole batch is run again")
+        if after.probe_lost:
+            self.replays.probe = None
+        with self._harmless("running the forward again with a graph"):
+            full.graphs(again, given, forward.outputs, stage.rates)
+            full.linearized(self.replays.probe, start, given.context)
+
+    def settle(self, measurement: Measurement) -> None:
+        """Run more samples again from now on, if few were too uncertain."""
+        if self._part == YES:
+            changes = relative_errors(measurement.values, measurement.errors, "feature_change")
+            self.replays.slices.widen(changes, known_errors(measurement.errors, "bfa_cos"))

@@ -1,0 +1,134 @@
+"""Optimizers that take turns are measured in turn, whatever the interval."""
+
+from __future__ import annotations
+
+import math
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spectral_monitor import SpectralMonitor, SpectralProbe
+from spectral_monitor.engine.weights.turns import PATIENCE
+
+
+class Pair(nn.Module):
+    """Two networks that train each other, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the critic says of what the maker makes."""
+        return self.critic(self.maker(x))
+
+
+def measured(probe: SpectralProbe) -> list[tuple[int, str]]:
+    """Return the steps that were measured, each with the network that was seen to step."""
+    found = []
+    for measurement in probe.measurements:
+        seen = {
+            info.name.split(".")[0]
+            for info, size in zip(measurement.layers, measurement.values["update_norm"], strict=True)
+            if math.isfinite(size) and size > 0
+        }
+        found.append((measurement.step, "+".join(sorted(seen))))
+    return found
+
+
+def run(every: int | str, steps: int, turn: int, phase: int = 0, quantities: str = "light") -> SpectralProbe:
+    """Train a pair; the maker steps in one of ``turn`` steps, the critic in the others."""
+    torch.manual_seed(0)
+    pair = Pair()
+    maker, critic = torch.optim.Adam(pair.maker.parameters()), torch.optim.SGD(pair.critic.parameters(), lr=0.01)
+    probe = SpectralProbe(pair, [critic, maker], every_n_steps=every, quantities=quantities, verbose=False)
+    for step in range(1, steps + 1):
+        with probe.step():
+            optimizer = maker if step % turn == phase else critic
+            pair.zero_grad()
+            pair(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    return probe
+
+
+def test_even_steps_meet_both_of_two() -> None:
+    assert measured(run(2, 12, turn=2, phase=1)) == [
+        (2, "critic"),
+        (5, "maker"),
+        (6, "critic"),
+        (9, "maker"),
+        (10, "critic"),
+    ]
+
+
+def test_one_that_steps_rarely_is_waited_for() -> None:
+    found = measured(run(10, 60, turn=5, phase=3))
+    assert found == [(10, "critic"), (23, "maker"), (30, "critic"), (43, "maker"), (50, "critic")]
+
+
+def test_features_of_the_one_that_waited_are_its_own_step_s() -> None:
+    probe = run(2, 6, turn=2, phase=1, quantities="standard")
+    first, second, *_ = probe.measurements
+    first_of_maker = [info.name for info in first.layers].index("maker.0")
+    assert first.values["feature_change"][first_of_maker] == 0
+    assert second.values["feature_change"][first_of_maker] > 0
+
+
+def test_nobody_waits_for_ever() -> None:
+    steps = 10 + PATIENCE + 30
+    found = measured(run(10, steps, turn=10**6))
+    first = 20 + PATIENCE - 1  # watched in vain from 20 on; the next step is measured whoever makes it
+    assert found == [(10, "critic"), (first + 1, "critic"), *((step, "critic") for step in range(60, steps + 1, 10))]
+
+
+def test_an_absent_one_is_waited_for_again_once_it_was_seen() -> None:
+    torch.manual_seed(0)
+    pair = Pair()
+    maker, critic = torch.optim.Adam(pair.maker.parameters()), torch.optim.SGD(pair.critic.parameters(), lr=0.01)
+    probe = SpectralProbe(pair, [critic, maker], every_n_steps=10, quantities="light", verbose=False)
+    for step in range(1, 121):
+        with probe.step():
+            pair.zero_grad()
+            pair(torch.randn(8, 4)).square().mean().backward()
+            (maker if step >= 70 and step % 5 in (0, 3) else critic).step()
+    assert measured(probe)[-5:] == [(70, "maker"), (81, "critic"), (90, "maker"), (101, "critic"), (110, "maker")]
+
+
+class Turns(L.LightningModule):
+    """The same under Lightning, with manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.pair = Pair()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        critic, maker = self.optimizers()
+        optimizer = maker if batch_idx % 2 == 0 else critic  # batches are counted from 1: the maker's are odd
+        optimizer.zero_grad()
+        self.manual_backward(self.pair(batch).square().mean())
+        optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.SGD(self.pair.critic.parameters(), lr=0.01),
+            torch.optim.Adam(self.pair.maker.parameters()),
+        ]
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_under_lightning(every: int) -> None:
+    torch.manual_seed(0)
+    monitor = SpectralMonitor(every_n_steps=every, quantities="light", verbose=False)
+    trainer = L.Trainer(
+        max_steps=-1, max_epochs=1, callbacks=[monitor], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(Turns(), torch.utils.data.DataLoader(torch.randn(128, 4), batch_size=4))
+    steps = [measurement.step for measurement in monitor.measurements]
+    both = [step % 2 for step in steps]
+    assert len(steps) > 3
+    assert both == [n % 2 for n in range(len(both))], steps
