@@ -23,16 +23,15 @@ For a loss that is quadratic along the step that is from 4/3 on. Networks that t
 LONGEST_PROPORTIONAL = 1.0
 """The same where updates go with gradients, as under SGD: steps that are too long make gradients, and steps, larger."""
 UPHILL_EDGE = 2.0
-"""What counts as the edge of a step that its own batch's gradient says goes uphill, so that it has none: the least with
-which a step gains nothing. Momentum carries on where the steps before went past the lowest point.
+"""The edge of a step that gains nothing. What is larger counts as this. So does a step that goes uphill, as the gradient
+of its own batch says: momentum carries on where the steps before went past the lowest point.
 """
 EDGES = 3
-"""So many, the latest ones, count. Their median shortens steps, for a single batch says little. Steps become longer
-again as far as the largest allows, for overshooting comes and goes.
-"""
-AT_ONCE = 0.5
-"""Factor by which the median shortens steps at most each time one is looked at, for edges of small batches scatter
-widely. What the smallest of them asks for is done at once.
+"""The mean of so many edges, the latest ones, makes steps shorter or longer.
+
+With little noise edges swing about 1, for momentum carries steps past the lowest point and back, and the loss falls all
+the same. A median, or the largest, would shorten these steps. That only makes the loss steeper (Cohen and others, 2021).
+Steps are shortened again then, until nothing is learnt. Those that are really too long all have edges of about 2.
 """
 RISE = 2**0.125
 """Factor by which steps become longer again, at most, each time one is looked at."""
@@ -97,13 +96,13 @@ class StepLength:
         factor: that part, from 1/64 to 1.
         given_up: whether the loss does not follow its gradients, as with straight-through estimators; steps then keep
             their length.
-        edge: the median of the latest, for steps as long as the one that was seen last.
+        edge: the mean of the latest, for steps as long as the one that was seen last.
     """
 
     def __init__(self, longest: float = LONGEST) -> None:
         self.factor, self.given_up, self.edge = 1.0, False, math.nan
         self._longest = longest
-        self._curvatures: list[float] = []  # latest edges, of steps of full length
+        self._curvatures: list[float] = []  # latest edges, at full length
         self._next, self._fruitless = 1, 0
 
     def due(self, step: int) -> bool:
@@ -119,23 +118,19 @@ class StepLength:
         self._next = step + (1 if watchful else min(max(1, step // PART), SELDOM))
         if not math.isfinite(edge):
             return self.factor
-        self._curvatures = [*self._curvatures, edge / self.factor][-EDGES:]
+        counts = min(max(edge, 0.0), UPHILL_EDGE)
+        self._curvatures = [*self._curvatures, counts / self.factor][-EDGES:]
         if len(self._curvatures) < EDGES:
             return self.factor
-        self.edge = statistics.median(self._curvatures) * self.factor
+        mean = statistics.fmean(self._curvatures)
+        self.edge = mean * self.factor
         self._fruitless = self._fruitless + 1 if self.factor == SHORTEST and edge > self._longest else 0
-        right, agreed = self._right(statistics.median(self._curvatures)), self._right(min(self._curvatures))
-        right = max(right, min(AT_ONCE * self.factor, agreed))
-        longer = min(self.factor * RISE, self._right(max(self._curvatures)))
         # At once where they are too long, by and by where they may be longer again.
-        self.factor = min(right, max(self.factor, longer))
+        right = min(max(self._longest / mean, SHORTEST), 1.0) if mean > 0 else 1.0
+        self.factor = min(right, RISE * self.factor)
         if self._fruitless == FRUITLESS:
             self.factor, self.given_up = 1.0, True
         return self.factor
-
-    def _right(self, curvature: float) -> float:
-        """Return the factor at which steps of such an edge, at full length, have the largest that is left alone."""
-        return min(max(self._longest / curvature, SHORTEST), 1.0) if curvature > 0 else 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers."""

@@ -135,7 +135,7 @@ class Engine(EngineState):
         self._stage = MatrixStage(
             self.members, self.asked, self._start, self.features.sample, self._copies, self.processes, self._out
         )
-        self._stage.overwrites = self._overwrites
+        self._stage.contributions.overwrites = self._overwrites
         self._attention.clear(self.asked, self._out)
         self.features.clear(self.asked, self._out)
 

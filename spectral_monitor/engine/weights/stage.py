@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,23 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay, learning_rate, weight_decay
-from spectral_monitor.engine.results.raw import NETWORK, RawScalars, one_each
+from spectral_monitor.engine.results.raw import RawScalars, one_each
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.adam_state import COMPUTED, adam_state
-from spectral_monitor.engine.weights.clipping import Clipping, clipping_since
-from spectral_monitor.engine.weights.gradients import (
-    SUMMED,
-    contribution_here,
-    gradient_here,
-    gradient_norms,
-    summed_over,
-)
+from spectral_monitor.engine.weights.contributions import ContributionStage, Gradients, given_back
+from spectral_monitor.engine.weights.gradients import SUMMED, summed_over
 from spectral_monitor.engine.weights.matrix_batches import BatchMember, MatrixBatch, Start, chunks, matrix_batches
 from spectral_monitor.engine.weights.norms import Job, MatrixNorms
 from spectral_monitor.functional.feature_speed import inner_sums
 from spectral_monitor.linalg import AllReduce, Coroutine, gather, run_local, sequence
 from spectral_monitor.state.buffers import kept
-from spectral_monitor.state.dtensor import local_part
 
 
 @dataclass
@@ -39,11 +30,7 @@ class _Held:
 
     members: dict[int, BatchMember]
     stacks: list[MatrixBatch]
-    trained: list[nn.Parameter] = field(default_factory=list)
-    others: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    gradient_norms: Tensor = field(default_factory=lambda: torch.empty(0))
-    gradients: list[Tensor] = field(default_factory=list)
-    clipping: Clipping | None = None
+    gradients: Gradients
 
 
 class MatrixStage:
@@ -63,7 +50,7 @@ class MatrixStage:
         stepped: layers whose optimizer has stepped.
         unused: layers that had no gradient.
         divided: layers whose parameters are stepped by several optimizers.
-        overwrites: whether optimizers are known to overwrite gradients, which are then copied before the step.
+        contributions: measures what gradients say.
         no_moments: layer index -> why its optimizer has no moments like Adam's, where those are asked for.
         no_gradient: layer index -> why its gradient is no matrix, where norms of gradients are asked for.
         old: layer index -> its weight before the step, where parts of changes are asked for.
@@ -88,14 +75,11 @@ class MatrixStage:
         self._exchange = exchange
         self._out = out
         self._held: dict[int, _Held] = {}
-        self._originals: dict[int, list[tuple[nn.Parameter, Tensor, int]]] = {}  # with how many copies it is counted in
         self._host = settings.low_memory
         self._room: dict[torch.device, int] = {}  # bytes that the largest of what waits in host memory takes
         self._slots: dict[torch.device, Tensor] = {}
         self._jobs: list[Job] = []
         self._waiting: list[Coroutine[None]] = []
-        self._steps = 0
-        self.overwrites = False
         self.lr: dict[int, float] = {}
         self.decay: dict[int, WeightDecay] = {}
         self.replaced: set[int] = set()
@@ -107,6 +91,9 @@ class MatrixStage:
         self.old: dict[int, Tensor] = {}
         self.rates: list[tuple[nn.Parameter, float]] = []
         self._stepper: dict[int, int] = {}
+        self.contributions = ContributionStage(
+            self.members, copies, self._host, exchange is not None, self.divided, self.unused, out
+        )
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
@@ -118,19 +105,11 @@ class MatrixStage:
                 self.divided.add(i)
         if "Wdh" in self.settings.needs and self._exchange is None:
             self.old.update({i: kept(m.layer.weight().detach(), self._host) for i, m in mine.items()})
-        held = _Held(mine, self._stacks(mine) if self.settings.needs & {"W", "dW", "W0", "|g|"} else [])
-        for stack in held.stacks:
+        stacks = self._stacks(mine) if self.settings.needs & {"W", "dW", "W0", "|g|"} else []
+        for stack in stacks:
             stack.load(self._host)
-        if "g" in self.settings.needs:
-            measured = {id(p) for i, m in mine.items() for p in m.layer.sources if i not in self.divided}
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            held.others = [(p, kept(local_part(p), self._host)) for p in parameters if id(p) not in measured]
-            for i, member in mine.items():
-                layer = member.layer
-                if layer.compute is not None and not layer.tied_to and i not in self.divided:
-                    sources = [p for p in layer.sources if id(p) in owned and member.holding.rectangles]
-                    self._originals[i] = [(p, kept(p.detach(), self._host), 1) for p in sources]
-        self._held[id(optimizer)] = held
+        gradients = self.contributions.before(optimizer, mine) if "g" in self.settings.needs else Gradients()
+        self._held[id(optimizer)] = _Held(mine, stacks, gradients)
 
     @torch.no_grad()
     def ready(self, optimizer: Optimizer, arrived: tuple[tuple[Tensor, ...], Tensor] | None = None) -> None:
@@ -155,46 +134,28 @@ class MatrixStage:
         self.unused.update(i for i, m in held.members.items() if all(p.grad is None for p in m.layer.sources))
         # A fused optimizer takes the loss scale out of the gradients by itself, in place; they are then the loss's.
         if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
-            held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            held.gradient_norms = gradient_norms(held.trained)
-            if self.overwrites and not self._host:
-                held.gradients = [p.grad.clone() for p in held.trained if p.grad is not None]
-            if arrived is not None:
-                held.clipping = clipping_since(arrived, held.trained, held.gradient_norms)
-            for i, member in held.members.items():
-                p = member.layer.sources[0]
-                if member.layer.compute is None and i not in self.divided and summed_over(p):
-                    self._originals[i] = [(p, kept(local_part(p), self._host), self._copies(p))]
+            self.contributions.ready(optimizer, held.members, held.gradients, arrived)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
         """Measure weights, then, in the same memory, the update, then the drift; or keep what that takes."""
         held = self._held.pop(id(optimizer))
         self.stepped.update(held.members)
-        with _given_back(held):
+        with given_back(held.gradients):
             self._after(optimizer, held)
 
     def _after(self, optimizer: Optimizer, held: _Held) -> None:
         shares: dict[int, Tensor] = {}
         inner: dict[int, Tensor] = {}
-        factor = None if held.clipping is None else held.clipping.factor
+        factor = held.gradients.factor
         self._measure_all(held.stacks, partial(self._changes, shares=shares, inner=inner, factor=factor))
         if inner:
             self._sum(self._inner_products(inner))
-        if shares:
-            shares = dict(sorted(shares.items()))  # one order on every process, whichever gradients are here
-            self._sum(self._contributions(shares, self._arrivals(held, shares), factor))
         if "state" in self.settings.needs:
             self._sum(adam_state(optimizer, held.members, self._copies, self.no_moments, self._out))
         if "g" in self.settings.needs:
-            changed = torch.zeros(2)
-            if held.trained:
-                # What the optimizer overwrote (old ones add weight decay in place) is not the loss's gradient any more.
-                now, then = gradient_norms(held.trained), held.gradient_norms
-                changed = ((now != then) & ~(now.isnan() & then.isnan())).any().float()
-                uneven = torch.zeros_like(changed) if held.clipping is None else held.clipping.uneven.to(changed)
-                changed = torch.stack([changed, uneven])
-            self._sum(self._network(held, changed))
+            for routine in self.contributions.after(held.gradients, shares):
+                self._sum(routine)
 
     def _measure_all(
         self, found: Sequence[MatrixBatch], measure: Callable[[Sequence[MatrixBatch], bool], None]
@@ -227,7 +188,7 @@ class MatrixStage:
             found = [stack.change(in_place=in_place) for stack in found]
             self._measure("dW", found, in_place)
             if "g" in needs:
-                shares.update(self._shares(found))
+                shares.update(self.contributions.shares(found))
             if "WdW" in needs:
                 for stack in found:
                     inner.update(_with_weights(stack))
@@ -303,95 +264,11 @@ class MatrixStage:
         if "W" in self.settings.needs:
             self._measure("W", found, in_place)
 
-    def _is_known(self, i: int, member: BatchMember) -> bool:
-        """Return whether a layer's contribution is defined; divided parameters are counted as such."""
-        return member.layer.compute is None or i in self._originals or bool(member.layer.tied_to)
-
-    def _shares(self, found: Sequence[MatrixBatch]) -> dict[int, Tensor]:
-        """Return what this process's part of each layer contributes; of tied weights the first one counts."""
-        shares: dict[int, Tensor] = {}
-        pairs: dict[tuple[torch.dtype, torch.device], dict[int, list[tuple[Tensor, Tensor]]]] = defaultdict(dict)
-        for stack in found:
-            for i in (i for i, member in stack.members.items() if self._is_known(i, member)):
-                layer, gradient = stack.members[i].layer, None
-                parts: list[Tensor] = []
-                if layer.tied_to or i in self.unused:
-                    pass
-                elif layer.compute is not None or i in self._originals:  # to first order this is the same
-                    kept_here = [(p, old, n) for p, old, n in self._originals.pop(i, ()) if p.grad is not None]
-                    parts = [contribution_here(p, old) / n for p, old, n in kept_here]
-                else:
-                    gradient = gradient_here(layer.sources[0])
-                if gradient is not None:
-                    both = zip(stack.members[i].contents(gradient), stack.entries(i), strict=True)
-                    pairs[stack.like.dtype, stack.like.device][i] = list(both)
-                elif parts:
-                    shares[i] = torch.stack(parts).sum()
-                else:
-                    shares[i] = stack.like.new_zeros(())
-        for (dtype, _), some in pairs.items():
-            shares.update(zip(some, -inner_sums(list(some.values()), dtype), strict=True))
-        return shares
-
     def _inner_products(self, inner: dict[int, Tensor]) -> Coroutine[None]:
         """Put the products of weights and updates, in one order on every process."""
         layers = sorted(inner)
         (total,) = yield [torch.stack([inner[i].to(inner[layers[0]]) for i in layers])]
         self._out.put_each("W1.dW", one_each(layers), total)
-
-    def _arrivals(self, held: _Held, layers: Iterable[int]) -> Tensor:
-        """Return, for each layer, how many of its parameters have a local gradient that is not zero, whatever the
-        update kept.
-        """
-        norms = held.gradient_norms
-        arrives = ((norms != 0) & (norms != -1)).float()  # -1: it is gone
-        known = dict(zip(map(id, held.trained), arrives, strict=True))
-        none = arrives.new_zeros(())
-        counts = [[known[id(p)] for p in self.members[i].layer.sources if id(p) in known] or [none] for i in layers]
-        return torch.stack([count[0] if len(count) == 1 else torch.stack(count).sum() for count in counts])
-
-    def _contributions(self, shares: dict[int, Tensor], arrivals: Tensor, factor: Tensor | None) -> Coroutine[None]:
-        here = torch.stack([share.to(next(iter(shares.values()))) for share in shares.values()])
-        here = here if factor is None else here * factor.to(here)
-        total, arrived = yield [here, arrivals]
-        places = one_each(shares)
-        spans = {i: places[i] for i in shares if not self.members[i].layer.tied_to and i not in self.unused}
-        self._out.put_each("contribution", spans, total)
-        self._out.put_each("g.arrives", spans, arrived)
-
-    def _network(self, held: _Held, changed: Tensor) -> Coroutine[None]:
-        """Return the contribution of parameters that are not measured, and whether gradients were overwritten, or
-        clipped otherwise than by a factor.
-        """
-        # At once: gradients may be overwritten when the coroutine is run.
-        shares = [contribution_here(p, old) / self._copies(p) for p, old in held.others if p.grad is not None]
-        here = torch.stack(shares).sum().reshape(1) if shares else torch.zeros(1)
-        if shares and held.clipping is not None:
-            here = here * held.clipping.factor.to(here)
-        self._steps += 1
-        return self._put_network(self._steps, here, changed, bool(shares), bool(held.others))
-
-    def _put_network(self, name: int, here: Tensor, changed: Tensor, some: bool, others: bool) -> Coroutine[None]:
-        total, changed = yield [here, changed]
-        if some or (others and self._exchange is not None):
-            self._out.put(NETWORK, f"contribution.{name}", total)
-        self._out.put(NETWORK, f"g.changed.{name}", changed)
-
-
-@contextmanager
-def _given_back(held: _Held) -> Iterator[None]:
-    """Inside, parameters have the gradients that the optimizer was given, where copies of them were kept."""
-    if not held.gradients:
-        yield
-        return
-    overwritten = [p.grad for p in held.trained]
-    try:
-        for p, given in zip(held.trained, held.gradients, strict=True):
-            p.grad = given
-        yield
-    finally:
-        for p, gradient in zip(held.trained, overwritten, strict=True):
-            p.grad = gradient
 
 
 @torch.no_grad()
