@@ -21,17 +21,17 @@ LONGEST = 1.4
 For a loss that is quadratic along the step that is from 4/3 on. Networks that train well are at 0.1 to 1.
 """
 LONGEST_PROPORTIONAL = 1.0
-"""The same where updates go with gradients, as under SGD: steps that are too long make gradients, and steps, larger."""
+"""The same where updates go with gradients, as under SGD: steps that are too long make gradients larger, and steps."""
 UPHILL_EDGE = 2.0
-"""The edge of a step that gains nothing. What is larger counts as this. So does a step that goes uphill, as the gradient
-of its own batch says: momentum carries on where the steps before went past the lowest point.
+"""The edge of a step that gains nothing. What is larger counts as this. So does a step that goes uphill, as the
+gradient of its own batch says: momentum carries on where the steps before went past the lowest point.
 """
 EDGES = 3
 """The mean of so many edges, the latest ones, makes steps shorter or longer.
 
-With little noise edges swing about 1, for momentum carries steps past the lowest point and back, and the loss falls all
-the same. A median, or the largest, would shorten these steps. That only makes the loss steeper (Cohen and others, 2021).
-Steps are shortened again then, until nothing is learnt. Those that are really too long all have edges of about 2.
+With little noise edges swing about 1, for momentum carries steps past the lowest point and back, and the loss falls
+all the same. A median, or the largest, would shorten these steps. That only makes the loss steeper (Cohen and others,
+2021), and steps are shortened again, until nothing is learnt. Steps that are really too long have edges of 2 each time.
 """
 RISE = 2**0.125
 """Factor by which steps become longer again, at most, each time one is looked at."""

@@ -267,7 +267,7 @@ class Engine(EngineState):
         if self.optimizers.compiled:
             self._warn(COMPILED_STEP)
         self.features.explain(facts, seen)
-        stage.unused = facts.unused
+        stage.unused &= facts.unused  # in place, for contributions go by it too
         # Matrices and rows as the step saw them, then the forward again.
         rows = self.features.begin_rows(seen)
         agreed(self._before_replay(rows, forward, facts), self.processes)
