@@ -27,9 +27,9 @@ from spectral_monitor.engine.attention_watch import AttentionWatch
 from spectral_monitor.engine.features.replays import Context, StepInputs
 from spectral_monitor.engine.features.stage import RowStage
 from spectral_monitor.engine.features.step_loss import MicroBatch, StepLoss
-from spectral_monitor.engine.features.watch import FeatureWatch
+from spectral_monitor.engine.features.watch import FeatureWatch, WatchedForward
 from spectral_monitor.engine.model_layout import ModelLayout
-from spectral_monitor.engine.observation import WatchedForward, held_by, observations, step_facts
+from spectral_monitor.engine.observation import held_by, observations, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced

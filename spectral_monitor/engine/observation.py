@@ -4,55 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.hooks.recording import WHY_HIDDEN
 from spectral_monitor.capture.replay.feature_change import Outputs
-from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.agreement.row_hash import row_hashes
-from spectral_monitor.engine.features.replay_subset import NO
 from spectral_monitor.engine.features.replays import StepInputs
 from spectral_monitor.engine.features.stage import gradients, inputs
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers import Layer
-
-
-@dataclass
-class WatchedForward:
-    """The forward of the step as one process has seen it, when the step is over.
-
-    Attributes:
-        outputs: layer index -> its outputs in the step.
-        again: how the forward can be run again; ``None`` if it cannot, for the reason ``no_replay``.
-        loss: that it had; ``None`` if it is not known.
-        begun: the loss that the backward pass began with; ``None`` if it is not known.
-        part: whether the first samples will do where it is run again.
-        whole: whether all that led to the loss can be run again.
-        layers, prints: the report on each layer, and hashes of its outputs' rows.
-    """
-
-    layers: list[LayerObservation]
-    prints: Tensor
-    outputs: Outputs = field(default_factory=dict)
-    again: Replayable | None = None
-    no_replay: str = ""
-    loss: Tensor | None = None
-    begun: Tensor | None = None
-    part: float = NO
-    whole: bool = False
-
-    @classmethod
-    def of(cls, layers: int) -> WatchedForward:
-        """Return that of a forward of which nothing was seen."""
-        return cls([LayerObservation() for _ in range(layers)], torch.zeros(layers, 2))
 
 
 def observations(

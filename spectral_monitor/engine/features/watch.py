@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,9 +14,10 @@ from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.recording import nothing
 from spectral_monitor.capture.hooks.tensor_version import Marks, marks
 from spectral_monitor.capture.replay.feature_change import Outputs
+from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.engine.agreement.output_layers import Readouts
-from spectral_monitor.engine.agreement.rank_report import RankReports
+from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.features.changes import ChangeStage
 from spectral_monitor.engine.features.kernels import ALONE, BACKWARD, FullStage
 from spectral_monitor.engine.features.outputs import OF_ROWS, measure_noise, measure_outputs
@@ -22,7 +25,6 @@ from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
 from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs, loss_begun
 from spectral_monitor.engine.features.stage import RowStage, input_rows
 from spectral_monitor.engine.model_layout import ModelLayout
-from spectral_monitor.engine.observation import WatchedForward
 from spectral_monitor.engine.results.measurement import known_errors, relative_errors
 from spectral_monitor.engine.results.noise import DIVIDED
 from spectral_monitor.engine.results.noise import KEY as NOISE
@@ -36,6 +38,36 @@ from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import ProcessGroup
+
+
+@dataclass
+class WatchedForward:
+    """The forward of the step as one process has seen it, when the step is over.
+
+    Attributes:
+        outputs: layer index -> its outputs in the step.
+        again: how the forward can be run again; ``None`` if it cannot, for the reason ``no_replay``.
+        loss: that it had; ``None`` if it is not known.
+        begun: the loss that the backward pass began with; ``None`` if it is not known.
+        part: whether the first samples will do where it is run again.
+        whole: whether all that led to the loss can be run again.
+        layers, prints: the report on each layer, and hashes of its outputs' rows.
+    """
+
+    layers: list[LayerObservation]
+    prints: Tensor
+    outputs: Outputs = field(default_factory=dict)
+    again: Replayable | None = None
+    no_replay: str = ""
+    loss: Tensor | None = None
+    begun: Tensor | None = None
+    part: float = NO
+    whole: bool = False
+
+    @classmethod
+    def of(cls, layers: int) -> WatchedForward:
+        """Return that of a forward of which nothing was seen."""
+        return cls([LayerObservation() for _ in range(layers)], torch.zeros(layers, 2))
 
 
 class FeatureWatch:
