@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -27,7 +26,7 @@ from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import STEP_LOSS, Engine, Settings
 from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import History, Measurement
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
 from spectral_monitor.monitoring.supervisor import Mode, Supervisor, checked, described, with_needed
 from spectral_monitor.reporting.content.essentials import Log, overall
@@ -190,7 +189,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             low_memory=low_memory,
             max_overhead=max_overhead,
         )
-        self._measurements: deque[Measurement] = deque(maxlen=history)
+        self._measurements = History(maxlen=history)
         self.multipliers: dict[str, float] = {}
         self._supervisor: Supervisor | None = None
         self._roles: Roles | None = None
@@ -205,7 +204,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         self._began = self._spent = 0.0
 
     @property
-    def measurements(self) -> deque[Measurement]:
+    def measurements(self) -> History:
         """The newest ones."""
         return self._measurements
 

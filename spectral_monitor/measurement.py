@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
 
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.suggestions import did_you_mean, unknown
@@ -235,3 +236,24 @@ class Measurement:
 
     def __repr__(self) -> str:
         return f"Measurement(step={self.step}, layers={len(self.layers)}, quantities={len(self.values)})"
+
+
+class History(deque[Measurement]):
+    """The newest measurements, the oldest one first: a deque that has slices.
+
+    Example:
+        >>> history = History([], maxlen=2)
+        >>> history.extend([Measurement(step, (), {}, {}) for step in (1, 2, 3)])
+        >>> [measurement.step for measurement in history[-2:]], history[-1].step
+        ([2, 3], 3)
+    """
+
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> Measurement: ...
+
+    @overload
+    def __getitem__(self, index: slice, /) -> list[Measurement]: ...
+
+    def __getitem__(self, index: SupportsIndex | slice, /) -> Measurement | list[Measurement]:
+        """Return one of them, or a list of several."""
+        return list(self)[index] if isinstance(index, slice) else super().__getitem__(index)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -23,7 +22,7 @@ from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import STEP_LOSS, Engine, Settings
 from spectral_monitor.engine.features.step_loss import MicroBatch
 from spectral_monitor.layers import Anatomy
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import History
 from spectral_monitor.messages import SpectralMonitorWarning, WarnOnce, announce, in_lines
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
 from spectral_monitor.monitoring.supervisor import Mode, Supervisor, checked, with_needed
@@ -195,7 +194,7 @@ class SpectralProbe(MeasuredRun):
         self._sinks = Sinks(given_sinks if self.is_first else (), self._warn)
         self.settings = settings
         self.steps = 0
-        self._measurements: deque[Measurement] = deque(maxlen=settings.history)
+        self._measurements = History(maxlen=settings.history)
         inside = unwrap_model(model)
         wrapper = fsdp1_wrapper(model, inside)
         self._engine = Engine(inside, optimizers, settings, processes, wrapper, corrected=mode == "correct")
@@ -225,7 +224,7 @@ class SpectralProbe(MeasuredRun):
         return self.rank == 0
 
     @property
-    def measurements(self) -> deque[Measurement]:
+    def measurements(self) -> History:
         """The newest ones."""
         return self._measurements
 
