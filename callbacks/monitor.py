@@ -23,7 +23,7 @@ from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import with_loss
-from spectral_monitor.engine import STEP_LOSS, Engine, Settings
+from spectral_monitor.engine import STEP_LOSS, Engine, Settings, still_due
 from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import History, Measurement
@@ -301,7 +301,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         """
         if pl_module.automatic_optimization:
             return self._at(trainer, trainer.global_step + 1)
-        self._overdue |= self._at(trainer, _batches(trainer))
+        self._overdue = still_due(self._at(trainer, _batches(trainer)), self._overdue)
         return self._overdue
 
     def _at(self, trainer: pl.Trainer, step: int) -> frozenset[str]:

@@ -37,7 +37,7 @@ from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.raw import NETWORK, REUSED, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import FEATURES, Settings
-from spectral_monitor.engine.state import COMPARED, START, STEP_LOSS, EngineState
+from spectral_monitor.engine.state import COMPARED, START, STEP_LOSS, TURN, EngineState
 from spectral_monitor.engine.weights.gradients import gradient_norms
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.engine.weights.turns import Turns
@@ -112,6 +112,7 @@ class Engine(EngineState):
         )
         self.features.capture.redirected = redirected
         self._turns = Turns()
+        self._awaited: frozenset[int] = frozenset()  # in the step that is watched
         self._overwrites = False  # whether an optimizer was seen to overwrite gradients
         self._step_loss = StepLoss(model, self.features.replays.run_again, layout.sharded, self._own_warn)
         self.armed = False
@@ -145,6 +146,11 @@ class Engine(EngineState):
         return self.features.capture.roots or (() if self._returned is None else self._returned.calls)
 
     @property
+    def awaits(self) -> bool:
+        """True if some optimizer did not step when a step was measured that was due, and its turn is awaited."""
+        return bool(self._turns.awaited)
+
+    @property
     def watches_features(self) -> bool:
         """True if the step's quantities need hooks on modules."""
         return self.features.wanted
@@ -160,10 +166,12 @@ class Engine(EngineState):
         Args:
             keys: quantities that are measured of it, some or all of the settings'; with :data:`START` the batch becomes
                 the one ``feature_drift`` is measured on, and where there is nothing else that is all; with
-                :data:`STEP_LOSS` the whole batch runs once more for its loss.
+                :data:`STEP_LOSS` the whole batch runs once more for its loss; with :data:`TURN` nothing is measured
+                if none of those steps that are awaited.
             before_forward: called before the forward, if that runs inside the optimizer's step.
         """
-        wanted = set(keys) - {START, STEP_LOSS}
+        wanted = set(keys) - {START, STEP_LOSS, TURN}
+        self._awaited = self._turns.awaited if TURN in keys else frozenset()
         self._reported = self.settings.only(wanted) if wanted else None
         self.asked = self.settings.only(wanted | {"feature_drift"} if START in keys else wanted)
         self._in_force = self.multipliers
@@ -220,15 +228,14 @@ class Engine(EngineState):
             loss_parts: of how many losses, of processes and micro-batches, that of the step is the sum; 1 if it is
                 their mean.
             context: precision the replayed forward runs under, besides the autocast that was recorded.
-            only_if_stepped: measure nothing if no optimizer has stepped; :attr:`idle` then says so. So it does where
-                several take turns, if this was not the turn of those that were missed the last time.
+            only_if_stepped: measure nothing if no optimizer has stepped; :attr:`idle` then says so.
 
         Returns:
             ``None`` if the step could not be measured; a warning has said why.
         """
         measurement = None
         loss = None if loss is None else loss.detach()
-        optional = only_if_stepped or bool(self._turns.awaited)
+        optional = only_if_stepped or bool(self._awaited)
         given = StepInputs(training_step, loss, accumulated, loss_scale, loss_parts, context, optional)
         try:
             with self._harmless("measuring"), full_precision():
@@ -254,7 +261,7 @@ class Engine(EngineState):
         if not self._agree(seen):
             return None
         if self.idle and any(some.optional for some in seen.steps):
-            if seen.anywhere("stepped"):
+            if self._awaited and seen.anywhere("stepped"):
                 self._turns.missed()
             return None
         self.correct_roles(self.features.readouts.settle(seen))
@@ -262,7 +269,9 @@ class Engine(EngineState):
         facts = step_facts(seen, stage, given)
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         facts.held = held_by(self.layers, self.optimizers)
-        if len(self.optimizers.optimizers) > 1:
+        if self._awaited:
+            self._turns.taken(facts.stepped)
+        elif len(self.optimizers.optimizers) > 1 and self._reported is not None:
             self._turns.measured(facts.held, facts.stepped)
         if self.optimizers.compiled:
             self._warn(COMPILED_STEP)
@@ -309,7 +318,7 @@ class Engine(EngineState):
 
     def _observed(self, forward: WatchedForward, given: StepInputs) -> StepObservation:
         """Return what this process has to say of the step, after a failure too."""
-        stepped, awaited = self._stage.stepped, self._turns.awaited
+        stepped, awaited = self._stage.stepped, self._awaited
         begun, again = forward.begun, forward.again
         return StepObservation(
             failed=self._failed,

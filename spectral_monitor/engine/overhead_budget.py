@@ -162,13 +162,16 @@ class Budget:
     def _apart(self) -> float:
         return self._agreed if self._several else self.wait
 
+    def affords(self, step: int) -> bool:
+        """Return whether a step may be measured."""
+        return not self._paid or step <= self._free or step - self._paid[-1].step >= self._apart
+
     def granted(self, step: int, keys: frozenset[str]) -> frozenset[str]:
         """Return what is measured at a step: what is due, and what was due at skipped steps; or nothing."""
         self.news = ""
         if not keys or not self._paid or step <= self._free:
             return keys
-        apart = self._apart
-        now = step - self._paid[-1].step >= apart
+        apart, now = self._apart, self.affords(step)
         if not now:
             self._passed |= keys
         self._tell(float(step - self._paid[-1].step) if now else apart, now)

@@ -42,10 +42,19 @@ START = "start"
 STEP_LOSS = "step loss"
 """Stands there for the loss of the step's whole batch after the step, of which ``summary/edge`` is made."""
 
+TURN = "turn"
+"""Stands there where a step is not due, but is measured if an optimizer takes its turn that a due one has missed."""
+
 COMPARED = frozenset(key for key, q in QUANTITIES.items() if "probe" in q.needs) - {"feature_drift"}
 """Quantities that compare features with those of the start, and are due by a count of their own."""
 
 T = TypeVar("T")
+
+
+def still_due(due: frozenset[str], pending: frozenset[str]) -> frozenset[str]:
+    """Return what is measured of a step, given what is due at it, and what is pending from steps before."""
+    regular = any(keys and TURN not in keys for keys in (due, pending))
+    return (due | pending) - ({TURN} if regular else frozenset())
 
 
 class EngineState:

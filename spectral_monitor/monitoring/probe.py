@@ -19,7 +19,7 @@ from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.peak_rates import planned_rates
 from spectral_monitor.correction.settings import with_loss
-from spectral_monitor.engine import STEP_LOSS, Engine, Settings
+from spectral_monitor.engine import STEP_LOSS, Engine, Settings, still_due
 from spectral_monitor.engine.features.step_loss import MicroBatch
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import History
@@ -286,7 +286,7 @@ class SpectralProbe(MeasuredRun):
             if self._supervisor.decision:
                 self._say(self._supervisor.decision)
         self.steps, self._open = self.steps + 1, True
-        self._keys = self._supervisor.due(self.steps, self._warn) | self._postponed
+        self._keys = still_due(self._supervisor.due(self.steps, self._warn), self._postponed)
         self._supervisor.arm()
         if self._again and "feature_change" in self._keys:
             self._keys |= {STEP_LOSS}  # which a correction asks for by itself
@@ -372,7 +372,6 @@ class SpectralProbe(MeasuredRun):
             accumulated, loss = micro_batches, None if loss is None else loss / micro_batches
         measurement = self._engine.finish(self.steps, loss=loss, accumulated=accumulated, loss_parts=loss_parts)
         if measurement is None:
-            self._postponed = keys if self._engine.idle else frozenset()  # until the others' turn
             return
         measurement = self._supervisor.judge(measurement, announce if self.is_first else _say_nothing)
         self._measurements.append(measurement)

@@ -17,7 +17,7 @@ from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Change, Corrector, LRCorrection, looks_drawn, rescale, starting_norm
-from spectral_monitor.engine import START, STEP_LOSS, Engine
+from spectral_monitor.engine import START, STEP_LOSS, TURN, Engine
 from spectral_monitor.engine.results.edge import UPHILL
 from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
@@ -65,6 +65,7 @@ class Supervisor:
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
         self._length_told = 1.0, False  # the factor on the length of steps, and whether it was given up
+        self._last: frozenset[str] = frozenset()
         self._looks, self._blind = False, 0  # whether the loss is looked at in this step, and looks that saw nothing
         # A profile, or the theory, has a reference for every layer.
         self._expects = correction is not None and condition.reference == "balance"
@@ -122,8 +123,17 @@ class Supervisor:
         if keys and self._corrector is not None:
             self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
         self._looks = STEP_LOSS in keys
+        if keys:
+            self._last = keys - {STEP_LOSS}
+        elif self._awaits_turn(step):
+            keys = self._last | {TURN}
         # Later steps would take for the start what training has changed already.
         return keys | {START} if self._engine.start_due else keys
+
+    def _awaits_turn(self, step: int) -> bool:
+        """Return whether a step is watched that is not due, for an optimizer that the last one that was has missed."""
+        budget = self._engine.budget
+        return self._engine.awaits and (budget is None or budget.affords(step))
 
     def _scheduled(self, step: int) -> frozenset[str]:
         """As scheduled; and of the first measured step what tells who began at zero, for later ones may have it too

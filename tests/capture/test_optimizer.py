@@ -146,13 +146,16 @@ class KeptUpdates(MatrixStage):
     def __init__(self, *args):
         super().__init__(*args)
         self.kept = {}
+        shares = self.contributions.shares
 
-    def _shares(self, found):
-        for stack in found:
-            for i in stack.members:
-                ((_, dW),) = stack.parts(i)
-                self.kept[i] = dW.clone()
-        return super()._shares(found)
+        def keep(found):
+            for stack in found:
+                for i in stack.members:
+                    ((_, dW),) = stack.parts(i)
+                    self.kept[i] = dW.clone()
+            return shares(found)
+
+        self.contributions.shares = keep
 
 
 @pytest.mark.parametrize(("name", "flags"), VARIANTS)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
+from spectral_monitor.engine import TURN, Engine, still_due
+from spectral_monitor.engine.overhead_budget import Budget
 from spectral_monitor.engine.weights.turns import PATIENCE
 
 
@@ -55,46 +57,100 @@ def run(every: int | str, steps: int, turn: int, phase: int = 0, quantities: str
 
 
 def test_even_steps_meet_both_of_two() -> None:
-    assert measured(run(2, 12, turn=2, phase=1)) == [
-        (2, "critic"),
+    assert measured(run(4, 12, turn=2, phase=1)) == [
+        (4, "critic"),
         (5, "maker"),
-        (6, "critic"),
+        (8, "critic"),
         (9, "maker"),
-        (10, "critic"),
+        (12, "critic"),
     ]
 
 
 def test_one_that_steps_rarely_is_waited_for() -> None:
     found = measured(run(10, 60, turn=5, phase=3))
-    assert found == [(10, "critic"), (23, "maker"), (30, "critic"), (43, "maker"), (50, "critic")]
+    assert found == [
+        (10, "critic"),
+        (13, "maker"),
+        (20, "critic"),
+        (23, "maker"),
+        (30, "critic"),
+        (33, "maker"),
+        (40, "critic"),
+        (43, "maker"),
+        (50, "critic"),
+        (53, "maker"),
+        (60, "critic"),
+    ]
+
+
+def test_every_step_that_is_due_is_measured() -> None:
+    assert [step for step, _ in measured(run(1, 9, turn=3))] == list(range(1, 10))
 
 
 def test_features_of_the_one_that_waited_are_its_own_step_s() -> None:
-    probe = run(2, 6, turn=2, phase=1, quantities="standard")
+    probe = run(4, 6, turn=2, phase=1, quantities="standard")
     first, second, *_ = probe.measurements
     first_of_maker = [info.name for info in first.layers].index("maker.0")
     assert first.values["feature_change"][first_of_maker] == 0
     assert second.values["feature_change"][first_of_maker] > 0
 
 
-def test_nobody_waits_for_ever() -> None:
-    steps = 10 + PATIENCE + 30
-    found = measured(run(10, steps, turn=10**6))
-    first = 20 + PATIENCE - 1  # watched in vain from 20 on; the next step is measured whoever makes it
-    assert found == [(10, "critic"), (first + 1, "critic"), *((step, "critic") for step in range(60, steps + 1, 10))]
+def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[frozenset[str]] = []
+    arm = Engine.arm
+    monkeypatch.setattr(
+        Engine, "arm", lambda self, keys, *more: (watched.append(frozenset(keys)), arm(self, keys, *more))[1]
+    )
+    found = measured(run(100, 3 * 100, turn=10**6))
+    assert found == [(100, "critic"), (200, "critic"), (300, "critic")]
+    assert sum(TURN in keys for keys in watched) == PATIENCE
+    assert len(watched) == PATIENCE + 3
 
 
 def test_an_absent_one_is_waited_for_again_once_it_was_seen() -> None:
     torch.manual_seed(0)
     pair = Pair()
     maker, critic = torch.optim.Adam(pair.maker.parameters()), torch.optim.SGD(pair.critic.parameters(), lr=0.01)
-    probe = SpectralProbe(pair, [critic, maker], every_n_steps=10, quantities="light", verbose=False)
-    for step in range(1, 121):
+    probe = SpectralProbe(pair, [critic, maker], every_n_steps=50, quantities="light", verbose=False)
+    for step in range(1, 220):
         with probe.step():
             pair.zero_grad()
             pair(torch.randn(8, 4)).square().mean().backward()
-            (maker if step >= 70 and step % 5 in (0, 3) else critic).step()
-    assert measured(probe)[-5:] == [(70, "maker"), (81, "critic"), (90, "maker"), (101, "critic"), (110, "maker")]
+            (maker if step >= 150 and step % 5 in (0, 3) else critic).step()
+    assert measured(probe) == [
+        (50, "critic"),
+        (100, "critic"),
+        (150, "maker"),
+        (151, "critic"),
+        (200, "maker"),
+        (201, "critic"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("due", "pending", "both"),
+    [
+        ({"lr"}, set(), {"lr"}),
+        (set(), {"lr"}, {"lr"}),
+        ({"lr", TURN}, set(), {"lr", TURN}),
+        ({"lr", TURN}, {"lr", TURN}, {"lr", TURN}),
+        ({"lr"}, {"update_norm", TURN}, {"lr", "update_norm"}),
+        ({"lr", TURN}, {"update_norm"}, {"lr", "update_norm"}),
+    ],
+)
+def test_what_is_due_does_not_wait_for_a_turn(due: set[str], pending: set[str], both: set[str]) -> None:
+    assert still_due(frozenset(due), frozenset(pending)) == both
+
+
+def test_a_turn_waits_until_the_budget_affords_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = Budget(0.01)
+    assert budget.affords(101)
+    for step in (1, 2, 3, 200):
+        budget.begin(step)
+        budget.measured(step, 1e-9)
+    monkeypatch.setattr(Budget, "_apart", 40.0)
+    assert not budget.affords(239)
+    assert budget.affords(240)
 
 
 class Turns(L.LightningModule):
@@ -129,6 +185,4 @@ def test_under_lightning(every: int) -> None:
     )  # fmt: skip
     trainer.fit(Turns(), torch.utils.data.DataLoader(torch.randn(128, 4), batch_size=4))
     steps = [measurement.step for measurement in monitor.measurements]
-    both = [step % 2 for step in steps]
-    assert len(steps) > 3
-    assert both == [n % 2 for n in range(len(both))], steps
+    assert steps == sorted({*range(every, 33, every), *range(every + 1, 33, every)})

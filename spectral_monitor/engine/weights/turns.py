@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 PATIENCE = 32
-"""Steps that are watched in vain before one is measured all the same."""
+"""Steps after a measured one that are watched in vain."""
 
 
 class Turns:
-    """Waits for those optimizers that did not step when a step was measured last.
+    """Waits, after a measured step, for the turn of those optimizers that did not step in it.
 
     Attributes:
-        awaited: layers of which one is to step in the step that is measured next; empty if any step will do.
+        awaited: layers of these; empty if there are none.
 
     Example:
         >>> turns, held = Turns(), {0: "", 1: ""}
         >>> turns.measured(held, {0}), sorted(turns.awaited)
         (None, [1])
-        >>> turns.measured(held, {1}), sorted(turns.awaited)
-        (None, [0])
-        >>> turns.measured(held, {0, 1}), sorted(turns.awaited)
+        >>> turns.taken({1}), sorted(turns.awaited)
         (None, [])
     """
 
@@ -30,7 +28,7 @@ class Turns:
         self._waited = 0
 
     def measured(self, held: Mapping[int, str], stepped: Collection[int]) -> None:
-        """Take in a step that was measured.
+        """Take in a step that was measured because it was due.
 
         Args:
             held: layer index -> why steps of its optimizer cannot be seen; empty if they can.
@@ -38,6 +36,10 @@ class Turns:
         """
         self._waited, self._absent = 0, self._absent - frozenset(stepped)
         self.awaited = frozenset(i for i, unseen in held.items() if not unseen and i not in stepped) - self._absent
+
+    def taken(self, stepped: Collection[int]) -> None:
+        """Take in a step that was measured because some of those that are awaited have stepped."""
+        self._waited, self.awaited = 0, self.awaited - frozenset(stepped)
 
     def missed(self) -> None:
         """Take in a step in which none of those that are awaited has stepped."""
