@@ -120,13 +120,13 @@ class Supervisor:
             keys = budget.granted(step, keys)
             if budget.news:
                 (tell or self._warn)(budget.news)
-        if keys and self._corrector is not None:
-            self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
         self._looks = STEP_LOSS in keys
         if keys:
             self._last = keys - {STEP_LOSS}
         elif self._awaits_turn(step):
             keys = self._last | {TURN}
+        if keys and self._corrector is not None:
+            self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
         # Later steps would take for the start what training has changed already.
         return keys | {START} if self._engine.start_due else keys
 
