@@ -21,7 +21,7 @@ LONGEST = 1.4
 For a loss that is quadratic along the step that is from 4/3 on. Networks that train well are at 0.1 to 1.
 """
 LONGEST_PROPORTIONAL = 1.0
-"""The same where updates go with gradients, as under SGD: steps that are too long make gradients larger, and steps."""
+"""The same where updates go with gradients, as under SGD: steps that are too long make the next ones longer still."""
 UPHILL_EDGE = 2.0
 """The edge of a step that gains nothing. What is larger counts as this. So does a step that goes uphill, as the
 gradient of its own batch says: momentum carries on where the steps before went past the lowest point.

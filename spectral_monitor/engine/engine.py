@@ -147,7 +147,7 @@ class Engine(EngineState):
 
     @property
     def awaits(self) -> bool:
-        """True if some optimizer did not step when a step was measured that was due, and its turn is awaited."""
+        """True if an optimizer did not step in the last due step, so that its next turn is measured too."""
         return bool(self._turns.awaited)
 
     @property
@@ -167,7 +167,7 @@ class Engine(EngineState):
             keys: quantities that are measured of it, some or all of the settings'; with :data:`START` the batch becomes
                 the one ``feature_drift`` is measured on, and where there is nothing else that is all; with
                 :data:`STEP_LOSS` the whole batch runs once more for its loss; with :data:`TURN` nothing is measured
-                if none of those steps that are awaited.
+                unless an optimizer steps that is awaited.
             before_forward: called before the forward, if that runs inside the optimizer's step.
         """
         wanted = set(keys) - {START, STEP_LOSS, TURN}

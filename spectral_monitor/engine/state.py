@@ -43,7 +43,7 @@ STEP_LOSS = "step loss"
 """Stands there for the loss of the step's whole batch after the step, of which ``summary/edge`` is made."""
 
 TURN = "turn"
-"""Stands there where a step is not due, but is measured if an optimizer takes its turn that a due one has missed."""
+"""Stands there at a step that is not due. It is measured if an optimizer steps that did not in the last due one."""
 
 COMPARED = frozenset(key for key, q in QUANTITIES.items() if "probe" in q.needs) - {"feature_drift"}
 """Quantities that compare features with those of the start, and are due by a count of their own."""

@@ -131,7 +131,7 @@ class Supervisor:
         return keys | {START} if self._engine.start_due else keys
 
     def _awaits_turn(self, step: int) -> bool:
-        """Return whether a step is watched that is not due, for an optimizer that the last one that was has missed."""
+        """Return whether a step that is not due is watched, for an optimizer that did not step in the last due one."""
         budget = self._engine.budget
         return self._engine.awaits and (budget is None or budget.affords(step))
 

@@ -72,7 +72,7 @@ def test_edges_that_swing_are_left_alone():
 
 
 def test_steps_hover_where_their_mean_edge_is_the_longest():
-    """Where they are too long whatever their length, as on the edge of stability, they become as short as they may."""
+    """Edges that scatter about the limit move the length little."""
     length, curvature = StepLength(), 2.5
     for step in range(60):
         length.see(step, curvature * length.factor * (1.5 if step % 2 else 0.5))

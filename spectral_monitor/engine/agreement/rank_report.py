@@ -56,8 +56,8 @@ class StepObservation:
 
     Attributes:
         failed: something went wrong; nothing is to be measured.
-        stepped: an optimizer has made its step, one of those that are awaited if there are any.
-        optional: without one the step is not measured.
+        stepped: an optimizer has made its step; where some are awaited, one of these.
+        optional: if none has, nothing is measured.
         moved: weights of the forward were not those before the update.
         closures: how often the closure ran.
         again: how the forward can be run again: 0 not at all, 1 as one call of a module, 2 as the training step.
