@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from spectral_monitor.callbacks.checkpoint_hooks import CheckpointHooks
 from spectral_monitor.callbacks.conflicts import check_conflicts, monitor_index
 from spectral_monitor.callbacks.loggers import SinkManager, every, shortest, show, tell, warn_of_condition
-from spectral_monitor.callbacks.schedules import planned_peaks
+from spectral_monitor.callbacks.schedules import Schedules
 from spectral_monitor.callbacks.strategies import check_supported, strategy_context
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
 from spectral_monitor.capture.replay.loss_flow import loss_in
@@ -193,6 +193,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         self.multipliers: dict[str, float] = {}
         self._supervisor: Supervisor | None = None
         self._roles: Roles | None = None
+        self._schedules: Schedules | None = None  # until training starts
         self._hyperparameters: dict[str, Hyperparameters] = {}
         settings = described(mode, condition, self.correction)
         asked = () if isinstance(quantities, str) else tuple(quantities)
@@ -236,16 +237,10 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         check_conflicts(trainer, self)
         self._supervisor = Supervisor(self.mode, self.condition, self.correction, self._engine)
         self._roles = Roles.of(self._engine.anatomy)
-        if corrected:
-            for parameters, highest in planned_peaks(trainer, pl_module):
-                self._supervisor.plan(parameters, highest)
+        self._schedules = Schedules(trainer, pl_module)
         if self.verbose:
             when = every(self.settings.every_n_steps)
             show(rendered(role_rows(self._engine.anatomy, folded=self.verbose < 2, when=when)))
-            # What a learning rate means for other widths says nothing where a correction gives it another meaning.
-            said = self._supervisor.decision or (self._supervisor.recipe if self.mode != "observe" else "")
-            if said:
-                self._tell(trainer, f"spectral monitor: {said}")
         if self.verbose and not trainer.loggers and trainer.is_global_zero:
             self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
 
@@ -253,6 +248,14 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         """Remember the weights drift is counted from, or go on from what was loaded or measured before."""
         if self._engine is None or self._supervisor is None:
             return
+        if self._schedules is not None:
+            for parameters, plan in self._schedules.plans(trainer, pl_module):
+                self._supervisor.plan(parameters, plan)
+            self._schedules = None
+        # What a learning rate means for other widths says nothing where a correction gives it another meaning.
+        said = self._supervisor.decision or (self._supervisor.recipe if self.mode != "observe" else "")
+        if said and self.verbose:
+            self._tell(trainer, f"spectral monitor: {said}")
         if trainer.global_step == 0 and trainer.ckpt_path is None and not self._continuation.knows(pl_module):
             self._supervisor.rescale()  # neither loaded nor trained
         self._continuation.begin(trainer, pl_module, self._engine, self._supervisor, self._warn)

@@ -1,4 +1,4 @@
-"""The course of Lightning's schedules of learning rates, for a correction that needs their peaks."""
+"""The course of Lightning's schedules of learning rates, as far as it can be looked ahead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from spectral_monitor.correction.peak_rates import planned_rates
+from spectral_monitor.callbacks.lightning_packages import package_of
+from spectral_monitor.condition.optimizers.plans import LookAhead, Plan
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -18,29 +19,53 @@ MOST = 20_000
 """Calls of a schedule that are looked ahead: a third of a second."""
 
 
-def planned_peaks(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[list[nn.Parameter], float]]:
-    """Yield the parameters of each group that is scheduled, and the highest learning rate it comes to in this fit.
+class Schedules:
+    """The schedulers of a fit as they were before a checkpoint put them in the middle of their course."""
 
-    A schedule that goes by a metric begins with its peak. What cannot be looked ahead is left out. So is one that would
-    go below what its group names and never move: its function looks at something else than the step it is given.
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._ahead: list[LookAhead | None] = []
+        for config in trainer.lr_scheduler_configs:
+            try:
+                by_metric = isinstance(config.scheduler, ReduceLROnPlateau)
+                self._ahead.append(None if by_metric else LookAhead(config.scheduler, [trainer, module]))
+            except Exception:  # what cannot be copied is not looked ahead
+                self._ahead.append(None)
+
+    def plans(self, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[list[nn.Parameter], Plan]]:
+        """Yield the parameters of each group that is scheduled, and where its learning rate goes in this fit.
+
+        A schedule that goes by a metric begins with its peak. What cannot be looked ahead is left out. So is one that
+        would go below what its group names and never move: its function looks at something else than the step it is
+        given. To be asked once data are there, whose number tells how long the fit is.
+        """
+        for config, ahead in zip(trainer.lr_scheduler_configs, self._ahead, strict=True):
+            groups = config.scheduler.optimizer.param_groups
+            if isinstance(config.scheduler, ReduceLROnPlateau):
+                yield from ((group["params"], Plan(lr := float(group["lr"]), lr)) for group in groups)
+            if ahead is None:
+                continue
+            try:
+                calls, certain = _calls(trainer, module, config.interval, config.frequency)
+                found = ahead.plans(calls)
+            except Exception:
+                continue
+            for group, plan in zip(groups, found, strict=False):  # groups may have come since
+                if plan.highest > plan.first or plan.highest >= float(group.get("initial_lr", 0.0)):
+                    yield group["params"], plan if certain else plan._replace(rises=False)
+
+
+def _calls(trainer: pl.Trainer, module: pl.LightningModule, interval: str, frequency: int) -> tuple[int, bool]:
+    """Return how often a schedule steps before the last step of this fit, at most, and whether that is known.
+
+    A module that calls it itself may do so after each batch, whatever the interval says.
     """
-    for config in trainer.lr_scheduler_configs:
-        scheduler = config.scheduler
-        if isinstance(scheduler, ReduceLROnPlateau):
-            yield from ((group["params"], float(group["lr"])) for group in scheduler.optimizer.param_groups)
-            continue
-        try:
-            rates = planned_rates(scheduler, _calls(trainer, config.interval, config.frequency), [trainer, module])
-        except Exception:
-            continue
-        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-            if rate > float(group["lr"]) or rate >= float(group.get("initial_lr", 0.0)):
-                yield group["params"], rate
-
-
-def _calls(trainer: pl.Trainer, interval: str, frequency: int) -> int:
-    """Return how often a schedule steps in this fit."""
-    length = trainer.max_epochs if interval == "epoch" else trainer.estimated_stepping_batches
-    if length is None or not 0 <= length < math.inf:
-        return MOST
-    return min(math.ceil(length / frequency), MOST)
+    own = type(module).lr_scheduler_step is not package_of(trainer).LightningModule.lr_scheduler_step
+    by_lightning = module.automatic_optimization and not own
+    length = trainer.estimated_stepping_batches
+    if by_lightning and interval == "epoch":
+        epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
+        each = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        length = min(epochs, math.ceil(length / each) if length >= 0 else math.inf)
+    if not 0 <= length / frequency <= MOST:
+        return MOST, False
+    return max(0, math.ceil(length / frequency) - 1), by_lightning

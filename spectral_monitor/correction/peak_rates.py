@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
-from spectral_monitor.state.muted_warnings import muted_warnings
+from spectral_monitor.condition.optimizers.plans import number
 
 NAMES = ("max_lr", "initial_lr")
 """Options in which schedules note a learning rate that they start from or go up to."""
@@ -60,6 +57,7 @@ class Peaks:
     They are kept by parameter, for optimizers make new groups when they load a state.
 
     Example:
+        >>> import torch
         >>> weight = nn.Parameter(torch.zeros(2))
         >>> peaks = Peaks()
         >>> [peaks.part({"params": [weight], "lr": lr}) * lr for lr in (0.1, 0.1, 0.4, 0.2)]
@@ -80,7 +78,7 @@ class Peaks:
 
     def see(self, group: Mapping[str, Any]) -> Peak:
         """Return what is known of a group, the learning rate of now included."""
-        parameters, lr = group["params"], _number(group.get("lr"))
+        parameters, lr = group["params"], number(group.get("lr"), 0.0)
         found = self._peaks.get(parameters[0]) if parameters else None
         if found is None:
             found = Peak(0.0, lr, any(name in group for name in NAMES))
@@ -88,7 +86,7 @@ class Peaks:
         planned = self._planned.get(parameters[0]) if parameters else None
         found.scheduled = found.scheduled or planned is not None or lr != found.first
         found.seen, found.now = max(found.seen, lr), lr
-        names = (_number(group.get(name)) for name in NAMES)
+        names = (number(group.get(name), 0.0) for name in NAMES)
         found.named = max(found.named, *names) if planned is None else planned
         return found
 
@@ -107,42 +105,3 @@ class Peaks:
         """Go on from what :meth:`state` gave."""
         if state:
             self._peaks.update({p: Peak(*state) for p in parameters})
-
-
-def planned_rates(scheduler: LRScheduler, calls: int, shared: Sequence[object] = ()) -> list[float]:
-    """Return the highest learning rate that each parameter group of a scheduler's optimizer has during so many calls of
-    its ``step``, that of now included.
-
-    Options of groups do not tell: a schedule whose function returns learning rates, such as that of the first
-    transformer, says 1. So a copy of it runs ahead, with a stand-in for the optimizer.
-
-    Args:
-        scheduler: any but those that go by a metric.
-        calls: how many.
-        shared: what a schedule may refer to and is not copied with it, such as the network.
-
-    Raises:
-        Exception: it cannot be copied, or fails before its first call.
-    """
-    groups = [{**group, "params": [nn.Parameter(torch.zeros(()))]} for group in scheduler.optimizer.param_groups]
-    stand_in = torch.optim.SGD([{**group, "lr": _number(group["lr"])} for group in groups], lr=1.0)
-    kept = {id(item): item for item in shared}
-    with muted_warnings():  # that the stand-in takes no steps
-        ahead = copy.deepcopy(scheduler, {**kept, id(scheduler.optimizer): stand_in})
-        vars(ahead)["verbose"] = False  # which prints every step before torch 2.7
-        found = [_number(group["lr"]) for group in stand_in.param_groups]
-        for call in range(calls):
-            try:
-                ahead.step()
-            except Exception:
-                if call == 0:
-                    raise
-                break  # it has come to its end
-            found = [max(rate, _number(group["lr"])) for rate, group in zip(found, stand_in.param_groups, strict=True)]
-    return found
-
-
-def _number(value: object) -> float:
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 else 0.0
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from spectral_monitor.capture.replay.loss_replay import LossReplay
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
 from spectral_monitor.condition import SpectralCondition, save_profile
+from spectral_monitor.condition.optimizers.plans import LookAhead
 from spectral_monitor.correction import LRCorrection
-from spectral_monitor.correction.peak_rates import planned_rates
 from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import STEP_LOSS, Engine, Settings, still_due
 from spectral_monitor.engine.features.step_loss import MicroBatch
@@ -324,7 +324,7 @@ class SpectralProbe(MeasuredRun):
                 self._replay = LossReplay(self._engine.model)  # of the next micro-batch, if there is one
 
     def report_schedule(self, scheduler: LRScheduler, steps: int) -> None:
-        """Tell where the learning rates will go, so that a correction knows their peaks, before training.
+        """Tell where the learning rates will go, before training: for verdicts, and for a correction by their peaks.
 
         There is no need to where a schedule comes to the learning rate that the optimizer was made with, or is torch's
         ``OneCycleLR``. That of the first transformer does not: its function returns learning rates.
@@ -337,11 +337,11 @@ class SpectralProbe(MeasuredRun):
             ValueError: it cannot be looked ahead.
         """
         try:
-            rates = planned_rates(scheduler, steps, [self._engine.model])
+            plans = LookAhead(scheduler, [self._engine.model]).plans(steps)
         except Exception as error:
             raise ValueError(f"{type(scheduler).__name__} cannot be looked ahead: {error}") from error
-        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-            self._supervisor.plan(group["params"], rate)
+        for group, plan in zip(scheduler.optimizer.param_groups, plans, strict=True):
+            self._supervisor.plan(group["params"], plan)
 
     def abandon_step(self) -> None:
         """Give up a step that was begun, such as one that raised; safe to call at any time."""

@@ -15,6 +15,7 @@ from torch import nn
 from spectral_monitor.condition import Judge, SpectralCondition, Verdict
 from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
+from spectral_monitor.condition.optimizers.plans import Plan
 from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Change, Corrector, LRCorrection, looks_drawn, rescale, starting_norm
 from spectral_monitor.engine import START, STEP_LOSS, TURN, Engine
@@ -54,12 +55,10 @@ class Supervisor:
         self._silent = mode == "observe"
         self._engine = engine
         self._warn = WarnOnce(silent=engine.processes is not None and engine.processes.rank > 0)
-        optimizers = engine.optimizers.optimizers
+        self._plans: dict[nn.Parameter, Plan] = {}
         tied = {layer.info.name: layer.tied_to for layer in engine.anatomy.layers if layer.tied_to}
         self._profile_lacks = "" if condition.profile is None else condition.profile.lacks
-        condition.check(
-            (layer.info for layer in engine.anatomy.layers), hyperparameters(engine.anatomy.layers, optimizers)
-        )
+        condition.check((layer.info for layer in engine.anatomy.layers), self._hyperparameters())
         self._judge = Judge(condition, tied)
         self.settings: dict[str, Hyperparameters] = {}
         self.began: tuple[Verdict, ...] = ()
@@ -71,15 +70,15 @@ class Supervisor:
         self._expects = correction is not None and condition.reference == "balance"
         self._corrector = None
         if correction is not None:
-            self._corrector = Corrector(correction, engine.anatomy.layers, optimizers, engine.attention_blocks)
+            self._corrector = Corrector(
+                correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention_blocks
+            )
             engine.multipliers = self._corrector.by_layer()
 
     @property
     def recipe(self) -> str:
         """The kind of recipe that the optimizers' settings follow, in a sentence; empty where they do not tell."""
-        layers = self._engine.anatomy.layers
-        settings = hyperparameters(layers, self._engine.optimizers.optimizers)
-        return describe((layer.info for layer in layers), settings)
+        return describe((layer.info for layer in self._engine.anatomy.layers), self._hyperparameters())
 
     @property
     def decision(self) -> str:
@@ -90,10 +89,14 @@ class Supervisor:
     def _expected(self) -> dict[str, float]:
         return self._corrector.expected if self._corrector is not None and self._expects else {}
 
-    def plan(self, parameters: Sequence[nn.Parameter], highest: float) -> None:
-        """Tell a correction the highest learning rate that the schedule of a parameter group comes to."""
+    def plan(self, parameters: Sequence[nn.Parameter], plan: Plan) -> None:
+        """Take where the schedule of a parameter group takes its learning rate."""
+        self._plans.update(dict.fromkeys(parameters, plan))
         if self._corrector is not None:
-            self._corrector.plan(parameters, highest)
+            self._corrector.plan(parameters, plan.highest)
+
+    def _hyperparameters(self) -> dict[str, Hyperparameters]:
+        return hyperparameters(self._engine.anatomy.layers, self._engine.optimizers.optimizers, self._plans)
 
     @property
     def multipliers(self) -> dict[str, float]:
@@ -286,7 +289,7 @@ class Supervisor:
         without, and steps that are too long are its own affair.
         """
         expected, key = self._expected, "update_natural"
-        self.settings = settings = hyperparameters(self._engine.anatomy.layers, self._engine.optimizers.optimizers)
+        self.settings = settings = self._hyperparameters()
         values, summary = dict(measurement.values), dict(measurement.summary)
         if self._corrector is not None and self._corrector.correction.of_peak:
             summary.pop("edge", None)

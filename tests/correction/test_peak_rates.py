@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 
@@ -14,71 +13,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralMonitorWarning, SpectralProbe
-from spectral_monitor.correction.peak_rates import planned_rates
-
-WARMUP, STEPS = 20, 60
-
-
-def noam(step):
-    """The schedule of the first transformer (Vaswani and others, 2017), which returns learning rates."""
-    return 256**-0.5 * min((step + 1) ** -0.5, (step + 1) * WARMUP**-1.5)
-
-
-class Owner:
-    """Has the function of a schedule, and cannot be copied."""
-
-    def rate(self, step):
-        return noam(step)
-
-    def __deepcopy__(self, memo):
-        raise AssertionError("it would be copied with all that it holds")
-
-
-def optimizer_of(lr, kind=torch.optim.SGD, **options):
-    return kind(nn.Linear(3, 3).parameters(), lr=lr, **options)
-
-
-OWNER = Owner()
-SCHEDULES = {
-    "Noam": (1.0, lambda o: schedules.LambdaLR(o, noam)),
-    "a method": (1.0, lambda o: schedules.LambdaLR(o, OWNER.rate)),
-    "cyclic": (0.1, lambda o: schedules.CyclicLR(o, 0.005, 0.08, 15)),
-    "one cycle": (0.1, lambda o: schedules.OneCycleLR(o, 0.3, STEPS)),
-    "one cycle that ends": (0.1, lambda o: schedules.OneCycleLR(o, 0.3, STEPS // 2)),
-    "warm-up and cosine": (
-        0.1,
-        lambda o: schedules.SequentialLR(
-            o, [schedules.LinearLR(o, 0.1, 1.0, WARMUP), schedules.CosineAnnealingLR(o, STEPS)], [WARMUP]
-        ),
-    ),
-    "gradual": (0.0125, lambda o: schedules.LambdaLR(o, lambda step: 1 + 7 * min(step / WARMUP, 1))),
-    "restarts": (0.1, lambda o: schedules.CosineAnnealingWarmRestarts(o, 10)),
-    "constant": (0.1, lambda o: schedules.ConstantLR(o, 0.5, 10)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning", "ignore:.*lr_scheduler.step:UserWarning")
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_what_is_planned_is_what_comes(name):
-    lr, make = SCHEDULES[name]
-    optimizer = optimizer_of(lr, momentum=0.9)
-    scheduler = make(optimizer)
-    before = copy.deepcopy((optimizer.state_dict(), optimizer.param_groups[0]["lr"], scheduler.last_epoch))
-    calls = STEPS // 2 - 1 if "ends" in name else STEPS - 1
-    (planned,) = planned_rates(scheduler, STEPS - 1, [OWNER])
-    assert (optimizer.state_dict(), optimizer.param_groups[0]["lr"], scheduler.last_epoch) == before
-    rates = [optimizer.param_groups[0]["lr"]]
-    for _ in range(calls):
-        optimizer.step()
-        scheduler.step()
-        rates.append(optimizer.param_groups[0]["lr"])
-    assert planned == max(rates)
-
-
-def test_each_group_has_a_peak_of_its_own():
-    optimizer = torch.optim.Adam([{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in (0.1, 0.4)])
-    scheduler = schedules.LambdaLR(optimizer, [lambda step: step / 10, lambda step: 1 - step / 10])
-    assert planned_rates(scheduler, 5) == pytest.approx([0.05, 0.4])
+from tests.condition.test_plans import SCHEDULES, STEPS, noam
 
 
 class Module(pl.LightningModule):

@@ -28,7 +28,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameter
 from spectral_monitor.condition.optimizers.rates import RULES
 from spectral_monitor.measurement import LOST, UNUSED
 
-RUNS = 400
+RUNS = 460
 STEPS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160)
 OPTIMIZERS = ("AdamW", "AdamW", "Adam", "SGD", "SGD", "Lion", "Muon", "LAMB", "RMSprop", "Rprop", "Unheard")
 FAULTS = (
@@ -66,6 +66,7 @@ FAULTS = (
     "corrected",
     "rounding",
     "rule",
+    "warmup",
 )
 ZERO = "undefined: it divides by a norm that is zero"
 FINITE = "NaN or inf in its values"
@@ -291,6 +292,9 @@ def plant(run: Run, draw: random.Random) -> None:
         for name in run.matrices:
             lr = 0.01 * RULES[rule](run.layers[name])
             run.settings[name] = replace(run.settings[name], lr=lr, peak=lr)
+    elif kind == "warmup":
+        reached = draw.uniform(0.1, 1.0)
+        run.settings = {name: replace(setting, reached=reached) for name, setting in run.settings.items()}
     elif kind == "rounding":
         run.settings = {name: replace(setting, resolution=2**-7) for name, setting in run.settings.items()}
         run.times(min(factor, 1 / factor), run.matrices, *moves)

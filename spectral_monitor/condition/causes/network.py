@@ -140,6 +140,16 @@ def _faded(finding: Finding, network: Network, history: History) -> Explanation:
     )
 
 
+def _warmup(finding: Finding, network: Network, history: History) -> Explanation:
+    top = max(row.settings.peak for row in network.rows if not row.settings.frozen and row.settings.reached < 1)
+    return Explanation(
+        "warmup_too_long",
+        f"when training ends the learning rate will only have come to {top:.2g} ({top / finding.value:.2g} is set): "
+        "its warm-up is longer than training, as one that is meant for batches and stepped after each epoch",
+        Remedy("check"),
+    )
+
+
 def _diverged(finding: Finding, network: Network, history: History) -> Explanation:
     by = _divisor(history.first_pace, 10.0)
     return Explanation(
@@ -245,6 +255,7 @@ _OF_NETWORK: dict[str, Explanation | Callable[[Finding, Network, History], Expla
     "global_lr_too_large": _overshoots,
     "rates_too_small": _too_small,
     "faded": _faded,
+    "warmup": _warmup,
     "diverged": _diverged,
     "nothing_trains": _nothing,
     "features": _features,

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from spectral_monitor.condition.optimizers.plans import Plan, number
+
 if TYPE_CHECKING:
+    from torch import nn
+
     from spectral_monitor.layers import Layer
 
 _FAMILIES: dict[str, tuple[str, ...]] = {
@@ -32,7 +36,8 @@ class Hyperparameters:
         group: number of the parameter group, counted over all optimizers; -1 if there is none.
         owner: number of the optimizer; -1 if there is none.
         lr: learning rate now, as the schedule has it.
-        peak: the highest learning rate that the group names: ``max_lr``, ``initial_lr`` or ``lr``.
+        peak: the highest learning rate that its schedule comes to, or where that is not known, that the group names:
+            ``max_lr``, ``initial_lr`` or ``lr``.
         eps: of Adam and its kin; NaN if it has none.
         momentum: of SGD, ``beta1`` of Adam; 0 if it has none.
         weight_decay: 0 if it has none.
@@ -43,6 +48,8 @@ class Hyperparameters:
         resolution: relative distance of neighbouring numbers in the weights' dtype.
         rectified: what RAdam or RMSprop multiplies the learning rate of its latest step with, see
             :func:`rectification`; 1 of other optimizers.
+        reached: the part of what the group names that its schedule has come to when training ends, if it still rises
+            then; 1 if it does not, or that is not known.
     """
 
     optimizer: str = ""
@@ -60,6 +67,7 @@ class Hyperparameters:
     forgotten: bool = False
     resolution: float = torch.finfo(torch.float32).eps
     rectified: float = 1.0
+    reached: float = 1.0
 
     @property
     def sizes_own_steps(self) -> bool:
@@ -121,21 +129,25 @@ def family(optimizer: Iterable[str]) -> str:
     return ""
 
 
-def hyperparameters(layers: Sequence[Layer], optimizers: Sequence[Optimizer]) -> dict[str, Hyperparameters]:
+def hyperparameters(
+    layers: Sequence[Layer], optimizers: Sequence[Optimizer], plans: Mapping[nn.Parameter, Plan] | None = None
+) -> dict[str, Hyperparameters]:
     """Return the settings of every layer; only reads.
 
     Args:
         layers: measured ones, vectors included.
         optimizers: that train them; a layer whose parts several groups hold has those of the first.
+        plans: where schedules take the learning rates of parameters, as far as that is known.
     """
     held: dict[int, Hyperparameters] = {}
-    number = 0
+    count = 0
     for owner, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
-            found = _of_group(owner, number, optimizer, group)
+            plan = (plans or {}).get(group["params"][0]) if group["params"] else None
+            found = _of_group(owner, count, optimizer, group, plan)
             for p in group["params"]:
                 held.setdefault(id(p), found)
-            number += 1
+            count += 1
     known = {id(source) for layer in layers for source in layer.sources}
     trained = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     elsewhere = any(p.requires_grad and id(p) not in known for p in trained)
@@ -144,7 +156,7 @@ def hyperparameters(layers: Sequence[Layer], optimizers: Sequence[Optimizer]) ->
 
 def learning_rate(group: Mapping[str, Any]) -> float:
     """Return the learning rate of a parameter group; NaN if it has none, as where Adafactor sizes its own steps."""
-    return _number(group.get("lr"))
+    return number(group.get("lr"))
 
 
 def weight_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> WeightDecay:
@@ -167,8 +179,8 @@ def weight_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> WeightDecay:
     like_adam = decoupled and any("adam" in name.lower() for name in names)
     like_adam = like_adam and not any("nadam" in name.lower() for name in names)  # its steps look ahead
     betas = group.get("betas")
-    beta1 = _number(betas[0]) if like_adam and isinstance(betas, Sequence) else math.nan
-    return WeightDecay(_number(group.get("weight_decay"), 0.0) if decoupled else math.nan, beta1)
+    beta1 = number(betas[0]) if like_adam and isinstance(betas, Sequence) else math.nan
+    return WeightDecay(number(group.get("weight_decay"), 0.0) if decoupled else math.nan, beta1)
 
 
 def _names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
@@ -190,20 +202,24 @@ def _of_layer(layer: Layer, held: Mapping[int, Hyperparameters]) -> Hyperparamet
     )
 
 
-def _of_group(owner: int, number: int, optimizer: Optimizer, group: Mapping[str, Any]) -> Hyperparameters:
+def _of_group(
+    owner: int, count: int, optimizer: Optimizer, group: Mapping[str, Any], plan: Plan | None
+) -> Hyperparameters:
     names = _names(optimizer, group)
-    rates = [_number(group.get(key)) for key in ("max_lr", "initial_lr", "lr")]
+    rates = [number(group.get(key)) for key in ("max_lr", "initial_lr", "lr")]
+    named = max((rate for rate in rates if not math.isnan(rate)), default=math.nan)
     momentum = group.get("momentum", (group.get("betas") or (0.0,))[0])
     return Hyperparameters(
         optimizer=names[0],
         family=family(names),
-        group=number,
+        group=count,
         owner=owner,
         lr=rates[-1],
-        peak=max((rate for rate in rates if not math.isnan(rate)), default=math.nan),
-        eps=_number(group.get("eps")),
-        momentum=_number(momentum, 0.0),
-        weight_decay=_number(group.get("weight_decay"), 0.0),
+        peak=named if plan is None else max(plan.highest, rates[-1]),
+        reached=plan.highest / named if plan is not None and plan.rises and named > plan.highest else 1.0,
+        eps=number(group.get("eps")),
+        momentum=number(momentum, 0.0),
+        weight_decay=number(group.get("weight_decay"), 0.0),
         decoupled=not math.isnan(weight_decay(optimizer, group).factor),
         rectified=rectification(optimizer, group),
     )
@@ -223,23 +239,16 @@ def rectification(optimizer: Optimizer, group: Mapping[str, Any], ahead: int = 0
         ahead: of the step so many further on.
     """
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    taken = (_number(optimizer.state[p].get("step"), 0.0) for p in group["params"] if p in optimizer.state)
+    taken = (number(optimizer.state[p].get("step"), 0.0) for p in group["params"] if p in optimizer.state)
     steps = next(taken, 0.0) + ahead
-    alpha = _number(group.get("alpha"))
+    alpha = number(group.get("alpha"))
     if "rmsprop" in names and steps > 0 and 0 < alpha < 1:
         return 1 / math.sqrt(1 - alpha**steps)
     if not any(name.startswith("radam") for name in names):
         return 1.0
-    beta = _number((group.get("betas") or (0.9, 0.999))[1])
+    beta = number((group.get("betas") or (0.9, 0.999))[1])
     longest = 2 / (1 - beta) - 1  # length of the average, in the end and now
     length = longest - 2 * steps * beta**steps / (1 - beta**steps) if steps > 0 else 0.0
     if not length > 5:
         return 0.0
     return math.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
-
-
-def _number(value: object, missing: float = math.nan) -> float:
-    """Return a setting as a number, whatever an optimizer keeps it as."""
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 else missing
-    return float(value) if isinstance(value, int | float) else missing

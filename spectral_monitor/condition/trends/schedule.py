@@ -1,7 +1,8 @@
-"""The learning rate over time: whether its schedule has ended long before training does."""
+"""The learning rate over time: whether its schedule ends long before training does, or warms up beyond its end."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ TIMES = 2
 """A schedule has ended too early when training has taken so many times the steps after which the rate had faded."""
 STEPS = 32
 """From this step on."""
+HALF = 0.5
+"""A warm-up is longer than training if less than this part of the learning rate is reached by its end."""
 
 
 class ScheduleTrend:
@@ -24,6 +27,8 @@ class ScheduleTrend:
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the learning rate over the highest so far, once training has gone on for long with so small a one."""
+        reached = [row.settings.reached for row in network.rows if not row.settings.frozen]
+        yield Finding("warmup", NETWORK, "lr", max(reached, default=1.0), 1.0, (HALF, math.inf), AT_ONCE)
         lr, step = network.top_lr, measurement.step
         if not lr > 0:
             return

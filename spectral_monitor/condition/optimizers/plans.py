@@ -1,0 +1,82 @@
+"""Where a schedule takes learning rates during training, looked ahead before it begins."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from spectral_monitor.state.muted_warnings import muted_warnings
+
+
+class Plan(NamedTuple):
+    """Where the schedule of a parameter group takes its learning rate.
+
+    Attributes:
+        first: that it has before training.
+        highest: that it comes to.
+        rises: whether it is known to be still rising when training ends.
+    """
+
+    first: float
+    highest: float
+    rises: bool = False
+
+
+class LookAhead:
+    """A scheduler's copy that runs ahead of it, with a stand-in for its optimizer.
+
+    Options of groups do not tell where learning rates go: a schedule whose function returns learning rates, such as
+    that of the first transformer, says 1.
+    """
+
+    def __init__(self, scheduler: LRScheduler, shared: Sequence[object] = ()) -> None:
+        """Copy a scheduler as it is now.
+
+        Args:
+            scheduler: any but those that go by a metric.
+            shared: what it may refer to and is not copied with it, such as the network.
+
+        Raises:
+            Exception: it cannot be copied.
+        """
+        groups = [{**group, "params": [nn.Parameter(torch.zeros(()))]} for group in scheduler.optimizer.param_groups]
+        self._groups = torch.optim.SGD([{**group, "lr": number(group["lr"], 0.0)} for group in groups], lr=1.0)
+        kept = {id(item): item for item in shared}
+        self._scheduler = copy.deepcopy(scheduler, {**kept, id(scheduler.optimizer): self._groups})
+        vars(self._scheduler)["verbose"] = False  # which prints every step before torch 2.7
+
+    def plans(self, calls: int) -> list[Plan]:
+        """Return where the learning rate of each parameter group goes in so many calls of the scheduler's ``step``.
+
+        Raises:
+            Exception: the first call fails; where a later one does, the schedule has come to its end.
+        """
+        rates = [self._rates()]
+        with muted_warnings():  # that the stand-in takes no steps
+            for call in range(calls):
+                try:
+                    self._scheduler.step()
+                except Exception:
+                    if call == 0:
+                        raise
+                    break
+                rates.append(self._rates())
+        return [
+            Plan(course[0], max(course), course[0] < course[-1] == max(course)) for course in zip(*rates, strict=True)
+        ]
+
+    def _rates(self) -> list[float]:
+        return [number(group["lr"], 0.0) for group in self._groups.param_groups]
+
+
+def number(value: object, missing: float = math.nan) -> float:
+    """Return a setting as a number, whatever an optimizer keeps it as."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else missing
+    return float(value) if isinstance(value, int | float) else missing
