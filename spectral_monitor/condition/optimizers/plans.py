@@ -1,4 +1,4 @@
-"""Where a schedule takes learning rates during training, looked ahead before it begins."""
+"""Schedules looked ahead before training begins."""
 
 from __future__ import annotations
 
