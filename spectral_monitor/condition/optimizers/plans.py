@@ -15,7 +15,7 @@ from spectral_monitor.state.muted_warnings import muted_warnings
 
 
 class Plan(NamedTuple):
-    """Where the schedule of a parameter group takes its learning rate.
+    """The course of the learning rate of a parameter group.
 
     Attributes:
         first: that it has before training.
