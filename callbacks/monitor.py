@@ -28,7 +28,8 @@ from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import History, Measurement
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
-from spectral_monitor.monitoring.supervisor import Mode, Supervisor, checked, described, with_needed
+from spectral_monitor.monitoring.settings import Mode, checked, described, with_needed
+from spectral_monitor.monitoring.supervisor import Supervisor
 from spectral_monitor.reporting.content.essentials import Log, overall
 from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink

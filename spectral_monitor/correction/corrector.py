@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,40 +11,34 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from spectral_monitor.condition import NETWORK, Profile, load_profile
+from spectral_monitor.condition import NETWORK
 from spectral_monitor.condition.optimizers.hyperparameters import (
     UNKNOWN,
     Hyperparameters,
     hyperparameters,
     rectification,
 )
-from spectral_monitor.condition.optimizers.recipe import relative_rates
 from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.logit_clip import LogitClip
-from spectral_monitor.correction.lr_override import INSTEAD, LRMultiplierOverride
+from spectral_monitor.correction.multiplier import Multiplier
+from spectral_monitor.correction.override.lr_override import INSTEAD, LRMultiplierOverride
 from spectral_monitor.correction.param_groups_code import param_groups_code
-from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
-from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
+from spectral_monitor.correction.peak_rates import Peaks
 from spectral_monitor.correction.settings import LRCorrection
-from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, UPHILL_EDGE, StepLength, Tracker
+from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, UPHILL_EDGE, StepLength
 from spectral_monitor.correction.update_size import (
     block_contributions,
     cancelled,
     observed,
     remnant,
-    shows_contribution,
 )
+from spectral_monitor.correction.wanted import WantedUpdates
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.parametrization.layer_position import data_reader
 from spectral_monitor.parametrization.tying import DENSE, TiedLayers, contribution_blocks, units
 
-TRIAL, TRIAL_RATE = 0.01, 1e-4
-"""Multiplier of a layer's first step, or its largest learning rate where that has only a schedule's shape, under
-optimizers whose updates are as large as the gradient happens to be.
-"""
 RISE = 2.0
 """Factor on a multiplier, at each measurement, while its update is too small to be read."""
 STEADY, SETTLED = frozenset({"adam", "muon"}), 32
@@ -73,6 +67,7 @@ class Corrector:
     is of the part of its peak that the optimizer's learning rate has, and is thus a learning rate itself.
 
     Attributes:
+        wanted: the updates that the policy wants.
         multipliers: layer -> what the optimizer's learning rate is multiplied with.
         step_length: the part of its size that a step has, less than 1 where steps went too far.
     """
@@ -96,25 +91,12 @@ class Corrector:
         self._optimizers = tuple(optimizers)
         self._units = contribution_blocks(layers) if correction.policy == "fsc" else units(layers)
         self._leaders = [self._layers[unit.leader] for unit in self._units]
-        self._input = data_reader([layer.info for layer in layers])
-        self._profile: Profile | None = None
-        if correction.reference is not None:
-            self._profile = load_profile(correction.reference)
-            self._profile.check(tuple(layer.info for layer in layers))
-        self._settings = hyperparameters(layers, optimizers)
-        families = {of.family for of in self._settings.values() if of.optimizer}
-        # What is unfrozen later may go to any of them: so the rule of those whose first updates can be too large.
-        self._late = "adam" if "adam" in families else min(families, default="")
-        self._relative = relative_rates(layers, self._settings) if correction.of_peak else {}
+        self.wanted = WantedUpdates(correction, self._layers, hyperparameters(layers, optimizers))
         self._peaks, self._began_training = Peaks(), False
         self._owners = self._held()
+        families = {of.family for of in self.wanted.settings.values() if of.optimizer}
         self.step_length = StepLength(LONGEST if families <= STEADY else LONGEST_PROPORTIONAL)
-        self._began: dict[str, float] = {}  # natural norms of the first weights
-        self._trackers = [Tracker() for _ in self._units]
-        self._rates = [self._first(layer) for layer in self._leaders]
-        self._lowest = [math.inf for _ in self._units]  # rates found so far
-        self._since = [0 for _ in self._units]  # steps of first readings
-        self._limited: set[str] = set()
+        self._multipliers = [Multiplier(self.wanted.first(layer)) for layer in self._leaders]
         self._clip = LogitClip(correction.qk_clip or math.inf, attention if correction.qk_clip else ())
         self._swap = LRMultiplierOverride(
             optimizers, self._by_parameter(), of_group=self._of_group, keeps_decay=not correction.of_peak
@@ -131,14 +113,12 @@ class Corrector:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         if all(group["params"][0] in self._owners for group in groups if group["params"]):
             return
-        self._owners, before = self._held(), self._settings
-        self._settings = hyperparameters(self._layers, self._optimizers)
-        if self.correction.of_peak:
-            self._relative = relative_rates(self._layers, self._settings)
-        for k, layer in enumerate(self._leaders):
+        self._owners, before = self._held(), self.wanted.settings
+        self.wanted.take(hyperparameters(self._layers, self._optimizers))
+        for layer, multiplier in zip(self._leaders, self._multipliers, strict=True):
             # A resumed run knows its layers, though some of their groups are added again.
-            if not before[layer.info.name].optimizer and not self._is_known(k):
-                self._rates[k] = self._first(layer)
+            if not before[layer.info.name].optimizer and not multiplier.is_known:
+                multiplier.rate = self.wanted.first(layer)
         self._swap.multipliers = self._by_parameter()
 
     def _of_group(self, group: Mapping[str, Any]) -> float:
@@ -154,75 +134,24 @@ class Corrector:
         owner = next((self._owners[p] for p in group["params"] if p in self._owners), None)
         return 1.0 if owner is None else rectification(owner, group, ahead=1) or 1.0
 
-    def _family(self, layer: Layer) -> str:
-        of = self._settings[layer.info.name]
-        return of.family if of.optimizer else self._late
-
-    def _first(self, layer: Layer) -> float:
-        """Return the multiplier of the first step, when only the kind of optimizer is known."""
-        policy = self.correction.policy
-        left = {"balance": True, "reference": layer.info.role not in DENSE, "fsc": not shows_contribution(layer)}
-        if left.get(policy):
-            return 1.0
-        _, largest = explained(layer, self._family(layer))
-        if policy == "fsc" or math.isnan(largest):
-            peak = self._settings[layer.info.name].peak
-            return min(peak, TRIAL_RATE) if self.correction.of_peak and peak > 0 else TRIAL
-        return self._per_rate(layer, 1) / largest
-
-    def _per_rate(self, layer: Layer, step: int) -> float:
-        """Return the wanted update_natural over the learning rate that is multiplied; NaN if nothing is wanted."""
-        name = layer.info.name
-        if self._profile is None:
-            return self._size * self._share(layer) * self._relative.get(name, 1.0)
-        if layer.info.role == "vector":
-            return math.nan
-        point = self._profile.at(step, name)
-        return point.update_natural / point.lr if point.lr > 0 else math.nan
-
-    @property
-    def _size(self) -> float:
-        return 1.0 if self.correction.size == "lr" else self.correction.size
-
-    def _share(self, layer: Layer) -> float:
-        name = layer.info.name
-        return share(layer, self._began.get(name, math.nan), reads_data=name == self._input)
-
     @property
     def decision(self) -> str:
         """Return what learning rates mean now, in a sentence; empty where they mean what they did."""
         if not self.correction.of_peak:
             return ""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        peaks = [self._peaks.see(group) for group in groups if group["params"]]
-        rates = [peak.highest for peak in peaks if peak.highest > 0]
-        some = " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)})) if rates else "unknown"
-        scheduled = any(peak.scheduled for peak in peaks)
+        groups = self._groups()
         held = {p for layer in self._layers for p in layer.sources}
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         left = [p for p in trained if p not in held]
         part = _entries(left) / max(_entries(trained), 1)
         unmeasured = f"{len(left)} of {len(trained)} parameters, with {part:.0%} of all entries,"
-        size = self._size if scheduled else self._size * CONSTANT
-        return (
-            f"the {'peak' if scheduled else 'constant'} learning rate ({some}) counts as size {size:.3g}: a step then "
-            f"changes a layer's outputs by about {100 * size:.2g} %"
-            + ("; the schedule keeps its shape" if scheduled else "")
-            + (f"; {unmeasured} are not measured and keep their learning rates" if left else "")
-        )
+        kept = f"; {unmeasured} are not measured and keep their learning rates" if left else ""
+        return self._peaks.meaning(groups, self.wanted.size) + kept
 
     @property
     def unreached(self) -> str:
         """Return, in a sentence, that learning rates fall again far below what counts as their peak; empty if not."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups if group["params"]]
-        low = next((peak for peak in map(self._peaks.see, groups) if peak.is_missed), None)
-        if not self.correction.of_peak or low is None:
-            return ""
-        return (
-            f"a learning rate falls again after {low.seen:.3g}, but {low.named:.3g} counts as its peak: steps have at "
-            f"most {low.seen / low.named:.2g} of their size; set initial_lr of its group to {low.seen:.3g}, or call "
-            "probe.report_schedule(scheduler, steps) in a loop of your own"
-        )
+        return self._peaks.unreached(self._groups()) if self.correction.of_peak else ""
 
     def plan(self, parameters: Iterable[nn.Parameter], highest: float) -> None:
         """Take the highest learning rate that the schedule of a parameter group comes to."""
@@ -240,22 +169,16 @@ class Corrector:
     @property
     def expected(self) -> dict[str, float]:
         """Return operators whose updates are meant to be of another size than those of others -> how much."""
-        found = {self._layers[i].info.name: factor for i, factor in self._clip.factors.items()}
-        if self.correction.policy == "target":
-            for layer in (layer for layer in self._layers if layer.info.role in DENSE):
-                name = layer.info.name
-                found[name] = self._share(layer) * self._relative.get(name, 1.0) * found.get(name, 1.0)
+        found = self.wanted.expected()
+        for i, factor in self._clip.factors.items():
+            name = self._layers[i].info.name
+            found[name] = found.get(name, 1.0) * factor
         return {name: share for name, share in found.items() if share != 1}
 
     def by_layer(self) -> dict[int, float]:
         """Return the multipliers by index of the layer, at the learning rates of now."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        factors = {p: factor for group in groups for factor in [self._of_group(group)] for p in group["params"]}
-        return {
-            i: rate * factors.get(self._layers[i].sources[0], 1.0) * self._clip.factors.get(i, 1.0)
-            for unit, rate in zip(self._units, self._rates, strict=True)
-            for i in unit.members
-        }
+        factors = {p: part for group in self._groups() for part in [self._of_group(group)] for p in group["params"]}
+        return {i: rate * factors.get(self._layers[i].sources[0], 1.0) for i, rate in self._by_member()}
 
     def code(self, names: Iterable[tuple[str, nn.Parameter]]) -> str:
         """Return Python code that makes the optimizers with the learning rates found, as they are at the peak.
@@ -265,7 +188,7 @@ class Corrector:
         """
         peaks: dict[nn.Parameter, float] = {}
         rates: dict[nn.Parameter, float] = {}
-        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+        for group in self._groups():
             highest = self._peaks.see(group).highest
             # Without the correction an optimizer goes on multiplying its learning rate by that.
             peaks |= dict.fromkeys(group["params"], highest * self._rectified(group))
@@ -274,11 +197,15 @@ class Corrector:
         return param_groups_code(names, self._optimizers, rates | found)
 
     def _by_parameter(self) -> dict[nn.Parameter, float]:
-        pairs = zip(self._units, self._rates, strict=True)
-        clips = self._clip.factors
-        return {
-            p: rate * clips.get(i, 1.0) for unit, rate in pairs for i in unit.members for p in self._layers[i].sources
-        }
+        return {p: rate for i, rate in self._by_member() for p in self._layers[i].sources}
+
+    def _by_member(self) -> Iterator[tuple[int, float]]:
+        """Yield what the learning rate of each layer is multiplied with, before any factor of its group."""
+        for unit, multiplier in zip(self._units, self._multipliers, strict=True):
+            yield from ((i, multiplier.rate * self._clip.factors.get(i, 1.0)) for i in unit.members)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def arm(self) -> None:
         """Correct every step from now on."""
@@ -316,44 +243,45 @@ class Corrector:
         places = [self._place(unit) for unit in self._units]
         for i in places if "weight_natural" in values else ():
             if math.isfinite(began := float(values["weight_natural"][i])):
-                self._began.setdefault(self._layers[i].info.name, began)
+                self.wanted.began.setdefault(self._layers[i].info.name, began)
         found = [(settings or {}).get(self._layers[i].info.name, UNKNOWN) for i in places]
         rates = [float(values["lr"][i]) * its.rectified for i, its in zip(places, found, strict=True)]
         silent: set[int] = set()
         if self.correction.policy == "fsc":
             seen = block_contributions(measurement, self._layers, self._units, rates)
         else:
-            squared = [math.isnan(explained(layer, self._family(layer))[0]) for layer in self._layers]
-            silent = cancelled(measurement, self._layers, squared)
+            silent = cancelled(measurement, self._layers, list(map(self.wanted.follows_gradients, self._layers)))
             seen = [observed(measurement, quantity, self._layers[i], i) for i in places]
-        multipliers = [float(values["lr_multiplier"][i]) for i in places]
-        flagged, wanted = self._flagged(measurement), self._wanted(measurement, seen, rates, multipliers)
-        scheduled = [rate / m for rate, m in zip(rates, multipliers, strict=True)]
+        factors = [float(values["lr_multiplier"][i]) for i in places]
+        wanted = self.wanted.per_rates(measurement, self._leaders, self._multipliers, seen, rates, factors)
+        flagged = self._flagged(measurement)
+        scheduled = [rate / factor for rate, factor in zip(rates, factors, strict=True)]
         usual = geometric_median(rate for rate, x in zip(scheduled, seen, strict=True) if x > 0)
         changes = self._clip.update(measurement)
         for k, (i, layer) in enumerate(zip(places, self._leaders, strict=True)):
-            name, before = layer.info.name, self._rates[k]
-            if not (wanted[k] > 0 and rates[k] > 0 and (flagged is None or name in flagged or self._is_known(k))):
+            name, multiplier = layer.info.name, self._multipliers[k]
+            before = multiplier.rate
+            if not (wanted[k] > 0 and rates[k] > 0 and (flagged is None or name in flagged or multiplier.is_known)):
                 continue
             if i in silent or self._is_settled(k, measurement.step):
                 continue
             size, aim = seen[k], wanted[k] * rates[k] / before  # as it should have been
             if seen[k] > 0:
-                self._since[k] = self._since[k] or measurement.step
-                self._lowest[k] = min(self._lowest[k], wanted[k] * rates[k] / seen[k])
-                after = wanted[k] / math.exp(self._trackers[k].see(math.log(seen[k] / rates[k])))
+                after = multiplier.right(measurement.step, seen[k], rates[k], wanted[k])
             else:
                 size = remnant(measurement, quantity, layer, i, aim)
                 if not size >= 0:
                     continue
                 after = before * min(RISE, aim / size if size > 0 else RISE)
-            after, limited = self._within(k, wanted[k], usual / scheduled[k], after)
-            if max(after / before, before / after) > DEADBAND:
-                self._rates[k] = after
-                scale = multipliers[k] / before
-                new = limited and name not in self._limited
-                changes.append(Change(name, before * scale, after * scale, size, aim, quantity, new))
-            self._limited = self._limited | {name} if limited else self._limited - {name}
+            low, high = self.wanted.limits(layer, multiplier, wanted[k], usual / scheduled[k])
+            inside = min(max(after, low), high)
+            limited = inside != after and low > 0  # by what the settings explain
+            if max(inside / before, before / inside) > DEADBAND:
+                multiplier.rate = inside
+                scale = factors[k] / before
+                new = limited and not multiplier.limited
+                changes.append(Change(name, before * scale, inside * scale, size, aim, quantity, new))
+            multiplier.limited = limited
         if changes:
             self._swap.multipliers = self._by_parameter()
         return changes
@@ -364,46 +292,9 @@ class Corrector:
             return unit.leader
         return next((i for i in unit.members if self._layers[i].sources[0].requires_grad), unit.leader)
 
-    def _is_known(self, k: int) -> bool:
-        return not math.isnan(self._trackers[k].level)
-
     def _is_settled(self, k: int, step: int) -> bool:
-        steady = self.correction.policy == "target" and self._family(self._leaders[k]) in STEADY
-        return steady and 0 < self._since[k] <= step - SETTLED
-
-    def _within(self, k: int, wanted: float, usual: float, rate: float) -> tuple[float, bool]:
-        """Return a rate inside the limits, and whether it was further off than the settings explain.
-
-        They are around what the settings explain: the kind of optimizer, or under policy "balance" the usual learning
-        rate. Where they explain nothing, for updates are as large as gradients, a rate may become so many times the
-        lowest that was right before: gradients that vanish when all is learnt, or die, drive it no further.
-        """
-        low, high = self.correction.limits
-        layer = self._leaders[k]
-        least, most = explained(layer, self._family(layer))
-        if self.correction.policy == "balance":
-            ends = (low * usual, high * usual)
-        elif math.isnan(least) or self.correction.policy == "fsc":
-            return min(rate, high * self._lowest[k]), False
-        else:
-            ends = (low * wanted / most, high * wanted / least)
-        inside = min(max(rate, ends[0]), ends[1])
-        return inside, inside != rate
-
-    def _wanted(
-        self, measurement: Measurement, seen: Sequence[float], rates: Sequence[float], multipliers: Sequence[float]
-    ) -> list[float]:
-        """Return the units' wanted updates over the learning rate that is multiplied; NaN where one is left alone."""
-        if self.correction.policy == "fsc":
-            known = [math.isfinite(x) or self._is_known(k) for k, x in enumerate(seen)]
-            each = wanted_decrease(measurement, self.correction.polyak) / max(sum(known), 1)
-            return [each if shows_contribution(layer) else math.nan for layer in self._leaders]
-        operators = [layer.info.role in DENSE for layer in self._leaders]
-        if self.correction.policy == "balance":
-            sizes = balanced([x if one else math.nan for x, one in zip(seen, operators, strict=True)], multipliers)
-            pairs = zip(sizes, rates, multipliers, strict=True)
-            return [size * m / rate if rate > 0 else math.nan for size, rate, m in pairs]
-        return [self._per_rate(layer, measurement.step) for layer in self._leaders]
+        steady = self.correction.policy == "target" and self.wanted.family(self._leaders[k]) in STEADY
+        return steady and 0 < self._multipliers[k].since <= step - SETTLED
 
     def _flagged(self, measurement: Measurement) -> set[str] | None:
         """Return the layers whose learning rates policy ``"balance"`` begins to correct; ``None``: all."""
@@ -416,17 +307,17 @@ class Corrector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers by layer."""
-        rows = zip(self._leaders, self._rates, self._lowest, self._since, self._trackers, strict=True)
+        rows = {layer.info.name: m for layer, m in zip(self._leaders, self._multipliers, strict=True)}
         return {
             "policy": self.correction.policy,
             "size": self.correction.size,
-            "units": {layer.info.name: [rate, low, since, *at.state()] for layer, rate, low, since, at in rows},
-            "began": dict(self._began),
+            "units": {name: multiplier.state() for name, multiplier in rows.items()},
+            "began": dict(self.wanted.began),
             "peaks": {layer.info.name: self._peaks.state(layer.sources[0]) for layer in self._layers},
-            "limited": sorted(self._limited),
+            "limited": sorted(name for name, multiplier in rows.items() if multiplier.limited),
             "clip": self._clip.state_dict(),
             "step_length": self.step_length.state_dict(),
-            "relative": dict(self._relative),
+            "relative": dict(self.wanted.relative),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -445,13 +336,11 @@ class Corrector:
         if set(state["units"]) != set(names):
             differing = sorted(set(state["units"]) ^ set(names))
             raise ValueError(f"the saved multipliers are of other layers: {', '.join(differing[:6])}")
-        rows = [state["units"][name] for name in names]
-        self._rates, self._lowest, self._since = ([row[i] for row in rows] for i in range(3))
-        self._trackers = [Tracker(*row[3:]) for row in rows]
+        self._multipliers = [Multiplier.loaded(state["units"][name], name in state["limited"]) for name in names]
         self._clip.load_state_dict(state.get("clip", {}))
         self.step_length.load_state_dict(state.get("step_length", {}))
-        self._began, self._limited = dict(state["began"]), set(state["limited"])
-        self._relative = dict(state.get("relative", self._relative))
+        self.wanted.began = dict(state["began"])
+        self.wanted.relative = dict(state.get("relative", self.wanted.relative))
         self._began_training = True
         for layer in self._layers:
             self._peaks.load(layer.sources, state["peaks"][layer.info.name])

@@ -97,6 +97,30 @@ class Peaks:
             return 1.0
         return (1.0 if peak.scheduled else CONSTANT) / peak.highest
 
+    def meaning(self, groups: Iterable[Mapping[str, Any]], size: float) -> str:
+        """Return, in a sentence, what learning rates mean where their peak counts as steps of a size."""
+        peaks = [self.see(group) for group in groups if group["params"]]
+        rates = [peak.highest for peak in peaks if peak.highest > 0]
+        some = " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)})) if rates else "unknown"
+        scheduled = any(peak.scheduled for peak in peaks)
+        size = size if scheduled else size * CONSTANT
+        return (
+            f"the {'peak' if scheduled else 'constant'} learning rate ({some}) counts as size {size:.3g}: a step then "
+            f"changes a layer's outputs by about {100 * size:.2g} %"
+            + ("; the schedule keeps its shape" if scheduled else "")
+        )
+
+    def unreached(self, groups: Iterable[Mapping[str, Any]]) -> str:
+        """Return, in a sentence, that a learning rate falls again far below what counts as its peak; empty if not."""
+        low = next((peak for peak in map(self.see, groups) if peak.is_missed), None)
+        if low is None:
+            return ""
+        return (
+            f"a learning rate falls again after {low.seen:.3g}, but {low.named:.3g} counts as its peak: steps have at "
+            f"most {low.seen / low.named:.2g} of their size; set initial_lr of its group to {low.seen:.3g}, or call "
+            "probe.report_schedule(scheduler, steps) in a loop of your own"
+        )
+
     def state(self, parameter: nn.Parameter) -> list[Any]:
         """Return what is known of the group that holds a parameter, as plain values; nothing if it was not seen."""
         return list(astuple(self._peaks[parameter])) if parameter in self._peaks else []

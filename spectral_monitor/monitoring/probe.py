@@ -25,7 +25,8 @@ from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import History
 from spectral_monitor.messages import SpectralMonitorWarning, WarnOnce, announce, in_lines
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
-from spectral_monitor.monitoring.supervisor import Mode, Supervisor, checked, with_needed
+from spectral_monitor.monitoring.settings import Mode, checked, with_needed
+from spectral_monitor.monitoring.supervisor import Supervisor
 from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
 from spectral_monitor.reporting.text.role_table import role_table

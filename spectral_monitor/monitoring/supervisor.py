@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, cached_property
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,28 +15,20 @@ from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.plans import Plan
 from spectral_monitor.condition.optimizers.recipe import describe
-from spectral_monitor.correction import Change, Corrector, LRCorrection, looks_drawn, rescale, starting_norm
+from spectral_monitor.correction import Corrector, LRCorrection, looks_drawn, rescale, starting_norm
 from spectral_monitor.engine import START, STEP_LOSS, TURN, Engine
 from spectral_monitor.engine.results.edge import UPHILL
 from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
-from spectral_monitor.quantities import resolve
-from spectral_monitor.reporting.content.headline import announcement, names_in
+from spectral_monitor.monitoring.correction_report import CorrectionReport, held
+from spectral_monitor.monitoring.settings import Mode
+from spectral_monitor.reporting.content.headline import announcement
 
-Mode = Literal["observe", "warn", "correct"]
-MODES: tuple[str, ...] = get_args(Mode)
 BEGINNING = frozenset({"weight_natural", "drift_ratio"})
 """Measured at the first measured step, whatever their interval, if at all: they tell which layers began at zero."""
 
 EARLY = 8
 """The first steps that a correction measures are apart by the steps so far over this."""
-NEARLY = 0.8
-"""Part of their length from which on only the whole of it is worth a line."""
-TOLD = 1.5
-"""Factor on a matrix's learning rate, either way, from which a correction says so in a line."""
-BLIND = 3
-"""Looks at the loss that saw nothing, after which that is said."""
-GIVEN_UP = "the loss does not follow its gradients, however short steps are (a straight-through estimator, say)"
 
 
 class Supervisor:
@@ -63,16 +53,16 @@ class Supervisor:
         self.settings: dict[str, Hyperparameters] = {}
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
-        self._length_told = 1.0, False  # the factor on the length of steps, and whether it was given up
         self._last: frozenset[str] = frozenset()
-        self._looks, self._blind = False, 0  # whether the loss is looked at in this step, and looks that saw nothing
         # A profile, or the theory, has a reference for every layer.
         self._expects = correction is not None and condition.reference == "balance"
-        self._corrector = None
+        self._corrector: Corrector | None = None
+        self._report: CorrectionReport | None = None
         if correction is not None:
             self._corrector = Corrector(
                 correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention_blocks
             )
+            self._report = CorrectionReport(self._corrector)
             engine.multipliers = self._corrector.by_layer()
 
     @property
@@ -123,7 +113,8 @@ class Supervisor:
             keys = budget.granted(step, keys)
             if budget.news:
                 (tell or self._warn)(budget.news)
-        self._looks = STEP_LOSS in keys
+        if self._report is not None:
+            self._report.looks = STEP_LOSS in keys
         if keys:
             self._last = keys - {STEP_LOSS}
         elif self._awaits_turn(step):
@@ -217,10 +208,9 @@ class Supervisor:
 
         Args:
             measurement: the newest one.
-            tell: is told which matrices' learning rates were corrected, in one line. Those of biases and gains swing
-                and hardly matter.
+            tell: is told what was done, in a few lines.
         """
-        if self._corrector is None:
+        if self._corrector is None or self._report is None:
             return
         try:
             uphill = measurement.why("edge", SUMMARY) == UPHILL
@@ -228,48 +218,15 @@ class Supervisor:
             self._engine.multipliers = self._corrector.by_layer()
             if missed := self._corrector.unreached:
                 self._warn(missed)
-            if said := self._unseen(measurement):
-                tell(said)
-            if said := self._length_said(measurement):
-                tell(f"step {measurement.step}: {said}")
             matrices = {info.name for info in measurement.layers if info.is_matrix}
             changes = [change for change in changes if change.layer in matrices]
-            if notable := [change for change in changes if change.factor >= TOLD]:
-                tell(f"step {measurement.step}: {_most(notable, measurement)}")
+            for line in self._report.lines(measurement, changes):
+                tell(line)
         except Exception as error:
             self._warn(f"learning rates were not corrected ({type(error).__name__}: {error})", error)
             return
         if limited := [change for change in changes if change.limited]:
-            self._warn(f"step {measurement.step}: {_held(limited, measurement)}")
-
-    def _unseen(self, measurement: Measurement) -> str:
-        """Return that the loss after a step is never known, and why, when a few looks have shown it; empty else."""
-        if self._looks and self._blind >= 0:
-            self._blind = self._blind + 1 if math.isnan(measurement.summary.get("loss_change", math.nan)) else -1
-        if self._blind != BLIND:
-            return ""
-        self._blind = -1
-        return f"steps that go too far are not noticed: {measurement.why('edge', SUMMARY)}"
-
-    def _length_said(self, measurement: Measurement) -> str:
-        """Return what became of the length of steps since that was said last; empty if it is much the same."""
-        assert self._corrector is not None
-        length, (before, gave_up) = self._corrector.step_length, self._length_told
-        longer = length.factor / before
-        moved = 1 / longer >= TOLD or (longer >= TOLD and length.factor <= NEARLY) or length.factor == 1 > before
-        if not moved and length.given_up == gave_up:
-            return ""
-        self._length_told = length.factor, length.given_up
-        if length.given_up:
-            return f"{GIVEN_UP}; steps keep their length"
-        if length.factor == 1:
-            return "steps have their full size again"
-        if length.factor > before:
-            return f"steps are made longer again: {length.factor:.2g} of their size"
-        why = f"edge {length.edge:.2g}: shorter ones would have lowered the loss further"
-        if not math.isfinite(measurement.summary["edge"]):
-            why = "this one goes uphill on its own batch: those before went past the lowest point"
-        return f"steps go too far ({why}); they are shortened to {length.factor:.2g} of their size"
+            self._warn(f"step {measurement.step}: {held(limited, measurement)}")
 
     def _judged(self, measurement: Measurement) -> Measurement:
         verdicts = self._verdicts(measurement)
@@ -335,9 +292,9 @@ class Supervisor:
         """
         self._judge.load_state_dict(state["judge"])
         self._flagged = set(state["flagged"])
-        if self._corrector is not None and "corrector" in state:
+        if self._corrector is not None and self._report is not None and "corrector" in state:
             self._corrector.load_state_dict(state["corrector"])
-            self._length_told = self._corrector.step_length.factor, self._corrector.step_length.given_up
+            self._report.resume()
             self._engine.multipliers = self._corrector.by_layer()
 
 
@@ -352,76 +309,3 @@ def _first_steps(every: int) -> frozenset[int]:
         found.add(step)
         step += max(1, step // EARLY)
     return frozenset(found)
-
-
-def _most(changes: Sequence[Change], measurement: Measurement) -> str:
-    """Return what was corrected most, and how many were."""
-    most = max(changes, key=lambda change: change.factor)
-    count = f"{len(changes)} learning rates corrected, most " if len(changes) > 1 else ""
-    return (
-        f"{count}{names_in(measurement, [most.layer])}: x {most.after:.3g} (was x {most.before:.3g}), for "
-        f"{most.quantity} is {most.observed:.2g} and should be {most.wanted:.2g}"
-    )
-
-
-def _held(changes: Sequence[Change], measurement: Measurement) -> str:
-    """Return whose learning rates are as far from the user's as a correction may take them."""
-    change = changes[0]
-    return (
-        f"{names_in(measurement, [each.layer for each in changes])}: learning rates are held at the limit of the "
-        f"correction (x {change.after:.3g}); {change.quantity} is "
-        f"{change.observed:.2g} and should be {change.wanted:.2g}: look at these layers' gradients and settings"
-    )
-
-
-def checked(mode: str, condition: SpectralCondition, correction: LRCorrection | None) -> LRCorrection | None:
-    """Return the correction in force.
-
-    Raises:
-        ValueError: an unknown mode, or a correction in a mode that does not correct.
-        TypeError: a condition or correction of another type.
-    """
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}; valid modes: {', '.join(MODES)}")
-    if not isinstance(condition, SpectralCondition):
-        raise TypeError(f"condition must be a SpectralCondition, got {condition!r}")
-    if correction is not None and not isinstance(correction, LRCorrection):
-        raise TypeError(f"correction must be an LRCorrection, got {correction!r}")
-    if correction is not None and mode != "correct":
-        raise ValueError(f'correction is for mode="correct", not mode={mode!r}')
-    return LRCorrection() if mode == "correct" and correction is None else correction
-
-
-def with_needed(quantities: str | Sequence[str], correction: LRCorrection | None) -> str | Sequence[str]:
-    """Return the quantities asked for and those the correction needs."""
-    needed = () if correction is None else correction.quantities
-    return quantities if set(needed) <= set(resolve(quantities)) else [*resolve(quantities), *needed]
-
-
-def described(mode: str, condition: SpectralCondition, correction: LRCorrection | None) -> dict[str, Any]:
-    """Settings as plain values by name, for tables of hyperparameters.
-
-    Example:
-        >>> described("warn", SpectralCondition(), None)["condition/reference"]
-        'balance'
-    """
-    low, high = condition.limits
-    settings: dict[str, Any] = {
-        "mode": mode,
-        "condition/reference": _file(condition.reference),
-        "condition/band_low": low,
-        "condition/band_high": high,
-        "condition/persistence": condition.persistence,
-        "condition/hysteresis": condition.hysteresis,
-        "condition/expected": ", ".join(f"{pattern} x{factor:g}" for pattern, factor in condition.expected.items()),
-        "condition/ignore": ", ".join(condition.ignore),
-    }
-    if correction is not None:
-        settings |= {f"correction/{f.name}": getattr(correction, f.name) for f in fields(correction) if f.init}
-        settings["correction/reference"] = _file(correction.reference or "")
-    return {key: value if isinstance(value, bool | int | float) else str(value) for key, value in settings.items()}
-
-
-def _file(reference: str | Path) -> str:
-    """Without its folder, which is nobody's business."""
-    return Path(reference).name

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from spectral_monitor.correction.override.lr_override import LRMultiplierOverride
 from tests.noninterference.recorder import leaves
 
 DECOUPLED = {"AdamW": "weight_decay", "Adafactor": "weight_decay", "Muon": "weight_decay", "ASGD": "lambd"}

@@ -100,7 +100,7 @@ def test_the_size_is_that_of_the_peak(lr):
     for name in ("2", "4", "2.bias"):
         layer = next(layer for layer in probe.anatomy.layers if layer.info.name == name)
         found = sizes(probe)[name]
-        assert max(found) == pytest.approx(0.1 * shares._share(layer), rel=0.25), name
+        assert max(found) == pytest.approx(0.1 * shares.wanted.share(layer), rel=0.25), name
         assert max(range(len(found)), key=found.__getitem__) in range(14, 27)
         assert found[0] < 0.1 * max(found)
 
@@ -114,7 +114,7 @@ def test_a_warm_up_by_hand_is_never_more_than_the_size():
 
     probe, _ = run(adam(1e-3), each=by_hand, every_n_steps=1)
     share = next(layer for layer in probe.anatomy.layers if layer.info.name == "2")
-    wanted = 0.1 * probe._supervisor._corrector._share(share)
+    wanted = 0.1 * probe._supervisor._corrector.wanted.share(share)
     found = sizes(probe)["2"]
     assert max(found) < 1.3 * wanted
     assert found[12] == pytest.approx(wanted, rel=0.3)

@@ -12,8 +12,9 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, Measurement, SpectralCondition, SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.condition import save_profile
-from spectral_monitor.correction.corrector import TRIAL, Corrector
+from spectral_monitor.correction.corrector import Corrector
 from spectral_monitor.correction.policies import GROWTH, LEAST, MOST, PIXELS, SHARES
+from spectral_monitor.correction.wanted import TRIAL
 from spectral_monitor.layers import dissect
 from spectral_monitor.parametrization.tying import units
 
@@ -380,5 +381,5 @@ def test_a_profile_without_a_learning_rate_at_a_step_wants_nothing(tmp_path):
     save_profile(steps, tmp_path / "tuned.json")
     rule = LRCorrection("reference", reference=str(tmp_path / "tuned.json"))
     corrector = Corrector(rule, layers, [torch.optim.Adam(network.parameters(), lr=LR)])
-    assert corrector._per_rate(layers[0], 1) == pytest.approx(10)
-    assert math.isnan(corrector._per_rate(layers[0], 2))
+    assert corrector.wanted._per_rate(layers[0], 1) == pytest.approx(10)
+    assert math.isnan(corrector.wanted._per_rate(layers[0], 2))

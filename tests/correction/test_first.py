@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
-from spectral_monitor.correction.corrector import TRIAL, Corrector
+from spectral_monitor.correction.corrector import Corrector
 from spectral_monitor.correction.peak_rates import CONSTANT
+from spectral_monitor.correction.wanted import TRIAL
 from spectral_monitor.layers import dissect
 
 

@@ -267,4 +267,7 @@ def test_blocks_that_are_known_share_the_decrease(known):
     corrector = Corrector(LRCorrection("fsc"), layers, [torch.optim.SGD(network.parameters(), lr=0.1)])
     measurement = Measurement(1, tuple(layer.info for layer in layers), {}, {})
     seen = [0.1] * known + [math.nan] * (3 - known)
-    assert corrector._wanted(measurement, seen, [0.1] * 3, [1.0] * 3) == pytest.approx([1 / known] * 3)
+    found = corrector.wanted.per_rates(
+        measurement, corrector._leaders, corrector._multipliers, seen, [0.1] * 3, [1.0] * 3
+    )
+    assert found == pytest.approx([1 / known] * 3)

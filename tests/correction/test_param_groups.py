@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from torch import nn
 
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from spectral_monitor.correction.override.lr_override import LRMultiplierOverride
 from spectral_monitor.layers import dissect
 from spectral_monitor.parametrization.param_groups import spectral_param_groups
 from tests.correction.native import assert_same_training, make_model

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from spectral_monitor.correction.override.lr_override import LRMultiplierOverride
 from tests.correction.native import (
     POWERS,
     SPARSE,

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, On
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from spectral_monitor.correction.override.lr_override import LRMultiplierOverride
 from tests.correction.native import everything, hooks, native_groups
 from tests.noninterference import zoo
 from tests.noninterference.recorder import RecordingLogger, Run

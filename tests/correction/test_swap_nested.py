@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from spectral_monitor.correction.override.lr_override import LRMultiplierOverride
 from tests.correction.native import (
     POWERS,
     UNEVEN,

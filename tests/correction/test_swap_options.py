@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spectral_monitor.correction.group_split import decay_option
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from spectral_monitor.correction.override.group_split import decay_option
+from spectral_monitor.correction.override.lr_override import LRMultiplierOverride
 from tests.correction.native import (
     POWERS,
     UNEVEN,

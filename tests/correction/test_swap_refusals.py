@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from spectral_monitor.correction.override.lr_override import LRMultiplierOverride
 from tests.correction.native import (
     POWERS,
     UNEVEN,

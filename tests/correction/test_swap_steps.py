@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from spectral_monitor.correction.lr_override import LRMultiplierOverride
+from spectral_monitor.correction.override.lr_override import LRMultiplierOverride
 from tests.correction.native import (
     UNEVEN,
     armed,

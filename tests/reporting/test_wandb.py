@@ -25,7 +25,7 @@ from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
 from spectral_monitor.condition import SpectralCondition, load_profile, save_profile
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.messages import SpectralConditionWarning
-from spectral_monitor.monitoring.supervisor import described
+from spectral_monitor.monitoring.settings import described
 from spectral_monitor.reporting.content.essentials import essentials
 from tests.noninterference import zoo
 from tests.reporting.wandb_file import AXIS, RunFile, go_offline

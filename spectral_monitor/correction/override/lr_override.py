@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from spectral_monitor.capture.hooks.closures import Closure, with_closure
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.hooks.registration import Hook
-from spectral_monitor.correction.group_split import Expansion, lists_of
+from spectral_monitor.correction.override.group_split import Expansion, lists_of
 
 _UNFIT = {
     "LBFGS": "it reads one group before it knows the gradient, and takes one step size for all parameters",

@@ -1,0 +1,56 @@
+"""The multiplier of a layer: what is known of its updates, and the learning rate that follows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from spectral_monitor.correction.smoothing import Tracker
+
+
+@dataclass
+class Multiplier:
+    """Factor on a learning rate, and what it follows from.
+
+    Attributes:
+        rate: that factor.
+        lowest: the lowest that was found to be right so far.
+        since: step of the first reading; 0 before there is one.
+        size: logarithm of updates for each unit of learning rate, followed through noise.
+        limited: whether it is held at a limit.
+    """
+
+    rate: float
+    lowest: float = math.inf
+    since: int = 0
+    size: Tracker = field(default_factory=Tracker)
+    limited: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether an update was ever read."""
+        return not math.isnan(self.size.level)
+
+    def right(self, step: int, update: float, lr: float, wanted: float) -> float:
+        """Return the factor that makes updates as large as is wanted, by this one and those before.
+
+        Args:
+            step: at which it was measured.
+            update: its size, above 0.
+            lr: the learning rate it was made with, multiplied.
+            wanted: size over the learning rate that is multiplied.
+        """
+        self.since = self.since or step
+        self.lowest = min(self.lowest, wanted * lr / update)
+        return wanted / math.exp(self.size.see(math.log(update / lr)))
+
+    def state(self) -> list[Any]:
+        """Return plain numbers."""
+        return [self.rate, self.lowest, self.since, *self.size.state()]
+
+    @classmethod
+    def loaded(cls, state: list[Any], limited: bool) -> Multiplier:
+        """Return what goes on from :meth:`state`."""
+        rate, lowest, since, *size = state
+        return cls(rate, lowest, since, Tracker(*size), limited)

@@ -1,0 +1,1 @@
+"""Multipliers taken into the steps of optimizers that do not know of them."""

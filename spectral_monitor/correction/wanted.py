@@ -1,0 +1,146 @@
+"""The updates that a policy wants of each layer, and the multipliers that its settings explain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from spectral_monitor.condition import Profile, load_profile
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
+from spectral_monitor.condition.optimizers.recipe import relative_rates
+from spectral_monitor.correction.multiplier import Multiplier
+from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
+from spectral_monitor.correction.settings import LRCorrection
+from spectral_monitor.correction.update_size import shows_contribution
+from spectral_monitor.layers import Layer
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.parametrization.layer_position import data_reader
+from spectral_monitor.parametrization.tying import DENSE
+
+TRIAL, TRIAL_RATE = 0.01, 1e-4
+"""Multiplier of a layer's first step, or its largest learning rate where that has only a schedule's shape, under
+optimizers whose updates are as large as the gradient happens to be.
+"""
+
+
+class WantedUpdates:
+    """Sizes that a correction wants the updates of every layer to have.
+
+    Attributes:
+        size: of a step at the peak of its learning rate; 1 where the learning rate is that.
+        settings: layer -> its optimizer's settings.
+        began: layer -> natural norm of its first weights.
+        relative: layer -> its learning rate beside those of others, as the user has set them apart.
+    """
+
+    def __init__(
+        self, correction: LRCorrection, layers: Sequence[Layer], settings: Mapping[str, Hyperparameters]
+    ) -> None:
+        """``settings`` are those of now; :meth:`take` has later ones."""
+        self._correction, self._layers = correction, layers
+        self._input = data_reader([layer.info for layer in layers])
+        self._profile: Profile | None = None
+        if correction.reference is not None:
+            self._profile = load_profile(correction.reference)
+            self._profile.check(tuple(layer.info for layer in layers))
+        self.size = 1.0 if correction.size == "lr" else correction.size
+        self.began: dict[str, float] = {}
+        self.relative: dict[str, float] = {}
+        families = {of.family for of in settings.values() if of.optimizer}
+        # What is unfrozen later may go to any of them: so the rule of those whose first updates can be too large.
+        self._late = "adam" if "adam" in families else min(families, default="")
+        self.take(settings)
+
+    def take(self, settings: Mapping[str, Hyperparameters]) -> None:
+        """Take in settings, as when parameter groups were added."""
+        self.settings = settings
+        if self._correction.of_peak:
+            self.relative = relative_rates(self._layers, settings)
+
+    def family(self, layer: Layer) -> str:
+        """Return the kind of optimizer that a layer has, or may have once it is unfrozen."""
+        of = self.settings[layer.info.name]
+        return of.family if of.optimizer else self._late
+
+    def follows_gradients(self, layer: Layer) -> bool:
+        """Return whether nothing but the gradient says how large its updates are."""
+        return math.isnan(explained(layer, self.family(layer))[0])
+
+    def first(self, layer: Layer) -> float:
+        """Return the multiplier of the first step, when only the kind of optimizer is known."""
+        policy = self._correction.policy
+        left = {"balance": True, "reference": layer.info.role not in DENSE, "fsc": not shows_contribution(layer)}
+        if left.get(policy):
+            return 1.0
+        if policy == "fsc" or self.follows_gradients(layer):
+            peak = self.settings[layer.info.name].peak
+            return min(peak, TRIAL_RATE) if self._correction.of_peak and peak > 0 else TRIAL
+        return self._per_rate(layer, 1) / explained(layer, self.family(layer))[1]
+
+    def share(self, layer: Layer) -> float:
+        """Return the wanted size of a layer's update over that of an operator that began with natural norm 1."""
+        name = layer.info.name
+        return share(layer, self.began.get(name, math.nan), reads_data=name == self._input)
+
+    def expected(self) -> dict[str, float]:
+        """Return what updates of matrices are meant to be over those of others, under policy ``"target"``."""
+        if self._correction.policy != "target":
+            return {}
+        matrices = [layer for layer in self._layers if layer.info.role in DENSE]
+        return {layer.info.name: self.share(layer) * self.relative.get(layer.info.name, 1.0) for layer in matrices}
+
+    def per_rates(
+        self,
+        measurement: Measurement,
+        leaders: Sequence[Layer],
+        multipliers: Sequence[Multiplier],
+        seen: Sequence[float],
+        rates: Sequence[float],
+        factors: Sequence[float],
+    ) -> list[float]:
+        """Return the wanted updates over the learning rate that is multiplied; NaN where one is left alone.
+
+        Args:
+            measurement: the newest one.
+            leaders: the layers whose multipliers these are.
+            multipliers: of them.
+            seen: their updates, or contributions.
+            rates: their learning rates, multiplied.
+            factors: what those were multiplied with.
+        """
+        if self._correction.policy == "fsc":
+            known = [math.isfinite(x) or m.is_known for x, m in zip(seen, multipliers, strict=True)]
+            each = wanted_decrease(measurement, self._correction.polyak) / max(sum(known), 1)
+            return [each if shows_contribution(layer) else math.nan for layer in leaders]
+        if self._correction.policy == "balance":
+            operators = [layer.info.role in DENSE for layer in leaders]
+            sizes = balanced([x if one else math.nan for x, one in zip(seen, operators, strict=True)], factors)
+            pairs = zip(sizes, rates, factors, strict=True)
+            return [size * m / rate if rate > 0 else math.nan for size, rate, m in pairs]
+        return [self._per_rate(layer, measurement.step) for layer in leaders]
+
+    def _per_rate(self, layer: Layer, step: int) -> float:
+        """Return the wanted update_natural over the learning rate that is multiplied; NaN if nothing is wanted."""
+        name = layer.info.name
+        if self._profile is None:
+            return self.size * self.share(layer) * self.relative.get(name, 1.0)
+        if layer.info.role == "vector":
+            return math.nan
+        point = self._profile.at(step, name)
+        return point.update_natural / point.lr if point.lr > 0 else math.nan
+
+    def limits(self, layer: Layer, multiplier: Multiplier, wanted: float, usual: float) -> tuple[float, float]:
+        """Return the lowest and the highest multiplier that its settings explain.
+
+        They are around what the kind of optimizer makes of the learning rate, or under policy ``"balance"`` around
+        ``usual``, the multiplier that gives a layer the usual learning rate. Where settings explain nothing, for
+        updates are as large as gradients, a multiplier may become so many times the lowest that was right before:
+        gradients that vanish when all is learnt, or die, drive it no further.
+        """
+        low, high = self._correction.limits
+        least, most = explained(layer, self.family(layer))
+        if self._correction.policy == "balance":
+            return low * usual, high * usual
+        if math.isnan(least) or self._correction.policy == "fsc":
+            return 0.0, high * multiplier.lowest
+        return low * wanted / most, high * wanted / least

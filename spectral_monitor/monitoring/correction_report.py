@@ -1,0 +1,92 @@
+"""Lines that say what a correction did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from spectral_monitor.correction import Change, Corrector
+from spectral_monitor.measurement import SUMMARY, Measurement
+from spectral_monitor.reporting.content.headline import names_in
+
+NEARLY = 0.8
+"""Part of their length from which on only the whole of it is worth a line."""
+TOLD = 1.5
+"""Factor on a matrix's learning rate, either way, from which a correction says so in a line."""
+BLIND = 3
+"""Looks at the loss that saw nothing, after which that is said."""
+GIVEN_UP = "the loss does not follow its gradients, however short steps are (a straight-through estimator, say)"
+
+
+class CorrectionReport:
+    """Tells what a corrector did at each measurement, as far as it is worth a line.
+
+    Attributes:
+        looks: whether the loss after the step is looked at in this step.
+    """
+
+    def __init__(self, corrector: Corrector) -> None:
+        self._corrector = corrector
+        self._length_told = 1.0, False  # the factor on the length of steps, and whether it was given up
+        self.looks, self._blind = False, 0  # looks that saw nothing; -1 once one saw something, or it was said
+
+    def resume(self) -> None:
+        """Take what the corrector has loaded for told."""
+        self._length_told = self._corrector.step_length.factor, self._corrector.step_length.given_up
+
+    def lines(self, measurement: Measurement, changes: Sequence[Change]) -> Iterator[str]:
+        """Yield what is worth a line; of learning rates those of matrices, for the others swing and hardly matter."""
+        if said := self._unseen(measurement):
+            yield said
+        if said := self._length(measurement):
+            yield f"step {measurement.step}: {said}"
+        if notable := [change for change in changes if change.factor >= TOLD]:
+            yield f"step {measurement.step}: {_most(notable, measurement)}"
+
+    def _unseen(self, measurement: Measurement) -> str:
+        """Return that the loss after a step is never known, and why, when a few looks have shown it; empty else."""
+        if self.looks and self._blind >= 0:
+            self._blind = self._blind + 1 if math.isnan(measurement.summary.get("loss_change", math.nan)) else -1
+        if self._blind != BLIND:
+            return ""
+        self._blind = -1
+        return f"steps that go too far are not noticed: {measurement.why('edge', SUMMARY)}"
+
+    def _length(self, measurement: Measurement) -> str:
+        """Return what became of the length of steps since that was said last; empty if it is much the same."""
+        length, (before, gave_up) = self._corrector.step_length, self._length_told
+        longer = length.factor / before
+        moved = 1 / longer >= TOLD or (longer >= TOLD and length.factor <= NEARLY) or length.factor == 1 > before
+        if not moved and length.given_up == gave_up:
+            return ""
+        self._length_told = length.factor, length.given_up
+        if length.given_up:
+            return f"{GIVEN_UP}; steps keep their length"
+        if length.factor == 1:
+            return "steps have their full size again"
+        if length.factor > before:
+            return f"steps are made longer again: {length.factor:.2g} of their size"
+        why = f"edge {length.edge:.2g}: shorter ones would have lowered the loss further"
+        if not math.isfinite(measurement.summary["edge"]):
+            why = "this one goes uphill on its own batch: those before went past the lowest point"
+        return f"steps go too far ({why}); they are shortened to {length.factor:.2g} of their size"
+
+
+def _most(changes: Sequence[Change], measurement: Measurement) -> str:
+    """Return what was corrected most, and how many were."""
+    most = max(changes, key=lambda change: change.factor)
+    count = f"{len(changes)} learning rates corrected, most " if len(changes) > 1 else ""
+    return (
+        f"{count}{names_in(measurement, [most.layer])}: x {most.after:.3g} (was x {most.before:.3g}), for "
+        f"{most.quantity} is {most.observed:.2g} and should be {most.wanted:.2g}"
+    )
+
+
+def held(changes: Sequence[Change], measurement: Measurement) -> str:
+    """Return whose learning rates are as far from the user's as a correction may take them."""
+    change = changes[0]
+    return (
+        f"{names_in(measurement, [each.layer for each in changes])}: learning rates are held at the limit of the "
+        f"correction (x {change.after:.3g}); {change.quantity} is "
+        f"{change.observed:.2g} and should be {change.wanted:.2g}: look at these layers' gradients and settings"
+    )
