@@ -29,20 +29,8 @@ RELATIVE_TO_OUTPUTS = frozenset({"feature_change", "feature_change_local", "kern
 """Quantities that the outputs before the step divide."""
 
 ACTIVATIONS = (
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardtanh,
-    nn.LeakyReLU,
-    nn.Mish,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.SELU,
-    nn.Sigmoid,
-    nn.SiLU,
-    nn.Softplus,
-    nn.Softsign,
-    nn.Tanh,
+    *(nn.CELU, nn.ELU, nn.GELU, nn.Hardtanh, nn.LeakyReLU, nn.Mish, nn.ReLU),
+    *(nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanh),
 )
 """Act on single entries and grow linearly at most; polynomials have limits that no finite network is near."""
 

@@ -11,17 +11,8 @@ from spectral_monitor.quantities import TIERS
 DATA = "make_data"
 """What the function that makes data is called, if it is not said."""
 PARAMETRIZATIONS = (
-    "sp",
-    "ntp",
-    "mean_field",
-    "mup",
-    "spectral",
-    "ntk",
-    "mf_mup",
-    "fsc",
-    "fsc_resnet",
-    "depth_mup",
-    "complete_p",
+    *("sp", "ntp", "mean_field", "mup", "spectral", "ntk"),
+    *("mf_mup", "fsc", "fsc_resnet", "depth_mup", "complete_p"),
 )
 """Names of those in :data:`spectral_monitor.scaling.PARAMETRIZATIONS`, which takes torch to be imported."""
 QUANTITIES = ("weight_natural", "update_natural", "feature_change")
