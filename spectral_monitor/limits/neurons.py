@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spectral_monitor.limits.linear import check_sizes
 from spectral_monitor.limits.populations import Activation, checked_derivatives, rates_of
 
 NODES = 60
@@ -66,9 +67,7 @@ class WeightedNeurons:
         nodes: int = NODES,
         seed: int = 0,
     ) -> None:
-        for name, size in {"d": d, "k": k, "nodes": nodes}.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(d=d, k=k, nodes=nodes)
         self.phi, self._rates = phi, rates_of(lr, 2)
         points, self.weights = _rule(d + k, nodes) if d + k <= 3 else _drawn(d, k, seed)
         self.U, self.V = su * points[:, :d], sv * points[:, d:]  # (N, d) and (N, k)
