@@ -69,8 +69,7 @@ class LinearPopulations:
         """Return the outputs (B, k) at inputs (B, d), then take a step of SGD on them.
 
         Args:
-            x: (B, d) inputs.
-            loss_derivative: from the outputs (B, k), in float64, to the derivatives of the loss with respect to them.
+            x, loss_derivative: as for :meth:`spectral_monitor.limits.Populations.step`.
 
         Raises:
             ValueError: inputs or derivatives of another shape, or more examples than there is room for.

@@ -95,9 +95,7 @@ class WeightedNeurons:
         """Return the outputs (B, k) at inputs (B, d), then take a step of SGD on them.
 
         Args:
-            x: (B, d) inputs.
-            loss_derivative: from the outputs (B, k), in float64, to the derivatives of the loss with respect to them,
-                of the same shape, the batch's weights in them.
+            x, loss_derivative: as for :meth:`spectral_monitor.limits.Populations.step`.
 
         Raises:
             ValueError: inputs or derivatives of another shape.

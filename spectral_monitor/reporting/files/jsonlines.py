@@ -16,14 +16,7 @@ from torch import Tensor
 from spectral_monitor.condition import Verdict
 from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
 from spectral_monitor.reporting.files.json_values import is_torn, plain, plain_row
-from spectral_monitor.reporting.files.records import (
-    FORMAT,
-    FURTHER_FILE,
-    RUN_FILE,
-    VERSION,
-    concerning,
-    read_records,
-)
+from spectral_monitor.reporting.files.records import FORMAT, FURTHER_FILE, RUN_FILE, VERSION, concerning, read_records
 from spectral_monitor.reporting.sinks import need_room
 
 DIGITS = 6

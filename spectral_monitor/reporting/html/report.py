@@ -119,11 +119,7 @@ def report(
     thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run) else []
     keys, table = _layers(now)
     known_keys = [key for panel in PANELS for key in panel.quantities if any(key in m.values for m in run)]
-    sections += [
-        table,
-        glossary(known_keys),
-        _footer(run, [*thinned, *omitted, *notes, *limit_sentences(run, limit)]),
-    ]
+    sections += [table, glossary(known_keys), _footer(run, [*thinned, *omitted, *notes, *limit_sentences(run, limit)])]
     chapters += [("layers", "All layers"), ("glossary", "Glossary")]
     slides = by_step(run, now, keys)
     families = any(trace.get("uid", "").startswith("F") for figure in figures.values() for trace in figure["data"])
