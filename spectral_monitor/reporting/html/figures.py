@@ -195,7 +195,7 @@ def _heatmap(key: str, drawn: Series, rows: Sequence[int], now: Measurement) -> 
         "type": "heatmap",
         "x": key,
         "y": [_row(now.layers[i].name) for i in rows],
-        "z": _rows(picture),
+        "z": [digits(row) for row in picture.tolist()],
         "meta": [escaped(now.layers[i].name) for i in rows],
         "customdata": [[number(value) for value in row] for row in values.tolist()],
         **{k: v for k, v in bar.items() if not k.startswith("tick")},
@@ -239,10 +239,6 @@ def _logarithmic(values: Tensor) -> tuple[Tensor, Figure]:
     ticks = [math.log10(x) for x in _round_numbers(10**low, 10**high)]
     bar = {"tickvals": ticks, "ticktext": [short(10**tick) for tick in ticks], "colorscale": "@sequential"}
     return logs.clamp(low, high), {**bar, "zmin": low, "zmax": max(high, low + 0.1)}
-
-
-def _rows(picture: Tensor) -> list[list[float | None]]:
-    return [digits(row) for row in picture.tolist()]
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
