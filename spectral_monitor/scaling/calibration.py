@@ -12,6 +12,7 @@ from torch import nn
 
 from spectral_monitor.layers import Anatomy, Layer, dissect
 from spectral_monitor.layers.naming import named_modules
+from spectral_monitor.parametrization.param_groups import check_family
 from spectral_monitor.parametrization.tying import DENSE
 from spectral_monitor.scaling.readout_search import normalize_backward
 from spectral_monitor.scaling.trial import FAMILIES, Blocks, Family, Loss, Trial
@@ -158,8 +159,7 @@ def calibrate(
         (1.0, 1.0)
         >>> optimizer = torch.optim.SGD(found.param_groups(net, lr=0.01))
     """
-    if optimizer not in FAMILIES:
-        raise ValueError(f"unknown optimizer family {optimizer!r}; valid families: {', '.join(FAMILIES)}")
+    check_family(optimizer, FAMILIES)
     given = list(batches)
     if not given:
         raise ValueError("no batches given")
