@@ -14,11 +14,7 @@ if TYPE_CHECKING:
         contribution,
         sensitivity,
     )
-    from spectral_monitor.functional.features import (
-        alignment,
-        feature_rms,
-        relative_change,
-    )
+    from spectral_monitor.functional.features import alignment, feature_rms, relative_change
     from spectral_monitor.functional.kernels import (
         activation_ratio,
         bfk_extremes,
@@ -72,36 +68,23 @@ __all__ = [
     "weight_cancellation",
 ]
 
-_WHERE = {
-    "activation_ratio": "kernels",
-    "alignment": "features",
-    "backward_feature_angle": "feature_speed",
-    "backward_feature_cosine": "feature_speed",
-    "backward_speed": "feature_speed",
-    "bfk_extremes": "kernels",
-    "bfk_moments": "kernels",
-    "bfk_ratio": "kernels",
-    "contribution": "feature_speed",
-    "drift_fro_ratio": "norms",
-    "drift_ratio": "norms",
-    "dual_bfk_moments": "kernels",
-    "feature_cancellation": "kernels",
-    "feature_rms": "features",
-    "frobenius_norm": "norms",
-    "kernel_alignment": "laziness",
-    "kernel_change": "laziness",
-    "linearity": "laziness",
-    "natural_norm": "norms",
-    "output_parts": "laziness",
-    "relative_change": "features",
-    "sample_share": "kernels",
-    "sensitivity": "feature_speed",
-    "spectral_norm": "norms",
-    "spectral_norm_bounds": "norms",
-    "stable_rank": "norms",
-    "update_ratio": "norms",
-    "weight_cancellation": "kernels",
+_NAMES = {
+    "feature_speed": (
+        *("backward_feature_angle", "backward_feature_cosine", "backward_speed"),
+        *("contribution", "sensitivity"),
+    ),
+    "features": ("alignment", "feature_rms", "relative_change"),
+    "kernels": (
+        *("activation_ratio", "bfk_extremes", "bfk_moments", "bfk_ratio"),
+        *("dual_bfk_moments", "feature_cancellation", "sample_share", "weight_cancellation"),
+    ),
+    "laziness": ("kernel_alignment", "kernel_change", "linearity", "output_parts"),
+    "norms": (
+        *("drift_fro_ratio", "drift_ratio", "frobenius_norm", "natural_norm"),
+        *("spectral_norm", "spectral_norm_bounds", "stable_rank", "update_ratio"),
+    ),
 }
+"""Module -> what is public of it."""
 
 if not TYPE_CHECKING:  # medians need no torch
-    __getattr__ = lazy(__name__, _WHERE)
+    __getattr__ = lazy(__name__, {name: module for module, names in _NAMES.items() for name in names})

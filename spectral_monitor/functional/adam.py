@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spectral_monitor.linalg import compute_dtype
+from spectral_monitor.functional.vector_norms import common_dtype
 
 CHUNK = 1 << 18
 """Entries that are computed at a time: the quotients of all would be another copy."""
@@ -29,7 +29,7 @@ def adam_sums(gradient: Tensor, first: Tensor, second: Tensor, eps: float) -> Te
         ``m^2`` and ``g^2``. Sums of parts add up.
     """
     total = torch.zeros(6, dtype=torch.float64, device=gradient.device)
-    dtype = torch.promote_types(compute_dtype(gradient.dtype), compute_dtype(second.dtype))
+    dtype = common_dtype(gradient, second)
     for g, m, v in zip(*(x.reshape(-1).split(CHUNK) for x in (gradient, first, second)), strict=True):
         g, m, root = g.to(dtype), m.to(dtype), v.to(dtype).sqrt()
         floor = torch.finfo(dtype).tiny if eps == 0 else eps

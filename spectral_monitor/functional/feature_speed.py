@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from spectral_monitor.functional.norms import ratio
+from spectral_monitor.functional.norms import ratio, same_shape
 from spectral_monitor.functional.vector_norms import at_once, common_dtype, largest, whole_length
 from spectral_monitor.linalg import compute_dtype, to_device
 
@@ -20,9 +20,8 @@ _SHORT = 1 << 12
 
 def require_alike(**pair: Tensor) -> None:
     """Raise a clear error unless the two tensors, given by name, are real floating point and of one shape."""
+    same_shape(**pair)
     (name, a), (other, b) = pair.items()
-    if a.shape != b.shape:
-        raise ValueError(f"{name} {tuple(a.shape)} and {other} {tuple(b.shape)} must have one shape")
     if not (a.is_floating_point() and b.is_floating_point()):
         raise ValueError(
             f"{name} ({a.dtype}) and {other} ({b.dtype}) must be real floating-point, shape {tuple(a.shape)}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spectral_monitor.functional.norms import as_stack, ratio, spectral_norm
+from spectral_monitor.functional.norms import as_stack, ratio, same_shape, spectral_norm
 from spectral_monitor.functional.standard_errors import standard_error
 from spectral_monitor.functional.vector_norms import common_dtype, largest, lengths, whole_length
 from spectral_monitor.linalg import compute_dtype
@@ -75,8 +75,7 @@ def feature_rms(h: Tensor) -> Tensor:
 def change_sum(h_before: Tensor, h_after: Tensor) -> tuple[Tensor, Tensor]:
     """Sum (float64) and number of the rows' relative changes, of which :func:`relative_change` is the mean."""
     before, after = as_rows(h_before, "h_before"), as_rows(h_after, "h_after")
-    if before.shape != after.shape:
-        raise ValueError(f"h_before {tuple(before.shape)} and h_after {tuple(after.shape)} must have one shape")
+    same_shape(h_before=before, h_after=after)
     return ratio_sum(lengths(after - before), lengths(before))
 
 

@@ -13,13 +13,7 @@ from spectral_monitor.functional.features import as_rows, mean_ratio
 from spectral_monitor.functional.norms import ratio, spectral_norm
 from spectral_monitor.functional.vector_norms import common_dtype, largest, lengths
 from spectral_monitor.linalg import extreme_ritz_values
-from spectral_monitor.linalg.kernel_products import (
-    Product,
-    backward_to_feature,
-    check_ways,
-    feature_to_backward,
-    inner,
-)
+from spectral_monitor.linalg.kernel_products import Product, backward_to_feature, check_ways, feature_to_backward, inner
 
 
 def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.functional.features import as_rows
-from spectral_monitor.functional.norms import ratio
+from spectral_monitor.functional.norms import ratio, same_shape
 from spectral_monitor.functional.vector_norms import common_dtype, largest, whole_length
 
 
@@ -111,8 +111,7 @@ def kernel_change(h_before: Tensor, h_after: Tensor) -> Tensor:
         tensor(3.)
     """
     before, after = as_rows(h_before, "h_before"), as_rows(h_after, "h_after")
-    if before.shape != after.shape:
-        raise ValueError(f"h_before {tuple(before.shape)} and h_after {tuple(after.shape)} must have one shape")
+    same_shape(h_before=before, h_after=after)
     dtype = common_dtype(before, after)
     size = largest(before)
     before, change = before.to(dtype) / size, (after.to(dtype) - before.to(dtype)) / size

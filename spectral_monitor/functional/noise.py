@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.functional.standard_errors import STUDENT
-from spectral_monitor.functional.vector_norms import largest
-from spectral_monitor.linalg import compute_dtype
+from spectral_monitor.functional.vector_norms import common_dtype, largest
 
 CHUNK = 1 << 22
 """Entries of products that are there at a time."""
@@ -36,7 +35,7 @@ def sample_products(h_in: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         >>> sample_products(torch.ones(2, 1, 3), torch.tensor([[[1.0]], [[3.0]]]))
         (tensor([ 3., 27.], dtype=torch.float64), tensor([12., 36.], dtype=torch.float64))
     """
-    dtype = torch.promote_types(compute_dtype(h_in.dtype), compute_dtype(b.dtype))
+    dtype = common_dtype(h_in, b)
     x, y = h_in.to(dtype), b.to(dtype)
     sizes = largest(x), largest(y)  # squares of small gradients would leave the range of float32
     x, y = x / sizes[0], y / sizes[1]

@@ -27,7 +27,8 @@ def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, math.nan, numerator / denominator)
 
 
-def _same_shape(**pair: Tensor) -> None:
+def same_shape(**pair: Tensor) -> None:
+    """Raise a clear error unless the two tensors, given by name, are of one shape."""
     (name, a), (other, b) = pair.items()
     if a.shape != b.shape:
         raise ValueError(f"{name} {tuple(a.shape)} and {other} {tuple(b.shape)} must have one shape")
@@ -35,7 +36,7 @@ def _same_shape(**pair: Tensor) -> None:
 
 def _difference(W: Tensor, W0: Tensor) -> Tensor:
     """``W - W0`` in the dtype norms are computed in: half precisions would round it away."""
-    _same_shape(W=W, W0=W0)
+    same_shape(W=W, W0=W0)
     return as_stack(W, "W").to(compute_dtype(W.dtype)).reshape(W.shape) - W0.to(compute_dtype(W0.dtype))
 
 
@@ -233,7 +234,7 @@ def update_ratio(dW: Tensor, W: Tensor, *, tol: float = 0.01, exact: bool = Fals
         >>> update_ratio(0.5 * torch.eye(3), torch.eye(3))
         tensor(0.5000)
     """
-    _same_shape(dW=dW, W=W)
+    same_shape(dW=dW, W=W)
     return ratio(spectral_norm(dW, tol=tol, exact=exact), spectral_norm(W, tol=tol, exact=exact))
 
 

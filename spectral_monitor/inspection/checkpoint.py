@@ -90,8 +90,9 @@ def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
         >>> [(name, type(module).__name__) for name, module in found.named_modules() if "." not in name or "fc" in name]
         [('', 'Module'), ('emb', 'Embedding'), ('h', 'Module'), ('h.0.fc', 'Linear')]
     """
-    named = {_unwrapped(name): value for name, value in weights.items() if isinstance(value, Tensor)}
-    if named and all(name.startswith("module.") for name in named):  # by DistributedDataParallel
+    # torch.compile adds to names, and so does DistributedDataParallel.
+    named = {name.replace("_orig_mod.", ""): value for name, value in weights.items() if isinstance(value, Tensor)}
+    if named and all(name.startswith("module.") for name in named):
         named = {name.removeprefix("module."): value for name, value in named.items()}
     chosen = {
         name: value
@@ -118,11 +119,6 @@ def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
         shared[place] = parameter
         parent._parameters[key] = parameter
     return root
-
-
-def _unwrapped(name: str) -> str:
-    """Return a name without what torch.compile adds."""
-    return name.replace("_orig_mod.", "")
 
 
 def _module(name: str, weight: Tensor | None) -> nn.Module:

@@ -127,47 +127,41 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
             self._files.load(self._resume_from or beside, state.global_step)
         self._show(rendered(role_rows(probe.anatomy, folded=self.verbose < 2)))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin a step, before its first micro-batch."""
         self._micro_batches = 1
         if self.probe is not None:
             self.probe.begin_step()
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count micro-batches: the last step of an epoch may have fewer."""
         self._micro_batches += 1
 
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Measure the step, right after the optimizer's."""
         if self.probe is not None:
             self.probe.end_step(accumulated=self._micro_batches, loss_parts=self._loss_parts(args))
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
         """Stop training if a verdict asks for it."""
         if self.probe is not None and self.probe.should_stop:
             control.should_training_stop = True
         return control
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write what it takes to go on from the checkpoint that was just saved."""
         if self._files is not None:
             self._files.save(f"checkpoint-{state.global_step}")
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave no hook behind if a step was left by an exception."""
         self.abandon()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Print the last table and close the sinks."""
         self.abandon()
         if self.probe is None:

@@ -75,9 +75,7 @@ class ResumeFiles:
             self._probe.resume_at(step)
             if self._probe.is_first:
                 warnings.warn(
-                    f"resumed at step {step}: drift is counted from here ({what})",
-                    SpectralMonitorWarning,
-                    stacklevel=2,
+                    f"resumed at step {step}: drift is counted from here ({what})", SpectralMonitorWarning, stacklevel=2
                 )
 
     def _read(self, checkpoint: Path) -> list[State]:

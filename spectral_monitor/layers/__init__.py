@@ -4,13 +4,4 @@ from spectral_monitor.layers.compiled import compiled_modules, entrances, withou
 from spectral_monitor.layers.inspect_model import Anatomy, Layer, Unmeasured, dissect
 from spectral_monitor.layers.layout import Layout
 
-__all__ = [
-    "Anatomy",
-    "Layer",
-    "Layout",
-    "Unmeasured",
-    "compiled_modules",
-    "dissect",
-    "entrances",
-    "without_compiled",
-]
+__all__ = ["Anatomy", "Layer", "Layout", "Unmeasured", "compiled_modules", "dissect", "entrances", "without_compiled"]

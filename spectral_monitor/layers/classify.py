@@ -168,3 +168,21 @@ def _known_key(module: nn.Module, key: str, shape: tuple[int, ...]) -> Guess | N
     if is_experts_bias(module, key, shape):
         return Guess(key, "vector", Layout("vector", shape))
     return None
+
+
+def cast_layout(name: str, shape: tuple[int, ...], guess: Guess, role: str) -> Layout:
+    """Return the layout under an overriding role (an embedding's rows are tokens; an operator's are outputs)."""
+    if role == "vector":
+        return Layout("vector", shape)
+    layout = guess.layout
+    if layout is None or (role and layout.kind == "vector"):
+        raise ValueError(f"roles: {name!r} of shape {shape} cannot be {role!r}; choose vector or ignore")
+    if guess.bare:
+        return layout
+    if role == "embedding" and guess.role != "embedding":
+        if guess.channels_first or layout.blocks > 1:
+            raise ValueError(f"roles: {name!r} of shape {shape} cannot be 'embedding': it is not a table (tokens, d)")
+        return Layout("linear" if layout.kind == "transposed" else "transposed", shape)
+    if role in ("operator", "readout") and guess.role == "embedding":
+        return Layout("transposed", shape)  # a table (tokens, d) seen as a map from tokens to d
+    return layout

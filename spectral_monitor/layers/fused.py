@@ -14,11 +14,8 @@ ATTENTION = "query, key and value"
 
 _PER_HEAD = frozenset(
     {
-        "BloomAttention",
-        "GPTNeoXAttention",
-        "GPTNeoXJapaneseAttention",
-        "MiniMaxLightningAttention",
-        "PersimmonAttention",
+        *("BloomAttention", "GPTNeoXAttention", "GPTNeoXJapaneseAttention"),
+        *("MiniMaxLightningAttention", "PersimmonAttention"),
     }
 )
 """Classes whose outputs are ordered by head first."""

@@ -11,9 +11,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from spectral_monitor.functional.norms import ROLES
-from spectral_monitor.layers.classify import Guess, ModuleSlot, classify
+from spectral_monitor.layers.classify import Guess, ModuleSlot, cast_layout, classify
 from spectral_monitor.layers.layout import Layout
-from spectral_monitor.layers.naming import check_patterns, join, matches, named_modules, places
+from spectral_monitor.layers.naming import (
+    check_counts,
+    check_patterns,
+    first_match,
+    join,
+    matches,
+    named_modules,
+    places,
+)
 from spectral_monitor.layers.output_layers import Operator, guess_readouts
 from spectral_monitor.layers.parametrized import computed_weights
 from spectral_monitor.measurement import NODE, ROLE_NAMES, LayerInfo
@@ -161,9 +169,7 @@ def dissect(
             raise ValueError(
                 f"roles: {pattern!r}: unknown role {role!r}; valid roles: {', '.join([*ROLE_NAMES.values(), 'ignore'])}"
             )
-    for pattern, number in blocks.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"blocks: {pattern!r}: the number of blocks must be an integer >= 1, got {number!r}")
+    check_counts("blocks", blocks)
     found = _weights(root, shapes or {})
     whole = [item for item in found if not item.is_part]
     names = [item.name for item in whole]
@@ -173,7 +179,7 @@ def dissect(
     check_patterns("include", include or (), owners)
     check_patterns("exclude", exclude or (), owners)
 
-    chosen = {name: next((role for pattern, role in roles.items() if matches([pattern], name)), "") for name in names}
+    chosen = {name: first_match(roles, name) or "" for name in names}
     readouts = {} if "readout" in chosen.values() else guess_readouts(root, _operators(found), optimized)
     layers: list[Layer] = []
     unmeasured: list[Unmeasured] = []
@@ -184,7 +190,7 @@ def dissect(
             unmeasured.append(Unmeasured(name, item.shape, guess.reason))
             continue
         role = chosen[name]
-        count = next((count for pattern, count in blocks.items() if matches([pattern], name)), None)
+        count = first_match(blocks, name)
         reason = guess.reason if not role else ""
         if (include and not matches(include, name, item.owner)) or (exclude and matches(exclude, name, item.owner)):
             reason = "left out by include or exclude"
@@ -281,17 +287,13 @@ def _weight(
 
 def _operators(found: Sequence[_Found]) -> list[Operator]:
     """Return the operators whose modules are called."""
-    return [
-        Operator(
-            item.name,
-            item.guess.module,
-            item.guess.layout,
-            frozenset(map(id, item.sources)),
-            any(source.requires_grad for source in item.sources),
-        )
-        for item in found
-        if item.guess.role == "operator" and item.guess.module is not None and item.guess.layout is not None
-    ]
+    operators = []
+    for item in found:
+        guess = item.guess
+        if guess.role == "operator" and guess.module is not None and guess.layout is not None:
+            trained = any(source.requires_grad for source in item.sources)
+            operators.append(Operator(item.name, guess.module, guess.layout, frozenset(map(id, item.sources)), trained))
+    return operators
 
 
 def _in_blocks(layers: Sequence[Layer], owners: Mapping[str, str]) -> list[Layer]:
@@ -313,7 +315,7 @@ def join_notes(*notes: str) -> str:
 
 def _layer(item: _Found, role: str, count: int | None, tied_to: str) -> Layer:
     name, shape, guess, given = item.name, item.shape, item.guess, bool(role)
-    layout = _cast(name, shape, guess, role)
+    layout = cast_layout(name, shape, guess, role)
     if role and guess.bare:  # the guess does not hold, nor what its note says
         guess = replace(guess, note="bare parameter")
     role = role or guess.role
@@ -344,21 +346,3 @@ def _layer(item: _Found, role: str, count: int | None, tied_to: str) -> Layer:
         given=given,
         doubted=guess.doubted,
     )
-
-
-def _cast(name: str, shape: tuple[int, ...], guess: Guess, role: str) -> Layout:
-    """Return the layout under an overriding role (an embedding's rows are tokens; an operator's are outputs)."""
-    if role == "vector":
-        return Layout("vector", shape)
-    layout = guess.layout
-    if layout is None or (role and layout.kind == "vector"):
-        raise ValueError(f"roles: {name!r} of shape {shape} cannot be {role!r}; choose vector or ignore")
-    if guess.bare:
-        return layout
-    if role == "embedding" and guess.role != "embedding":
-        if guess.channels_first or layout.blocks > 1:
-            raise ValueError(f"roles: {name!r} of shape {shape} cannot be 'embedding': it is not a table (tokens, d)")
-        return Layout("linear" if layout.kind == "transposed" else "transposed", shape)
-    if role in ("operator", "readout") and guess.role == "embedding":
-        return Layout("transposed", shape)  # a table (tokens, d) seen as a map from tokens to d
-    return layout

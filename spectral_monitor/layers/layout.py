@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,7 +48,7 @@ class Layout:
 
     def _fan_out_total(self) -> int:
         if self.kind == "vector":
-            return max(1, _product(self.shape))
+            return max(1, math.prod(self.shape))
         if self.kind == "transposed":
             return self.shape[1]
         if self.kind.startswith("experts"):
@@ -72,7 +73,7 @@ class Layout:
         if self.kind == "vector":
             return 1
         if self.kind == "patches":
-            return _product(self.shape[1:])
+            return math.prod(self.shape[1:])
         if self.kind == "conv_transposed":
             return self.shape[0] // self.groups
         if self.kind.startswith("experts"):
@@ -82,7 +83,7 @@ class Layout:
     @property
     def taps(self) -> int:
         """Spatial positions of a convolution kernel that are a matrix each."""
-        return _product(self.shape[2:]) if self.kind.startswith("conv") else 1
+        return math.prod(self.shape[2:]) if self.kind.startswith("conv") else 1
 
     def stack(self, parameter: Tensor) -> Tensor:
         """Return the matrices (taps, blocks, fan_out, fan_in) of a tensor of the parameter's size.
@@ -124,10 +125,3 @@ def _split(x: Tensor, dim: int, parts: int) -> Tensor:
     """Dimension ``dim`` as (parts, rest)."""
     split: Tensor = x.unflatten(dim, (parts, -1))
     return split
-
-
-def _product(numbers: tuple[int, ...]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result

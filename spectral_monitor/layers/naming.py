@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from torch import nn
+
+from spectral_monitor.suggestions import listed
+
+T = TypeVar("T")
 
 # Containers that wrap a user's module under these names; the names never reach a log.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -67,6 +72,19 @@ def matches(patterns: Iterable[str], *names: str) -> bool:
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
+def first_match(choices: Mapping[str, T], *names: str) -> T | None:
+    """Return the choice of the first pattern that fits any of the names; ``None`` if no pattern does."""
+    return next((choice for pattern, choice in choices.items() if matches([pattern], *names)), None)
+
+
+def check_counts(argument: str, counts: Mapping[str, int]) -> None:
+    """Raise a ValueError for a pattern whose number, of blocks or heads as the argument says, is no integer >= 1."""
+    for pattern, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            told = f"the number of {argument} must be an integer >= 1, got {count!r}"
+            raise ValueError(f"{argument}: {pattern!r}: {told}")
+
+
 def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str], of: str = "layer") -> None:
     """Refuse patterns that match nothing; ``of``: what names are those of.
 
@@ -78,5 +96,5 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str],
         if not matches([pattern], *names):
             close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            shown = ", ".join(names[:40]) + (f", ... ({len(names)} in all)" if len(names) > 40 else "")
-            raise ValueError(f"{argument}: pattern {pattern!r} matches no {of}.{hint} {of.title()}s: {shown or 'none'}")
+            shown = listed(names) or "none"
+            raise ValueError(f"{argument}: pattern {pattern!r} matches no {of}.{hint} {of.title()}s: {shown}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from spectral_monitor.limits.linear import check_sizes
 from spectral_monitor.limits.populations import checked_derivatives, rates_of
 
 
@@ -50,9 +51,7 @@ class LinearPopulations:
         sv: float = 1.0,
         decoupled: bool = False,
     ) -> None:
-        for name, size in {"d": d, "k": k, "examples": examples}.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(d=d, k=k, examples=examples)
         self.d, self.k, self.examples, self.sw, self.coupled = d, k, examples, sw, not decoupled
         self._rates = rates_of(lr, 3)
         self._gram1 = torch.zeros(d + examples, d + examples, dtype=torch.float64)
@@ -70,8 +69,7 @@ class LinearPopulations:
         """Return the outputs (B, k) at inputs (B, d), then take a step of SGD on them.
 
         Args:
-            x: (B, d) inputs.
-            loss_derivative: from the outputs (B, k), in float64, to the derivatives of the loss with respect to them.
+            x, loss_derivative: as for :meth:`spectral_monitor.limits.Populations.step`.
 
         Raises:
             ValueError: inputs or derivatives of another shape, or more examples than there is room for.

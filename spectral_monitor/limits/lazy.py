@@ -6,13 +6,14 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from spectral_monitor.limits.kernels import relu_kernels
+from spectral_monitor.limits.kernels import relu_kernels, softmax_derivative, square_derivative
+from spectral_monitor.limits.linear import check_sizes
 
 Batch = tuple[Tensor, Tensor]
 Kind = Literal["nngp", "ntk"]
@@ -92,9 +93,7 @@ def lazy_scores(
         nngp 1.0
         ntk 1.0
     """
-    for name, number in {"depth": depth, "steps": steps, "examples": examples}.items():
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
+    check_sizes(depth=depth, steps=steps, examples=examples)
     for kernel in kernels:
         if kernel not in ("nngp", "ntk"):
             raise ValueError(f"kernels must be 'nngp' or 'ntk', got {kernel!r}")
@@ -152,8 +151,8 @@ def _descent(
 ) -> LazyScore:
     """Return the best score of ``f <- f - lr K chi`` from f = 0."""
     # Loss curvature is at most 1 / B for half the squared error, and 1 / (2 B) for cross entropy.
-    labels = not y.is_floating_point()
-    rate = (2.0 if labels else 1.0) * len(y) / _largest(own)
+    slack, derivative = (1.0, square_derivative) if y.is_floating_point() else (2.0, softmax_derivative)
+    rate = slack * len(y) / _largest(own)
     q = torch.zeros(len(y), outputs)
     started, best, stopped = time.monotonic(), LazyScore(kernel, math.inf, math.nan, 0, len(y), False), False
     for step in range(steps + 1):
@@ -163,10 +162,8 @@ def _descent(
         if time.monotonic() - started > seconds:
             stopped = step < steps
             break
-        f = own @ q
-        chi = (f.softmax(1) - torch.nn.functional.one_hot(y, outputs) if labels else f - y) / len(y)
-        q = q - rate * chi
-    return LazyScore(kernel, best.loss, best.accuracy, best.step, best.examples, stopped)
+        q = q - rate * derivative(own @ q, y)
+    return replace(best, stopped=stopped)
 
 
 def _largest(K: Tensor) -> float:

@@ -117,7 +117,7 @@ def infinite_width(
         >>> infinite_width(1, 1).V
         tensor([[0., 1.]])
     """
-    _check_sizes(d=d, k=k)
+    check_sizes(d=d, k=k)
     U, V = torch.zeros(d + k, d, dtype=dtype), torch.zeros(k, d + k, dtype=dtype)
     U[:d], V[:, d:] = su * torch.eye(d, dtype=dtype), sv * torch.eye(k, dtype=dtype)
     return LinearNetwork(U, V, torch.zeros(d + k, dtype=dtype))
@@ -138,13 +138,14 @@ def finite_width(
     Raises:
         ValueError: sizes below 1.
     """
-    _check_sizes(n=n, d=d, k=k)
+    check_sizes(n=n, d=d, k=k)
     U = torch.randn(n, d, generator=generator, dtype=dtype) * su / math.sqrt(n)
     V = torch.randn(k, n, generator=generator, dtype=dtype) * sv / math.sqrt(n)
     return LinearNetwork(U, V, torch.zeros(n, dtype=dtype))
 
 
-def _check_sizes(**sizes: int) -> None:
+def check_sizes(**sizes: int) -> None:
+    """Raise a ValueError that names the first size below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")

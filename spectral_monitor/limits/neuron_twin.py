@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from spectral_monitor.limits.neurons import DRAWN, drawn_points
-from spectral_monitor.limits.scales import WITHOUT_LIMIT, limit_scales, of_limit
+from spectral_monitor.limits.scales import WITHOUT_LIMIT, limit_scales, of_limit, param_groups
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.rules import Parametrization
 
@@ -29,20 +29,8 @@ RELATIVE_TO_OUTPUTS = frozenset({"feature_change", "feature_change_local", "kern
 """Quantities that the outputs before the step divide."""
 
 ACTIVATIONS = (
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardtanh,
-    nn.LeakyReLU,
-    nn.Mish,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.SELU,
-    nn.Sigmoid,
-    nn.SiLU,
-    nn.Softplus,
-    nn.Softsign,
-    nn.Tanh,
+    *(nn.CELU, nn.ELU, nn.GELU, nn.Hardtanh, nn.LeakyReLU, nn.Mish, nn.ReLU),
+    *(nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanh),
 )
 """Act on single entries and grow linearly at most; polynomials have limits that no finite network is near."""
 
@@ -136,13 +124,7 @@ def neuron_twin(module: nn.Sequential, parametrization: Parametrization, lr: flo
         for layer in (wide, out):
             if layer.bias is not None:
                 layer.bias.zero_()
-    groups: list[dict[str, Any]] = [
-        {"params": [wide.weight], "lr": scales.lr_u * size},
-        {"params": [out.weight], "lr": scales.lr_v / size},
-    ]
-    if wide.bias is not None:
-        groups.append({"params": [wide.bias], "lr": scales.lr_b * size})
-    if out.bias is not None:
-        groups.append({"params": [out.bias], "lr": scales.lr_out})
+    weights = (wide.weight, scales.lr_u * size), (out.weight, scales.lr_v / size)
+    groups = param_groups(*weights, (wide.bias, scales.lr_b * size), (out.bias, scales.lr_out))
     names = [name for name, _ in module.named_children()]
     return NeuronTwin(nn.Sequential(OrderedDict(zip(names, (wide, activation, out), strict=True))), groups, size)

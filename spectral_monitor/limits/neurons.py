@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spectral_monitor.limits.linear import check_sizes
 from spectral_monitor.limits.populations import Activation, checked_derivatives, rates_of
 
 NODES = 60
@@ -66,9 +67,7 @@ class WeightedNeurons:
         nodes: int = NODES,
         seed: int = 0,
     ) -> None:
-        for name, size in {"d": d, "k": k, "nodes": nodes}.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(d=d, k=k, nodes=nodes)
         self.phi, self._rates = phi, rates_of(lr, 2)
         points, self.weights = _rule(d + k, nodes) if d + k <= 3 else _drawn(d, k, seed)
         self.U, self.V = su * points[:, :d], sv * points[:, d:]  # (N, d) and (N, k)
@@ -96,9 +95,7 @@ class WeightedNeurons:
         """Return the outputs (B, k) at inputs (B, d), then take a step of SGD on them.
 
         Args:
-            x: (B, d) inputs.
-            loss_derivative: from the outputs (B, k), in float64, to the derivatives of the loss with respect to them,
-                of the same shape, the batch's weights in them.
+            x, loss_derivative: as for :meth:`spectral_monitor.limits.Populations.step`.
 
         Raises:
             ValueError: inputs or derivatives of another shape.

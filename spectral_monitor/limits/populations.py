@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spectral_monitor.limits.linear import check_sizes
+
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -127,9 +129,7 @@ class Populations:
         derivatives: Literal["autograd", "stein"] = "autograd",
         seed: int = 0,
     ) -> None:
-        for name, size in {"d": d, "depth": depth, "k": k}.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(d=d, depth=depth, k=k)
         if n < 4 or n % 4:
             raise ValueError(f"n must be a multiple of 4, got {n} particles")
         if derivatives not in ("autograd", "stein"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -69,6 +69,11 @@ def limit_scales(parametrization: Parametrization, lr: float, fan_in: int, k: in
         lr_v=lr * _limit(parametrization, "sgd", parametrization.readout, "out", k, power=-1),
         lr_out=lr * parametrization.readout.sgd.at(1, k, 2),  # k numbers, which do not depend on the width
     )
+
+
+def param_groups(*rates: tuple[Tensor | None, float]) -> list[dict[str, Any]]:
+    """Return a group for each parameter that there is, with its learning rate."""
+    return [{"params": [parameter], "lr": lr} for parameter, lr in rates if parameter is not None]
 
 
 def of_limit(measured: Measurement, values: dict[str, Tensor]) -> Measurement:

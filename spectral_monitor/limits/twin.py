@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spectral_monitor.limits.neuron_twin import NeuronTwin, has_activation, neuron_twin
-from spectral_monitor.limits.scales import WITHOUT_LIMIT, limit_scales, of_limit
+from spectral_monitor.limits.scales import WITHOUT_LIMIT, limit_scales, of_limit, param_groups
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.rules import Parametrization
 
@@ -114,14 +114,9 @@ def twin(module: nn.Module, parametrization: Parametrization, lr: float) -> Twin
             parameter.zero_()
         (new.weight.T if embeds else new.weight)[:d].fill_diagonal_(scales.su)  # [su 1; 0], (d + k, d)
         out.weight[:, d:].fill_diagonal_(scales.sv)  # [0, sv 1], (k, d + k)
-    groups: list[dict[str, Any]] = [{"params": [new.weight], "lr": scales.lr_u}]
-    if bias is not None:
-        groups.append({"params": [bias], "lr": scales.lr_b})
-    groups.append({"params": [out.weight], "lr": scales.lr_v})
-    if readout.bias is not None:
-        groups.append({"params": [out.bias], "lr": scales.lr_out})
+    rates = (new.weight, scales.lr_u), (bias, scales.lr_b), (out.weight, scales.lr_v), (out.bias, scales.lr_out)
     names = [name for name, _ in module.named_children()]
-    return Twin(nn.Sequential(OrderedDict(zip(names, (new, out), strict=True))), groups, d + k)
+    return Twin(nn.Sequential(OrderedDict(zip(names, (new, out), strict=True))), param_groups(*rates), d + k)
 
 
 def twin_inside(module: nn.Module, parametrization: Parametrization, lr: float) -> tuple[nn.Module, Twin | NeuronTwin]:

@@ -7,7 +7,7 @@ of the longest of them, however many there are.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Protocol, TypeVar
 
 import torch
@@ -38,13 +38,7 @@ class AllReduce(Protocol):
 
 def run_local(routine: Coroutine[T]) -> T:
     """Run a coroutine in a single process, where a sum is its only summand; return its result."""
-    try:
-        request = next(routine)
-        while True:
-            request = routine.send(request)
-    except StopIteration as end:
-        result: T = end.value
-        return result
+    return _driven(routine, lambda request: request)
 
 
 def gather(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
@@ -88,10 +82,14 @@ def resume(routine: Coroutine[T], request: list[Tensor]) -> Coroutine[T]:
 
 def run(routine: Coroutine[T], exchange: AllReduce) -> T:
     """Run a coroutine in every process at once; return its result."""
+    return _driven(routine, lambda request: _summed(request, exchange))
+
+
+def _driven(routine: Coroutine[T], answer: Callable[[list[Tensor]], list[Tensor]]) -> T:
     try:
         request = next(routine)
         while True:
-            request = routine.send(_summed(request, exchange))
+            request = routine.send(answer(request))
     except StopIteration as end:
         result: T = end.value
         return result

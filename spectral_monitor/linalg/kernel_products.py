@@ -30,7 +30,8 @@ def backward_to_feature(outputs: Sequence[Tensor], parameters: Sequence[Tensor],
             pairs = [(g, rate) for g, rate in zip(found, rates, strict=True) if g is not None and rate]
             scaled = [(g.detach() * rate).to(g) for g, rate in pairs]
             image = _grad([g for g, _ in pairs], z, scaled)
-        return _halfway(pairs, scaled, z), _whole(image, z)
+        square = _sum((_inner(g.detach(), u) for (g, _), u in zip(pairs, scaled, strict=True)), z)
+        return square, _whole(image, z)
 
     return multiply
 
@@ -108,10 +109,6 @@ def check_ways(ways: Sequence[tuple[Tensor, Tensor]], like: Sequence[Tensor]) ->
 def inner(a: Iterable[Tensor], b: Sequence[Tensor]) -> Tensor:
     """Return the inner product of two vectors in parts, in the dtype that ``b`` is measured in."""
     return _sum((_inner(x.to(y.device), y) for x, y in zip(a, b, strict=True)), b)
-
-
-def _halfway(pairs: Sequence[tuple[Tensor, float]], scaled: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-    return _sum((_inner(g.detach(), u) for (g, _), u in zip(pairs, scaled, strict=True)), like)
 
 
 def _whole(image: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:

@@ -113,9 +113,8 @@ class ShardedStack:
         if self._is_whole:
             (part,) = self.parts
             mine = measure(part.A)
-            return (yield from all_reduce_norm(mine, order, self.exchange))
-        mine = self.like.new_zeros(self.shape[0])
-        for part in self.parts:
-            mine[slice(None) if part.members is None else part.members.to(mine.device)] = measure(part.A)
-        whole = yield from all_reduce_norm(mine, order, self.exchange)
-        return whole
+        else:
+            mine = self.like.new_zeros(self.shape[0])
+            for part in self.parts:
+                mine[slice(None) if part.members is None else part.members.to(mine.device)] = measure(part.A)
+        return (yield from all_reduce_norm(mine, order, self.exchange))

@@ -68,13 +68,7 @@ NTP = Parametrization(
 """Neural tangent parametrization: outputs are trained, features stand still as the width grows."""
 
 _MUP = Rule(_LECUN, _FANS, _INVERSE)
-MUP = Parametrization(
-    "muP",
-    _MUP,
-    _MUP,
-    Rule((_INVERSE,), _FANS, _INVERSE),
-    "Feature Learning in Infinite-Width Neural Networks, Def. 5.1",
-)
+MUP = Parametrization("muP", _MUP, _MUP, Rule((_INVERSE,), _FANS, _INVERSE), f"{_LIMITS}, Def. 5.1")
 """Maximal update parametrization: every layer learns features, at every width."""
 
 MFP = Parametrization("mean field", MUP.input, (), MUP.readout, f"{_LIMITS}, Table 1")

@@ -16,13 +16,8 @@ Axis = Literal["width", "depth"]
 UPDATES = ("update_norm", "update_fro")
 DRIFTS = ("feature_change", "feature_drift")
 UNSTABLE = (
-    "feature_change",
-    "feature_change_local",
-    "feature_drift",
-    "contribution",
-    "sensitivity",
-    "bfa_cos",
-    "alignment",
+    *("feature_change", "feature_change_local", "feature_drift"),
+    *("contribution", "sensitivity", "bfa_cos", "alignment"),
 )
 GROWS = 0.25
 """A slope of updates from which on training is taken to blow up; exponents of parametrizations are halves."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -94,10 +94,10 @@ def spectral_param_groups(
     )
 
 
-def check_family(optimizer: str) -> None:
+def check_family(optimizer: str, families: Sequence[str] = FAMILIES) -> None:
     """Raise a ValueError with the valid choices unless it is one of them."""
-    if optimizer not in FAMILIES:
-        raise ValueError(f"unknown optimizer family {optimizer!r}; valid families: {', '.join(FAMILIES)}")
+    if optimizer not in families:
+        raise ValueError(f"unknown optimizer family {optimizer!r}; valid families: {', '.join(families)}")
 
 
 def grouped(

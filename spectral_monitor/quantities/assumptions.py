@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 
 from spectral_monitor.quantities import questions
-from spectral_monitor.quantities.quantity import Quantity
+from spectral_monitor.quantities.quantity import full_quantity
 
 ENTRIES = (
-    Quantity(
+    full_quantity(
         key="weight_cancellation",
         notation="|W + dW|* / (|W|* + |dW|*)",
         formula=lambda s: s.cancellation("W1", "W", "dW"),
         needs=frozenset({"W", "W1", "dW"}),
-        tier="full",
         range="[0, 1]",
         source="Spectral Condition, Assumption 1",
         meaning="1 unless the update takes away what was there",
@@ -23,11 +22,10 @@ ENTRIES = (
         title="weights that do not cancel",
         band=(0.9, math.inf),
     ),
-    Quantity(
+    full_quantity(
         key="feature_cancellation",
         notation="E[ |h + dh| / (|h| + |dh|) ]",
         needs=frozenset({"dh", "h"}),
-        tier="full",
         range="[0, 1]",
         source="Spectral Condition, Assumption 1",
         meaning="1 unless the step takes away the features that were there",
@@ -37,11 +35,10 @@ ENTRIES = (
         title="features that do not cancel",
         band=(0.9, math.inf),
     ),
-    Quantity(
+    full_quantity(
         key="activation_ratio",
         notation="E[ |h'| / |h of the layer before| ]",
         needs=frozenset({"h"}),
-        tier="full",
         source="Spectral Condition, Assumption 2",
         meaning="what activations leave of the features; of order 1 at any width",
         healthy="0.3 to 1 for ReLU-like activations",
@@ -50,11 +47,10 @@ ENTRIES = (
         title="what activations leave",
         band=(0.3, 1.0),
     ),
-    Quantity(
+    full_quantity(
         key="sample_share",
         notation="E[ |b_i| |h'_i|^2 / |g h'_i| ]",
         needs=frozenset({"b", "h"}),
-        tier="full",
         source="Spectral Condition, Assumption 3",
         meaning="a row's own part of what the gradient does to it: about 1 / sqrt(rows), and alike at any width",
         healthy="about 1 / sqrt(rows)",
@@ -62,11 +58,10 @@ ENTRIES = (
         question=questions.ASSUMPTIONS,
         title="a row's own part",
     ),
-    Quantity(
+    full_quantity(
         key="kernel_change",
         notation="|F' - F|F / |F|F, F = H H^T / m",
         needs=frozenset({"dh", "h"}),
-        tier="full",
         source="Infinite-Width Limits",
         meaning="relative change of the inner products of the outputs: zero where features only rotate",
         healthy="1e-3 to 0.1 in a step; 0 for a network whose features stand still",
@@ -74,12 +69,11 @@ ENTRIES = (
         question=questions.LAZINESS,
         title="change of the kernel by a step",
     ),
-    Quantity(
+    full_quantity(
         key="bfk_ratio",
         notation="M1 / sqrt(M2), Mp = tr K^p / m",
         formula=lambda s: s.kernel_ratio(),
         needs=frozenset({"J", "h"}),
-        tier="full",
         range="[0, 1]",
         source="Feature Speed Formula, Thm 3.2",
         meaning="the bfa_cos that the kernel K = sum lr J J^T lets expect of gradient descent",
@@ -88,12 +82,11 @@ ENTRIES = (
         question=questions.DIRECTIONS,
         title="cosine that the kernel expects",
     ),
-    Quantity(
+    full_quantity(
         key="bfk_peak",
         notation="lmax(K) / M1",
         formula=lambda s: s.quotient("K.largest", "K.1"),
         needs=frozenset({"J", "K", "h"}),
-        tier="full",
         by_name=True,
         range=">= 1",
         source="Feature Speed Formula, Thm 3.2 (i)",
@@ -103,12 +96,11 @@ ENTRIES = (
         question=questions.DIRECTIONS,
         title="fastest direction over the mean",
     ),
-    Quantity(
+    full_quantity(
         key="bfk_guarantee",
         notation="lmin(K) / lmax(K)",
         formula=lambda s: s.quotient("K.smallest", "K.largest"),
         needs=frozenset({"K", "h"}),
-        tier="full",
         by_name=True,
         range="[0, 1]",
         source="Feature Speed Formula, Thm 3.2 (i)",
@@ -118,12 +110,11 @@ ENTRIES = (
         question=questions.DIRECTIONS,
         title="cosine guaranteed, at most",
     ),
-    Quantity(
+    full_quantity(
         key="backward_speed",
         notation="|db| / |b|",
         formula=lambda s: s.speed("b"),
         needs=frozenset({"b", "db", "h"}),
-        tier="full",
         source="Feature Speed Formula, Prop. 6.1, (BS)",
         meaning="relative change of the gradients of the outputs by this step",
         healthy="of the size of feature_change",
@@ -131,12 +122,11 @@ ENTRIES = (
         question=questions.GRADIENTS,
         title="change of the outputs' gradients",
     ),
-    Quantity(
+    full_quantity(
         key="dual_bfa_cos",
         notation="-<db, h> / (|db| |h|)",
         formula=lambda s: s.dual_cosine(),
         needs=frozenset({"b", "db", "h"}),
-        tier="full",
         range="[-1, 1]",
         source="Feature Speed Formula, Prop. 6.1, Eq. 14",
         meaning="do gradients of the outputs change against the outputs: the backward pass's bfa_cos",
@@ -146,12 +136,11 @@ ENTRIES = (
         question=questions.DIRECTIONS,
         title="the backward pass's cosine",
     ),
-    Quantity(
+    full_quantity(
         key="dual_bfk_ratio",
         notation="M1 / sqrt(M2), Mp = tr K~^p / m, K~ = sum lr B B^T",
         formula=lambda s: s.kernel_ratio("dual"),
         needs=frozenset({"b", "B", "h"}),
-        tier="full",
         by_name=True,
         range="[0, 1]",
         source="Feature Speed Formula, Eq. 14, Lemma A.1",
@@ -161,12 +150,11 @@ ENTRIES = (
         question=questions.DIRECTIONS,
         title="backward cosine expected",
     ),
-    Quantity(
+    full_quantity(
         key="gradient_change",
         notation="|g' - g|F / |g|F, g' after the step on the same batch",
         formula=lambda s: s.speed("g"),
         needs=frozenset({"b", "db"}),
-        tier="full",
         source="Feature Speed Formula, Section 6, (S)",
         meaning="relative change of the weight's gradient by this step: does the gradient still hold at the step's end",
         healthy="below 1; well above it the step is longer than the gradient is good for",
@@ -175,12 +163,11 @@ ENTRIES = (
         title="change of the gradient by a step",
         band=(0.0, 1.0),
     ),
-    Quantity(
+    full_quantity(
         key="feature_change_inherited",
         notation="rms(|W dh'|) / rms(|h|)",
         formula=lambda s: s.part_of_change("W.dh"),
         needs=frozenset({"dh", "h", "Wdh"}),
-        tier="full",
         source="Spectral Condition, Eq. 9",
         meaning="what the layers below add to a layer's change: it moves because they do",
         healthy="of the size of feature_change_local in the middle of a network, 0 in its first layer",
@@ -189,12 +176,11 @@ ENTRIES = (
         question=questions.FEATURES,
         title="change that comes from below",
     ),
-    Quantity(
+    full_quantity(
         key="feature_change_joint",
         notation="rms(|dW dh'|) / rms(|h|)",
         formula=lambda s: s.part_of_change("dW.dh"),
         needs=frozenset({"dh", "h", "Wdh"}),
-        tier="full",
         source="Spectral Condition, Eq. 9",
         meaning="what the update makes of the change of its inputs: the step's second order",
         healthy="well below the two other parts; alike it means that steps are too large to be looked at one by one",

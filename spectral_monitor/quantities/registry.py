@@ -6,17 +6,12 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from spectral_monitor.quantities import assumptions, attention, features, laziness, optimizers, signals, weights
-from spectral_monitor.quantities.quantity import Quantity, Tier
+from spectral_monitor.quantities.quantity import Quantity
 
 QUANTITIES: dict[str, Quantity] = {}
 """Key -> quantity."""
 TIERS: dict[str, tuple[str, ...]] = {"light": (), "standard": (), "full": ()}
 """Tier -> keys of its quantities, those of smaller tiers included."""
-_FROM: dict[Tier, tuple[str, ...]] = {
-    "light": ("light", "standard", "full"),
-    "standard": ("standard", "full"),
-    "full": ("full",),
-}
 
 
 def register(*entries: Quantity) -> None:
@@ -29,11 +24,12 @@ def register(*entries: Quantity) -> None:
     Raises:
         ValueError: there is a quantity of this key.
     """
+    tiers = list(TIERS)  # from the smallest
     for entry in entries:
         if entry.key in QUANTITIES:
             raise ValueError(f"there is a quantity {entry.key!r} already")
         QUANTITIES[entry.key] = entry
-        for tier in () if entry.by_name else _FROM[entry.tier]:
+        for tier in () if entry.by_name else tiers[tiers.index(entry.tier) :]:
             TIERS[tier] = (*TIERS[tier], entry.key)
 
 

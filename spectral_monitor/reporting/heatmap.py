@@ -16,7 +16,7 @@ from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.history import History, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named
 from spectral_monitor.reporting.content.tally import off
-from spectral_monitor.reporting.content.typical import VS_TYPICAL
+from spectral_monitor.reporting.content.typical import VS_TYPICAL, powers_of_two
 from spectral_monitor.reporting.text.lines import printable
 
 WIDTH = 640
@@ -124,11 +124,9 @@ def _against_reference(title: str, ratios: Tensor, limits: tuple[float, ...]) ->
     lines = tuple(math.log2(limit) for limit in limits)
     far = shown[shown.isfinite()].abs().max().item() if shown.isfinite().any() else 0.0
     reach = max(min(far, FAR), 1.5 * max(map(abs, lines), default=1.0))
-    apart = max(1, round(reach / 3))
-    ticks = tuple(float(k * apart) for k in range(-math.floor(reach / apart), math.floor(reach / apart) + 1))
-    labels = tuple(f"{2**tick:g}" if tick >= 0 else f"1/{2**-tick:g}" for tick in ticks)
+    ticks, labels = powers_of_two(reach)
     title = f"{title} {VS_TYPICAL}" + (" (black: the limits)" if lines else "")
-    return _Scale(title, shown, -reach, reach, "RdBu_r", ticks, labels, lines)
+    return _Scale(title, shown, -reach, reach, "RdBu_r", tuple(ticks), tuple(labels), lines)
 
 
 def _logarithmic(title: str, values: Tensor) -> _Scale:

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from spectral_monitor.measurement import Measurement
 
 _INSTEAD = {
-    "history": "measurements has the latest ones, to_pandas() all of their numbers",
-    "results": "measurements has the latest ones, to_pandas() all of their numbers",
-    "data": "measurements has the latest ones, to_pandas() all of their numbers",
-    "df": "to_pandas() makes a DataFrame",
-    "to_df": "to_pandas() makes a DataFrame",
+    **dict.fromkeys(
+        ("history", "results", "data"), "measurements has the latest ones, to_pandas() all of their numbers"
+    ),
+    **dict.fromkeys(("df", "to_df"), "to_pandas() makes a DataFrame"),
     "to_dict": "latest.to_rows() has a dict for each layer",
     "to_csv": "to_pandas().to_csv(path), or `spectral-monitor export` for a run that was logged",
     "values": "latest.values has a tensor for each quantity",
@@ -27,12 +26,11 @@ _INSTEAD = {
     "layers": "roles() has the layers and their roles",
     "summary": "print(table()), or latest.summary for the numbers of the whole network",
     "show": "print(table()) shows the newest measurement",
-    "violations": "verdicts has what is off",
-    "problems": "verdicts has what is off",
-    "errors": "verdicts has what is off",
-    "ok": "verdicts is empty when all is well, and assert_healthy() raises when it is not",
-    "healthy": "verdicts is empty when all is well, and assert_healthy() raises when it is not",
-    "is_healthy": "verdicts is empty when all is well, and assert_healthy() raises when it is not",
+    **dict.fromkeys(("violations", "problems", "errors"), "verdicts has what is off"),
+    **dict.fromkeys(
+        ("ok", "healthy", "is_healthy"),
+        "verdicts is empty when all is well, and assert_healthy() raises when it is not",
+    ),
     "why": "latest.why(quantity, layer) says why a number is missing",
     "save": "report(path) writes a page, to_pandas() makes a DataFrame",
     "losses": "latest.summary['loss_change'] is what one step changed; log the loss itself with Lightning",

@@ -12,6 +12,7 @@ from torch import nn
 
 from spectral_monitor.layers import Anatomy, Layer, dissect
 from spectral_monitor.layers.naming import named_modules
+from spectral_monitor.parametrization.param_groups import check_family
 from spectral_monitor.parametrization.tying import DENSE
 from spectral_monitor.scaling.readout_search import normalize_backward
 from spectral_monitor.scaling.trial import FAMILIES, Blocks, Family, Loss, Trial
@@ -64,12 +65,7 @@ class Calibration:
         missing = [name for name in self.factors if name not in held]
         if missing:
             raise ValueError(f"the module has no layer {missing[0]!r}: it is not of the kind that was calibrated")
-        done: set[int] = set()
-        for name, factor in self.factors.items():
-            for parameter in _scaled(held[name], name == self.readout):
-                if id(parameter) not in done:
-                    parameter.mul_(factor)
-                    done.add(id(parameter))
+        _multiply((_scaled(held[name], name == self.readout), factor) for name, factor in self.factors.items())
 
     def param_groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
         """Return a group for every block, with ``params``, ``lr``, ``name`` and ``parameter_names``.
@@ -163,8 +159,7 @@ def calibrate(
         (1.0, 1.0)
         >>> optimizer = torch.optim.SGD(found.param_groups(net, lr=0.01))
     """
-    if optimizer not in FAMILIES:
-        raise ValueError(f"unknown optimizer family {optimizer!r}; valid families: {', '.join(FAMILIES)}")
+    check_family(optimizer, FAMILIES)
     given = list(batches)
     if not given:
         raise ValueError("no batches given")
@@ -175,7 +170,8 @@ def calibrate(
     with preserved(module, given), RandomState.now().replayed(), torch.inference_mode(False):
         trial = Trial(module, given, loss)
         factors = trial.forward_factors(layers)
-        _multiply(layers, factors)
+        scaled = ((layer.module, factors[id(layer.sources[0])]) for layer in layers)
+        _multiply((_scaled(module, False), factor) for module, factor in scaled if module is not None)
         _check_sizes(trial, layers)
         begins_at_zero = not readout.sources[0].detach().any()
         factor, found = normalize_backward(trial, readout, blocks, optimizer)
@@ -270,13 +266,13 @@ def _scaled(part: nn.Module, is_readout: bool) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def _multiply(layers: Sequence[Layer], factors: Mapping[int, float]) -> None:
+def _multiply(scaled: Iterable[tuple[Sequence[nn.Parameter], float]]) -> None:
+    """Multiply parameters, each once, by their factors."""
     done: set[int] = set()
-    for layer in layers:
-        assert layer.module is not None
-        for parameter in _scaled(layer.module, False):
+    for parameters, factor in scaled:
+        for parameter in parameters:
             if id(parameter) not in done:
-                parameter.mul_(factors[id(layer.sources[0])])
+                parameter.mul_(factor)
                 done.add(id(parameter))
 
 

@@ -57,7 +57,7 @@ def flat_slices(root: nn.Module) -> dict[int, FlatSlice]:
         ValueError: naming a module wrapped with ``use_orig_params=False``, where the parameters are gone.
     """
     slices: dict[int, FlatSlice] = {}
-    for name, module in _instances(root, "FullyShardedDataParallel"):
+    for name, module in instances(root, "FullyShardedDataParallel"):
         handle = module._handle
         if handle is None:  # nothing inside but other FSDP modules
             continue
@@ -88,9 +88,9 @@ def reshard(root: nn.Module) -> None:
     of them only, and hangs. Not inside a forward, nor between one and its backward pass. If a forward raised, in all
     processes alike, the next one starts afresh.
     """
-    for _, module in _instances(root, "FullyShardedDataParallel"):
+    for _, module in instances(root, "FullyShardedDataParallel"):
         _reshard_flat(module)
-    for _, module in _instances(root, "FSDPModule"):
+    for _, module in instances(root, "FSDPModule"):
         _reshard_fsdp2(module)
 
 
@@ -173,7 +173,7 @@ def call_through(wrapper: nn.Module, module: nn.Module, function: Callable[..., 
     return result
 
 
-def _instances(root: nn.Module, kind: str) -> list[tuple[str, Any]]:
+def instances(root: nn.Module, kind: str) -> list[tuple[str, Any]]:
     """Modules of a class of ``torch.distributed.fsdp``, which nobody has imported who does not use it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     known = getattr(fsdp, kind, None)

@@ -52,15 +52,12 @@ class ProcessGroup:
             ValueError: in every process, what the first one raised that did.
         """
         result: T | None = None
-        error = ""
+        mine: ValueError | None = None
         try:
             result = build()
         except ValueError as raised:
-            error = str(raised)
-            mine: ValueError | None = raised
-        else:
-            mine = None
-        errors = self.gather(error)
+            mine = raised
+        errors = self.gather("" if mine is None else str(mine))
         if mine is not None:
             raise mine
         for rank, text in enumerate(errors):

@@ -50,9 +50,9 @@ class ShardRegion:
         return self.count == math.prod(self.shape)
 
 
-def whole_extent(shape: Sequence[int], placement: str = "local") -> ShardRegion:
+def whole_extent(shape: Sequence[int]) -> ShardRegion:
     """Return the region of a whole parameter."""
-    return ShardRegion(tuple(shape), tuple((0, size) for size in shape), None, placement)
+    return ShardRegion(tuple(shape), tuple((0, size) for size in shape))
 
 
 def extent_of(tensor: Tensor, dims: Sequence[bool] | None = None) -> ShardRegion:

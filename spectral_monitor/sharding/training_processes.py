@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from spectral_monitor.layers.naming import some
+from spectral_monitor.sharding.fsdp1 import instances
 from spectral_monitor.sharding.process_group import ProcessGroup
 from spectral_monitor.state.dtensor import is_distributed, local_part
 
@@ -102,10 +102,9 @@ def check_alike(held: Iterable[tuple[str, Sequence[Tensor]]], processes: Process
     for rank, theirs in enumerate(others, 1):
         if other := [name for name, bits in theirs.items() if first.get(name) != bits]:
             raise ValueError(
-                f"process {rank} holds other weights of {some(other, MAX_NAMES)} "
-                f"than process 0: make the probe when the "
-                "model is wrapped (DistributedDataParallel sends the weights of process 0 to all); what each process "
-                "has of its own is to be left out, with exclude=[...]"
+                f"process {rank} holds other weights of {some(other, MAX_NAMES)} than process 0: make the probe when "
+                "the model is wrapped (DistributedDataParallel sends the weights of process 0 to all); what each "
+                "process has of its own is to be left out, with exclude=[...]"
             )
 
 
@@ -116,9 +115,8 @@ def _bits(part: Tensor) -> int:
 
 def fsdp1_wrapper(model: nn.Module, inside: nn.Module) -> nn.Module | None:
     """Return the ``FullyShardedDataParallel`` of a module, through which it is called; ``None`` if there is none."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    wrappers: Iterable[Any] = () if kind is None else (m for m in model.modules() if isinstance(m, kind))
-    return next((wrapper for wrapper in wrappers if wrapper.module is inside), None)
+    wrappers = instances(model, "FullyShardedDataParallel")
+    return next((wrapper for _, wrapper in wrappers if wrapper.module is inside), None)
 
 
 def _ambiguous(model: nn.Module) -> str:

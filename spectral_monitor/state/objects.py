@@ -37,45 +37,15 @@ _NEVER = (type, types.ModuleType, types.FunctionType, Optimizer)
 # packages below keep count of the training itself, or have threads, or are many and do not change.
 _PYTHONS = frozenset(
     [
-        "abc",
-        "argparse",
-        "builtins",
-        "collections",
-        "contextlib",
-        "dataclasses",
-        "functools",
-        "numbers",
-        "random",
-        "_random",
-        "types",
-        "typing",
+        *("abc", "argparse", "builtins", "collections", "contextlib", "dataclasses", "functools", "numbers"),
+        *("random", "_random", "types", "typing"),
     ]
 )
 _LEFT_ALONE = sys.stdlib_module_names.difference(_PYTHONS, {"__main__"}).union(
     [
-        "accelerate",
-        "aim",
-        "clearml",
-        "comet_ml",
-        "deepspeed",
-        "lightning",
-        "lightning_fabric",
-        "mlflow",
-        "neptune",
-        "numpy",
-        "omegaconf",
-        "pandas",
-        "pyarrow",
-        "pytorch_lightning",
-        "ray",
-        "spectral_monitor",
-        "swanlab",
-        "tensorboard",
-        "tensorboardX",
-        "tokenizers",
-        "torch",
-        "triton",
-        "wandb",
+        *("accelerate", "aim", "clearml", "comet_ml", "deepspeed", "lightning", "lightning_fabric", "mlflow"),
+        *("neptune", "numpy", "omegaconf", "pandas", "pyarrow", "pytorch_lightning", "ray", "spectral_monitor"),
+        *("swanlab", "tensorboard", "tensorboardX", "tokenizers", "torch", "triton", "wandb"),
     ]
 )
 # By their full names, where a user's own package may have the first part of it, and for parts of a package.
@@ -88,22 +58,8 @@ _LEFT_ALONE_PARTS = (
 )
 _LIVING = frozenset(
     [
-        "_asyncio",
-        "_io",
-        "_multiprocessing",
-        "_queue",
-        "_socket",
-        "_thread",
-        "asyncio",
-        "concurrent",
-        "multiprocessing",
-        "queue",
-        "selectors",
-        "socket",
-        "sqlite3",
-        "subprocess",
-        "tempfile",
-        "threading",
+        *("_asyncio", "_io", "_multiprocessing", "_queue", "_socket", "_thread", "asyncio", "concurrent"),
+        *("multiprocessing", "queue", "selectors", "socket", "sqlite3", "subprocess", "tempfile", "threading"),
     ]
 )
 

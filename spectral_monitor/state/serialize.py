@@ -228,12 +228,8 @@ def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
 
 
 def _put_tensor(live: Any, stored: Tensor, on: str, requires_grad: bool, device: torch.device) -> Tensor:
-    if (
-        isinstance(live, Tensor)
-        and live.shape == stored.shape
-        and live.dtype == stored.dtype
-        and live.layout == (torch.strided)
-    ):
+    alike = (stored.shape, stored.dtype, torch.strided)
+    if isinstance(live, Tensor) and (live.shape, live.dtype, live.layout) == alike:
         return live.copy_(stored)
     fresh = stored.to(torch.device("cpu") if on == "cpu" else device, copy=True)
     return fresh.requires_grad_(requires_grad)

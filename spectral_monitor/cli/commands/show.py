@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.cli.parser import add_run, command
 from spectral_monitor.cli.reading import at_step, matching, records
-from spectral_monitor.reporting.files.json_values import plain
+from spectral_monitor.reporting.files.json_values import plain, plain_row
 from spectral_monitor.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -154,14 +154,9 @@ def _object(measurement: Measurement, rows: Sequence[dict[str, Any]]) -> dict[st
     return {
         "step": measurement.step,
         "summary": {key: plain(value) for key, value in measurement.summary.items()},
-        "verdicts": [verdict_row(verdict) for verdict in measurement.verdicts],
+        "verdicts": [plain_row(verdict.to_row()) for verdict in measurement.verdicts],
         "layers": rows,
     }
-
-
-def verdict_row(verdict: Any) -> dict[str, Any]:
-    """Return a verdict as JSON has it."""
-    return {key: plain(value) if isinstance(value, float) else value for key, value in verdict.to_row().items()}
 
 
 def write_csv(rows: Sequence[dict[str, Any]]) -> None:

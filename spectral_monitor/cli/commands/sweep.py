@@ -5,23 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from spectral_monitor.cli.parser import COMMANDS
+from spectral_monitor.cli.parser import command
 from spectral_monitor.quantities import TIERS
 
 DATA = "make_data"
 """What the function that makes data is called, if it is not said."""
 PARAMETRIZATIONS = (
-    "sp",
-    "ntp",
-    "mean_field",
-    "mup",
-    "spectral",
-    "ntk",
-    "mf_mup",
-    "fsc",
-    "fsc_resnet",
-    "depth_mup",
-    "complete_p",
+    *("sp", "ntp", "mean_field", "mup", "spectral", "ntk"),
+    *("mf_mup", "fsc", "fsc_resnet", "depth_mup", "complete_p"),
 )
 """Names of those in :data:`spectral_monitor.scaling.PARAMETRIZATIONS`, which takes torch to be imported."""
 QUANTITIES = ("weight_natural", "update_natural", "feature_change")
@@ -51,13 +42,7 @@ cluster; the same command without it then shows the table."""
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser(
-        "sweep",
-        help=COMMANDS["sweep"],
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command(commands, "sweep", _DESCRIPTION, _EPILOG)
     parser.add_argument("factory", metavar="FILE.py:FUNCTION", help="what makes a module of a width")
     parser.add_argument("--widths", type=_integers, required=True, metavar="N,N,...", help="at least three")
     parser.add_argument("--depths", type=_integers, metavar="N,N,...", help="passed to the function as well")

@@ -23,7 +23,7 @@ from spectral_monitor.layers.attention.names import (
     written_as,
 )
 from spectral_monitor.layers.inspect_model import Layer
-from spectral_monitor.layers.naming import check_patterns, join, matches, named_modules
+from spectral_monitor.layers.naming import check_counts, check_patterns, first_match, join, named_modules
 
 ONE_HEAD = "how many heads it has is not known, so it is measured as one: heads={'pattern': number} says"
 _WRAPPED = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
@@ -117,9 +117,7 @@ def attention_blocks(
         ValueError: a pattern that matches no block, a number of heads that does not divide its queries.
     """
     heads = dict(heads or {})
-    for pattern, count in heads.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"heads: {pattern!r}: the number of heads must be an integer >= 1, got {count!r}")
+    check_counts("heads", heads)
     by_module = {id(layer.module): i for i, layer in enumerate(layers) if layer.module is not None}
     by_name = {layer.info.name: i for i, layer in enumerate(layers)}
     rotary = has_rotary(root)
@@ -130,8 +128,7 @@ def attention_blocks(
         for site in [sites] if sites else _sites(module, layers, by_module):
             label = layers[site.query.layer].info.name
             names += [name, label]
-            count = next((n for pattern, n in heads.items() if matches([pattern], name, label)), 0)
-            block = _block(name, module, site, count, label)
+            block = _block(name, module, site, first_match(heads, name, label) or 0, label)
             found.append(replace(block, rotary=block.rotary or rotary))
     if heads and not found:
         raise ValueError(f"heads: {next(iter(heads))!r}: no module with projections of queries and keys was found")

@@ -7,7 +7,6 @@ and single layers that have no family or have had a verdict. That is at most 600
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from spectral_monitor.measurement import NODE, LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.families import OTHERS, kinds
 from spectral_monitor.reporting.content.typical import limits, vs_typical
+from spectral_monitor.suggestions import did_you_mean
 
 Log = Literal["essential", "all"] | Sequence[str]
 PREFIX = "spectral"
@@ -237,7 +237,6 @@ def checked_log(log: object) -> Log:
     for pattern in log:
         quantity = pattern.partition("/")[0]
         if not any(fnmatchcase(key, quantity) for key in QUANTITIES):
-            close = difflib.get_close_matches(quantity, QUANTITIES, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; valid ones: {', '.join(QUANTITIES)}"
+            hint = did_you_mean(quantity, QUANTITIES) or f"; valid ones: {', '.join(QUANTITIES)}"
             raise ValueError(f"log: {pattern!r} begins with no quantity, as in 'feature_change/*'{hint}")
     return tuple(log)

@@ -8,7 +8,7 @@ from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.reporting.content.families import folded
 from spectral_monitor.reporting.content.labels import unprefixed
-from spectral_monitor.reporting.content.tally import Tally, disturbed, named_by, tally
+from spectral_monitor.reporting.content.tally import Tally, followers, named_by, tally
 
 MAX_NAMES = 3
 """Layers, and reasons, that a sentence names."""
@@ -88,11 +88,8 @@ def root_lines(measurement: Measurement) -> list[str]:
 def _said(verdict: Verdict, measurement: Measurement, named: bool = False) -> str:
     """Return where, what and how many other layers follow from it; ``named``: those too."""
     names = named_by(verdict)
-    bare = unprefixed(tuple(info.name for info in measurement.layers))
-    where = (
-        names_in(measurement, names) if len(names) > MAX_NAMES else ", ".join(bare.get(name, name) for name in names)
-    )
-    follow = [layer for layer, root in disturbed(measurement).items() if root == verdict.layer]
+    where = names_in(measurement, names) if len(names) > MAX_NAMES else ", ".join(_bare(measurement, names))
+    follow = followers(verdict, measurement)
     each = "each of " if len(names) > 1 else ""  # sentences speak of one layer
     text = f"{each}{where}: {verdict.sentence}" if where else verdict.sentence
     if not follow:
@@ -113,7 +110,13 @@ def some(texts: Sequence[str], most: int = MAX_NAMES) -> str:
     return ", ".join(texts[:most]) + more
 
 
-def names_in(measurement: Measurement, layers: Iterable[str], most: int = 2 * MAX_NAMES) -> str:
+def following(root: Verdict, measurement: Measurement) -> str:
+    """Return how many layers follow from a root, and their names; empty where none does."""
+    follow = followers(root, measurement)
+    return f"+{len(follow)} that follow from it: {names_in(measurement, follow)}" if follow else ""
+
+
+def names_in(measurement: Measurement, layers: Iterable[str]) -> str:
     """Return names without the prefix that all layers share, equal places of the blocks together.
 
     Example:
@@ -123,8 +126,13 @@ def names_in(measurement: Measurement, layers: Iterable[str], most: int = 2 * MA
         >>> names_in(Measurement(5, layers, {}, {}), names[3:])
         'h.*.mlp x9, head'
     """
+    return some(folded(_bare(measurement, layers)), 2 * MAX_NAMES)
+
+
+def _bare(measurement: Measurement, layers: Iterable[str]) -> list[str]:
+    """Return names without the prefix that all layers share."""
     bare = unprefixed(tuple(info.name for info in measurement.layers))
-    return some(folded([bare.get(layer, layer) for layer in layers]), most)
+    return [bare.get(layer, layer) for layer in layers]
 
 
 def _layers(measurement: Measurement, count: Tally) -> str:
@@ -133,9 +141,7 @@ def _layers(measurement: Measurement, count: Tally) -> str:
         return f"{NOT_JUDGED}: {_reasons(count) or 'no matrix was measured'}"
     parts = []
     if count.off:
-        bare = unprefixed(tuple(info.name for info in measurement.layers))
-        names = some([bare.get(layer, layer) for layer in count.off])
-        parts.append(f"{len(count.off)} of {count.layers} layers off: {names}")
+        parts.append(f"{len(count.off)} of {count.layers} layers off: {some(_bare(measurement, count.off))}")
         if count.disturbed:
             parts.append(f"{len(count.disturbed)} disturbed by {'it' if len(count.off) == 1 else 'them'}")
     elif count.disturbed:

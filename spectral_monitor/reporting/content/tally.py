@@ -86,6 +86,11 @@ def disturbed(measurement: Measurement) -> dict[str, str]:
     return found
 
 
+def followers(root: Verdict, measurement: Measurement) -> list[str]:
+    """Return the layers that follow from a root."""
+    return [layer for layer, of in disturbed(measurement).items() if of == root.layer]
+
+
 def tally(measurement: Measurement) -> Tally:
     """Count the layers of a measurement by their state.
 

@@ -81,6 +81,18 @@ def power(limit: float) -> str:
     return f"1/{short(1 / limit)}" if 0 < limit < 1 else short(limit)
 
 
+def powers_of_two(reach: float) -> tuple[list[int], list[str]]:
+    """Return the exponents on an axis from minus to plus this, about seven of them, and their powers in words.
+
+    Example:
+        >>> powers_of_two(4.0)
+        ([-4, -3, -2, -1, 0, 1, 2, 3, 4], ['1/16', '1/8', '1/4', '1/2', '1', '2', '4', '8', '16'])
+    """
+    apart = max(1, round(reach / 3))
+    powers = [k * apart for k in range(-math.floor(reach / apart), math.floor(reach / apart) + 1)]
+    return powers, [f"{2**k:g}" if k >= 0 else f"1/{2**-k:g}" for k in powers]
+
+
 def _close(limit: float, median: float) -> bool:
     return 0.99 * median <= limit <= 1.01 * median
 

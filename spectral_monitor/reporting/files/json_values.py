@@ -22,6 +22,11 @@ def plain(value: float) -> float | str | None:
     return str(value) if math.isinf(value) else value
 
 
+def plain_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a dict with its numbers in JSON."""
+    return {key: plain(value) if isinstance(value, float) else value for key, value in row.items()}
+
+
 def value_of(value: Any) -> float:
     """Return the number that :func:`plain` was given.
 

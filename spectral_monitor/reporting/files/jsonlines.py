@@ -15,15 +15,8 @@ from torch import Tensor
 
 from spectral_monitor.condition import Verdict
 from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
-from spectral_monitor.reporting.files.json_values import is_torn, plain
-from spectral_monitor.reporting.files.records import (
-    FORMAT,
-    FURTHER_FILE,
-    RUN_FILE,
-    VERSION,
-    concerning,
-    read_records,
-)
+from spectral_monitor.reporting.files.json_values import is_torn, plain, plain_row
+from spectral_monitor.reporting.files.records import FORMAT, FURTHER_FILE, RUN_FILE, VERSION, concerning, read_records
 from spectral_monitor.reporting.sinks import need_room
 
 DIGITS = 6
@@ -131,12 +124,8 @@ def _line(measurement: Measurement, reasons: dict[str, str | None]) -> str:
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
-    row = {**_plain(asdict(verdict)), "band": [plain(limit) for limit in verdict.band]}
-    return row if verdict.remedy is None else {**row, "remedy": _plain(asdict(verdict.remedy))}
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: plain(value) if isinstance(value, float) else value for key, value in row.items()}
+    row = {**plain_row(asdict(verdict)), "band": [plain(limit) for limit in verdict.band]}
+    return row if verdict.remedy is None else {**row, "remedy": plain_row(asdict(verdict.remedy))}
 
 
 def _states(measurement: Measurement) -> list[list[Any]]:

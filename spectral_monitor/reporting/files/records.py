@@ -30,16 +30,9 @@ class Numbers(list[Any]):
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[Measurement]:
-    """Yield the measurements in a file that a :class:`~spectral_monitor.reporting.JSONLinesSink` wrote, in its order.
+    """Yield what :func:`~spectral_monitor.reporting.read_measurements` does, without torch.
 
-    Their values and bands are :class:`Numbers`, for which no torch is needed.
-
-    A line that is not complete is left out at the end, as in a file that is being written, and where another run goes
-    on in the same file, as after a process was killed.
-
-    Raises:
-        ValueError: it is no such file, or a line in its middle is broken.
-        OSError: it cannot be read.
+    Values and bands are :class:`Numbers`. What is left out, and what is raised, is said there.
     """
     layers: tuple[LayerInfo, ...] | None = None
     reasons: dict[str, str] = {}

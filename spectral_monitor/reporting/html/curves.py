@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.quantities import QUANTITIES, Quantity
+from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.families import OTHERS, kind, kinds
 from spectral_monitor.reporting.content.labels import shortened, unprefixed
 from spectral_monitor.reporting.content.panels import Panel, shown
@@ -109,7 +109,9 @@ def curves(
     }
     data: list[Figure] = []
     few = all(int(found.values[rows].isfinite().any(1).sum()) <= FEW for found in known.values())
-    meanings = {key: [*wrap(QUANTITIES[key].meaning, LINE), *_healthy(QUANTITIES[key])] for key in known}
+    meanings = {key: wrap(QUANTITIES[key].meaning, LINE) for key in known}
+    for key, words in meanings.items():
+        words += [f"healthy: {QUANTITIES[key].limits}"] if QUANTITIES[key].limits else []
     most = max(map(len, meanings.values()))
     layout["margin"]["t"] += 15 * (most - 1)
     lines = -(-len(known) // BESIDE)  # of charts, equally long
@@ -134,21 +136,12 @@ def curves(
             QUANTITIES[key].counted_in, *map(escaped, meanings[key]), *["&nbsp;"] * (most - len(meanings[key]))
         )
         layout["annotations"].append(title_of(title, suffix, f"y{suffix}"))
-        traces = [
-            *chart.bands(),
-            *chart.family_bands(),
-            *dashed,
-            *chart.lines(),
-            *(chart.groups() if place == 0 else []),
-        ]
+        traces = [*chart.bands(), *chart.family_bands(), *dashed, *chart.lines()]
+        traces += chart.groups() if place == 0 else []
         for trace in traces:
             trace["showlegend"] = trace.get("showlegend", False) and place == 0
             data.append({**trace, "xaxis": f"x{suffix}", "yaxis": f"y{suffix}"})
     return {"data": data, "layout": layout}, {key: found.steps for key, found in known.items()}
-
-
-def _healthy(quantity: Quantity) -> list[str]:
-    return [f"healthy: {quantity.limits}"] if quantity.limits else []
 
 
 class _Chart:
@@ -260,8 +253,8 @@ class _Chart:
         if self.crowd:
             yield self._group(OUTSIDE, OUTSIDE, sum(self.outside), "@danger", "solid", 500)
         bare = unprefixed(tuple(self.every_name))
-        names = {of: kind(bare[self.every_name[some[0]]], OTHERS) for of, some in self.families.items()}
-        names = {of: OTHERS if of == OTHERS else name for of, name in names.items()}
+        first = {of: bare[self.every_name[some[0]]] for of, some in self.families.items()}
+        names = {of: OTHERS if of == OTHERS else kind(name, OTHERS) for of, name in first.items()}
         short = shortened(tuple(names.values()))
         for n, (of, some) in enumerate(self.families.items()):
             count = len(some) - sum(self.family[name][1] == of for name in self.offs)
@@ -269,11 +262,9 @@ class _Chart:
 
     def family_bands(self) -> Iterator[Figure]:
         """Families of which the page shows the lowest, median and highest value, unless single layers are asked for."""
-        found = {}
-        for of, some in self.families.items():
-            inside = [k for k in some if self.every_name[k] not in self.offs]  # the others have a red line
-            if of != OTHERS and inside:
-                found[of] = inside
+        # Layers that are off have a red line.
+        inside = {of: [k for k in some if self.every_name[k] not in self.offs] for of, some in self.families.items()}
+        found = {of: some for of, some in inside.items() if some and of != OTHERS}
         yield from family_traces(self.key, self.of_every, found, self.log, self.low)
 
     def _group(self, of: str, name: str, count: int, colour: str, dash: str, rank: int) -> Figure:

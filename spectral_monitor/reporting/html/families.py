@@ -37,11 +37,7 @@ def family_traces(
     """
     for place, (name, some) in enumerate(families.items()):
         of = values[list(some)]
-        ends = (
-            of.nan_to_num(nan=torch.inf).amin(0),
-            of.nan_to_num(nan=-torch.inf).amax(0),
-            of.nanmedian(0).values,
-        )
+        ends = (of.nan_to_num(nan=torch.inf).amin(0), of.nan_to_num(nan=-torch.inf).amax(0), of.nanmedian(0).values)
         lowest, highest, median = ((x.clamp(min=low) if log else x).where(x.isfinite(), torch.nan) for x in ends)
         tint = colour(place)
         common: Figure = {"type": "scatter", "mode": "lines", "x": key, "legendgroup": escaped(name)}

@@ -23,7 +23,7 @@ from spectral_monitor.reporting.content.history import COLUMNS, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named
 from spectral_monitor.reporting.content.panels import pictured
 from spectral_monitor.reporting.content.tally import off
-from spectral_monitor.reporting.content.typical import VS_TYPICAL
+from spectral_monitor.reporting.content.typical import VS_TYPICAL, powers_of_two
 from spectral_monitor.reporting.text.lines import printable
 from spectral_monitor.reporting.text.table import number
 
@@ -167,11 +167,11 @@ def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
         f"{key} %{{customdata[2]}}, %{{customdata[1]}} {VS_TYPICAL}<extra></extra>",
         "cliponaxis": False,
     }
-    powers = _powers(reach)
+    powers, words = powers_of_two(reach)
     end = reach * math.log10(2)
     axis = {"type": "log", "range": [-end, end], "tickvals": [2.0**k for k in powers], "zeroline": False}
     axis |= {"tickfont": {"size": 10}, "tickangle": 0}
-    axis |= {"ticktext": list(map(_power_of_two, powers)), "title": {"text": VS_TYPICAL, "standoff": 4}}
+    axis |= {"ticktext": words, "title": {"text": VS_TYPICAL, "standoff": 4}}
     return [(titled(f"At step {now.step}", "on the band"), [band, dots], axis)]
 
 
@@ -195,7 +195,7 @@ def _heatmap(key: str, drawn: Series, rows: Sequence[int], now: Measurement) -> 
         "type": "heatmap",
         "x": key,
         "y": [_row(now.layers[i].name) for i in rows],
-        "z": _rows(picture),
+        "z": [digits(row) for row in picture.tolist()],
         "meta": [escaped(now.layers[i].name) for i in rows],
         "customdata": [[number(value) for value in row] for row in values.tolist()],
         **{k: v for k, v in bar.items() if not k.startswith("tick")},
@@ -226,8 +226,8 @@ def _against_share(shares: Tensor) -> tuple[Tensor, Figure]:
     logs = shares.log2()
     finite = logs[logs.isfinite()]
     reach = min(max(4.0, finite.abs().max().item() if len(finite) else 0.0), REACH)
-    powers = _powers(reach)
-    bar = {"tickvals": powers, "ticktext": list(map(_power_of_two, powers))}
+    powers, words = powers_of_two(reach)
+    bar = {"tickvals": powers, "ticktext": words}
     return logs.clamp(-reach, reach), {**bar, "zmin": -reach, "zmax": reach, "colorscale": "@diverging"}
 
 
@@ -239,10 +239,6 @@ def _logarithmic(values: Tensor) -> tuple[Tensor, Figure]:
     ticks = [math.log10(x) for x in _round_numbers(10**low, 10**high)]
     bar = {"tickvals": ticks, "ticktext": [short(10**tick) for tick in ticks], "colorscale": "@sequential"}
     return logs.clamp(low, high), {**bar, "zmin": low, "zmax": max(high, low + 0.1)}
-
-
-def _rows(picture: Tensor) -> list[list[float | None]]:
-    return [digits(row) for row in picture.tolist()]
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
@@ -259,16 +255,6 @@ def _round_numbers(low: float, high: float) -> list[float]:
         if len(found) > 1:
             return found
     return [low, high]
-
-
-def _powers(reach: float) -> list[int]:
-    """Return the powers of two on an axis from minus to plus this."""
-    apart = max(1, round(reach / 3))
-    return [k * apart for k in range(-math.floor(reach / apart), math.floor(reach / apart) + 1)]
-
-
-def _power_of_two(k: int) -> str:
-    return f"{2**k}" if k >= 0 else f"1/{2**-k}"
 
 
 def titled(title: str, *lines: str) -> str:

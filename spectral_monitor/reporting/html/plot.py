@@ -27,17 +27,7 @@ LIGHT = {
 
 
 def figure(measurements: Sequence[Measurement], quantity: str, layers: str | Sequence[str] | None = None) -> Any:
-    """Return a ``plotly.graph_objects.Figure``: a curve for each layer over the band where it should be.
-
-    Args:
-        measurements: of a run.
-        quantity: a key that was measured.
-        layers: fnmatch pattern of matrices, or several; by default all of them.
-
-    Raises:
-        ValueError: the quantity was not measured, a pattern matches no layer, or there are no measurements.
-        ImportError: plotly is not installed.
-    """
+    """Return the ``plotly.graph_objects.Figure`` of :meth:`~spectral_monitor.reporting.run.MeasuredRun.plot`."""
     try:
         import plotly.graph_objects as go  # type: ignore[import-untyped]
     except ImportError:

@@ -10,9 +10,9 @@ from pathlib import Path
 from spectral_monitor.condition import NETWORK, Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.headline import headline, headlines, names_in
+from spectral_monitor.reporting.content.headline import following, headline, headlines, some
 from spectral_monitor.reporting.content.panels import PANELS, Panel
-from spectral_monitor.reporting.content.tally import disturbed, is_judged, named_by, tally
+from spectral_monitor.reporting.content.tally import is_judged, named_by, tally
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend
 from spectral_monitor.reporting.files.run_facts import RunFacts
 from spectral_monitor.reporting.files.runs import settle
@@ -119,11 +119,7 @@ def report(
     thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run) else []
     keys, table = _layers(now)
     known_keys = [key for panel in PANELS for key in panel.quantities if any(key in m.values for m in run)]
-    sections += [
-        table,
-        glossary(known_keys),
-        _footer(run, [*thinned, *omitted, *notes, *limit_sentences(run, limit)]),
-    ]
+    sections += [table, glossary(known_keys), _footer(run, [*thinned, *omitted, *notes, *limit_sentences(run, limit)])]
     chapters += [("layers", "All layers"), ("glossary", "Glossary")]
     slides = by_step(run, now, keys)
     families = any(trace.get("uid", "").startswith("F") for figure in figures.values() for trace in figure["data"])
@@ -197,8 +193,7 @@ def _verdicts(told: Measurement) -> str:
 def _verdict(root: Verdict, told: Measurement) -> str:
     arrow = "" if math.isnan(root.ratio) else "&nbsp;&uarr;" if root.ratio > 1 else "&nbsp;&darr;"
     seen = f"{number(root.value)}{arrow}" if root.quantity else ""
-    follow = [layer for layer, of in disturbed(told).items() if of == root.layer]
-    more = f"+{len(follow)} that follow from it: {names_in(told, follow)}" if follow else ""
+    more = following(root, told)
     return (
         f"<td>{_names(named_by(root)) or 'the whole network'}</td>"
         f'<td data-title="quantity" title="{_meaning(root.quantity)}">{escaped(root.quantity)}</td>'
@@ -233,7 +228,7 @@ def _overview(now: Measurement) -> str:
 def _key(now: Measurement) -> str:
     colours = ", ".join(depth_colours(5))
     count = sum(info.is_matrix for info in now.layers)
-    some = (
+    drawn = (
         f" Of {count} layers {LINES} are drawn, evenly, with the output layer and those that are off."
         if count > LINES
         else ""
@@ -249,7 +244,7 @@ def _key(now: Measurement) -> str:
     return (
         f'{curves}<span class="bad">Red</span> is off now; <span class="key" style="background: var(--band)"></span> '
         "where layers should be; dashed: a one-sided limit, or a limit specific to one layer."
-        f"{some}</p>"
+        f"{drawn}</p>"
     )
 
 
@@ -309,9 +304,7 @@ def _name(layer: str) -> str:
 
 
 def _names(layers: Sequence[str]) -> str:
-    """Return the first of them, and how many more there are."""
-    more = f" and {len(layers) - MAX_NAMES} more" if len(layers) > MAX_NAMES else ""
-    return ", ".join(map(_name, layers[:MAX_NAMES])) + more
+    return some([_name(layer) for layer in layers], MAX_NAMES)
 
 
 def _meaning(quantity: str) -> str:

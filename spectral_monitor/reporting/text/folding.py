@@ -126,7 +126,7 @@ class _Rows:
             elif rest and reason is None:
                 found.append(self._fold(rest, HEALTHY, HEALTHY))
             elif rest:
-                what = ": ".join(filter(None, (reason, self._names(rest))))
+                what = ": ".join(filter(None, (reason, names_in(self.measurement, rest))))
                 found.append(self._fold(rest, NOT_JUDGED, NOT_JUDGED, what if self.count.judged else ""))
         return found
 
@@ -156,9 +156,6 @@ class _Rows:
 
     def _fold(self, names: Sequence[str], label: str, state: str, what: str = "") -> Row:
         return Row(tuple(self.place[name] for name in names), f"+{len(names)} {label}", state, what=what)
-
-    def _names(self, names: Sequence[str]) -> str:
-        return names_in(self.measurement, names)
 
     def _why(self, name: str) -> str:
         state = self.measurement.states.get(name)

@@ -10,9 +10,9 @@ from textwrap import wrap
 from spectral_monitor.condition.verdict import Verdict, short
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.headline import headlines, names_in, some
+from spectral_monitor.reporting.content.headline import following, headlines, some
 from spectral_monitor.reporting.content.panels import PANELS
-from spectral_monitor.reporting.content.tally import disturbed, named_by
+from spectral_monitor.reporting.content.tally import named_by
 
 LINE = 40
 """Characters of a sentence in a line; TensorBoard makes columns beside a longer one too narrow for words."""
@@ -102,10 +102,7 @@ def _row(root: Verdict, measurement: Measurement) -> tuple[str, ...]:
     """Return the cells of a root verdict; a verdict without a quantity has no value."""
     seen = (root.quantity, short(root.value), root.should_be) if root.quantity else ("", "", "")
     cells = (some(named_by(root)) or "the whole network", *seen, f"{root.steps} steps")
-    lines = wrap(root.sentence, LINE)
-    follow = [layer for layer, of in disturbed(measurement).items() if of == root.layer]
-    if follow:
-        lines += wrap(f"+{len(follow)} that follow from it: {names_in(measurement, follow)}", LINE)
+    lines = [*wrap(root.sentence, LINE), *wrap(following(root, measurement), LINE)]
     return *map(escaped, cells), "<br>".join(map(escaped, lines))
 
 

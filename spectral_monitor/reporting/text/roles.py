@@ -58,7 +58,7 @@ class Roles(dict[str, str]):
     def table(self) -> Table:
         """Return a row for every matrix; below, what is not measured and why."""
         from spectral_monitor.reporting.content.labels import measured_parts, role_name
-        from spectral_monitor.reporting.text.lines import Column, Table, printable
+        from spectral_monitor.reporting.text.lines import Table, printable, text_column
         from spectral_monitor.reporting.text.table import fans
 
         matrices = [info for info in self.layers if info.is_matrix]
@@ -69,11 +69,8 @@ class Roles(dict[str, str]):
             "in -> out": [fans(info) for info in matrices],
             "note": [self.notes.get(info.name, "") for info in matrices],
         }
-        columns = [
-            Column(name, tuple(map(printable, column)), text=True)
-            for name, column in cells.items()
-            if column and (name != "note" or any(column))
-        ]
+        cells = {name: column for name, column in cells.items() if column and (name != "note" or any(column))}
+        columns = [text_column(name, column) for name, column in cells.items()]
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.unmeasured.items():
             by_reason.setdefault(reason, []).append(name)

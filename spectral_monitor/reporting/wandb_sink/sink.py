@@ -116,6 +116,8 @@ class WandbSink:
         latest, self._latest = self._latest, None
         if latest is None:
             return
+        import wandb
+
         row: dict[str, Any] = {}
         try:
             if latest.roots != (() if self._tabled is None else self._tabled.roots):
@@ -123,7 +125,7 @@ class WandbSink:
             if self._every and self._drawn is not latest:
                 self._add_charts(row, latest)
             if (text := whole_page(self._history)) is not None:
-                row[PAGE] = _html(text)
+                row[PAGE] = wandb.Html(text, inject=False)  # it has a style of its own
         finally:
             if row:
                 self._log(row, latest)
@@ -190,13 +192,6 @@ class WandbSink:
             artifact = wandb.Artifact(PROFILE, type=PROFILE)
             artifact.add_file(str(path))
             self._run.log_artifact(artifact)
-
-
-def _html(text: str) -> Any:
-    """Return the page as W&B shows it; a page of its own style, so that nothing is put into it."""
-    import wandb
-
-    return wandb.Html(text, inject=False)
 
 
 class _Alerts:

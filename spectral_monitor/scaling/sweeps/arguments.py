@@ -10,6 +10,8 @@ from numbers import Real
 from types import FunctionType
 from typing import Any
 
+from spectral_monitor.scaling.batches import SweepError
+
 
 def integer(given: Any) -> int | None:
     """Return the value of an integer, those of numpy and of tensors included; ``None`` for anything else, a bool
@@ -23,6 +25,14 @@ def integer(given: Any) -> int | None:
         return None if isinstance(given, bool) else operator.index(given)
     except TypeError:
         return None
+
+
+def positive(name: str, given: Any) -> int:
+    """Return an integer >= 1; raise a SweepError that names the argument if it is none."""
+    found = integer(given)
+    if found is None or found < 1:
+        raise SweepError(f"{name} must be an integer >= 1, got {given!r}")
+    return found
 
 
 def integers(given: Any) -> list[int]:

@@ -52,7 +52,7 @@ def sweep_figure(result: SweepResult) -> Figure:
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     _legend(figure, result, colours)
-    figure.suptitle(_wrapped(sweep_headline(result), 40 * columns + 10), fontsize=10)
+    figure.suptitle(textwrap.fill(sweep_headline(result), 40 * columns + 10), fontsize=10)
     return figure
 
 
@@ -156,7 +156,3 @@ def _legend(figure: Figure, result: SweepResult, colours: dict[str, Any]) -> Non
     for text in legend.get_texts():
         if text.get_text() in off:
             text.set_fontweight("bold")
-
-
-def _wrapped(text: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(text, width))

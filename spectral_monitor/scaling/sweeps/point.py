@@ -22,7 +22,7 @@ from spectral_monitor.parametrization.param_groups import FAMILIES, Family
 from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.quantities import resolve
 from spectral_monitor.scaling.batches import SweepError, batches, check_data, loss_of, moved, seeded
-from spectral_monitor.scaling.sweeps.arguments import data_name, integer, integers, name_of, number
+from spectral_monitor.scaling.sweeps.arguments import data_name, integers, name_of, number, positive
 from spectral_monitor.sharding import mean_over_processes, refuse_several
 
 MakeModule = Callable[..., nn.Module]
@@ -99,15 +99,11 @@ class SweepConfig:
                 f"make_module is a {kind}: give a function that makes a module of the width it is called with"
             )
         check_data(self.data)
-        steps = integer(self.steps)
-        if steps is None or steps < 1:
-            raise SweepError(f"steps must be an integer >= 1, got {self.steps!r}")
+        steps = positive("steps", self.steps)
         at = tuple(sorted({*integers((1, steps) if self.measured is None else self.measured)}))
         if not at or not all(1 <= step <= steps for step in at):
             raise SweepError(f"measured must name steps from 1 to {steps}, got {self.measured!r}")
-        processes = integer(self.processes_per_point)
-        if processes is None or processes < 1:
-            raise SweepError(f"processes_per_point must be an integer >= 1, got {self.processes_per_point!r}")
+        processes = positive("processes_per_point", self.processes_per_point)
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "at", at)
         object.__setattr__(self, "processes_per_point", processes)

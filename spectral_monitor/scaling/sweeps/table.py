@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spectral_monitor.fitting.power_law import CONFIDENCE
-from spectral_monitor.reporting.text.lines import Column, Table, printable
+from spectral_monitor.reporting.text.lines import Column, Table, printable, text_column
 from spectral_monitor.reporting.text.table import number
 from spectral_monitor.scaling.sweeps.limit import limit_sentences
 from spectral_monitor.scaling.sweeps.slope import TOLERANCE, Slope, exponent
@@ -42,7 +42,10 @@ def _place(slope: Slope, off: Sequence[Slope]) -> tuple[int, float]:
 
 
 def _columns(result: SweepResult, rows: Sequence[Slope]) -> list[Column]:
-    columns = [_text("layer", [row.layer for row in rows]), _text("quantity", [row.quantity for row in rows])]
+    columns = [
+        text_column("layer", [row.layer for row in rows]),
+        text_column("quantity", [row.quantity for row in rows]),
+    ]
     besides = [row.beside for row in rows]
     if len(set(besides)) > 1:
         title = "depth" if rows[0].axis == "width" else "width"
@@ -60,12 +63,8 @@ def _columns(result: SweepResult, rows: Sequence[Slope]) -> list[Column]:
     if any(not math.isnan(row.predicted) for row in rows):
         columns.append(Column("predicted", tuple(_signed(row.predicted) for row in rows)))
     several = any(row.fit.how == "seeds" for row in rows)
-    columns.append(_text("verdict", [_words(row, several) for row in rows]))
+    columns.append(text_column("verdict", [_words(row, several) for row in rows]))
     return columns
-
-
-def _text(title: str, cells: Sequence[str]) -> Column:
-    return Column(title, tuple(map(printable, cells)), text=True)
 
 
 def _signed(value: float) -> str:

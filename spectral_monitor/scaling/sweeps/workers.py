@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from spectral_monitor.scaling.batches import SweepError
-from spectral_monitor.scaling.sweeps.arguments import integer
+from spectral_monitor.scaling.sweeps.arguments import integer, positive
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 
 PAUSES = 0.02, 1.0
@@ -178,9 +178,7 @@ def check_executor(executor: Any, processes: Any, recipe: SweepConfig) -> None:
     Raises:
         SweepError: saying what an executor needs, or which function cannot be sent to it.
     """
-    count = integer(processes)
-    if count is None or count < 1:
-        raise SweepError(f"processes must be an integer >= 1, got {processes!r}")
+    count = positive("processes", processes)
     if executor is not None and count > 1:
         raise SweepError("processes= and executor= are two ways to say where points run: give one of them")
     if executor is None and count == recipe.processes_per_point == 1:
