@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 
 from spectral_monitor.quantities import questions
-from spectral_monitor.quantities.quantity import full_quantity
+from spectral_monitor.quantities.quantity import Quantity
 
 ENTRIES = (
-    full_quantity(
+    Quantity(
         key="weight_cancellation",
         notation="|W + dW|* / (|W|* + |dW|*)",
         formula=lambda s: s.cancellation("W1", "W", "dW"),
         needs=frozenset({"W", "W1", "dW"}),
+        tier="full",
         range="[0, 1]",
         source="Spectral Condition, Assumption 1",
         meaning="1 unless the update takes away what was there",
@@ -22,10 +23,11 @@ ENTRIES = (
         title="weights that do not cancel",
         band=(0.9, math.inf),
     ),
-    full_quantity(
+    Quantity(
         key="feature_cancellation",
         notation="E[ |h + dh| / (|h| + |dh|) ]",
         needs=frozenset({"dh", "h"}),
+        tier="full",
         range="[0, 1]",
         source="Spectral Condition, Assumption 1",
         meaning="1 unless the step takes away the features that were there",
@@ -35,10 +37,11 @@ ENTRIES = (
         title="features that do not cancel",
         band=(0.9, math.inf),
     ),
-    full_quantity(
+    Quantity(
         key="activation_ratio",
         notation="E[ |h'| / |h of the layer before| ]",
         needs=frozenset({"h"}),
+        tier="full",
         source="Spectral Condition, Assumption 2",
         meaning="what activations leave of the features; of order 1 at any width",
         healthy="0.3 to 1 for ReLU-like activations",
@@ -47,10 +50,11 @@ ENTRIES = (
         title="what activations leave",
         band=(0.3, 1.0),
     ),
-    full_quantity(
+    Quantity(
         key="sample_share",
         notation="E[ |b_i| |h'_i|^2 / |g h'_i| ]",
         needs=frozenset({"b", "h"}),
+        tier="full",
         source="Spectral Condition, Assumption 3",
         meaning="a row's own part of what the gradient does to it: about 1 / sqrt(rows), and alike at any width",
         healthy="about 1 / sqrt(rows)",
@@ -58,10 +62,11 @@ ENTRIES = (
         question=questions.ASSUMPTIONS,
         title="a row's own part",
     ),
-    full_quantity(
+    Quantity(
         key="kernel_change",
         notation="|F' - F|F / |F|F, F = H H^T / m",
         needs=frozenset({"dh", "h"}),
+        tier="full",
         source="Infinite-Width Limits",
         meaning="relative change of the inner products of the outputs: zero where features only rotate",
         healthy="1e-3 to 0.1 in a step; 0 for a network whose features stand still",
@@ -69,11 +74,12 @@ ENTRIES = (
         question=questions.LAZINESS,
         title="change of the kernel by a step",
     ),
-    full_quantity(
+    Quantity(
         key="bfk_ratio",
         notation="M1 / sqrt(M2), Mp = tr K^p / m",
         formula=lambda s: s.kernel_ratio(),
         needs=frozenset({"J", "h"}),
+        tier="full",
         range="[0, 1]",
         source="Feature Speed Formula, Thm 3.2",
         meaning="the bfa_cos that the kernel K = sum lr J J^T lets expect of gradient descent",
@@ -82,11 +88,12 @@ ENTRIES = (
         question=questions.DIRECTIONS,
         title="cosine that the kernel expects",
     ),
-    full_quantity(
+    Quantity(
         key="bfk_peak",
         notation="lmax(K) / M1",
         formula=lambda s: s.quotient("K.largest", "K.1"),
         needs=frozenset({"J", "K", "h"}),
+        tier="full",
         by_name=True,
         range=">= 1",
         source="Feature Speed Formula, Thm 3.2 (i)",
@@ -96,11 +103,12 @@ ENTRIES = (
         question=questions.DIRECTIONS,
         title="fastest direction over the mean",
     ),
-    full_quantity(
+    Quantity(
         key="bfk_guarantee",
         notation="lmin(K) / lmax(K)",
         formula=lambda s: s.quotient("K.smallest", "K.largest"),
         needs=frozenset({"K", "h"}),
+        tier="full",
         by_name=True,
         range="[0, 1]",
         source="Feature Speed Formula, Thm 3.2 (i)",
@@ -110,11 +118,12 @@ ENTRIES = (
         question=questions.DIRECTIONS,
         title="cosine guaranteed, at most",
     ),
-    full_quantity(
+    Quantity(
         key="backward_speed",
         notation="|db| / |b|",
         formula=lambda s: s.speed("b"),
         needs=frozenset({"b", "db", "h"}),
+        tier="full",
         source="Feature Speed Formula, Prop. 6.1, (BS)",
         meaning="relative change of the gradients of the outputs by this step",
         healthy="of the size of feature_change",
@@ -122,11 +131,12 @@ ENTRIES = (
         question=questions.GRADIENTS,
         title="change of the outputs' gradients",
     ),
-    full_quantity(
+    Quantity(
         key="dual_bfa_cos",
         notation="-<db, h> / (|db| |h|)",
         formula=lambda s: s.dual_cosine(),
         needs=frozenset({"b", "db", "h"}),
+        tier="full",
         range="[-1, 1]",
         source="Feature Speed Formula, Prop. 6.1, Eq. 14",
         meaning="do gradients of the outputs change against the outputs: the backward pass's bfa_cos",
@@ -136,11 +146,12 @@ ENTRIES = (
         question=questions.DIRECTIONS,
         title="the backward pass's cosine",
     ),
-    full_quantity(
+    Quantity(
         key="dual_bfk_ratio",
         notation="M1 / sqrt(M2), Mp = tr K~^p / m, K~ = sum lr B B^T",
         formula=lambda s: s.kernel_ratio("dual"),
         needs=frozenset({"b", "B", "h"}),
+        tier="full",
         by_name=True,
         range="[0, 1]",
         source="Feature Speed Formula, Eq. 14, Lemma A.1",
@@ -150,11 +161,12 @@ ENTRIES = (
         question=questions.DIRECTIONS,
         title="backward cosine expected",
     ),
-    full_quantity(
+    Quantity(
         key="gradient_change",
         notation="|g' - g|F / |g|F, g' after the step on the same batch",
         formula=lambda s: s.speed("g"),
         needs=frozenset({"b", "db"}),
+        tier="full",
         source="Feature Speed Formula, Section 6, (S)",
         meaning="relative change of the weight's gradient by this step: does the gradient still hold at the step's end",
         healthy="below 1; well above it the step is longer than the gradient is good for",
@@ -163,11 +175,12 @@ ENTRIES = (
         title="change of the gradient by a step",
         band=(0.0, 1.0),
     ),
-    full_quantity(
+    Quantity(
         key="feature_change_inherited",
         notation="rms(|W dh'|) / rms(|h|)",
         formula=lambda s: s.part_of_change("W.dh"),
         needs=frozenset({"dh", "h", "Wdh"}),
+        tier="full",
         source="Spectral Condition, Eq. 9",
         meaning="what the layers below add to a layer's change: it moves because they do",
         healthy="of the size of feature_change_local in the middle of a network, 0 in its first layer",
@@ -176,11 +189,12 @@ ENTRIES = (
         question=questions.FEATURES,
         title="change that comes from below",
     ),
-    full_quantity(
+    Quantity(
         key="feature_change_joint",
         notation="rms(|dW dh'|) / rms(|h|)",
         formula=lambda s: s.part_of_change("dW.dh"),
         needs=frozenset({"dh", "h", "Wdh"}),
+        tier="full",
         source="Spectral Condition, Eq. 9",
         meaning="what the update makes of the change of its inputs: the step's second order",
         healthy="well below the two other parts; alike it means that steps are too large to be looked at one by one",

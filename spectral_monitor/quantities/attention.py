@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 
 from spectral_monitor.quantities import questions
-from spectral_monitor.quantities.quantity import full_quantity
+from spectral_monitor.quantities.quantity import Quantity
 
 ENTRIES = (
-    full_quantity(
+    Quantity(
         key="qk_gain",
         notation="s n |W_q^T W_k|*, s the module's scale, of the head where it is largest",
         formula=lambda s: s.largest("qk.gain"),
         needs=frozenset({"qk"}),
+        tier="full",
         unit="logit",
         source="Spectral Condition, Cond. 1, of a bilinear layer",
         meaning="largest attention logit that inputs of RMS 1 can have",
@@ -21,11 +22,12 @@ ENTRIES = (
         question=questions.ATTENTION,
         title="largest possible logit",
     ),
-    full_quantity(
+    Quantity(
         key="qk_gain_head",
         notation="argmax over heads of s n |W_q^T W_k|*",
         formula=lambda s: s.place_of_largest("qk.gain"),
         needs=frozenset({"qk"}),
+        tier="full",
         unit="number of a head, from 0",
         range="[0, heads)",
         source="",
@@ -33,11 +35,12 @@ ENTRIES = (
         healthy="any",
         misleads="q/k norms, whose gains all heads share",
     ),
-    full_quantity(
+    Quantity(
         key="qk_update",
         notation="s n |W_q'^T W_k' - W_q^T W_k|*, of the head where it is largest",
         formula=lambda s: s.largest("qk.update"),
         needs=frozenset({"dqk"}),
+        tier="full",
         unit="logit",
         source="Spectral Condition, Cond. 1, of a bilinear layer",
         meaning="largest change of an attention logit by this step, for inputs of RMS 1",
@@ -46,11 +49,12 @@ ENTRIES = (
         question=questions.ATTENTION,
         title="largest change of a logit",
     ),
-    full_quantity(
+    Quantity(
         key="attention_logit_max",
         notation="max of s q.k + mask",
         formula=lambda s: s.get("attention.logit_max"),
         needs=frozenset({"logits"}),
+        tier="full",
         unit="logit",
         range="any",
         source="arXiv 2302.05442, Sec. 3",
@@ -61,11 +65,12 @@ ENTRIES = (
         title="largest logit",
         band=(0.0, 50.0),
     ),
-    full_quantity(
+    Quantity(
         key="attention_entropy",
         notation="E[ -sum p log p / log(keys) ]",
         formula=lambda s: s.get("attention.entropy"),
         needs=frozenset({"logits"}),
+        tier="full",
         range="[0, 1]",
         source="arXiv 2303.06296",
         meaning="how evenly heads look at the keys they may: 1 at all alike, 0 at a single one",
@@ -75,11 +80,12 @@ ENTRIES = (
         title="entropy of attention",
         band=(0.2, 1.0),
     ),
-    full_quantity(
+    Quantity(
         key="attention_entropy_lowest",
         notation="the same of the head where it is lowest",
         formula=lambda s: s.get("attention.lowest"),
         needs=frozenset({"logits"}),
+        tier="full",
         range="[0, 1]",
         source="arXiv 2303.06296",
         meaning="how evenly the head looks that looks least evenly",
@@ -89,11 +95,12 @@ ENTRIES = (
         title="entropy, lowest head",
         band=(0.05, math.inf),
     ),
-    full_quantity(
+    Quantity(
         key="attention_sink",
         notation="E[ p of the first key ]",
         formula=lambda s: s.get("attention.sink"),
         needs=frozenset({"logits"}),
+        tier="full",
         range="[0, 1]",
         source="arXiv 2309.17453",
         meaning="mean weight of the first key",

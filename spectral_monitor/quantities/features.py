@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 
 from spectral_monitor.quantities import questions
-from spectral_monitor.quantities.quantity import Column, standard_quantity
+from spectral_monitor.quantities.quantity import Column, Quantity
 
 ANGLE_MARGIN = 100.0
 """An angle is off by about rounding over change: 1 % of it needs a hundred times."""
 
 ENTRIES = (
-    standard_quantity(
+    Quantity(
         key="feature_rms",
         notation="RMS of the entries of h",
         formula=lambda s: s.root_mean_square("h"),
         needs=frozenset({"h"}),
+        tier="standard",
         unit="output",
         source="Spectral Condition, Desideratum 1",
         meaning="typical size of an output entry",
@@ -24,10 +25,11 @@ ENTRIES = (
         question=questions.FEATURES,
         title="size of the outputs",
     ),
-    standard_quantity(
+    Quantity(
         key="feature_change",
         notation="E[ |dh| / |h| ]",
         needs=frozenset({"dh", "h"}),
+        tier="standard",
         source="Spectral Condition, Desideratum 1",
         meaning="relative change of the outputs by this step",
         healthy="1e-3 to 0.1 in a step",
@@ -39,11 +41,12 @@ ENTRIES = (
         column=Column("dh/h", "dh/h: relative change of the outputs", spare=3),
         picture="Change of outputs",
     ),
-    standard_quantity(
+    Quantity(
         key="feature_change_local",
         notation="rms(|dW h'|) / rms(|h|)",
         formula=lambda s: s.part_of_change("dW.h"),
         needs=frozenset({"dW", "h"}),
+        tier="standard",
         source="Spectral Condition, Desideratum 1",
         meaning="what this layer's own update adds to its outputs, the inputs as they were",
         healthy="at most feature_change of a layer in the middle of the network",
@@ -53,10 +56,11 @@ ENTRIES = (
         question=questions.FEATURES,
         title="change by the layer's own update",
     ),
-    standard_quantity(
+    Quantity(
         key="feature_drift",
         notation="E[ |h_t - h_0| / |h_0| ]",
         needs=frozenset({"h", "probe"}),
+        tier="standard",
         source="Spectral Condition, Eq. 23, Fig. 2A",
         meaning="relative change since the start of the run, on its first batch",
         healthy="grows to order 1 where features are learned; stays near 0 in a lazy network",
@@ -66,11 +70,12 @@ ENTRIES = (
         title="change of the outputs since the start",
         essential=True,
     ),
-    standard_quantity(
+    Quantity(
         key="alignment",
         notation="E[ |W h'| / (|W|* |h'|) ]",
         formula=lambda s: s.alignment("alignment"),
         needs=frozenset({"W", "h"}),
+        tier="standard",
         range="[0, 1]",
         source="Spectral Condition, Eq. 24, Fig. 2C",
         meaning="do inputs come from the directions the weight stretches most",
@@ -83,11 +88,12 @@ ENTRIES = (
         essential=True,
         column=Column("align", "align: do inputs lie where the weight stretches most; 1 if all do", spare=10),
     ),
-    standard_quantity(
+    Quantity(
         key="update_alignment",
         notation="E[ |dW h'| / (|dW|* |h'|) ]",
         formula=lambda s: s.alignment("update_alignment"),
         needs=frozenset({"dW", "h"}),
+        tier="standard",
         range="[0, 1]",
         source="Spectral Condition, Eq. 25, Fig. 1",
         meaning="do inputs come from the directions the update stretches most",
@@ -98,11 +104,12 @@ ENTRIES = (
         question=questions.ALIGNMENT,
         title="alignment of inputs and update",
     ),
-    standard_quantity(
+    Quantity(
         key="input_stable_rank",
         notation="|H'|F^2 / |H'|*^2",
         formula=lambda s: s.row_stable_rank("h_in"),
         needs=frozenset({"h"}),
+        tier="standard",
         unit="directions",
         range="[1, min(rows, n)]",
         source="Spectral Condition, Fig. 3",
@@ -113,11 +120,12 @@ ENTRIES = (
         question=questions.RANK,
         title="rank of the inputs",
     ),
-    standard_quantity(
+    Quantity(
         key="backward_stable_rank",
         notation="|B|F^2 / |B|*^2",
         formula=lambda s: s.row_stable_rank("b"),
         needs=frozenset({"b"}),
+        tier="standard",
         unit="directions",
         range="[1, min(rows, m)]",
         source="Spectral Condition, Fig. 3",
@@ -127,11 +135,12 @@ ENTRIES = (
         question=questions.RANK,
         title="rank of the gradients",
     ),
-    standard_quantity(
+    Quantity(
         key="bfa",
         notation="angle between dh and -b",
         formula=lambda s: math.acos(s.cosine()),
         needs=frozenset({"b", "dh"}),
+        tier="standard",
         unit="rad",
         range="[0, pi], of GD [0, pi/2)",
         source="Feature Speed Formula, Thm 2.1",
@@ -141,11 +150,12 @@ ENTRIES = (
         error=lambda s: s.get("bfa_cos.error") / math.sqrt(max(1 - s.cosine() ** 2, 1e-12)),
         margin=ANGLE_MARGIN,
     ),
-    standard_quantity(
+    Quantity(
         key="bfa_cos",
         notation="cos(bfa)",
         formula=lambda s: s.cosine(),
         needs=frozenset({"b", "dh"}),
+        tier="standard",
         range="[-1, 1]",
         source="Feature Speed Formula, Thm 2.1",
         meaning="cosine of the backward-feature angle",
@@ -158,11 +168,12 @@ ENTRIES = (
         essential=True,
         picture="Right direction?",
     ),
-    standard_quantity(
+    Quantity(
         key="sensitivity",
         notation="rms(dh) / -<b, dh>",
         formula=lambda s: s.sensitivity(),
         needs=frozenset({"b", "dh"}),
+        tier="standard",
         unit="output / loss",
         range="any, > 0 downhill",
         source="Feature Speed Formula, Eq. 4",

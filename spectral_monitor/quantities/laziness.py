@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from spectral_monitor.quantities import questions
-from spectral_monitor.quantities.quantity import full_quantity
+from spectral_monitor.quantities.quantity import Quantity
 
 ENTRIES = (
-    full_quantity(
+    Quantity(
         key="kernel_drift",
         notation="|F_t - F_0|F / |F_0|F, F = H H^T / m",
         needs=frozenset({"h", "probe"}),
+        tier="full",
         source="Infinite-Width Limits, Def. 3.5",
         meaning="relative change since the start of the inner products of the outputs, on the first batch",
         healthy="of order 1 where features are learned, alike at any width; in a lazy network it falls like 1 / width",
@@ -17,10 +18,11 @@ ENTRIES = (
         question=questions.LAZINESS,
         title="change of the kernel since the start",
     ),
-    full_quantity(
+    Quantity(
         key="kernel_alignment",
         notation="<C F_0 C, C F_t C> / (|C F_0 C|F |C F_t C|F)",
         needs=frozenset({"h", "probe"}),
+        tier="full",
         range="[0, 1]",
         source="arXiv 1203.0550; linear CKA, arXiv 1905.00414",
         meaning="are samples as similar to each other as at the start: 1 they are, whatever the features' size",
@@ -29,10 +31,11 @@ ENTRIES = (
         question=questions.LAZINESS,
         title="likeness of the kernel to the start's",
     ),
-    full_quantity(
+    Quantity(
         key="linearity",
         notation="|h_t - h_0 - J_0 (w_t - w_0)| / |h_t - h_0|",
         needs=frozenset({"h", "probe", "J0"}),
+        tier="full",
         source="Infinite-Width Limits, Def. 3.7, Eq. 9",
         meaning="is this run lazy: 0 if the outputs are where the linearized network of the start has them",
         healthy="of order 1 where features are learned; near 0 the network is a kernel machine",
@@ -40,10 +43,11 @@ ENTRIES = (
         question=questions.LAZINESS,
         title="what linearization does not explain",
     ),
-    full_quantity(
+    Quantity(
         key="output_drift_features",
         notation="|W_0 dx| / |df|, dx = x_t - x_0",
         needs=frozenset({"h", "probe", "w0"}),
+        tier="full",
         source="Infinite-Width Limits, Def. 5.4, Prop. 5.5",
         meaning="of the output's change since the start, on the first batch: what the readout of the start makes of it",
         healthy="of order 1 wherever hidden layers learn anything, lazy networks included",
@@ -51,10 +55,11 @@ ENTRIES = (
         question=questions.LAZINESS,
         title="change through the features",
     ),
-    full_quantity(
+    Quantity(
         key="output_drift_readout",
         notation="|dW x_0| / |df|, dW = W_t - W_0",
         needs=frozenset({"h", "probe", "w0"}),
+        tier="full",
         source="Infinite-Width Limits, Def. 5.4, Prop. 5.5",
         meaning="of the output's change since the start: what the readout learned from the features of the start",
         healthy="of order 1; near 1, with the two others near 0, only the readout learns",
@@ -62,10 +67,11 @@ ENTRIES = (
         question=questions.LAZINESS,
         title="change through the readout",
     ),
-    full_quantity(
+    Quantity(
         key="output_drift_joint",
         notation="|dW dx| / |df|",
         needs=frozenset({"h", "probe", "w0"}),
+        tier="full",
         source="Infinite-Width Limits, App. B",
         meaning="of the output's change since the start: what the readout learned from features that were learned",
         healthy="alike at any width where features are learned; in a lazy network it falls like 1 / width",

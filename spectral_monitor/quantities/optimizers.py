@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from spectral_monitor.quantities import questions
-from spectral_monitor.quantities.quantity import Readings, full_quantity
+from spectral_monitor.quantities.quantity import Quantity, Readings
 
 _ROTATION = frozenset({"W", "dW", "WdW"})
 
@@ -35,11 +35,12 @@ def _equilibrium(s: Readings) -> float:
 
 
 ENTRIES = (
-    full_quantity(
+    Quantity(
         key="update_angle",
         notation="angle between W and W + dW",
         formula=_angle,
         needs=_ROTATION,
+        tier="full",
         unit="rad",
         range="[0, pi]",
         source="Kosson et al. 2023",
@@ -50,11 +51,12 @@ ENTRIES = (
         question=questions.DECAY,
         title="angle that the weight turns",
     ),
-    full_quantity(
+    Quantity(
         key="radial",
         notation="<W, dW> / (|W|F |dW|F)",
         formula=lambda s: _divide(s.radial_change(), s.whole("dW")),
         needs=_ROTATION,
+        tier="full",
         range="[-1, 1]",
         source="Kosson et al. 2023",
         meaning="does the update make the weight longer (above 0) or shorter; -1 is nothing but decay",
@@ -64,11 +66,12 @@ ENTRIES = (
         question=questions.DECAY,
         title="part of the update along the weight",
     ),
-    full_quantity(
+    Quantity(
         key="decay_share",
         notation="lr wd |W|F / |dW|F",
         formula=lambda s: _divide(s.get("lr") * s.get("weight_decay") * s.whole("W"), s.whole("dW")),
         needs=frozenset({"W", "dW"}),
+        tier="full",
         source="Kosson et al. 2023",
         meaning="how much of the update is weight decay",
         healthy="well below 1: at 1 nothing but decay is left",
@@ -78,11 +81,12 @@ ENTRIES = (
         title="weight decay's part of the update",
         band=(0.0, 1.0),
     ),
-    full_quantity(
+    Quantity(
         key="equilibrium",
         notation="update_angle / sqrt(2 lr wd (1 - beta1) / (1 + beta1))",
         formula=_equilibrium,
         needs=_ROTATION,
+        tier="full",
         source="Kosson et al. 2023, Table 1",
         meaning="is weight decay in balance with the updates: 1 it is; then decay sets how fast the layer turns",
         healthy="towards 1 within some summary/equilibrium_steps",
@@ -91,11 +95,12 @@ ENTRIES = (
         question=questions.DECAY,
         title="angle over that of equilibrium",
     ),
-    full_quantity(
+    Quantity(
         key="adam_rms",
         notation="rms(g / max(sqrt(v), eps))",
         formula=lambda s: _root(_divide(s.get("adam.ratio"), s.get("adam.n"))),
         needs=frozenset({"state"}),
+        tier="full",
         source="Wortsman et al. 2023, RMS_t",
         meaning="gradients of this step next to what Adam expects them to be; v is its second moment, bias corrected",
         healthy="about 1; above 2 the second moment is stale, and a spike of the loss may follow",
@@ -104,11 +109,12 @@ ENTRIES = (
         title="gradient over what Adam expects",
         band=(0.0, 2.0),
     ),
-    full_quantity(
+    Quantity(
         key="eps_share",
         notation="share of entries with sqrt(v) < eps",
         formula=lambda s: _divide(s.get("adam.eps"), s.get("adam.n")),
         needs=frozenset({"state"}),
+        tier="full",
         unit="share",
         range="[0, 1]",
         source="Everett et al. 2024",
@@ -118,11 +124,12 @@ ENTRIES = (
         question=questions.STATE,
         title="entries that eps holds back",
     ),
-    full_quantity(
+    Quantity(
         key="momentum_cos",
         notation="<m, g> / (|m|F |g|F)",
         formula=lambda s: _divide(s.get("adam.mg"), _root(s.get("adam.mm") * s.get("adam.gg"))),
         needs=frozenset({"state"}),
+        tier="full",
         unit="cosine",
         range="[-1, 1]",
         source="Kingma and Ba 2015: m is the first moment",
@@ -132,11 +139,12 @@ ENTRIES = (
         question=questions.STATE,
         title="gradient and momentum, cosine",
     ),
-    full_quantity(
+    Quantity(
         key="dead_rows",
         notation="share of outputs whose v is below 1e-3 of the median's",
         formula=lambda s: s.get("adam.dead"),
         needs=frozenset({"state"}),
+        tier="full",
         unit="share",
         range="[0, 1]",
         source="Lu et al. 2019, dying ReLU",

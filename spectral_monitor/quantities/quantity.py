@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, Protocol
 
 Tier = Literal["light", "standard", "full"]
@@ -194,8 +193,3 @@ class Quantity:
         if math.isinf(high):
             return f"above {low:g}"
         return f"{low:g} to {high:g}" if low else f"below {high:g}"
-
-
-light_quantity = partial(Quantity, tier="light")
-standard_quantity = partial(Quantity, tier="standard")
-full_quantity = partial(Quantity, tier="full")

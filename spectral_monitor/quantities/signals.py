@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from spectral_monitor.quantities import questions
-from spectral_monitor.quantities.quantity import full_quantity
+from spectral_monitor.quantities.quantity import Quantity
 
 ENTRIES = (
-    full_quantity(
+    Quantity(
         key="noise_scale",
         notation="tr Sigma / |G|^2, G the mean over samples of the gradient of W, Sigma its covariance",
         formula=lambda s: s.get("noise.scale"),
         needs=frozenset({"b", "h"}),
+        tier="full",
         unit="samples",
         source="McCandlish et al. 2018, Eq. 2.9",
         meaning="the batch size beyond which larger batches stop paying",
@@ -21,11 +22,12 @@ ENTRIES = (
         question=questions.GRADIENTS,
         title="batch size that noise asks for",
     ),
-    full_quantity(
+    Quantity(
         key="gradient_natural",
         notation="sqrt(m/n) |g|*",
         formula=lambda s: s.gradient_natural(),
         needs=frozenset({"g", "|g|"}),
+        tier="full",
         unit="loss",
         source="Spectral Condition, Eq. 20",
         meaning="largest decrease of the loss by an update of natural norm 1 and rank 1: the size of the gradient",
@@ -34,11 +36,12 @@ ENTRIES = (
         question=questions.GRADIENTS,
         title="size of the gradient",
     ),
-    full_quantity(
+    Quantity(
         key="backward_rms",
         notation="RMS of the entries of b",
         formula=lambda s: s.root_mean_square("b"),
         needs=frozenset({"b"}),
+        tier="full",
         unit="loss / output",
         source="Feature Speed Formula, Eq. 4",
         meaning="size of the backward pass: falls or grows from layer to layer where gradients vanish or explode",
@@ -47,10 +50,11 @@ ENTRIES = (
         question=questions.GRADIENTS,
         title="size of outputs' gradients",
     ),
-    full_quantity(
+    Quantity(
         key="log_z",
         notation="E[ log sum exp h ]",
         needs=frozenset({"h"}),
+        tier="full",
         unit="logit",
         range="any",
         source="Chowdhery et al. 2022, z-loss",
@@ -60,10 +64,11 @@ ENTRIES = (
         question=questions.OUTPUTS,
         title="log of the softmax's denominator",
     ),
-    full_quantity(
+    Quantity(
         key="readout_row",
         notation="sqrt(n) max_i |W_i|, W_i the rows",
         needs=frozenset({"W"}),
+        tier="full",
         unit="output / RMS",
         source="arXiv 2510.03871",
         meaning="the largest logit that features of RMS 1 can have: the size of the output layer in the norm of logits",
@@ -73,11 +78,12 @@ ENTRIES = (
         question=questions.OUTPUTS,
         title="largest possible logit",
     ),
-    full_quantity(
+    Quantity(
         key="feature_kurtosis",
         notation="E_j[ s_j^4 ] / E_j[ s_j^2 ]^2, s_j the RMS of output j",
         formula=lambda s: s.get("kurtosis"),
         needs=frozenset({"h"}),
+        tier="full",
         range="[1, m]",
         source="arXiv 2405.19279, Eq. 1",
         meaning="are some outputs far larger than others: 1 if all are alike, m if a single one has everything",
@@ -87,11 +93,12 @@ ENTRIES = (
         title="outputs that are unlike",
         band=(0.0, 10.0),
     ),
-    full_quantity(
+    Quantity(
         key="outlier_ratio",
         notation="max_j p_j / median_j p_j, p_j the largest size of output j",
         formula=lambda s: s.get("outliers"),
         needs=frozenset({"h"}),
+        tier="full",
         range=">= 1",
         source="arXiv 2208.07339",
         meaning="the largest peak of an output over that of the median one",
@@ -101,10 +108,11 @@ ENTRIES = (
         title="peak over the median peak",
         band=(0.0, 6.0),
     ),
-    full_quantity(
+    Quantity(
         key="underflow_inputs",
         notation="share of entries of h' other than 0 that are 0 in e4m3, scaled to its largest number",
         needs=frozenset({"h"}),
+        tier="full",
         unit="share",
         range="[0, 1]",
         source="arXiv 2209.05433",
@@ -116,10 +124,11 @@ ENTRIES = (
         title="inputs lost",
         band=(0.0, 0.01),
     ),
-    full_quantity(
+    Quantity(
         key="underflow_weights",
         notation="share of entries of W other than 0 that are 0 in e4m3, scaled to its largest number",
         needs=frozenset({"W"}),
+        tier="full",
         unit="share",
         range="[0, 1]",
         source="arXiv 2209.05433",
@@ -131,10 +140,11 @@ ENTRIES = (
         title="weights lost",
         band=(0.0, 0.01),
     ),
-    full_quantity(
+    Quantity(
         key="underflow_backward",
         notation="share of entries of b other than 0 that are 0 in e5m2, scaled to its largest number",
         needs=frozenset({"b"}),
+        tier="full",
         unit="share",
         range="[0, 1]",
         source="arXiv 2209.05433",

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from spectral_monitor.quantities import questions
-from spectral_monitor.quantities.quantity import Column, light_quantity
+from spectral_monitor.quantities.quantity import Column, Quantity
 
 ENTRIES = (
-    light_quantity(
+    Quantity(
         key="weight_norm",
         notation="|W|*",
         formula=lambda s: s.norm("W"),
         needs=frozenset({"W"}),
+        tier="light",
         unit="output / input",
         source="Spectral Condition, Cond. 1",
         meaning="largest stretch by the weight",
         healthy="grows with sqrt(fan_out / fan_in)",
         misleads="across widths: compare weight_natural instead",
     ),
-    light_quantity(
+    Quantity(
         key="weight_natural",
         notation="sqrt(n/m) |W|*",
         formula=lambda s: s.natural("W"),
         needs=frozenset({"W"}),
+        tier="light",
         unit="RMS / RMS",
         source="Spectral Condition, Cond. 1, App. E",
         meaning="largest RMS out for RMS 1 in; of order 1 at any width",
@@ -33,22 +35,24 @@ ENTRIES = (
         essential=True,
         column=Column("|W|", "|W|: largest stretch by the weight, usually 0.5 to 10", spare=9),
     ),
-    light_quantity(
+    Quantity(
         key="update_norm",
         notation="|dW|*",
         formula=lambda s: s.norm("dW"),
         needs=frozenset({"dW"}),
+        tier="light",
         unit="output / input",
         source="Spectral Condition, Cond. 1",
         meaning="largest stretch by the update",
         healthy="falls as the learning rate decays",
         misleads="across widths: compare update_natural instead",
     ),
-    light_quantity(
+    Quantity(
         key="update_natural",
         notation="sqrt(n/m) |dW|*",
         formula=lambda s: s.natural("dW"),
         needs=frozenset({"dW"}),
+        tier="light",
         unit="RMS / RMS",
         source="Spectral Condition, Cond. 1, App. E",
         meaning="largest RMS change of the output for RMS 1 in; should be alike in all layers",
@@ -60,11 +64,12 @@ ENTRIES = (
         column=Column("|dW|", "|dW|: largest stretch by the update", spare=7),
         picture="Size of updates",
     ),
-    light_quantity(
+    Quantity(
         key="update_ratio",
         notation="|dW|* / |W|*",
         formula=lambda s: s.ratio("dW", "W"),
         needs=frozenset({"W", "dW"}),
+        tier="light",
         source="Spectral Condition, Cond. 1",
         meaning="relative update",
         healthy="1e-4 to 3e-2 once warm-up is over",
@@ -75,11 +80,12 @@ ENTRIES = (
         essential=True,
         column=Column("|dW|/|W|", "|dW|/|W|: the update over the weight", spare=12),
     ),
-    light_quantity(
+    Quantity(
         key="weight_fro",
         notation="|W|F",
         formula=lambda s: s.norm("W", "fro"),
         needs=frozenset({"W"}),
+        tier="light",
         unit="output / input",
         source="Spectral Condition, Table 1",
         meaning="root of summed squares",
@@ -87,11 +93,12 @@ ENTRIES = (
         misleads="about how far a layer's outputs stretch; of stacked matrices (gates) the largest one's",
         by_frobenius=True,
     ),
-    light_quantity(
+    Quantity(
         key="update_fro",
         notation="|dW|F",
         formula=lambda s: s.norm("dW", "fro"),
         needs=frozenset({"dW"}),
+        tier="light",
         unit="output / input",
         source="Spectral Condition, Table 1",
         meaning="root of summed squares",
@@ -99,11 +106,12 @@ ENTRIES = (
         misleads="about how far a layer's outputs change: low-rank updates change them more",
         by_frobenius=True,
     ),
-    light_quantity(
+    Quantity(
         key="weight_stable_rank",
         notation="|W|F^2 / |W|*^2",
         formula=lambda s: s.stable_rank("W"),
         needs=frozenset({"W"}),
+        tier="light",
         unit="directions",
         range="[1, min(m, n)]",
         source="Spectral Condition, Table 1",
@@ -113,11 +121,12 @@ ENTRIES = (
         question=questions.RANK,
         title="rank of the weights",
     ),
-    light_quantity(
+    Quantity(
         key="update_stable_rank",
         notation="|dW|F^2 / |dW|*^2",
         formula=lambda s: s.stable_rank("dW"),
         needs=frozenset({"dW"}),
+        tier="light",
         unit="directions",
         range="[1, min(m, n)]",
         source="Spectral Condition, Fig. 1",
@@ -128,11 +137,12 @@ ENTRIES = (
         title="rank of the update",
         essential=True,
     ),
-    light_quantity(
+    Quantity(
         key="drift_ratio",
         notation="|W - W0|* / |W0|*",
         formula=lambda s: s.ratio("drift", "W0"),
         needs=frozenset({"W0"}),
+        tier="light",
         source="Spectral Condition, Fig. 2B",
         meaning="how far the weight has come since the start, this step included",
         healthy="rises steeply at first, then slowly; 0.1 to 10 by the end",
@@ -143,21 +153,23 @@ ENTRIES = (
         essential=True,
         column=Column("drift", "drift: of the weight since the start, over its size then", spare=11),
     ),
-    light_quantity(
+    Quantity(
         key="drift_fro_ratio",
         notation="|W - W0|F / |W0|F",
         formula=lambda s: s.ratio("drift", "W0", "fro"),
         needs=frozenset({"W0"}),
+        tier="light",
         source="Spectral Condition, Fig. 2D",
         meaning="the same in the Frobenius norm",
         healthy="below drift_ratio where updates have low rank",
         misleads="weights that begin at zero: undefined",
         by_frobenius=True,
     ),
-    light_quantity(
+    Quantity(
         key="contribution",
         notation="-<g, dW>",
         needs=frozenset({"dW", "g"}),
+        tier="light",
         unit="loss",
         range="any, > 0 downhill",
         source="Feature Speed Formula, Thm 2.1, (BC)",
@@ -168,10 +180,11 @@ ENTRIES = (
         question=questions.DIRECTIONS,
         title="decrease that the update promises",
     ),
-    light_quantity(
+    Quantity(
         key="lr",
         notation="learning rate",
         needs=frozenset(),
+        tier="light",
         unit="of the optimizer",
         source="",
         meaning="effective learning rate of the step",
@@ -181,10 +194,11 @@ ENTRIES = (
         question=questions.CORRECTION,
         title="learning rate",
     ),
-    light_quantity(
+    Quantity(
         key="lr_multiplier",
         notation="correction factor",
         needs=frozenset(),
+        tier="light",
         unit="factor",
         range="> 0",
         source="",
