@@ -31,8 +31,13 @@ from recipes.development_common import characters, classification, digit_split, 
 from recipes.run import Run
 from spectral_monitor import Measurement, SpectralProbe
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
-from spectral_monitor.condition.profile import Profile, load_profile, save_profile
-from spectral_monitor.condition.width_transfer import WidthComparison, WidthFinding, compare_widths, find_width
+from spectral_monitor.condition.references.profile import Profile, load_profile, save_profile
+from spectral_monitor.condition.references.width_transfer import (
+    WidthComparison,
+    WidthFinding,
+    compare_widths,
+    find_width,
+)
 
 WIDER = 8
 STEPS = 100

@@ -13,7 +13,7 @@ from spectral_monitor.suggestions import lazy
 if TYPE_CHECKING:
     from spectral_monitor.condition.causes import CAUSES
     from spectral_monitor.condition.judge import Judge
-    from spectral_monitor.condition.profile import Profile, load_profile, save_profile
+    from spectral_monitor.condition.references.profile import Profile, load_profile, save_profile
     from spectral_monitor.condition.settings import SpectralCondition
     from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 
@@ -33,12 +33,12 @@ _WHERE = {
     "CAUSES": "causes",
     "Judge": "judge",
     "NETWORK": "verdict",
-    "Profile": "profile",
+    "Profile": "references.profile",
     "Remedy": "verdict",
     "SpectralCondition": "settings",
     "Verdict": "verdict",
-    "load_profile": "profile",
-    "save_profile": "profile",
+    "load_profile": "references.profile",
+    "save_profile": "references.profile",
 }
 
 if not TYPE_CHECKING:  # a verdict is read from a file without torch

@@ -12,23 +12,28 @@ from spectral_monitor.condition.causes import NO_CAUSE, Explanation, cause
 from spectral_monitor.condition.findings import Finding, findings
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
+from spectral_monitor.condition.references.width_transfer import (
+    THRESHOLD,
+    WINDOW,
+    WidthComparison,
+    compare_widths,
+    find_width,
+)
 from spectral_monitor.condition.root_causes import Case, verdicts
-from spectral_monitor.condition.row import Row, columns
+from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.settings import SpectralCondition
+from spectral_monitor.condition.states import Seen, layer_states
 from spectral_monitor.condition.trends.attention import AttentionTrend
 from spectral_monitor.condition.trends.decay import DecayTrend
 from spectral_monitor.condition.trends.readout import ReadoutTrend
 from spectral_monitor.condition.trends.schedule import ScheduleTrend
 from spectral_monitor.condition.trends.zero_start import ZeroStartGate
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
-from spectral_monitor.condition.whole_network import Whole, why_still
-from spectral_monitor.condition.width_transfer import THRESHOLD, WINDOW, WidthComparison, compare_widths, find_width
-from spectral_monitor.measurement import HEALTHY, NOT_FINITE, NOT_JUDGED, OFF, LayerState, Measurement
+from spectral_monitor.condition.whole_network import Whole
+from spectral_monitor.measurement import NOT_FINITE, LayerState, Measurement
 
 VERSION = 5
 """Of the saved state."""
-STANDS_OUT = "its size stands out, for none of the known causes"
-"""Reason that a layer is neither off nor healthy: most such layers train well."""
 OF_NO_SIZE = frozenset({"rate", "vector_rate", "dead", "left_out", "logits_exploding", "attention_collapsed"})
 """Checks that say little of the size of an update."""
 NAMED_BY = {
@@ -171,7 +176,9 @@ class Judge:
         self._tell(result)
         ended = network.top_lr == 0 and network.drift > 0  # then layers are left as they were seen last
         if not (ended and self.states):
-            self.states = dict(self._states(measurement, network, found, result))
+            looked = {layer for layer, check in found if check not in OF_NO_SIZE}  # which say little of a size
+            seen = Seen(measurement, network, self.condition, self._zero_start, looked, self._unexplained, self._tied)
+            self.states = layer_states(seen, result)
         return result
 
     def _all(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
@@ -266,59 +273,6 @@ class Judge:
         self.ended = tuple(sorted(layers - lasting))
         lasting |= {NETWORK} & off
         self._told = now | {(layer, code) for layer, code in self._told if layer in lasting}
-
-    def _states(
-        self,
-        measurement: Measurement,
-        network: Network,
-        found: Mapping[tuple[str, str], Finding],
-        result: tuple[Verdict, ...],
-    ) -> Iterator[tuple[str, LayerState]]:
-        """Yield every matrix with its state."""
-        off: dict[str, str] = {}
-        for verdict in result:
-            for name in verdict.layers:
-                off.setdefault(name, f"follows from {verdict.root}" if verdict.root else verdict.cause)
-        looked = {layer for layer, check in found if check not in OF_NO_SIZE}  # which say little of a size
-        still = why_still(network)
-        for info in measurement.layers:
-            if not info.is_matrix:
-                continue
-            row = network.row(info.name) or self._tied_row(network, info.name)
-            name = info.name if row is None else row.info.name
-            if name in off:
-                yield info.name, LayerState(OFF, off[name])
-            elif why := still or self._why_not(measurement, row, name in looked):
-                yield info.name, LayerState(NOT_JUDGED, why)
-            else:
-                yield info.name, LayerState(HEALTHY)
-
-    def _tied_row(self, network: Network, name: str) -> Row | None:
-        """Return the layer that a tied one is judged as."""
-        owner = self._tied.get(name, name)
-        names = [owner, *(tied for tied, other in self._tied.items() if other == owner)]
-        return next(filter(None, map(network.row, names)), None)
-
-    def _why_not(self, measurement: Measurement, row: Row | None, looked: bool) -> str:
-        """Return why a layer is not judged at this measurement; empty if it is."""
-        if row is None:
-            return "tied to another layer"
-        if row.settings.frozen:
-            return "frozen"
-        if self.waits and row.dense:
-            return f"waits until {', '.join(self._zero_start.growing)} has grown from zero"
-        moves = [row.get(key) for key in ("update_natural", "update_ratio", "update_fro")]
-        if self.condition.reference == "theory":
-            moves = [row.get("weight_natural")]
-        if all(math.isnan(x) for x in moves):
-            keys = (key for key in ("update_natural", "update_ratio") if key in measurement.values)
-            whys = (measurement.why(key, row.info.name) for key in keys)
-            return next(whys, "") or "its update was not measured"
-        if row.info.name in self._unexplained:
-            return STANDS_OUT
-        if row.settings.sizes_own_steps:
-            return f"{row.settings.optimizer} sizes its steps itself"
-        return "" if looked else "no other layer to compare it with"
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types; with them another judge goes on where this one is."""

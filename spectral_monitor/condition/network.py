@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from spectral_monitor.condition.comparison import Comparison
 from spectral_monitor.condition.optimizers.across import rates_of
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
-from spectral_monitor.condition.optimizers.left_out import OTHERS, is_detached, is_untrained, left_out, never_moved
-from spectral_monitor.condition.optimizers.rates import LEVEL, RULES, Rate, Rated, follows, rule_of
+from spectral_monitor.condition.optimizers.left_out import FRESH, cut_off, never_trained
+from spectral_monitor.condition.optimizers.rates import LEVEL, Rate, Rated, follows, rule_of
 from spectral_monitor.condition.row import Columns, Row
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.measurement import Measurement
 
 WIDE = 32
 """Fewer inputs than this tell entries of size 1 from entries of size 1/sqrt(fan_in) badly."""
-FRESH = 0.6
-"""Stable rank of the median weight over that of a Gaussian one; 1.02 and more for weights that were just drawn."""
 GAINS = (0.1, 1.6)
 """Median gain of the weights of healthy networks at the start."""
 MOVED = 1.0
@@ -179,79 +177,22 @@ class Network:
         """Every matrix's learning rate beside the usual one of its optimizer."""
         return rates_of(self)
 
-    def relative_size(self, row: Row) -> float:
-        """Return the size of a layer's update over the typical one, 1 for the median layer; NaN if it has no peers.
-
-        Learning rates that differ by a rule, on purpose or as declared are taken out; others are not.
-        """
-        sizes, middle = self._sizes(row)
-        return sizes.get(row.info.name, math.nan) / middle
-
-    def _sizes(self, row: Row) -> tuple[dict[str, float], float]:
-        """Return the sizes of the updates of a layer's peers, by name, and their median."""
-        key = (row.settings.owner, row.settings.family)
-        if key not in self._sized:
-            moved = [other for other in self.peers_of(row) if other.has_gradient]
-            some = {other.info.name: self._size(other) / self._meant(other) for other in moved}
-            sizes = {name: size for name, size in some.items() if 0 < size < math.inf}
-            self._sized[key] = sizes, geometric_median(sizes.values()) if len(sizes) > 1 else math.nan
-        return self._sized[key]
-
     @cached_property
-    def _sized(self) -> dict[tuple[int, str], tuple[dict[str, float], float]]:
-        return {}
+    def _comparison(self) -> Comparison:
+        return Comparison(self)
+
+    def relative_size(self, row: Row) -> float:
+        """Return the size of a layer's update over the typical one, 1 for the median layer; NaN if it has no peers."""
+        return self._comparison.relative_size(row)
+
+    def others(self, quantity: str, row: Row) -> float:
+        """Return the geometric median of a quantity over the peers but one."""
+        return self._comparison.others(quantity, row)
 
     @cached_property
     def corrected(self) -> bool:
         """Return whether a correction multiplies learning rates; updates are then meant to have equal natural norms."""
         return any(row.values.get("lr_multiplier", 1.0) != 1.0 for row in self.rows)
-
-    def _size(self, row: Row) -> float:
-        return row.get("update_natural") if self._meant_natural(row) else row.size
-
-    def _meant(self, row: Row) -> float:
-        """Return the learning rate that a layer is meant to have, up to a factor common to its peers."""
-        rate = self.rates.get(row.info.name)
-        if self.corrected or rate is None:
-            return 1.0
-        meant = rate.lr if rate.purpose else rate.usual
-        return meant / RULES[rate.rule](row.info) if self._meant_natural(row) else meant
-
-    def _meant_natural(self, row: Row) -> bool:
-        """Return whether updates are meant to have equal natural norms: that is what SGD's rates in muP are for."""
-        rate = self.rates.get(row.info.name)
-        spectral = rate is not None and rate.rule == "fan_out/fan_in" and row.settings.family == "sgd"
-        return self.corrected or spectral
-
-    def others(self, quantity: str, row: Row) -> float:
-        """Return the geometric median over the peers but one."""
-        if quantity not in self._logs:
-            known = {peer.info.name: self._read(peer, quantity) for peer in self._measures(quantity)}
-            found = {name: math.log(value) for name, value in known.items() if 0 < value < math.inf}
-            self._logs[quantity] = found, sorted(found.values())
-        logs, ordered = self._logs[quantity]
-        own = logs.get(row.info.name)
-        count = len(ordered) - (own is not None)
-        if not count:
-            return math.nan
-        # The place of its own is passed over, for sorting the others of each of thousands would take seconds.
-        place = len(ordered) if own is None else bisect_left(ordered, own)
-        low, high = (ordered[k + (k >= place)] for k in ((count - 1) // 2, count // 2))
-        return math.exp((low + high) / 2)
-
-    @cached_property
-    def _logs(self) -> dict[str, tuple[dict[str, float], list[float]]]:
-        return {}
-
-    @staticmethod
-    def _read(row: Row, quantity: str) -> float:
-        return row.gain if quantity == "weight_natural" else row.get(quantity)
-
-    def _measures(self, quantity: str) -> Sequence[Row]:
-        """Return the peers that others are held against: what began at zero says nothing of the size of weights."""
-        if quantity != "weight_natural":
-            return self.peers
-        return [row for row in self.peers if row.info.name not in self.from_zero and not row.scaled]
 
     @property
     def is_early(self) -> bool:
@@ -261,12 +202,12 @@ class Network:
     @property
     def looks_fresh(self) -> bool:
         """True if the median weight is as random as a Gaussian one; trained weights have less stable rank."""
-        return not geometric_median(_randomness(row) for row in self.peers) < FRESH
+        return not geometric_median(row.randomness for row in self.peers) < FRESH
 
     @property
     def just_drawn(self) -> frozenset[str]:
         """The layers that are as random as Gaussian matrices, where the network is not."""
-        drawn = (row.info.name for row in self.peers if _randomness(row) > FRESH)
+        drawn = (row.info.name for row in self.peers if row.randomness > FRESH)
         return frozenset() if self.looks_fresh else frozenset(drawn)
 
     @cached_property
@@ -292,36 +233,13 @@ class Network:
 
     @cached_property
     def left_out(self) -> dict[str, str]:
-        """Layers that no optimizer trains, frozen ones too, though it trains most in equal places: name -> these.
-
-        The first or the last ones of a network that was trained before may be left out on purpose. In a new one,
-        layers whose gradients no optimizer takes count as well, wherever they are; where they are many, only those
-        that are as they were drawn, for another network may tell what the loss is.
-        """
-        moving = sum(row.get("update_ratio") > 0 for row in self.rows)
-        forgotten = [row for row in self.rows if row.settings.forgotten and never_moved(row)] if self.fresh else []
-        drawn = [row for row in forgotten if moving and _randomness(row) > FRESH]
-        told = forgotten if len(forgotten) < moving else drawn
-        among = dict.fromkeys((row.info.name for row in told), OTHERS)
-        return among | left_out(self.rows, is_untrained, first=self.fresh, last=self.fresh)
+        """Layers that no optimizer trains, though it trains most in equal places: name -> these."""
+        return never_trained(self.rows, self.fresh)
 
     @cached_property
     def cut_off(self) -> frozenset[str]:
-        """The first layers of the model, two or more, that an optimizer holds but no gradient has reached; and those
-        where gradients reach most in equal places.
-
-        Others move. A single layer may be one whose outputs nobody uses, and so may the last ones in equal places.
-        """
-        still = [row for row in self.rows if row.get("drift_ratio") == 0 and row.lr > 0 and not row.settings.frozen]
-        used = {row.info.name for row in still if row.get("unused") == 1}
-        # Of layers whose calls cannot be seen, as recurrent ones, it is not known that they were used: the others tell.
-        also = {row.info.name for row in still if math.isnan(row.get("unused")) and row.get("unseen") == 1}
-        names = used | also if used else set()
-        hidden = [row for row in self.rows if row.info.role != "readout"]
-        moves = any(row.get("update_ratio") > 0 for row in self.rows)
-        first = bool(hidden) and hidden[0].info.name in names
-        found = names if first and moves and len(names) > 1 else set()
-        return frozenset(found) | left_out(self.rows, is_detached, last=False).keys()
+        """Layers that an optimizer holds but no gradient has reached, though it reaches others."""
+        return cut_off(self.rows)
 
     @cached_property
     def exploded(self) -> bool:
@@ -424,11 +342,3 @@ class Network:
         drifts = [row.get("drift_ratio") for row in self.peers]  # no init is this large, but what exploded is
         alike = all(1 / LEVEL < size < LEVEL for size in sizes)
         return self.family == "sgd" and wide and alike and not any(drift > 1 for drift in drifts)
-
-
-def _randomness(row: Row) -> float:
-    """Return the stable rank of a weight over that of a Gaussian matrix of its shape."""
-    m, n = row.info.fan_out, row.info.fan_in
-    norm = row.get("weight_natural") / row.taps / math.sqrt(n / m)
-    usual = m * n / (math.sqrt(m) + math.sqrt(n)) ** 2
-    return row.get("weight_fro") ** 2 / row.taps / norm**2 / usual if norm > 0 else math.nan

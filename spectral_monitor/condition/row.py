@@ -99,6 +99,14 @@ class Row:
         return abs(self.get("contribution")) / (update * math.sqrt(entries)) if update > 0 else math.nan
 
     @property
+    def randomness(self) -> float:
+        """Return the stable rank of the weight over that of a Gaussian matrix of its shape."""
+        m, n = self.info.fan_out, self.info.fan_in
+        norm = self.get("weight_natural") / self.taps / math.sqrt(n / m)
+        usual = m * n / (math.sqrt(m) + math.sqrt(n)) ** 2
+        return self.get("weight_fro") ** 2 / self.taps / norm**2 / usual if norm > 0 else math.nan
+
+    @property
     def taps(self) -> int:
         """Spatial positions of a convolution's kernel; 1 for other layers."""
         shape = self.info.shape

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
-from spectral_monitor.condition.profile import Profile, load_profile
+from spectral_monitor.condition.references.profile import Profile, load_profile
 from spectral_monitor.layers.naming import check_patterns, matches
 from spectral_monitor.measurement import LayerInfo
 from spectral_monitor.suggestions import did_you_mean, helpful_settings

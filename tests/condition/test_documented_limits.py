@@ -13,13 +13,13 @@ from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.findings import ROUNDING, findings
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.across import APART
+from spectral_monitor.condition.references.width_transfer import THRESHOLD
 from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.trends.attention import AttentionTrend
 from spectral_monitor.condition.trends.decay import DecayTrend
 from spectral_monitor.condition.trends.pace import SETTLED
 from spectral_monitor.condition.trends.readout import ReadoutTrend
 from spectral_monitor.condition.whole_network import Whole
-from spectral_monitor.condition.width_transfer import THRESHOLD
 from tests.condition.synthetic import HEALTHY, LAYERS, heavy, measured, set_by, verdicts_on
 
 PAGE = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text()

@@ -12,7 +12,7 @@ import torch
 from spectral_monitor import LayerInfo
 from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.condition.findings import findings
-from spectral_monitor.condition.network import Network, _randomness
+from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.row import Row, columns
 from spectral_monitor.measurement import LOST, Measurement
@@ -189,7 +189,7 @@ def test_randomness_is_the_stable_rank_over_that_of_a_gaussian_matrix():
         norm = sum(float(torch.linalg.matrix_norm(tap, 2)) for tap in weight.reshape(-1, *weight.shape[-2:])) / taps
         m, n = weight.shape[-2:]
         usual = m * n / (m**0.5 + n**0.5) ** 2
-        assert _randomness(row) == pytest.approx(float(weight.square().sum()) / taps / norm**2 / usual, rel=1e-5)
+        assert row.randomness == pytest.approx(float(weight.square().sum()) / taps / norm**2 / usual, rel=1e-5)
 
 
 def test_the_way_of_the_median_layer_does_not_count_what_began_at_zero():

@@ -12,7 +12,7 @@ import torch
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.condition import Judge, SpectralCondition, load_profile, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
-from spectral_monitor.condition.profile import Fans
+from spectral_monitor.condition.references.profile import Fans
 from tests.condition.synthetic import LAYERS, judged, measured, nothing
 
 

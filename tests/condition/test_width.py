@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from spectral_monitor import LayerInfo, Measurement, SpectralProbe
-from spectral_monitor.condition import width_transfer
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
-from spectral_monitor.condition.profile import Fans, Profile, ProfilePoint, load_profile, save_profile
-from spectral_monitor.condition.width_transfer import THRESHOLD, WINDOW, compare_widths, find_width
+from spectral_monitor.condition.references import width_transfer
+from spectral_monitor.condition.references.profile import Fans, Profile, ProfilePoint, load_profile, save_profile
+from spectral_monitor.condition.references.width_transfer import THRESHOLD, WINDOW, compare_widths, find_width
 
 ADAM = Hyperparameters(optimizer="Adam", family="adam", peak=0.001)
 SGD = Hyperparameters(optimizer="SGD", family="sgd", peak=0.4)

@@ -16,6 +16,8 @@ FEWEST = 3
 
 OTHERS = "the others"
 """What a layer without others in equal places is held against."""
+FRESH = 0.6
+"""Stable rank of the median weight over that of a Gaussian one; 1.02 and more for weights that were just drawn."""
 
 
 def left_out(
@@ -67,3 +69,46 @@ def is_untrained(row: Row) -> bool:
 def is_detached(row: Row) -> bool:
     """Return whether an optimizer holds a layer whose outputs are computed, but no gradient comes back."""
     return row.lr > 0 and not row.settings.frozen and row.get("unused") == 1
+
+
+def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
+    """Return the layers that no optimizer trains, frozen ones too, though it trains most in equal places.
+
+    The first or the last ones of a network that was trained before may be left out on purpose. In a new one, layers
+    whose gradients no optimizer takes count as well, wherever they are; where they are many, only those that are as
+    they were drawn, for another network may tell what the loss is.
+
+    Args:
+        rows: matrices in the order of the model.
+        fresh: whether the network is a new one.
+
+    Returns:
+        Name -> those in equal places, as a pattern.
+    """
+    moving = sum(row.get("update_ratio") > 0 for row in rows)
+    forgotten = [row for row in rows if row.settings.forgotten and never_moved(row)] if fresh else []
+    drawn = [row for row in forgotten if moving and row.randomness > FRESH]
+    told = forgotten if len(forgotten) < moving else drawn
+    among = dict.fromkeys((row.info.name for row in told), OTHERS)
+    return among | left_out(rows, is_untrained, first=fresh, last=fresh)
+
+
+def cut_off(rows: Sequence[Row]) -> frozenset[str]:
+    """Return the first layers of a model, two or more, that an optimizer holds but no gradient has reached; and those
+    where gradients reach most in equal places.
+
+    Others move. A single layer may be one whose outputs nobody uses, and so may the last ones in equal places.
+
+    Args:
+        rows: matrices in the order of the model.
+    """
+    still = [row for row in rows if row.get("drift_ratio") == 0 and row.lr > 0 and not row.settings.frozen]
+    used = {row.info.name for row in still if row.get("unused") == 1}
+    # Of layers whose calls cannot be seen, as recurrent ones, it is not known that they were used: the others tell.
+    also = {row.info.name for row in still if math.isnan(row.get("unused")) and row.get("unseen") == 1}
+    names = used | also if used else set()
+    hidden = [row for row in rows if row.info.role != "readout"]
+    moves = any(row.get("update_ratio") > 0 for row in rows)
+    first = bool(hidden) and hidden[0].info.name in names
+    found = names if first and moves and len(names) > 1 else set()
+    return frozenset(found) | left_out(rows, is_detached, last=False).keys()

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
-from spectral_monitor.condition.profile import Fans, Profile
+from spectral_monitor.condition.references.profile import Fans, Profile
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.measurement import Measurement
 
@@ -136,7 +136,7 @@ def compare_widths(
     Example:
         >>> import torch
         >>> from spectral_monitor import LayerInfo
-        >>> from spectral_monitor.condition.profile import ProfilePoint
+        >>> from spectral_monitor.condition.references.profile import ProfilePoint
         >>> points = {"1": (ProfilePoint(1.0, 0.1, 0.001), ProfilePoint(1.0, 0.1, 0.001))}
         >>> profile = Profile({"1": "operator"}, {"1": (1, 100)}, points, {"1": Fans(16, 16)})
         >>> values = {"update_natural": torch.tensor([0.7]), "lr": torch.tensor([0.001])}

@@ -1,0 +1,94 @@
+"""The state of every matrix at a measurement: off, healthy, or not judged, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
+
+from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.row import Row
+from spectral_monitor.condition.settings import SpectralCondition
+from spectral_monitor.condition.trends.zero_start import ZeroStartGate
+from spectral_monitor.condition.verdict import Verdict
+from spectral_monitor.condition.whole_network import why_still
+from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
+
+STANDS_OUT = "its size stands out, for none of the known causes"
+"""Reason that a layer is neither off nor healthy: most such layers train well."""
+
+
+class Seen(NamedTuple):
+    """Facts of a measurement that has been judged.
+
+    Attributes:
+        measurement: that one.
+        network: as the judge read it.
+        condition: what layers were held against.
+        gate: which layers wait for others that began at zero.
+        compared: layers whose size was looked at.
+        unexplained: layers that stand out, for no known cause.
+        tied: layer -> the layer that counts its parameters.
+    """
+
+    measurement: Measurement
+    network: Network
+    condition: SpectralCondition
+    gate: ZeroStartGate
+    compared: Set[str]
+    unexplained: Set[str]
+    tied: Mapping[str, str]
+
+
+def layer_states(seen: Seen, verdicts: Sequence[Verdict]) -> dict[str, LayerState]:
+    """Return every matrix with its state.
+
+    Args:
+        seen: what was judged.
+        verdicts: of it.
+    """
+    off: dict[str, str] = {}
+    for verdict in verdicts:
+        for name in verdict.layers:
+            off.setdefault(name, f"follows from {verdict.root}" if verdict.root else verdict.cause)
+    still = why_still(seen.network)
+    found = {}
+    for info in (info for info in seen.measurement.layers if info.is_matrix):
+        row = seen.network.row(info.name) or _tied_row(seen, info.name)
+        name = info.name if row is None else row.info.name
+        if name in off:
+            found[info.name] = LayerState(OFF, off[name])
+        elif why := still or _why_not(seen, row):
+            found[info.name] = LayerState(NOT_JUDGED, why)
+        else:
+            found[info.name] = LayerState(HEALTHY)
+    return found
+
+
+def _tied_row(seen: Seen, name: str) -> Row | None:
+    """Return the layer that a tied one is judged as."""
+    owner = seen.tied.get(name, name)
+    names = [owner, *(tied for tied, other in seen.tied.items() if other == owner)]
+    return next(filter(None, map(seen.network.row, names)), None)
+
+
+def _why_not(seen: Seen, row: Row | None) -> str:
+    """Return why a layer is not judged at this measurement; empty if it is."""
+    if row is None:
+        return "tied to another layer"
+    if row.settings.frozen:
+        return "frozen"
+    if seen.gate.why and row.dense:
+        return f"waits until {', '.join(seen.gate.growing)} has grown from zero"
+    moves = [row.get(key) for key in ("update_natural", "update_ratio", "update_fro")]
+    if seen.condition.reference == "theory":
+        moves = [row.get("weight_natural")]
+    if all(math.isnan(x) for x in moves):
+        keys = (key for key in ("update_natural", "update_ratio") if key in seen.measurement.values)
+        whys = (seen.measurement.why(key, row.info.name) for key in keys)
+        return next(whys, "") or "its update was not measured"
+    if row.info.name in seen.unexplained:
+        return STANDS_OUT
+    if row.settings.sizes_own_steps:
+        return f"{row.settings.optimizer} sizes its steps itself"
+    return "" if row.info.name in seen.compared else "no other layer to compare it with"
