@@ -449,7 +449,8 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     def __getstate__(self) -> dict[str, Any]:
         """Settings and measurements; what belongs to a fit or a model, and the methods Lightning adds, stay behind."""
         state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
-        return {**state, "_engine": None, "_supervisor": None, "_training_step": None, "_micro_batches": []}
+        gone = ("_engine", "_supervisor", "_schedules", "_training_step")
+        return {**state, **dict.fromkeys(gone), "_micro_batches": []}
 
     def _stop(self, module: pl.LightningModule) -> None:
         self._reports.end()
@@ -459,7 +460,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             self._engine.disarm()
             with self._said("the end of training was not remembered"):
                 self._continuation.end(module, self._engine)
-        self._engine = self._supervisor = None
+        self._engine = self._supervisor = self._schedules = None
         self._training_step, self._micro_batches, self._overdue = None, [], frozenset()
 
 

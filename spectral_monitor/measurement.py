@@ -26,6 +26,8 @@ NOT_CALLED = "not called in this step"
 """The reason that a layer has no features although its calls could be seen."""
 UNFIT = "its outputs are not its inputs times its weight"
 """The reason that a layer has none whose module multiplies its weight by something else."""
+NOT_STEPPED = "its optimizer did not step"
+"""The reason that a layer has no update although other optimizers made a step."""
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
 """The reason that a layer has no update although its optimizer made a step."""
 

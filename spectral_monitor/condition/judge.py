@@ -30,7 +30,7 @@ from spectral_monitor.condition.trends.schedule import ScheduleTrend
 from spectral_monitor.condition.trends.zero_start import ZeroStartGate
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 from spectral_monitor.condition.whole_network import Whole
-from spectral_monitor.measurement import NOT_FINITE, LayerState, Measurement
+from spectral_monitor.measurement import NOT_FINITE, NOT_STEPPED, LayerState, Measurement
 
 VERSION = 5
 """Of the saved state."""
@@ -120,6 +120,7 @@ class Judge:
         self._fresh: bool | None = None
         self._new: frozenset[str] = frozenset()
         self._unexplained: set[str] = set()  # layers that stand out at the latest measurement
+        self._waited: dict[str, int] = {}  # layer -> measurements since its optimizer stepped
         self._steps: dict[str, float] = {}  # layer -> its largest relative update
         self._initial_sizes: dict[str, float] = {}  # as in Network
         self._comparisons: list[WidthComparison] = []  # with a profile of a narrower network
@@ -178,7 +179,7 @@ class Judge:
         if not (ended and self.states):
             looked = {layer for layer, check in found if check not in OF_NO_SIZE}  # which say little of a size
             seen = Seen(measurement, network, self.condition, self._zero_start, looked, self._unexplained, self._tied)
-            self.states = layer_states(seen, result)
+            self.states = self._kept(layer_states(seen, result), network)
         return result
 
     def _all(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
@@ -273,6 +274,19 @@ class Judge:
         self.ended = tuple(sorted(layers - lasting))
         lasting |= {NETWORK} & off
         self._told = now | {(layer, code) for layer, code in self._told if layer in lasting}
+
+    def _kept(self, states: Mapping[str, LayerState], network: Network) -> dict[str, LayerState]:
+        """Return states of which those of optimizers that take turns are as they were seen last, if that is not long
+        ago: so many measurements as there are optimizers.
+        """
+        turns = len({row.settings.owner for row in network.rows})
+        found = dict(states)
+        for name, state in states.items():
+            waits = state.reason == NOT_STEPPED and name in self.states and self._waited.get(name, 0) < turns
+            self._waited[name] = self._waited.get(name, 0) + 1 if waits else 0
+            if waits:
+                found[name] = self.states[name]
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types; with them another judge goes on where this one is."""

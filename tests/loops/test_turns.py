@@ -13,6 +13,8 @@ from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.engine import TURN, Engine, still_due
 from spectral_monitor.engine.overhead_budget import Budget
 from spectral_monitor.engine.weights.turns import PATIENCE
+from spectral_monitor.measurement import HEALTHY, NOT_STEPPED
+from spectral_monitor.reporting.content.headline import headline
 
 
 class Pair(nn.Module):
@@ -54,6 +56,19 @@ def run(every: int | str, steps: int, turn: int, phase: int = 0, quantities: str
             pair(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
     return probe
+
+
+def test_who_waits_for_its_turn_keeps_its_state() -> None:
+    probe = run(4, 16, turn=2, phase=1)
+    assert "not judged" not in headline(probe.latest)
+    assert {state.state for state in probe.latest.states.values()} == {HEALTHY}
+
+
+def test_who_gets_no_turn_any_more_is_not_judged() -> None:
+    probe = run(4, 60, turn=40)
+    assert measured(probe)[-1][1] == "critic"
+    found = {name.split(".")[0]: str(state) for name, state in probe.latest.states.items()}
+    assert found == {"maker": f"not judged: {NOT_STEPPED}", "critic": HEALTHY}
 
 
 def test_even_steps_meet_both_of_two() -> None:

@@ -15,7 +15,7 @@ from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
 from spectral_monitor.engine.settings import FEATURES
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import LOST, NODE, NOT_CALLED, NOT_FINITE, UNUSED, ZERO
+from spectral_monitor.measurement import LOST, NODE, NOT_CALLED, NOT_FINITE, NOT_STEPPED, UNUSED, ZERO
 from spectral_monitor.quantities import QUANTITIES, attention
 
 ROUNDED = "its change is too close to the rounding of its outputs"
@@ -26,7 +26,6 @@ NOT_QUERIES = "it does not make the queries of an attention block, where those o
 ONE_HOT = "an embedding's inputs are one-hot"
 NO_DECAY = WeightDecay(math.nan, math.nan)
 SHARED = "all samples have its output in common, and only some were run eagerly: replay_samples=None runs all"
-NOT_STEPPED = "its optimizer did not step"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 CHANGE_MARGIN = 2.0
