@@ -51,7 +51,7 @@ class Schedules:
                 continue
             for group, plan in zip(groups, found, strict=False):  # groups may have come since
                 if plan.highest > plan.first or plan.highest >= float(group.get("initial_lr", 0.0)):
-                    yield group["params"], plan if certain else plan._replace(rises=False)
+                    yield group["params"], plan if certain else Plan(plan.first, plan.highest)
 
 
 def _calls(trainer: pl.Trainer, module: pl.LightningModule, interval: str, frequency: int) -> tuple[int, bool]:

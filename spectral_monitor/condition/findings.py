@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spectral_monitor.condition.network import GAINS, Network
+from spectral_monitor.condition.optimizers.plans import FADED
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.settings import Band, SpectralCondition
 
@@ -38,8 +39,6 @@ COMPILED_STEP = "the optimizer's step is compiled, where updates cannot be seen"
 """Why no update was measured."""
 AT_ONCE = 1.0 + 1e-9
 """The scale of a finding for which whatever is outside its band is evidence enough."""
-FADED = 2e-3
-"""Part of the highest learning rate at which hardly anything is learnt any more."""
 SMALLEST = 5e-324
 """Of floats: anything but 0."""
 _MOVES = ("update_natural", "update_fro", "update_norm", "contribution")

@@ -47,7 +47,8 @@ NAMED_BY = {
     "sgd_rule": "rates",
     "ntk": "rates",
     "features_vanish": "features",
-    "faded": "rates_too_small",
+    "faded": "schedule",
+    "warmup": "schedule",
     "features_grow": "rates_too_large",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where that is another one."""

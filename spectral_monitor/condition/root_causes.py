@@ -14,7 +14,7 @@ from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
 SETTINGS = frozenset(
     {
         *("lr_zero", "lr_too_large", "lr_too_small", "momentum", "width", "sgd_rule_under_adam", "ntk_scaling", "eps"),
-        *("stale_gradients", "decay_too_large", "warmup_too_long"),
+        *("stale_gradients", "decay_too_large", "warmup_too_long", "schedule_too_short"),
     }
 )
 """Causes that stand in the optimizer's settings, or in the loop around it."""

@@ -42,7 +42,7 @@ CHECKS = (
     "attention_collapsed",
     "readout_takes_all",
     "decay",
-    "warmup",
+    "schedule",
 )
 """What is looked at, by name; ``SpectralCondition(ignore=[...])`` turns checks off."""
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spectral_monitor.condition.causes import History
-from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, FADED, NO_STEP, SMALLEST, Finding
+from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, NO_STEP, SMALLEST, Finding
 from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.optimizers.plans import FADED
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.trends.losses import LossTrend
 from spectral_monitor.condition.trends.outputs import OutputTrend

@@ -28,7 +28,7 @@ def told(schedule, steps=128, momentum=0.9):
             nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
             optimizer.step()
         scheduler.step()
-        said = [verdict.sentence for verdict in probe.verdicts if "has ended too early" in verdict.sentence]
+        said = [verdict.sentence for verdict in probe.verdicts if "ends too early" in verdict.sentence]
         if said:
             return step, said[0]
     return None
@@ -54,7 +54,7 @@ def test_updates_that_are_lost_at_the_end_of_a_schedule_are_no_other_fault(optim
                 scheduler.step()
         return [verdict.cause for verdict in probe.verdicts]
 
-    assert said(True, 0.01) == ["rates_too_small"]
+    assert said(True, 0.01) == ["schedule_too_short"]
     assert said(False, 1e-14)[0] in ("nothing_trains", "rounding")
 
 

@@ -44,7 +44,7 @@ FAULTS = {  # what is found by a check: changes of the measurement, and of all s
     "attention_collapsed": ([{"attention_entropy_lowest": {"b": 0.01}}] * 8, {}),
     "readout_takes_all": ({"summary": {"readout_share": 0.99}}, {}),
     "decay": ([{"weight_fro": {"b": 8.0 * 0.9**k}} for k in range(16)], {"weight_decay": 9.0, "decoupled": True}),
-    "warmup": ({}, {"reached": 0.1}),
+    "schedule": ({}, {"reached": 0.1}),
 }
 
 

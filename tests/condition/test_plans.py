@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import lightning.pytorch as pl
 import pytest
@@ -70,7 +71,7 @@ def test_what_is_planned_is_what_comes(name):
         optimizer.step()
         scheduler.step()
         rates.append(optimizer.param_groups[0]["lr"])
-    assert planned == (rates[0], max(rates), rates[0] < rates[-1] == max(rates))
+    assert planned[:3] == (rates[0], max(rates), rates[0] < rates[-1] == max(rates))
 
 
 def test_each_group_has_a_peak_of_its_own():
@@ -126,8 +127,8 @@ def warm_up(steps):
     return lambda optimizer: schedules.LambdaLR(optimizer, lambda step: min(1.0, step / steps))
 
 
-def said(module, data=None, condition=None, **options):
-    """The sentences about warm-ups at the first measurement of a fit of 2 epochs of 10 batches."""
+def said(module, data=None, condition=None, cause="warmup_too_long", **options):
+    """The sentences with a cause at the first measurement of a fit of 2 epochs of 10 batches."""
     data = data if data is not None else DataLoader(TensorDataset(torch.randn(160, 8), torch.randn(160, 1)), 16)
     monitor = SpectralMonitor(condition=condition or SpectralCondition(), quantities="light", mode="observe", verbose=0)
     trainer = pl.Trainer(
@@ -140,7 +141,7 @@ def said(module, data=None, condition=None, **options):
         **({"max_epochs": 2} | options),
     )
     trainer.fit(module, data)
-    return [v.sentence for v in monitor.measurements[0].verdicts if v.cause == "warmup_too_long"]
+    return [v.sentence for v in monitor.measurements[0].verdicts if v.cause == cause]
 
 
 quiet = pytest.mark.filterwarnings("ignore:no logger", "ignore:Detected call of", "ignore:.*`lr_scheduler.step")
@@ -185,11 +186,38 @@ def test_longer_than_training_however_that_is_counted(module, options):
         (Module(warm_up(20), "epoch", manual=True), {}),
         (CallsItself(warm_up(40), "epoch"), {}),
         (Module(warm_up(50)), {"data": DataLoader(Endless(), 16), "limit_train_batches": 10, "max_epochs": 8}),
-        (Module(warm_up(100), "epoch"), {"condition": SpectralCondition(ignore=["warmup"])}),
+        (Module(warm_up(100), "epoch"), {"condition": SpectralCondition(ignore=["schedule"])}),
     ],
 )
 def test_others_are_not(module, options):
     assert said(module, **options) == []
+
+
+STEP_DECAY = [lambda o: schedules.StepLR(o, 1, 0.5), lambda o: schedules.ExponentialLR(o, 0.8)]
+
+
+@quiet
+@pytest.mark.parametrize("make", STEP_DECAY)
+def test_a_decay_in_epochs_that_counts_batches_is_told_at_once(make):
+    (sentence,) = said(Module(make), cause="schedule_too_short", max_epochs=8)
+    assert re.match(r"the learning rate will have fallen next to 0 after (11|35) % of training: its schedule", sentence)
+    assert not said(Module(make, "epoch"), cause="schedule_too_short", max_epochs=8)
+    assert not said(Module(make), cause="schedule_too_short", max_epochs=3), "so short a fit may be a trial"
+
+
+@quiet
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: schedules.CosineAnnealingLR(o, 20),
+        lambda o: schedules.CosineAnnealingWarmRestarts(o, 20),
+        lambda o: schedules.OneCycleLR(o, 1e-3, total_steps=80),
+        lambda o: schedules.MultiStepLR(o, [30, 60], 0.03),
+        lambda o: schedules.LambdaLR(o, lambda step: 1.0),
+    ],
+)
+def test_other_decays_are_not(make):
+    assert said(Module(make), cause="schedule_too_short", max_epochs=8) == []
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of", "ignore:.*`lr_scheduler.step")

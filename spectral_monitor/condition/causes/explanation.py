@@ -20,6 +20,7 @@ CAUSES = {
     "momentum": "momentum so close to 1 that steps add up to too large ones",
     "decay_too_large": "weight decay takes weights away faster than gradients build them up",
     "warmup_too_long": "the learning rate still warms up when training ends",
+    "schedule_too_short": "the learning rate is next to 0 for most of training",
     "width": "the learning rate of a narrower network, where it should be divided by the width",
     "sgd_rule_under_adam": "learning rates follow fan_out/fan_in, which is for SGD, under an optimizer like Adam",
     "ntk_scaling": "learning rates, or factors in the forward pass, let hidden updates vanish with width",

@@ -133,9 +133,9 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
 
 def _faded(finding: Finding, network: Network, history: History) -> Explanation:
     return Explanation(
-        "rates_too_small",
-        f"the learning rate {finding.against}, and training goes on: its schedule has ended too early, as one that is "
-        "meant for epochs and stepped after each batch",
+        "schedule_too_short",
+        f"the learning rate {finding.against}: its schedule ends too early, as one that is meant for epochs and stepped "
+        "after each batch",
         Remedy("check"),
     )
 

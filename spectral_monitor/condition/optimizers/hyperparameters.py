@@ -50,6 +50,8 @@ class Hyperparameters:
             :func:`rectification`; 1 of other optimizers.
         reached: the part of what the group names that its schedule has come to when training ends, if it still rises
             then; 1 if it does not, or that is not known.
+        lasts: the part of training after which its schedule has brought the learning rate next to 0 for good; 1 if it
+            does not, or that is not known.
     """
 
     optimizer: str = ""
@@ -68,6 +70,7 @@ class Hyperparameters:
     resolution: float = torch.finfo(torch.float32).eps
     rectified: float = 1.0
     reached: float = 1.0
+    lasts: float = 1.0
 
     @property
     def sizes_own_steps(self) -> bool:
@@ -216,6 +219,7 @@ def _of_group(
         owner=owner,
         lr=rates[-1],
         peak=named if plan is None else max(plan.highest, rates[-1]),
+        lasts=1.0 if plan is None else plan.lasts,
         reached=plan.highest / named if plan is not None and plan.rises and named > plan.highest else 1.0,
         eps=number(group.get("eps")),
         momentum=number(momentum, 0.0),

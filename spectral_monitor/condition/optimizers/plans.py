@@ -13,6 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from spectral_monitor.state.muted_warnings import muted_warnings
 
+FADED = 2e-3
+"""Part of the highest learning rate at which hardly anything is learnt any more."""
+CALLS = 32
+"""Values of a schedule from which on it can end too early."""
+
 
 class Plan(NamedTuple):
     """The course of the learning rate of a parameter group.
@@ -21,11 +26,21 @@ class Plan(NamedTuple):
         first: that it has before training.
         highest: that it comes to.
         rises: whether it is known to be still rising when training ends.
+        lasts: the part of training after which it is next to 0 for good; 1 if it never is, or that is not known.
     """
 
     first: float
     highest: float
     rises: bool = False
+    lasts: float = 1.0
+
+    @classmethod
+    def of(cls, rates: Sequence[float]) -> Plan:
+        """Return the plan of a learning rate that has these values, one after the other."""
+        highest = max(rates)
+        working = max((k for k, rate in enumerate(rates) if rate > FADED * highest), default=len(rates) - 1)
+        long = len(rates) >= CALLS
+        return cls(rates[0], highest, rates[0] < rates[-1] == highest, (working + 1) / len(rates) if long else 1.0)
 
 
 class LookAhead:
@@ -67,9 +82,7 @@ class LookAhead:
                         raise
                     break
                 rates.append(self._rates())
-        return [
-            Plan(course[0], max(course), course[0] < course[-1] == max(course)) for course in zip(*rates, strict=True)
-        ]
+        return [Plan.of(course) for course in zip(*rates, strict=True)]
 
     def _rates(self) -> list[float]:
         return [number(group["lr"], 0.0) for group in self._groups.param_groups]

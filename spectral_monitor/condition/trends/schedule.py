@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spectral_monitor.condition.findings import AT_ONCE, FADED, Finding
+from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.optimizers.plans import FADED
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import Measurement
 
@@ -23,27 +24,39 @@ class ScheduleTrend:
     """Notes since when the highest learning rate of all layers has been a small part of what it was."""
 
     def __init__(self) -> None:
-        self._highest, self._since = 0.0, 0
+        self._highest, self._since, self._faded = 0.0, 0, 0.0
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the learning rate over the highest so far, once training has gone on for long with so small a one."""
-        reached = [row.settings.reached for row in network.rows if not row.settings.frozen]
-        yield Finding("warmup", NETWORK, "lr", max(reached, default=1.0), 1.0, (HALF, math.inf), AT_ONCE)
+        trained = [row.settings for row in network.rows if not row.settings.frozen]
+        reached = max((its.reached for its in trained), default=1.0)
+        yield Finding("warmup", NETWORK, "lr", reached, 1.0, (HALF, math.inf), AT_ONCE)
+        lasts = max((its.lasts for its in trained), default=1.0)
+        if lasts < 1 / TIMES:
+            against = f"will have fallen next to 0 after {100 * lasts:.2g} % of training"
+            yield Finding("faded", NETWORK, "lr", lasts, 1.0, (1 / TIMES, 1.0), AT_ONCE, against)
+            return
         lr, step = network.top_lr, measurement.step
         if not lr > 0:
             return
         self._highest = max(self._highest, lr)
         part = lr / self._highest
-        self._since = (self._since or step) if part <= FADED else 0
+        if part > FADED:
+            self._since = 0
+        elif not self._since:
+            self._since, self._faded = step, lr
         over = self._since > 0 and step >= max(TIMES * self._since, STEPS)
         band = (FADED if over else 0.0, 1.0)
-        against = f"has fallen from {self._highest:.2g} to {lr:.2g} by step {self._since}"
+        against = (
+            f"has fallen from {self._highest:.2g} to {self._faded:.2g} by step {self._since}, and training goes on"
+        )
         yield Finding("faded", NETWORK, "lr", part, 1.0, band, AT_ONCE, against)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        return {"highest": self._highest, "since": self._since}
+        return {"highest": self._highest, "since": self._since, "faded": self._faded}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; from nothing where a judge of before kept none."""
         self._highest, self._since = float(state.get("highest", 0.0)), int(state.get("since", 0))
+        self._faded = float(state.get("faded", 0.0))
