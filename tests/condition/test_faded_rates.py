@@ -62,7 +62,7 @@ def test_steps_that_were_meant_for_epochs():
     step, sentence = told(lambda optimizer: MultiStepLR(optimizer, [5, 10, 15], 0.1))
     assert step == 32
     assert sentence == (
-        "the learning rate has fallen from 0.05 to 5e-05 by step 16, and training goes on: its schedule has ended too "
+        "the learning rate has fallen from 0.05 to 5e-05 by step 16, and training goes on: its schedule ends too "
         "early, as one that is meant for epochs and stepped after each batch"
     )
 
