@@ -41,6 +41,7 @@ from spectral_monitor.engine.state import COMPARED, START, STEP_LOSS, TURN, Engi
 from spectral_monitor.engine.weights.gradients import gradient_norms
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.engine.weights.turns import Turns
+from spectral_monitor.layers import Layer
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
@@ -186,7 +187,7 @@ class Engine(EngineState):
             if not self.features.capture.hidden_layers:
                 self._attention.arm(self.asked)
             if self.processes is None and "contribution" in self.asked.keys:
-                self._reuse.arm(self.optimizers.optimizers, self._harmless)
+                self._reuse.arm(self.optimizers.optimizers, self._harmless, _of_outputs(self.anatomy.layers))
             if "g" in self.asked.needs:
                 several = None if self.processes is None else self._wrapper
                 self._arrived.arm(self.optimizers.optimizers, several, self._flat, self._harmless)
@@ -455,3 +456,9 @@ class Engine(EngineState):
                 self._own_warn(said + advice, error)
         finally:
             self._spent = spent + time.perf_counter() - begin  # what ran inside has counted itself too
+
+
+def _of_outputs(layers: Sequence[Layer]) -> list[nn.Parameter]:
+    """Return the parameters of output layers, biases included."""
+    blocks = {layer.block or layer.info.name for layer in layers if layer.info.role == "readout"}
+    return [source for layer in layers if (layer.block or layer.info.name) in blocks for source in layer.sources]

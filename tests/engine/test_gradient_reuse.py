@@ -66,6 +66,25 @@ def test_cleared_gradients_are_new_however_they_are_cleared_and_accumulated(clea
     assert not [verdict for verdict in probe.latest.verdicts if verdict.cause == "stale_gradients"]
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("clear", ["never", "none", "zeros"])
+def test_where_outputs_begin_at_zero_only_their_gradients_tell(clear, bias):
+    """No other layer has any at the first step; what is left behind as zeros tells nothing."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4, bias=bias))
+    nn.init.zeros_(net[2].weight)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    probe = SpectralProbe(net, optimizer, every_n_steps="1, 2, 4, 8, ..., every 100", mode="observe")
+    for _ in range(8):
+        with probe.step():
+            if clear != "never":
+                optimizer.zero_grad(set_to_none=clear == "none")
+            F.cross_entropy(net(X), Y).backward()
+            optimizer.step()
+    assert stale(probe)[:2] == ([0, 1] if clear == "never" else [0, 0])
+    assert ("stale_gradients" in {v.cause for v in probe.latest.verdicts}) == (clear == "never")
+
+
 def test_two_steps_with_one_gradient_are_told_at_any_schedule():
     assert stale(trained(repeats=2)) == [1, 1, 1, 1]
     assert stale(trained(repeats=2, every_n_steps=3, steps=6)) == [1, 1]

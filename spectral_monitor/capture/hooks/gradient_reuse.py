@@ -17,7 +17,9 @@ from spectral_monitor.state.dtensor import is_distributed
 
 
 class GradientReuse:
-    """Looks at one small parameter of each optimizer, while armed.
+    """Looks at one small parameter of each optimizer, while armed: of an output layer, if it has one.
+
+    Those are the first to get gradients: where outputs begin at 0, no other layer has any at the first step.
 
     If a backward pass finds the gradient that the latest step left behind, unchanged, and it is still there when
     the optimizer steps, it is used again. A loop that clears gradients between two backward passes, as those of a GAN
@@ -38,10 +40,12 @@ class GradientReuse:
         """Return what a copy keeps: gradients are known by their place in memory, which is another one there."""
         return self.__dict__ | {"_left": {}}
 
-    def arm(self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any]) -> None:
-        """Register the hooks."""
+    def arm(
+        self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any], outputs: Sequence[Tensor] = ()
+    ) -> None:
+        """Register the hooks; ``outputs`` are parameters of output layers."""
         self.disarm()
-        self._harmless = harmless
+        self._harmless, ends = harmless, set(map(id, outputs))
         for optimizer in optimizers:
             held = [p for group in optimizer.param_groups for p in group["params"]]
             some = [
@@ -50,7 +54,7 @@ class GradientReuse:
                 if p.requires_grad and p.is_leaf and not is_lazy(p) and p.numel() > 1 and not is_distributed(p)
             ]
             if some:
-                self._watched[id(optimizer)] = p = min(some, key=Tensor.numel)
+                self._watched[id(optimizer)] = p = min([p for p in some if id(p) in ends] or some, key=Tensor.numel)
                 self._handles.append(GradientHook(p, partial(self._arrive, id(optimizer))))
 
     def disarm(self) -> None:
@@ -74,11 +78,15 @@ class GradientReuse:
                 self._found[key] = torch.where(held.any(), known, new)
 
     def _again(self, key: int, held: Tensor) -> Tensor:
-        """Return 1 if a gradient is the one that was left behind, 0 if it is zero, NaN otherwise; no waiting."""
+        """Return 1 if a gradient is the one that was left behind, 0 if it was cleared, NaN if neither is known, as of
+        one that was left behind as zeros; no waiting.
+        """
         left, version = self._left.get(key, (None, -1))
         same = left is not None and left() is held and held._version == version
-        known = torch.full((), 1.0 if same else torch.nan, device=held.device)
-        return torch.where(held.any(), known, torch.zeros_like(known))
+        unknown = torch.full((), torch.nan, device=held.device)
+        if same:
+            return torch.where(held.any(), torch.ones_like(unknown), unknown)
+        return torch.where(held.any(), unknown, torch.zeros_like(unknown))
 
     def stepping(self, optimizer: Optimizer) -> Tensor | None:
         """Return what is known of the gradients that an optimizer is about to use; ``None`` if nothing is."""

@@ -25,6 +25,9 @@ SLOWEST = 0.05
 FASTEST = 0.1
 """What advice to multiply every learning rate may make of the relative update of the layer that moves most."""
 
+MOST, MOST_UNEVEN = 100.0, 10.0
+"""The largest factor in such advice: of optimizers like Adam, and of others, whose gradients grow once features have."""
+
 LARGE, USUAL_GAIN = 2.0, 0.6
 """Weights of most layers that began this many times beyond the largest usual gain explain small steps; a usual gain."""
 HALVES = 0.5
@@ -122,11 +125,14 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
             Remedy("scale_weights", (), USUAL_GAIN / began),
         )
     room = FASTEST / history.fastest if history.fastest else math.inf  # gates may hold back all other layers
-    by = min(100.0, float(f"{max(min(SLOWEST / finding.value, room), 2.0):.1g}"))
+    slow = [row for row in network.peers if not finding.layers or row.info.name in finding.layers]
+    even = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in slow)
+    most = MOST if even else MOST_UNEVEN
+    by = min(most, float(f"{max(min(SLOWEST / finding.value, room), 2.0):.1g}"))
     return Explanation(
         "rates_too_small",
         f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply "
-        f"{_rates(finding)} by {'100 or more' if by == 100 else f'about {by:.0f}'}, or clip gradients less",
+        f"{_rates(finding)} by {f'{by:.0f} or more' if by == most else f'about {by:.0f}'}, or clip gradients less",
         Remedy("scale_lr", finding.layers, by),
     )
 

@@ -55,7 +55,7 @@ class LossTrend:
             return
         first, lowest = self._losses
         if min(loss, lowest) > 0 and network.step >= SETTLED and pace > RACING:
-            limits = [(PROGRESS * first, f"it began with {first:.2g}")]
+            limits = [(PROGRESS * first, f"it began with {first:.2g} and should have fallen")]
             if loss >= SMALL_PART * first:
                 limits.append((RETURN * lowest, f"it was {lowest:.2g} before"))
             limit, against = min(limits)
