@@ -20,7 +20,7 @@ from spectral_monitor.condition.references.width_transfer import (
     find_width,
 )
 from spectral_monitor.condition.root_causes import Case, verdicts
-from spectral_monitor.condition.row import columns
+from spectral_monitor.condition.row import Row, columns
 from spectral_monitor.condition.settings import SpectralCondition
 from spectral_monitor.condition.states import Seen, layer_states
 from spectral_monitor.condition.trends.attention import AttentionTrend
@@ -121,6 +121,7 @@ class Judge:
         self._fresh: bool | None = None
         self._new: frozenset[str] = frozenset()
         self._unexplained: set[str] = set()  # layers that stand out at the latest measurement
+        self._frozen: set[str] = set()  # layers that were frozen at some measurement
         self._waited: dict[str, int] = {}  # layer -> measurements since its optimizer stepped
         self._steps: dict[str, float] = {}  # layer -> its largest relative update
         self._initial_sizes: dict[str, float] = {}  # as in Network
@@ -162,6 +163,7 @@ class Judge:
             from_zero=frozenset(self._zero_start.from_zero),
             fresh=self._fresh,
             new=self._new,
+            thawed=frozenset(row.info.name for row in network.rows if self._has_thawed(row)),
             largest_steps=dict(self._steps),
             initial_sizes=self._initial_sizes,
         )
@@ -182,6 +184,12 @@ class Judge:
             seen = Seen(measurement, network, self.condition, self._zero_start, looked, self._unexplained, self._tied)
             self.states = self._kept(layer_states(seen, result), network)
         return result
+
+    def _has_thawed(self, row: Row) -> bool:
+        """Return whether a layer was frozen before, and note it where it is."""
+        if row.settings.frozen:
+            self._frozen.add(row.info.name)
+        return row.info.name in self._frozen and not row.settings.frozen
 
     def _all(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield every finding on a layer and on the network that is asked for."""
@@ -297,6 +305,7 @@ class Judge:
             "known": {key: dict(column) for key, column in self._known.items()},
             "fresh": self._fresh,
             "new": sorted(self._new),
+            "frozen": sorted(self._frozen),
             "steps": dict(self._steps),
             "began": dict(self._initial_sizes),
             "widths": [asdict(compared) for compared in self._comparisons],
@@ -320,6 +329,7 @@ class Judge:
         self._records = {(layer, check): _Record(**record) for layer, check, record in state["records"]}
         self._known = {key: dict(column) for key, column in state["known"].items()}
         self._fresh, self._new = state["fresh"], frozenset(state.get("new", ()))
+        self._frozen = set(state.get("frozen", ()))
         self._steps, self._initial_sizes = dict(state["steps"]), dict(state["began"])
         self._comparisons = [WidthComparison(**row) for row in state["widths"]]
         self._told = {(layer, code) for layer, code in state["told"]}

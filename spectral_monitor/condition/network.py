@@ -61,6 +61,7 @@ class Network:
         expected: layer -> factor on its learning rate that the user has declared.
         fresh: whether weights began as they are drawn, not as an earlier training left them.
         new: layers that began as they are drawn although the network did not.
+        thawed: layers that were frozen at an earlier measurement.
         largest_steps: layer -> its largest relative update so far that a gradient was behind, at the peak of its
             learning rate; 0 before there was one.
         loss: of the step; NaN if it is not known.
@@ -76,6 +77,7 @@ class Network:
     expected: Mapping[str, float] = field(default_factory=dict)
     fresh: bool = True
     new: frozenset[str] = frozenset()
+    thawed: frozenset[str] = frozenset()
     largest_steps: Mapping[str, float] = field(default_factory=dict)
     initial_sizes: Mapping[str, float] = field(default_factory=dict)
     loss: float = math.nan
@@ -233,8 +235,12 @@ class Network:
 
     @cached_property
     def left_out(self) -> dict[str, str]:
-        """Layers that no optimizer trains, though it trains most in equal places: name -> these."""
-        return never_trained(self.rows, self.fresh)
+        """Layers that no optimizer trains, though it trains most in equal places: name -> these.
+
+        Where some have thawed, others will, or are meant to stay frozen.
+        """
+        rows = [row for row in self.rows if not (self.thawed and row.settings.frozen)]
+        return never_trained(rows, self.fresh)
 
     @cached_property
     def cut_off(self) -> frozenset[str]:

@@ -20,12 +20,15 @@ class Remedy:
             ``eps`` to ``value``; ``"set_momentum"``, ``"set_weight_decay"``: the same of these; ``"check"``: look at
             what the sentence names, which no setting of the optimizer mends.
         layers: whose; empty for all.
-        value: as the action has it; NaN for ``"check"``.
+        value: as the action has it, to seven digits; NaN for ``"check"``.
     """
 
     action: str
     layers: tuple[str, ...] = ()
     value: float = math.nan
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", float(f"{self.value:.7g}"))
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,15 @@ class Verdict:
             return f"above {short(low)}"
         return f"below {short(high)}" if low == 0 else f"{short(low)} .. {short(high)}"
 
+    @property
+    def seen(self) -> str:
+        """What was seen, in words, and for how long; of the network as a whole its sentence has that."""
+        known = self.quantity and self.layer != NETWORK
+        seen = f"{self.quantity} {short(self.value)}, should be {self.should_be}" if known else ""
+        return ", ".join(filter(None, [seen, f"for {self.steps} steps" if self.steps else ""]))
+
     def __str__(self) -> str:
-        seen = f"{self.quantity} {short(self.value)}, should be {self.should_be}"
-        return f"{self.layer}: {seen}, for {self.steps} steps: {self.sentence}"
+        return ": ".join(filter(None, [self.layer, self.seen, self.sentence]))
 
 
 def short(value: float) -> str:

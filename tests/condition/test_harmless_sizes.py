@@ -17,7 +17,7 @@ from spectral_monitor.condition.optimizers.rates import rates
 from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import LayerInfo
-from tests.condition.synthetic import LAYERS, judged, measured
+from tests.condition.synthetic import LAYERS, judged, measured, set_by
 
 WIDTH = 64
 
@@ -179,7 +179,7 @@ def test_weights_that_began_next_to_zero_do_not_tell_how_fast_a_network_moves():
 def test_the_fastest_layer_limits_what_slow_networks_are_advised():
     """Where gates hold back most layers, a hundredfold rate for all ruins those in front."""
     slow = Finding("rates_too_small", NETWORK, "update_natural", 1e-4, 1e-2, (1.0, math.inf))
-    network = Network.read(measured(40), columns(measured(40)))
+    network = Network.read(measured(40), columns(measured(40)), set_by("AdamW"))
     factor = {f: cause(slow, network, History(fastest=f)).remedy.value for f in (0.0, 1e-4, 0.01, 0.09)}
     assert factor == {0.0: 100.0, 1e-4: 100.0, 0.01: 10.0, 0.09: 2.0}
 

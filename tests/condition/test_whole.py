@@ -136,7 +136,7 @@ def small(size):
 def test_steps_are_too_small_where_neither_relative_nor_natural_ones_are_large():
     """The root of the fastest relative and the median natural one; 0.0065 is the least."""
     assert not any(told(*[small(0.00651)] * 20))
-    found = told(*[small(0.0065 / 1.5)] * 20)
+    found = told(*[small(0.0065 / 1.5)] * 20, settings=set_by("AdamW"))
     assert [set(some) for some in found] == [set()] * 15 + [{"rates_too_small"}] * 5, "from step 16 on"
     assert found[-1]["rates_too_small"].value == pytest.approx(0.0065 / 1.5)
     assert "multiply every learning rate by about 10" in found[-1]["rates_too_small"].sentence
@@ -267,9 +267,13 @@ def test_gradients_used_again_are_said_at_once():
     assert set(found) == {"stale_gradients"}
 
 
-def test_of_rates_far_too_small_no_factor_is_claimed():
-    found = told(*[every(1e-7, "update_ratio", "update_natural")] * 40)
-    assert "multiply every learning rate by 100 or more" in found[-1]["rates_too_small"].sentence
+@pytest.mark.parametrize(("kind", "most"), [("AdamW", 100), ("SGD", 10), ("Adagrad", 10)])
+def test_of_rates_far_too_small_no_factor_is_claimed(kind, most):
+    """Under optimizers whose updates go with gradients these grow once features have."""
+    found = told(*[every(1e-7, "update_ratio", "update_natural")] * 40, settings=set_by(kind))
+    verdict = found[-1]["rates_too_small"]
+    assert f"multiply every learning rate by {most} or more" in verdict.sentence
+    assert verdict.remedy.value == most
 
 
 def test_without_the_size_of_weights_no_factor_is_named():

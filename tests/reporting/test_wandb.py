@@ -173,7 +173,7 @@ def test_alerts_when_a_violation_begins_and_ends(faulty):
     begin, end = faulty.file.alerts
     (verdict,) = next(m for m in faulty.monitor.measurements if m.step == 2).verdicts
     assert (begin.title, begin.level) == ("Spectral monitor: net.2 off", "WARN")
-    seen = f"{verdict.quantity} {short(verdict.value)}, should be {verdict.should_be}, for 0 steps"
+    seen = f"{verdict.quantity} {short(verdict.value)}, should be {verdict.should_be}"
     assert begin.text == f"step 2: net.2: {verdict.sentence}\n{seen}"
     assert (end.title, end.level) == ("Spectral monitor: net.2 healthy again", "INFO")
     assert end.text == "step 22: net.2 healthy again"

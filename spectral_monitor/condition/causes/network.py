@@ -26,7 +26,7 @@ FASTEST = 0.1
 """What advice to multiply every learning rate may make of the relative update of the layer that moves most."""
 
 MOST, MOST_UNEVEN = 100.0, 10.0
-"""The largest factor in such advice: of optimizers like Adam, and of others, whose gradients grow once features have."""
+"""The largest factor in such advice: under Adam, and under others, whose gradients grow once features have."""
 
 LARGE, USUAL_GAIN = 2.0, 0.6
 """Weights of most layers that began this many times beyond the largest usual gain explain small steps; a usual gain."""
@@ -140,8 +140,8 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
 def _faded(finding: Finding, network: Network, history: History) -> Explanation:
     return Explanation(
         "schedule_too_short",
-        f"the learning rate {finding.against}: its schedule ends too early, as one that is meant for epochs and stepped "
-        "after each batch",
+        f"the learning rate {finding.against}: its schedule ends too early, as one that is meant for epochs and "
+        "stepped after each batch",
         Remedy("check"),
     )
 

@@ -22,7 +22,9 @@ actor and the critic of DDPG), and less than a hundredth is where the other way 
 
 def rates_of(network: Network) -> dict[str, Rate]:
     """Return every matrix's learning rate beside the usual one of its optimizer, or of several that belong together."""
-    steps = network.largest_steps
+    # Relative to what is next to zero any step is large.
+    small = {row.info.name for row in network.rows if network.began_small(row)}
+    steps = {name: step for name, step in network.largest_steps.items() if name not in small}
     groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in network.rows:
         if row.lr > 0 and not row.settings.frozen and not row.settings.sizes_own_steps:
@@ -31,7 +33,7 @@ def rates_of(network: Network) -> dict[str, Rate]:
     for some in groups.values():
         others = [row.lr for row in network.vectors.values() if row.settings.owner == some[0].settings.owner]
         rated = [(row.info, row.lr) for row in some]
-        found |= rates(rated, network.expected, steps, geometric_median(others), network.new)
+        found |= rates(rated, network.expected, steps, geometric_median(others), network.new, network.thawed)
     if not network.fresh:  # then some may be fine-tuned
         return found
     for odd, reference in _apart(list(groups.values()), steps):

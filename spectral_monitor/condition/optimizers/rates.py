@@ -18,6 +18,8 @@ ON_PURPOSE = 10.5
 """The largest factor that published recipes give a head, new layers or embeddings."""
 NEW = 1000.0
 """The same for layers that were just drawn, beside others that were trained before."""
+THAWED = 100.0
+"""The largest part of the others' rates that layers are given when they thaw: a tenth, or less for the deepest."""
 ONE_KIND = 32.0
 """The same for all matrices of one kind in several modules: LoRA+ gives its B matrices 16 times the rate of the A
 matrices.
@@ -92,6 +94,7 @@ def rates(
     steps: Mapping[str, float] | None = None,
     vectors: float = math.nan,
     new: Collection[str] = (),
+    thawed: Collection[str] = (),
 ) -> dict[str, Rate]:
     """Return every layer's learning rate beside the usual one.
 
@@ -104,6 +107,7 @@ def rates(
         steps: layer -> largest relative update so far, at the peak of its learning rate.
         vectors: learning rate that most biases and gains have; NaN if there are none.
         new: layers that were just drawn, where others were trained before.
+        thawed: layers that were frozen before.
 
     Example:
         >>> infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abcd"]
@@ -118,7 +122,7 @@ def rates(
     if len(dense) < FEW:  # as under Muon, which leaves embeddings and the readout to another optimizer
         dense, tables = given, []
     ends = _ends(dense, vectors)
-    rule, usual, purposes = _of_matrices(dense, steps or {}, ends, new)
+    rule, usual, purposes = _of_matrices(dense, steps or {}, ends, new, thawed)
     for info, lr in dense:
         if info.name in ends and not _same(lr, usual[info.name]):
             purposes.setdefault(info.name, "an input or output layer with the rate of biases, as in muP")
@@ -150,7 +154,11 @@ def _ends(given: Sequence[Rated], vectors: float) -> frozenset[str]:
 
 
 def _of_matrices(
-    given: Sequence[Rated], steps: Mapping[str, float], ends: frozenset[str], new: Collection[str]
+    given: Sequence[Rated],
+    steps: Mapping[str, float],
+    ends: frozenset[str],
+    new: Collection[str],
+    thawed: Collection[str],
 ) -> tuple[str, dict[str, float], dict[str, str]]:
     """Return the rule of operators and readouts, their usual learning rates, and why some differ from them."""
     if not given:
@@ -162,7 +170,7 @@ def _of_matrices(
         rule, usual = "one rate", ladder
     factors = {info.name: lr / usual[info.name] for info, lr in given if not _same(lr, usual[info.name])}
     purposes: dict[str, str] = {}
-    for purpose, names in _purposes(given, factors, new):
+    for purpose, names in _purposes(given, factors, new, thawed):
         purposes |= {name: purpose for name in names if name not in purposes}
     return rule, usual, purposes
 
@@ -232,7 +240,7 @@ def _layerwise(given: Sequence[Rated]) -> dict[str, float]:
 
 
 def _purposes(
-    given: Sequence[Rated], factors: Mapping[str, float], new: Collection[str]
+    given: Sequence[Rated], factors: Mapping[str, float], new: Collection[str], thawed: Collection[str]
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield why some layers, which stand out by one factor, may do so on purpose."""
     order = [info.name for info, _ in given]
@@ -241,6 +249,8 @@ def _purposes(
         chosen = set(names)
         if chosen <= set(new) and 1 < factor <= NEW:
             yield "new layers with a rate of their own", names
+        elif chosen <= set(thawed) and 1 / (SAME * THAWED) <= factor < 1:
+            yield "thawed layers with a rate of their own", names
         elif readouts and chosen == readouts and 1 < factor <= ON_PURPOSE:
             yield "a head with a rate of its own", names
         elif len(chosen) > 1 and chosen == set(order[-len(chosen) :]) and 1 < factor <= ON_PURPOSE:

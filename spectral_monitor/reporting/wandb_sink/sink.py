@@ -10,7 +10,6 @@ from time import monotonic
 from typing import Any
 
 from spectral_monitor.condition import Verdict, save_profile
-from spectral_monitor.condition.verdict import short
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.content.essentials import OVERLAID, PREFIX, Log, checked_log, essentials
 from spectral_monitor.reporting.content.headline import announcement, headline, some
@@ -229,8 +228,8 @@ class _Alerts:
 
     def _begins(self, root: Verdict, measurement: Measurement) -> None:
         text = announcement(root, measurement)
-        if root.quantity:
-            text += f"\n{root.quantity} {short(root.value)}, should be {root.should_be}, for {root.steps} steps"
+        if root.layers and root.seen:
+            text += f"\n{root.seen}"
         names = named_by(root)
         self._send("WARN", names or [root.cause.replace("_", " ")], "off" if names else "", text)
 
