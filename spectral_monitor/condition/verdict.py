@@ -95,7 +95,7 @@ class Verdict:
 
     @property
     def seen(self) -> str:
-        """What was seen, in words, and for how long; of the network as a whole its sentence has that."""
+        """Words for what was seen, and for how long; of the network as a whole the sentence has the number."""
         known = self.quantity and self.layer != NETWORK
         seen = f"{self.quantity} {short(self.value)}, should be {self.should_be}" if known else ""
         return ", ".join(filter(None, [seen, f"for {self.steps} steps" if self.steps else ""]))

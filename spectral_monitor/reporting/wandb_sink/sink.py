@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from spectral_monitor.condition import Verdict, save_profile
+from spectral_monitor.condition import NETWORK, Verdict, save_profile
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.content.essentials import OVERLAID, PREFIX, Log, checked_log, essentials
 from spectral_monitor.reporting.content.headline import announcement, headline, some
@@ -228,7 +228,7 @@ class _Alerts:
 
     def _begins(self, root: Verdict, measurement: Measurement) -> None:
         text = announcement(root, measurement)
-        if root.layers and root.seen:
+        if root.layer != NETWORK and root.seen:
             text += f"\n{root.seen}"
         names = named_by(root)
         self._send("WARN", names or [root.cause.replace("_", " ")], "off" if names else "", text)
