@@ -69,6 +69,7 @@ class ResumeState:
         loaded, self._loaded = self._loaded, {}
         anew: list[str] = []
         tensors: State | None = None
+        resumed = bool(loaded) or trainer.ckpt_path is not None
         state, tensors = (loaded, None) if loaded else self._carried.get(module, ({}, None))
         try:
             if state:
@@ -81,7 +82,8 @@ class ResumeState:
                 anew += _going_on(oversight, state)
             else:
                 engine.start(step)
-                anew += ["drift is counted from here (the checkpoint has no state of it)"] if step and large else []
+                why = "the checkpoint has no state of it" if resumed else "this monitor has seen no step of this model"
+                anew += [f"drift is counted from here ({why})"] if step and large else []
         except Exception as error:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             anew = [f"everything is counted from here ({what})"]
@@ -89,7 +91,7 @@ class ResumeState:
         self.measured_before = engine.measured
         self.agree(engine)
         if anew and trainer.is_global_zero:
-            warn(f"resumed at step {step}: {'; '.join(anew)}")
+            warn(f"{'resumed' if resumed else 'training goes on'} at step {step}: {'; '.join(anew)}")
 
     def agree(self, engine: Engine) -> None:
         """Tell the other processes, if there are any, what this one's file is called; to be called by all at once.

@@ -242,8 +242,9 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         if self.verbose:
             when = every(self.settings.every_n_steps)
             show(rendered(role_rows(self._engine.anatomy, folded=self.verbose < 2, when=when)))
-        if self.verbose and not trainer.loggers and trainer.is_global_zero:
-            self._warn("no logger: measurements are kept in monitor.measurements and the last one is printed")
+        if not trainer.loggers:
+            kept = "measurements are kept in monitor.measurements and the last one is printed"
+            self._tell(trainer, f"spectral monitor: no logger: {kept}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remember the weights drift is counted from, or go on from what was loaded or measured before."""

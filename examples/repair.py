@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*|no logger.*|.*treespec.*")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*|.*treespec.*")
     warnings.formatwarning = lambda message, *_: f"{message}\n"
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

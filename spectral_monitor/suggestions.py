@@ -14,18 +14,27 @@ S = TypeVar("S")
 
 SHOWN = 40
 """Valid names that an error lists, at most."""
+BEGINNING = 3
+"""Letters of a beginning that says which name is meant, at least."""
 
 
 def did_you_mean(name: object, valid: Iterable[str], cutoff: float = 0.6) -> str:
     """Return a question to append to an error, empty where nothing is close.
 
+    Names that begin with what was given, of three letters at least, come before those that are only similar.
+
     Example:
         >>> did_you_mean("update_natral", ["update_natural", "weight_norm"])
         "; did you mean 'update_natural'?"
+        >>> did_you_mean("every", ["drift_every", "every_n_steps"])
+        "; did you mean 'every_n_steps'?"
         >>> did_you_mean("lr", ["update_natural"])
         ''
     """
-    close = difflib.get_close_matches(str(name), list(valid), n=1, cutoff=cutoff)
+    given, known = str(name), list(valid)
+    longer = [one for one in known if len(given) >= BEGINNING and one.startswith(given)]
+    close = difflib.get_close_matches(given, longer, n=1, cutoff=0.0)
+    close = close or difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

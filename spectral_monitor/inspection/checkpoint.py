@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spectral_monitor.layers.linear_lookalikes import InputsFirst
+
 _INSIDE = ("state_dict", "model_state_dict", "model", "module", "weights")
 """Where a checkpoint keeps the weights."""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -78,6 +80,8 @@ def _found(held: Any) -> dict[str, Tensor]:
 def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
     """Return modules that hold the weights, of the kinds that names and shapes suggest; nothing is copied.
 
+    A matrix is (out, in), unless biases say that its inputs come first.
+
     Args:
         weights: by name.
         where: they are from, for an error.
@@ -101,7 +105,7 @@ def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
     }
     if not chosen:
         raise ValueError(f"no floating-point weights in {where}; {WHAT_TO_GIVE}")
-    root = nn.Module()
+    root, turned = nn.Module(), _inputs_first(chosen)
     shared: dict[tuple[Any, ...], nn.Parameter] = {}
     for name, value in chosen.items():
         *path, key = name.split(".")
@@ -109,8 +113,8 @@ def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
         for depth, part in enumerate(path):
             child = parent._modules.get(part)
             if child is None:
-                leaf = depth == len(path) - 1
-                child = _module(name, chosen.get(".".join([*path, "weight"]))) if leaf else nn.Module()
+                leaf, owner = depth == len(path) - 1, ".".join(path)
+                child = _module(owner, chosen.get(f"{owner}.weight"), turned.get(owner)) if leaf else nn.Module()
                 parent.add_module(part, child)
             parent = child
         place = (value.data_ptr(), tuple(value.shape), value.stride(), value.device, value.dtype)
@@ -121,13 +125,63 @@ def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
     return root
 
 
-def _module(name: str, weight: Tensor | None) -> nn.Module:
-    """Return an empty module of the kind that a weight looks like; its parameters are set later."""
+def _inputs_first(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the modules whose matrix is (in, out), as Hugging Face's GPT-2 has them, with the reason.
+
+    1. A bias is as long as the outputs: of a matrix with two different sides it tells which side they are.
+    2. A square matrix with a bias is like those in its parent, which all blocks share, if these agree.
+    3. A matrix without a bias is (out, in).
+    """
+    told: dict[str, bool] = {}
+    square: list[str] = []
+    for name, weight in weights.items():
+        owner, _, key = name.rpartition(".")
+        bias = weights.get(f"{owner}.bias")
+        if key != "weight" or weight.ndim != 2 or bias is None or bias.ndim != 1 or _is_table(owner):
+            continue
+        rows, columns = weight.shape
+        if rows == columns == len(bias):
+            square.append(owner)
+        elif len(bias) in (rows, columns):
+            told[owner] = len(bias) == columns
+    beside: dict[str, set[bool]] = {}
+    for owner, turned in told.items():
+        beside.setdefault(_parent(owner), set()).add(turned)
+    return {
+        **{owner: "inputs first, as its bias tells" for owner, turned in told.items() if turned},
+        **{owner: "inputs first, as biases beside it tell" for owner in square if beside.get(_parent(owner)) == {True}},
+    }
+
+
+def _parent(owner: str) -> str:
+    """Return the module that holds another one, without the numbers of blocks.
+
+    Example:
+        >>> _parent("transformer.h.11.attn.c_proj")
+        'transformer.h.attn'
+    """
+    return ".".join(part for part in owner.split(".")[:-1] if not part.isdecimal())
+
+
+def _is_table(owner: str) -> bool:
+    """Return whether a module's name is that of an embedding."""
+    return _TABLE.search(owner.rpartition(".")[2]) is not None
+
+
+def _module(owner: str, weight: Tensor | None, turned: str | None) -> nn.Module:
+    """Return an empty module of the kind that a weight looks like; its parameters are set later.
+
+    Args:
+        owner: its name.
+        weight: ``None`` where it has none.
+        turned: the reason why the weight is (in, out); ``None`` where it is not.
+    """
     module: nn.Module | None = None
     with torch.device("meta"):
-        if weight is not None and weight.ndim == 2:
-            table = _TABLE.search(name.rpartition(".")[0].rpartition(".")[2]) is not None
-            module = nn.Embedding(*weight.shape) if table else nn.Linear(weight.shape[1], weight.shape[0])
+        if turned is not None:
+            module = InputsFirst(turned)
+        elif weight is not None and weight.ndim == 2:
+            module = nn.Embedding(*weight.shape) if _is_table(owner) else nn.Linear(weight.shape[1], weight.shape[0])
         elif weight is not None and weight.ndim in _CONV:
             module = _CONV[weight.ndim](weight.shape[1], weight.shape[0], tuple(weight.shape[2:]))
     if module is None:

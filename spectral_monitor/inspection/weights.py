@@ -106,7 +106,7 @@ def inspect(
     Args:
         model: a module; or a ``state_dict``; or the path of a Lightning checkpoint, of a ``state_dict`` that
             ``torch.save`` has written, or of a ``.safetensors`` file. Without a module, roles are guessed from names
-            and shapes.
+            and shapes; a matrix is (out, in), unless a bias says that its inputs come first.
         roles: pattern -> role, where a guess is wrong.
 
     Raises:

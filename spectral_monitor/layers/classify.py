@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from spectral_monitor.layers.experts import experts_layout, is_experts_bias
 from spectral_monitor.layers.fused import ATTENTION, is_a, split_of
 from spectral_monitor.layers.layout import Kind, Layout
-from spectral_monitor.layers.linear_lookalikes import linear_layout
+from spectral_monitor.layers.linear_lookalikes import InputsFirst, linear_layout
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONV_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -113,10 +113,10 @@ def _split(guess: Guess, place: ModuleSlot | None) -> Guess:
         return guess
     if not split.fits(outputs):
         note = f"its name says {split.what}, but how its {outputs} outputs are shared out is not known: one block"
-        return replace(guess, note=note)
+        return replace(guess, note="; ".join(filter(None, (note, guess.note))))
     sizes = split.sizes if len(set(split.sizes)) > 1 else ()
     layout = replace(layout, blocks=len(split.sizes), sizes=sizes, repeats=split.repeats)
-    return replace(guess, layout=layout, note=split.note)
+    return replace(guess, layout=layout, note="; ".join(filter(None, (split.note, guess.note))))
 
 
 def _known_module(module: nn.Module, shape: tuple[int, ...]) -> Guess | None:
@@ -139,6 +139,8 @@ def _known_module(module: nn.Module, shape: tuple[int, ...]) -> Guess | None:
     # Hugging Face's Conv1D, a Linear with a transposed weight; known by name so that transformers is not imported.
     if is_a(module, "Conv1D") and hasattr(module, "nf") and len(shape) == 2:
         return Guess("", "operator", Layout("transposed", shape), module, no_features="")
+    if isinstance(module, InputsFirst):
+        return Guess("", "operator", Layout("transposed", shape), module, no_features="", note=module.reason)
     alike = linear_layout(module, shape)
     return None if alike is None else Guess("", "operator", alike, module, no_features="", doubted=True)
 

@@ -18,6 +18,15 @@ _OUTPUTS = re.compile(r"(^|_)(out|output|outputs)(_|$)")
 _TABLE = re.compile(r"embed|token|code", re.IGNORECASE)
 
 
+class InputsFirst(nn.Module):
+    """The place of a linear layer with a weight (in, out), of which there are only the parameters."""
+
+    def __init__(self, reason: str) -> None:
+        """``reason``: why the inputs are known to come first, for the role table."""
+        super().__init__()
+        self.reason = reason
+
+
 def linear_layout(module: nn.Module, shape: tuple[int, ...]) -> Layout | None:
     """Return how ``module.weight`` of this shape maps inputs to outputs; ``None`` if the module is no lookalike.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from scaling import Case, measure
 
 
-@pytest.mark.filterwarnings("ignore:no logger")
 def test_what_is_counted_on_one_process():
     found = measure(Case(1, "ddp", "light", 1, width=96, heads=4, context=8, batch=2, rounds=1))
     assert len(found["ratios"]) == 1

@@ -218,6 +218,19 @@ def test_wide_tables_and_pictures_do_not_widen_the_page(plain):
         assert plain.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_the_toolbar_is_not_over_titles_and_no_scroll_bar_comes_late(plain):
+    plain.set_viewport_size({"width": 1300, "height": 900})
+    plain.wait_for_timeout(300)
+    boxes = """name => [...document.querySelectorAll(`#overview-figure .${name}`)]
+        .map(part => part.getBoundingClientRect()).map(({left, right, top, bottom}) => [left, right, top, bottom])"""
+    ((left, _, _, bottom),) = plain.evaluate(boxes, "modebar")
+    titles = plain.evaluate(boxes, "annotation-text")
+    assert any(title[1] > left for title in titles), "below it"
+    assert min(title[2] for title in titles) >= bottom
+    # A figure that is drawn before the page has a scroll bar is as wide as the page without one.
+    assert plain.evaluate("getComputedStyle(document.documentElement).overflowY") == "scroll"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1920, 400, *(pytest.param(w, marks=pytest.mark.exhaustive) for w in (1300, 700))])
 def test_nothing_is_written_over_anything_else(width, page, tmp_path):

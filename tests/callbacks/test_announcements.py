@@ -56,13 +56,13 @@ def test_no_file_and_no_source_is_printed():
 def test_warnings_of_what_is_not_measured_show_no_file_either():
     code = (
         "import warnings\nfrom spectral_monitor.messages import WarnOnce\n"
-        "WarnOnce()('no logger: it is kept')\nwarnings.warn('x')"
+        "WarnOnce()('no room: it is kept')\nwarnings.warn('x')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stderr == "\n! no logger: it is kept\n<string>:4: UserWarning: x\n"
+    assert done.stderr == "\n! no room: it is kept\n<string>:4: UserWarning: x\n"
     strict = [sys.executable, "-W", "error::UserWarning", "-c", code]
     done = subprocess.run(strict, capture_output=True, text=True, timeout=120)
-    assert "SpectralMonitorWarning: no logger: it is kept" in done.stderr
+    assert "SpectralMonitorWarning: no room: it is kept" in done.stderr
 
 
 def test_the_format_of_other_warnings_is_put_back():

@@ -44,7 +44,6 @@ def trained(tmp_path, *callbacks, every=2):
     return trainer, monitor
 
 
-@pytest.mark.filterwarnings("ignore:no logger")
 def test_they_are_those_of_the_latest_measurement(tmp_path):
     trainer, monitor = trained(tmp_path)
     found, latest = trainer.callback_metrics, monitor.latest
@@ -55,7 +54,6 @@ def test_they_are_those_of_the_latest_measurement(tmp_path):
     assert "val_loss" in found
 
 
-@pytest.mark.filterwarnings("ignore:no logger")
 def test_checkpoints_and_early_stopping_can_go_by_them(tmp_path):
     best = ModelCheckpoint(tmp_path, monitor="spectral_feature_change/all/highest", save_top_k=1)
     stop = EarlyStopping("spectral/summary/violations", stopping_threshold=1.0, mode="min", check_finite=False)
@@ -64,7 +62,7 @@ def test_checkpoints_and_early_stopping_can_go_by_them(tmp_path):
     assert trainer.current_epoch == 1, "0 violations is below the threshold at the end of the first epoch"
 
 
-@pytest.mark.filterwarnings("ignore:no logger", "ignore:Early stopping conditioned")
+@pytest.mark.filterwarnings("ignore:Early stopping conditioned")
 def test_early_stopping_before_the_first_measurement_needs_to_be_lenient(tmp_path):
     with pytest.raises(RuntimeError, match="spectral/summary/violations` which is not available"):
         trained(tmp_path, EarlyStopping("spectral/summary/violations"), every=10)

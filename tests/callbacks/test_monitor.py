@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import logging
 import math
 import pickle
 import warnings
@@ -172,22 +173,16 @@ def test_steps_are_those_the_optimizer_took(accumulate, batches, every):
         assert m.value("update_norm", "net.0") == pytest.approx(torch.linalg.matrix_norm(update, 2).item(), rel=0.02)
 
 
-def test_no_logger_is_said_once():
-    monitor = SpectralMonitor(every_n_steps=1)
-    with pytest.warns(SpectralMonitorWarning, match="no logger") as caught:
-        fit(monitor, logger=False)
-    assert len([w for w in caught if w.category is SpectralMonitorWarning]) == 1
-    fit(monitor, logger=False)  # a warning would be an error here
-    assert len(monitor.measurements) == 12
-
-
-def test_no_logger_is_not_said_where_nothing_is():
-    monitor = SpectralMonitor(every_n_steps=1, verbose=0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(monitor, logger=False)
-    assert not [w for w in caught if w.category is SpectralMonitorWarning]
-    assert monitor.measurements
+@pytest.mark.parametrize(("verbose", "logger", "lines"), [(1, False, 1), (0, False, 0), (1, None, 0)])
+def test_no_logger_is_a_line_of_the_start(verbose, logger, lines, caplog):
+    """And no warning, which would be an error here: a trainer has no logger because somebody wants none."""
+    monitor = SpectralMonitor(every_n_steps=1, verbose=verbose)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.spectral_monitor"):
+        fit(monitor, logger=logger)
+    said = [" ".join(record.getMessage().split()) for record in caplog.records]
+    kept = "spectral monitor: no logger: measurements are kept in monitor.measurements and the last one is printed"
+    assert said.count(kept) == lines
+    assert len(monitor.measurements) == 6
 
 
 class Broken(RecordingLogger):

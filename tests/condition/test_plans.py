@@ -144,7 +144,7 @@ def said(module, data=None, condition=None, cause="warmup_too_long", **options):
     return [v.sentence for v in monitor.measurements[0].verdicts if v.cause == cause]
 
 
-quiet = pytest.mark.filterwarnings("ignore:no logger", "ignore:Detected call of", "ignore:.*`lr_scheduler.step")
+quiet = pytest.mark.filterwarnings("ignore:Detected call of", "ignore:.*`lr_scheduler.step")
 
 
 @quiet

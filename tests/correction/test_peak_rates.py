@@ -62,9 +62,6 @@ def sizes(corrector):
     return {found.step: found.values["update_natural"].tolist() for found in corrector.measurements}
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:no logger")
-
-
 @pytest.mark.parametrize("make", [lambda m, o: schedules.LambdaLR(o, m.by_the_module)], ids=["Noam"])
 def test_a_schedule_that_returns_learning_rates_counts_by_its_shape(make):
     peak = max(map(noam, range(STEPS)))

@@ -449,7 +449,6 @@ def edges(corrector):
     return {found.step: found.summary["edge"] for found in corrector.measurements if "edge" in found.summary}
 
 
-@pytest.mark.filterwarnings("ignore:no logger")
 def test_lightning_runs_the_training_step_again_without_a_trace(caplog):
     log = logging.getLogger("lightning.pytorch.spectral_monitor")
     caplog.set_level("INFO", log.name)
@@ -468,7 +467,6 @@ def test_lightning_runs_the_training_step_again_without_a_trace(caplog):
     assert "they are shortened to 0." in said
 
 
-@pytest.mark.filterwarnings("ignore:no logger")
 def test_a_run_goes_on_bit_for_bit_with_steps_that_were_shortened(tmp_path):
     kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=30, save_top_k=-1)
     whole, _ = lightning(siren(), 60, others=[kept])
@@ -492,7 +490,6 @@ class Weights(pl.Callback):
         self.pairs.append((self.before, copy.deepcopy(pl_module.network.state_dict())))
 
 
-@pytest.mark.filterwarnings("ignore:no logger")
 @pytest.mark.parametrize("how", ["bf16-mixed", "compiled"])
 def test_what_is_rounded_is_looked_at_precisely(how):
     network, weights = siren(), Weights()
@@ -510,7 +507,6 @@ def test_what_is_rounded_is_looked_at_precisely(how):
         assert not math.isnan(found.summary["edge"])
 
 
-@pytest.mark.filterwarnings("ignore:no logger")
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_of_accumulated_gradients_the_loss_of_all_micro_batches_counts(clip):
     weights, oracle = Weights(), siren().double()
@@ -533,7 +529,6 @@ def test_of_accumulated_gradients_the_loss_of_all_micro_batches_counts(clip):
         assert found.summary["edge"] == pytest.approx(2 * (1 - change / predicted), abs=0.01)
 
 
-@pytest.mark.filterwarnings("ignore:no logger")
 def test_why_an_edge_is_not_known_is_said():
     _, corrector = lightning(siren(), steps=11, accumulate_grad_batches=3)
     latest = corrector.measurements[-1]

@@ -20,6 +20,7 @@ from spectral_monitor.reporting import JSONLinesSink
 from spectral_monitor.reporting.content.panels import PANELS
 from spectral_monitor.reporting.html.report import report, write_report
 from spectral_monitor.reporting.logged_run import read_run
+from spectral_monitor.reporting.text.table import number
 from tests.reporting import gpt
 
 pytest.importorskip("plotly")
@@ -184,6 +185,25 @@ def test_curves_are_the_measured_values_of_matrices():
                 assert lines[name]["y"] == [10 * row, 20 * row, 30 * row]
         assert panel.question in page.text
         assert panel.reading in page.text
+
+
+def test_the_text_of_a_chart_begins_with_a_word():
+    assert not [panel.question for panel in PANELS if not panel.reading[0].isalpha()]
+
+
+def test_the_number_of_the_furthest_layer_is_that_of_the_table():
+    """The summary's ratio is over the median of all layers: two numbers for one layer are one too many."""
+    last = RUN[-1]
+    sizes = torch.tensor([last.value("update_natural", name) for name in NAMES])
+    bands = torch.tensor([[0.1, 1.0, 1.0], [0.1, 1.0, 2.0], [0.1, 1.0, 0.25], [0.1, 1.0, 1.0], [0.1, 1.0, 1.0]])
+    ratios = sizes / bands[: len(NAMES), 2]
+    far = int(ratios.log().abs().argmax())
+    summary = {**last.summary, "worst_layer_ratio": 31.4}
+    page = page_of(*RUN[:-1], replace(last, summary=summary, bands={"update_natural": bands}))
+    assert f"furthest from typical: {NAMES[far]}, {number(ratios[far].item())} vs. typical" in page.text
+    assert "31.4" not in page.text
+    unknown = replace(last, values={k: v * math.nan for k, v in last.values.items() if k == "update_natural"})
+    assert "furthest from typical" not in page_of(replace(unknown, values={**last.values, **unknown.values})).text
 
 
 def test_where_no_loss_was_logged_that_of_measured_steps_is_drawn():

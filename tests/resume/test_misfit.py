@@ -41,6 +41,20 @@ def test_a_checkpoint_without_it(tmp_path):
     assert_drift_is_from(weights_in(tmp_path / "last.ckpt"), watch, module)
 
 
+def test_without_a_checkpoint_none_is_spoken_of():
+    """A trainer counts on when it fits again, be it another model."""
+    watch = monitor()
+    trainer = fit(watch)
+    trainer.fit_loop.max_epochs = 2
+    again = Keeps()
+    with pytest.warns(SpectralMonitorWarning) as caught:
+        trainer.fit(again, zoo.loader())
+    why = "this monitor has seen no step of this model"
+    assert said(caught) == [f"training goes on at step 6: drift is counted from here ({why})"]
+    expected = drift(again.first[watch.latest.step - EPOCH], again.first[0])
+    assert watch.latest.value("drift_fro_ratio", "net.0") == pytest.approx(expected, rel=1e-4)
+
+
 def test_its_checkpoint_without_it(tmp_path):
     _, path = saved(tmp_path)
     assert zoo.fit(zoo.Classifier(), zoo.loader(), [], recording(), ckpt_path=path, max_epochs=2).global_step == 12

@@ -8,11 +8,12 @@ import pickle
 
 import pytest
 
-from spectral_monitor import LRCorrection, SpectralCondition
+from spectral_monitor import LRCorrection, SpectralCondition, SpectralMonitor
 
 CALLS = {
     "expected": (lambda: SpectralCondition(expect={"head": 10}), "SpectralCondition has no argument 'expect'"),
     "size": (lambda: LRCorrection(sizes=1 / 8), "LRCorrection has no argument 'sizes'"),
+    "every_n_steps": (lambda: SpectralMonitor(every=5), "SpectralMonitor has no argument 'every'"),
 }
 
 

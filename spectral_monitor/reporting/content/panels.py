@@ -65,9 +65,9 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         questions.LAZINESS,
         "linearity",
-        "0: the outputs are where the network linearized at the start has them, so it is lazy. Of order 1: it learns "
-        "features. The kernel is the outputs' similarity between samples. If it is like that of the start after a few "
-        "hundred steps, raise the learning rates of hidden layers.",
+        "At 0 the outputs are where the network linearized at the start has them, so it is lazy. Of order 1: it "
+        "learns features. The kernel is the outputs' similarity between samples. If it is like that of the start "
+        "after a few hundred steps, raise the learning rates of hidden layers.",
         ("linearity",),
         roles=MATRICES | {NODE},
     ),
@@ -81,17 +81,17 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         questions.DECAY,
         "equilibrium",
-        "1: weight decay and updates are in balance, and the learning rate times the decay sets how fast a layer "
-        "turns. Below 1 long after the start: it turns more slowly than that. Above 1: gradients agree for many steps. "
-        "A decay share near 1: the layer gets hardly any gradient.",
+        "At 1 weight decay and updates are in balance, and the learning rate times the decay sets how fast a layer "
+        "turns. Below 1 long after the start: it turns more slowly than that. Above 1: gradients agree for many "
+        "steps. A decay share near 1: the layer gets hardly any gradient.",
         ("equilibrium_steps",),
     ),
     Panel(
         questions.ALIGNMENT,
         "alignment",
-        "1: the layer's inputs lie where its weight amplifies most; the output layer gets there after a while. Random "
-        "weights give about 1/sqrt(width) (0.04 at width 512). An output layer that stays there learns nothing from "
-        "its features.",
+        "At 1 the layer's inputs lie where its weight amplifies most; the output layer gets there after a while. "
+        "Random weights give about 1/sqrt(width) (0.04 at width 512). An output layer that stays there learns nothing "
+        "from its features.",
         ("final_layer_alignment",),
         by_summary=True,
     ),
@@ -105,7 +105,7 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         questions.DIRECTIONS,
         "bfa_cos",
-        "1 = outputs move straight downhill, 0 = sideways, below 0 = uphill. Real networks: 0.01 to 0.3. A layer that "
+        "At 1 outputs move straight downhill, at 0 sideways, below 0 uphill. Real networks: 0.01 to 0.3. A layer that "
         "stays below 0 works against the loss: look for a wrong sign, stale gradients or far too much momentum.",
         ("contribution_spread", "readout_share", "loss_change", "loss_change_predicted", "edge"),
         roles=MATRICES | {NODE},
@@ -121,9 +121,9 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         questions.STATE,
         "adam_rms",
-        "1: gradients are as large as Adam expects them. Above 2 its second moment is out of date, and a spike of the "
-        "loss may follow: lower beta2 or clip. Entries that eps holds back do not learn at the rate you set: make eps "
-        "smaller. Outputs without a gradient are dead.",
+        "At 1 gradients are as large as Adam expects them. Above 2 its second moment is out of date, and a spike of "
+        "the loss may follow: lower beta2 or clip. Entries that eps holds back do not learn at the rate you set: make "
+        "eps smaller. Outputs without a gradient are dead.",
     ),
     Panel(
         questions.ATTENTION,

@@ -35,6 +35,8 @@ ROW, ROOM = 26, (170, 580)
 """Height of a layer while there is room, and of all of them at least and at most, in pixels."""
 LINE = 15
 """Room for a name."""
+TOP = 75
+"""Room above the pictures: for plotly's toolbar, and below it for titles of two lines."""
 REACH = 12.0
 """Powers of two around 1 that are told apart."""
 Figure = dict[str, Any]
@@ -90,8 +92,8 @@ def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Fig
     names = [now.layers[i].name for i in rows]
     ticks, short = named([name in outside for name in names], room // LINE), labels(now)
     layout: Figure = {
-        "height": room + 133,
-        "margin": {"l": 10, "r": 10, "t": 55, "b": 78},
+        "height": room + TOP + 78,
+        "margin": {"l": 10, "r": 10, "t": TOP, "b": 78},
         "showlegend": False,
         "annotations": [],
         "shapes": [],

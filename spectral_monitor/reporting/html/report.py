@@ -13,7 +13,7 @@ from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import following, headline, headlines, some
 from spectral_monitor.reporting.content.panels import PANELS, Panel
 from spectral_monitor.reporting.content.tally import is_judged, named_by, tally
-from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend
+from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend, vs_typical
 from spectral_monitor.reporting.files.run_facts import RunFacts
 from spectral_monitor.reporting.files.runs import settle
 from spectral_monitor.reporting.html.curves import FEW, LINES, curves, depth_colours
@@ -40,6 +40,8 @@ FOLDED = 44
 MAX_NAMES = 5
 """Layers that the answer names; the table below it has all."""
 _IN_TABLE_OF_VERDICTS = ("should be", "what")
+_OVER_MEDIAN = "worst_layer_ratio"
+"""Left out: it is over the median of all layers, the page compares each with what is typical of its kind."""
 
 
 def write_report(
@@ -111,7 +113,7 @@ def report(
             missing += [] if panel.by_name else [panel.question]
             continue
         figures[f"panel-{place}"], steps = figure, {**steps, **known}
-        sections.append(_panel(panel, f"panel-{place}", summary))
+        sections.append(_panel(panel, f"panel-{place}", summary, now))
         chapters.append((f"question-{place}", panel.question))
     if missing:
         sections.append(f"<section><p>Not measured: {escaped(' '.join(missing))}</p></section>")
@@ -248,9 +250,11 @@ def _key(now: Measurement) -> str:
     )
 
 
-def _panel(panel: Panel, name: str, summary: Mapping[str, float]) -> str:
-    known = [(key, summary[key]) for key in panel.summaries if math.isfinite(summary.get(key, math.nan))]
-    words = [f"{key.replace('_', ' ')} {int(x) if x.is_integer() else number(x)}" for key, x in known]
+def _panel(panel: Panel, name: str, summary: Mapping[str, float], now: Measurement) -> str:
+    keys = [key for key in panel.summaries if key != _OVER_MEDIAN]
+    known = [(key, summary[key]) for key in keys if math.isfinite(summary.get(key, math.nan))]
+    words = _furthest(now) if _OVER_MEDIAN in panel.summaries else []
+    words += [f"{key.replace('_', ' ')} {int(x) if x.is_integer() else number(x)}" for key, x in known]
     facts = " ".join(f"<span>{escaped(text)}</span>" for text in words)
     return (
         f'<section id="question-{name.removeprefix("panel-")}"><h2>{escaped(panel.question)}</h2>\n'
@@ -259,6 +263,16 @@ def _panel(panel: Panel, name: str, summary: Mapping[str, float]) -> str:
         + _drawing(name, f"{panel.question} {panel.reading}")
         + "</section>"
     )
+
+
+def _furthest(now: Measurement) -> list[str]:
+    """Return the layer that is furthest from typical, with the number that the table has; nothing if none is known."""
+    ratios = zip(vs_typical(now), now.layers, strict=True)
+    matrices = [(ratio, info.name) for ratio, info in ratios if info.is_matrix and 0 < ratio < math.inf]
+    if not matrices:
+        return []
+    ratio, name = max(matrices, key=lambda found: abs(math.log(found[0])))
+    return [f"furthest from typical: {name}, {number(ratio)} {VS_TYPICAL}"]
 
 
 def _layers(now: Measurement) -> tuple[list[str], str]:
