@@ -211,6 +211,9 @@ def test_what_was_decided_is_a_sentence():
         "the peak learning rate (0.001 to 0.002) counts as size 0.125: a step then changes a layer's outputs by "
         "about 12 %; the schedule keeps its shape"
     )
+    assert decided(LRCorrection(), lambda optimizer: [group.update(lr=0.0) for group in optimizer.param_groups]) == (
+        "every learning rate is 0: nothing is corrected until one is set"
+    )
     assert decided(LRCorrection(size="lr")) == decided(LRCorrection("balance")) == ""
 
 
