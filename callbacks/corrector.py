@@ -102,14 +102,17 @@ class SpectralLRCorrector(SpectralMonitor):
         Raises:
             RuntimeError: nothing was trained yet.
         """
-        if self._supervisor is not None:
-            self._code = self._supervisor.param_groups_code()
+        self._write_code()
         if not self._code:
             raise RuntimeError("no learning rates were found yet: train with this callback first")
         return self._code
 
+    def _write_code(self) -> None:
+        """Write the learning rates down, once there are some: before the first measurement they are guesses."""
+        if self._supervisor is not None and self._engine is not None and self._engine.measured > 0:
+            self._code = self._supervisor.param_groups_code()
+
     def _stop(self, module: pl.LightningModule) -> None:
-        if self._supervisor is not None:
-            with self._said("learning rates were not written down as code"):
-                self._code = self._supervisor.param_groups_code()
+        with self._said("learning rates were not written down as code"):
+            self._write_code()
         super()._stop(module)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,10 +17,17 @@ _OWN = frozenset({"params", "lr", "name", "param_names", "parameter_names", *NAM
 _CYCLED = frozenset({"momentum", "betas", "max_momentum", "base_momentum"})
 """What schedules that name a ``max_momentum`` note, or move up and down."""
 
-WARM_UP = (
-    "# Training from scratch, reach these rates as the correction did, by a warm-up like this one:",
-    "# torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=32)",
-)
+BEGIN = """\
+# Training from scratch, begin at a tenth of these rates, about as the correction did.
+# This method of the module does so under any scheduler:
+# def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
+#     rates = [group["lr"] for group in optimizer.param_groups]
+#     for group in optimizer.param_groups:
+#         group["lr"] = group["lr"] * (0.1 if self.trainer.global_step < 48 else 1.0)
+#     super().optimizer_step(epoch, batch_idx, optimizer, closure)
+#     for group, rate in zip(optimizer.param_groups, rates):
+#         group["lr"] = rate"""
+ONE_CYCLE = '# OneCycleLR overwrites the rates: give it max_lr=[group["lr"] for group in optimizer.param_groups]'
 
 
 def param_groups_code(
@@ -37,6 +45,7 @@ def param_groups_code(
         >>> net = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.AdamW(net.parameters(), lr=0.001, weight_decay=0.1)
         >>> print(param_groups_code(net.named_parameters(), [optimizer], {net.weight: 0.004, net.bias: 0.0005}))
+        import torch
         named = dict(self.named_parameters())
         groups = [
             {"params": ["weight"], "lr": 0.004},
@@ -46,15 +55,21 @@ def param_groups_code(
             [{**group, "params": [named[name] for name in group["params"]]} for group in groups],
             weight_decay=0.1,
         )
-        # Training from scratch, reach these rates as the correction did, by a warm-up like this one:
-        # torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=32)
+        # Training from scratch, begin at a tenth of these rates, about as the correction did.
+        # This method of the module does so under any scheduler:
+        # def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
+        #     rates = [group["lr"] for group in optimizer.param_groups]
+        #     for group in optimizer.param_groups:
+        #         group["lr"] = group["lr"] * (0.1 if self.trainer.global_step < 48 else 1.0)
+        #     super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        #     for group, rate in zip(optimizer.param_groups, rates):
+        #         group["lr"] = rate
     """
     known = {parameter: name for name, parameter in names}
-    lines = ["named = dict(self.named_parameters())"]
+    imported, lines = {"torch": "import torch"}, ["named = dict(self.named_parameters())"]
     for number, optimizer in enumerate(optimizers):
         suffix = f"_{number}" if len(optimizers) > 1 else ""
-        kind = type(optimizer)
-        module = "torch.optim" if kind.__module__.startswith("torch.optim") else kind.__module__
+        kind = _class(type(optimizer), imported, suffix)
         lines += [f"groups{suffix} = ["]
         for group in optimizer.param_groups:
             left = _OWN | _CYCLED if "max_momentum" in group else _OWN
@@ -65,12 +80,31 @@ def param_groups_code(
                 lines.append(f"    {{{cells}}},")
         lines += [
             "]",
-            f"optimizer{suffix} = {module}.{kind.__name__}(",
+            f"optimizer{suffix} = {kind}(",
             f'    [{{**group, "params": [named[name] for name in group["params"]]}} for group in groups{suffix}],',
             *(f"    {key}={_code(value)}," for key, value in _given(optimizer).items()),
             ")",
         ]
-    return "\n".join([*lines, *WARM_UP])
+    if any("max_lr" in group for optimizer in optimizers for group in optimizer.param_groups):
+        lines.append(ONE_CYCLE)
+    return "\n".join([*imported.values(), *lines, BEGIN])
+
+
+def _class(kind: type[Optimizer], imported: dict[str, str], suffix: str) -> str:
+    """Return what a class is called in the code, and note what has to be imported for that: name -> import.
+
+    A class of the script that runs, or of a function, cannot be imported: it is called as it is there.
+    """
+    if getattr(torch.optim, kind.__name__, None) is kind:
+        return f"torch.optim.{kind.__name__}"
+    outer, *inner = kind.__qualname__.split(".")
+    if kind.__module__ == "__main__" or "<locals>" in inner:
+        return kind.__qualname__.rpartition("<locals>.")[2]
+    line = f"from {kind.__module__} import {outer}"
+    if imported.setdefault(outer, line) != line:  # another package has a class of the same name
+        line, outer = f"{line} as {outer}{suffix}", f"{outer}{suffix}"
+        imported[outer] = line
+    return ".".join([outer, *inner])
 
 
 def _by_rate(

@@ -101,7 +101,9 @@ class Peaks:
         """Return, in a sentence, what learning rates mean where their peak counts as steps of a size."""
         peaks = [self.see(group) for group in groups if group["params"]]
         rates = [peak.highest for peak in peaks if peak.highest > 0]
-        some = " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)})) if rates else "unknown"
+        if not rates:
+            return "every learning rate is 0: nothing is corrected until one is set"
+        some = " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)}))
         scheduled = any(peak.scheduled for peak in peaks)
         size = size if scheduled else size * CONSTANT
         return (

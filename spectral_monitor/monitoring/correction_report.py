@@ -15,6 +15,10 @@ TOLD = 1.5
 """Factor on a matrix's learning rate, either way, from which a correction says so in a line."""
 BLIND = 3
 """Looks at the loss that saw nothing, after which that is said."""
+TOO_SMALL = "see whether gradients reach all entries of these weights, and are larger than the optimizer's eps"
+TOO_LARGE = "see what makes the gradients of these layers so large, and clip them"
+FURTHER = "wider limits=(low, high) let the correction go further"
+"""What to do where learning rates are held at the limit of a correction."""
 GIVEN_UP = "the loss does not follow its gradients, however short steps are (a straight-through estimator, say)"
 
 
@@ -50,7 +54,8 @@ class CorrectionReport:
         if self._blind != BLIND:
             return ""
         self._blind = -1
-        return f"steps that go too far are not noticed: {measurement.why('edge', SUMMARY)}"
+        why = measurement.why("edge", SUMMARY)
+        return f"steps that go too far are not noticed: {why}; learning rates are corrected all the same"
 
     def _length(self, measurement: Measurement) -> str:
         """Return what became of the length of steps since that was said last; empty if it is much the same."""
@@ -73,20 +78,22 @@ class CorrectionReport:
 
 
 def _most(changes: Sequence[Change], measurement: Measurement) -> str:
-    """Return what was corrected most, and how many were."""
+    """Return how many learning rates were corrected, and the largest of the changes."""
     most = max(changes, key=lambda change: change.factor)
-    count = f"{len(changes)} learning rates corrected, most " if len(changes) > 1 else ""
-    return (
-        f"{count}{names_in(measurement, [most.layer])}: x {most.after:.3g} (was x {most.before:.3g}), for "
-        f"{most.quantity} is {most.observed:.2g} and should be {most.wanted:.2g}"
-    )
+    name, count = names_in(measurement, [most.layer]), len(changes)
+    begin = f"{count} learning rates corrected; the largest change: {name}" if count > 1 else f"{name}: learning rate"
+    return f"{begin} x {most.before:.3g} -> x {most.after:.3g} ({_sizes(most)})"
+
+
+def _sizes(change: Change) -> str:
+    return f"{change.quantity} is {change.observed:.2g}, should be {change.wanted:.2g}"
 
 
 def held(changes: Sequence[Change], measurement: Measurement) -> str:
-    """Return whose learning rates are as far from the user's as a correction may take them."""
+    """Return whose learning rates are as far from the user's as a correction may take them, and what to do."""
     change = changes[0]
+    names = names_in(measurement, [each.layer for each in changes])
     return (
-        f"{names_in(measurement, [each.layer for each in changes])}: learning rates are held at the limit of the "
-        f"correction (x {change.after:.3g}); {change.quantity} is "
-        f"{change.observed:.2g} and should be {change.wanted:.2g}: look at these layers' gradients and settings"
+        f"{names}: learning rates are held at the limit of the correction (x {change.after:.3g}), though "
+        f"{_sizes(change)}: {TOO_SMALL if change.observed < change.wanted else TOO_LARGE}; {FURTHER}"
     )

@@ -145,7 +145,9 @@ def test_correct_repairs_and_says_what_it_did(caplog):
     assert corrector.latest.verdicts == ()
     lines = [" ".join(r.getMessage().split()) for r in caplog.records if FAULTY in r.getMessage()]
     assert lines
-    assert all(text in lines[0] for text in ("step ", "(was x ", "update_natural", "should be"))
+    assert all(
+        text in lines[0] for text in ("step ", ": learning rate x ", " -> x ", "(update_natural is ", ", should be ")
+    )
     assert max(len(line) for r in caplog.records for line in r.getMessage().splitlines() if "x " in line) < 80
     shown = [
         metrics[f"spectral_lr_multiplier/{FAULTY}"]

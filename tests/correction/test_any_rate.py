@@ -243,12 +243,18 @@ def test_radams_own_warmup_is_no_reason_for_larger_rates():
         assert found["radam"][layer] == pytest.approx(value, rel=0.5), layer
 
 
-@pytest.mark.parametrize(("rates", "said"), [((0.0, 1e-3), "(0.001)"), ((0.0, 0.0), "(unknown)")])
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ((0.0, 1e-3), "learning rate (0.001) counts as"),
+        ((0.0, 0.0), "every learning rate is 0: nothing is corrected until one is set"),
+    ],
+)
 def test_rates_of_zero_are_not_told(rates, said):
     network = perceptron()
     groups = [{"params": [p], "lr": rates[p.ndim > 1]} for p in network.parameters()]
     decision = Corrector(LRCorrection(), dissect(network).layers, [torch.optim.Adam(groups, lr=1e-3)]).decision
-    assert f"learning rate {said} counts as" in decision
+    assert said in decision
 
 
 @pytest.mark.few(1)

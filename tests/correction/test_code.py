@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+import sys
+import types
+from textwrap import indent
 
 import pytest
 import torch
@@ -10,13 +14,14 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
 from spectral_monitor.correction.param_groups_code import param_groups_code
+from tests.callbacks.test_modes import Net, fit
 from tests.correction.test_any_rate import run, warmup
 from tests.correction.test_corrector import batch, perceptron
 
 
 def made(code, network):
     """The optimizers that the code makes in a module's method."""
-    names = {"self": network, "torch": torch}
+    names = {"self": network}
     exec(code, names)
     return [value for key, value in sorted(names.items()) if key.startswith("optimizer")]
 
@@ -151,7 +156,57 @@ def test_what_a_schedule_moves_up_and_down_is_not_taken_over(kind):
 def test_it_makes_no_second_optimizer_to_know_what_was_given():
     network = perceptron()
     probe, _ = run(lambda net: Picky([{"params": list(net.parameters())}], "yes"), network=network, steps=3)
-    assert '    strict="yes",\n)' in probe.param_groups_code()
+    code = probe.param_groups_code()
+    assert '    strict="yes",\n)' in code
+    assert code.startswith(f"import torch\nfrom {__name__} import Picky\nnamed = ")
+    assert [type(optimizer) for optimizer in made(code, network)] == [Picky]
+
+
+class Outer:
+    """Holds a class of optimizers."""
+
+    class Inner(torch.optim.SGD):
+        """Nothing but another name."""
+
+
+def of_module(name, kind):
+    """A class of optimizers in a module of its own, as those of other packages are."""
+    module = sys.modules[name] = types.ModuleType(name)
+    module.Theirs = type("Theirs", (kind,), {"__module__": name})
+    return module.Theirs
+
+
+@pytest.fixture
+def theirs(monkeypatch):
+    for name in ("their_package", "other_package"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield [of_module("their_package", torch.optim.SGD), of_module("other_package", torch.optim.Adam)]
+    for name in ("their_package", "other_package"):
+        del sys.modules[name]
+
+
+def test_optimizers_of_other_packages_are_imported(theirs):
+    network = perceptron()
+    kinds = [theirs[0], theirs[1], Outer.Inner, torch.optim.Adam, theirs[0]]
+    optimizers = [kind([p], lr=0.1) for kind, p in zip(kinds, list(network.parameters())[: len(kinds)], strict=True)]
+    code = param_groups_code(network.named_parameters(), optimizers, {})
+    assert [type(optimizer) for optimizer in made(code, network)] == kinds
+    alone = param_groups_code(network.named_parameters(), optimizers[:1], {})
+    assert alone.startswith("import torch\nfrom their_package import Theirs\nnamed = ")
+    assert "\noptimizer = Theirs(\n" in alone
+
+
+def test_an_optimizer_of_the_script_or_of_a_function_is_called_as_there():
+    class Local(torch.optim.SGD):
+        """Cannot be imported."""
+
+    network = perceptron()
+    mine = type("Mine", (torch.optim.SGD,), {"__module__": "__main__"})
+    for kind in (Local, mine):
+        code = param_groups_code(network.named_parameters(), [kind(network.parameters(), lr=0.1)], {})
+        names = {"self": network, kind.__name__: kind}
+        exec(code, names)
+        assert type(names["optimizer"]) is kind
 
 
 def test_what_is_not_corrected_keeps_its_rate():
@@ -165,3 +220,84 @@ def test_what_is_not_corrected_keeps_its_rate():
 def test_a_corrector_without_a_fit_has_none():
     with pytest.raises(RuntimeError, match="train with this callback first"):
         SpectralLRCorrector().param_groups_code()
+
+
+def commented(code):
+    """The method in the comment behind the code."""
+    lines = [line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")]
+    return "\n".join(lines[lines.index(next(line for line in lines if line.startswith("def "))) :])
+
+
+def stepped_with(scheduler, method="", steps=52):
+    """Learning rates of both groups in each step, and those the groups have when it is done."""
+    names, inside, outside = {"Net": Net}, [], []
+    exec(f"class Begins(Net):\n{indent(method or 'pass', '    ')}", names)
+    module = names["Begins"](factor=0.5)
+
+    def configure_optimizers():
+        optimizer = Net.configure_optimizers(module)["optimizer"]
+        optimizer.register_step_pre_hook(lambda o, *_: inside.append([group["lr"] for group in o.param_groups]))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler(optimizer), "interval": "step"}}
+
+    module.configure_optimizers = configure_optimizers
+    module.on_train_batch_end = lambda *_: outside.append(
+        [group["lr"] for group in module.optimizers().optimizer.param_groups]
+    )
+    fit(module, steps=steps)
+    return torch.tensor(inside), torch.tensor(outside)
+
+
+schedulers = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: math.cos(step / 60) * min(1, (step + 1) / 9)),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, [group["lr"] for group in o.param_groups], total_steps=60),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 60),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 20),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=10), schedulers.CosineAnnealingLR(o, 50)], [10]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_method_begins_at_a_tenth_under_any_scheduler(name):
+    network = perceptron()
+    method = commented(param_groups_code(network.named_parameters(), [torch.optim.Adam(network.parameters())], {}))
+    alone, after = stepped_with(SCHEDULERS[name])
+    slow, kept = stepped_with(SCHEDULERS[name], method)
+    part = torch.where(torch.arange(52) < 48, 0.1, 1.0)[:, None]
+    torch.testing.assert_close(slow, part * alone)
+    assert torch.equal(kept, after), "schedulers and checkpoints do not see it"
+
+
+def test_one_cycle_takes_the_rates_as_the_code_says():
+    network = perceptron()
+    groups = [{"params": [p], "lr": 0.1 * (k + 1)} for k, p in enumerate(network.parameters())]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    assert "OneCycleLR" not in param_groups_code(network.named_parameters(), [optimizer], {})
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    rates_found = {p: 0.01 * (k + 1) for k, p in enumerate(network.parameters())}
+    code = param_groups_code(network.named_parameters(), [optimizer], rates_found)
+    (own,) = made(code, network)
+    given = re.search(r"^# OneCycleLR .*max_lr=(.*)$", code, re.M).group(1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(own, eval(given, {"optimizer": own}), total_steps=21, pct_start=0.5)
+    for _ in range(10):
+        own.step()
+        scheduler.step()
+    assert rates([own]) == pytest.approx(rates_found, rel=0.01)
+
+
+@pytest.mark.parametrize("nothing", [{"max_epochs": 0}, {"limit_train_batches": 0, "max_epochs": 1}])
+def test_a_fit_without_a_step_finds_none(nothing):
+    corrector = SpectralLRCorrector()
+    fit(Net(), corrector, **nothing)
+    with pytest.raises(RuntimeError, match="train with this callback first"):
+        corrector.param_groups_code()
+
+
+def test_a_later_fit_without_a_step_keeps_what_was_found():
+    corrector = SpectralLRCorrector()
+    fit(Net(), corrector, steps=3)
+    found = corrector.param_groups_code()
+    fit(Net(), corrector, max_epochs=0)
+    assert corrector.param_groups_code() == found

@@ -12,10 +12,12 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, Measurement, SpectralCondition, SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.condition import save_profile
+from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.corrector import Corrector
 from spectral_monitor.correction.policies import GROWTH, LEAST, MOST, PIXELS, SHARES
 from spectral_monitor.correction.wanted import TRIAL
 from spectral_monitor.layers import dissect
+from spectral_monitor.monitoring.correction_report import CorrectionReport, held
 from spectral_monitor.parametrization.tying import units
 
 LR = 0.05
@@ -201,10 +203,33 @@ def test_limits_hold():
     only[3, 5] = 1.0
     network[2].weight.register_hook(lambda grad: grad * only)
     high = 2.0 * share(network, "2", "operator") / math.sqrt(96)
-    with pytest.warns(SpectralMonitorWarning, match=r"2: learning rates are held at the limit .* should be") as caught:
+    text = r"2: learning rates are held at the limit .*, should be .*: see whether gradients reach .*; wider limits="
+    with pytest.warns(SpectralMonitorWarning, match=text) as caught:
         train(network, optimizer, probe, 30)
     assert len(caught) == 1
     assert probe.multipliers["2"] == pytest.approx(high, rel=1e-2)
+
+
+def test_changes_are_told_in_a_line():
+    layers = dissect(network := perceptron()).layers
+    measurement = Measurement(16, tuple(layer.info for layer in layers), {}, {})
+    report = CorrectionReport(Corrector(LRCorrection(), layers, [torch.optim.Adam(network.parameters())]))
+    small = Change("0", 1.0, 1.6, 0.1, 0.16, "update_natural")
+    large = Change("2", 1.95, 0.928, 0.29, 0.138, "update_natural")
+    sizes = "x 1.95 -> x 0.928 (update_natural is 0.29, should be 0.14)"
+    assert list(report.lines(measurement, [small, large])) == [
+        f"step 16: 2 learning rates corrected; the largest change: 2 {sizes}"
+    ]
+    assert list(report.lines(measurement, [large])) == [f"step 16: 2: learning rate {sizes}"]
+
+
+def test_at_the_limit_it_says_what_to_do():
+    layers = dissect(perceptron()).layers
+    measurement = Measurement(16, tuple(layer.info for layer in layers), {}, {})
+    low, high = (held([Change("2", 1.0, 2.0, 0.1, aim, "update_natural", True)], measurement) for aim in (0.01, 0.4))
+    assert "(x 2), though update_natural is 0.1, should be 0.01: see what makes the gradients of these" in low
+    assert "(x 2), though update_natural is 0.1, should be 0.4: see whether gradients reach all entries" in high
+    assert all(text.endswith("; wider limits=(low, high) let the correction go further") for text in (low, high))
 
 
 def test_a_bias_at_its_limit_is_no_warning():

@@ -186,10 +186,11 @@ def test_a_correction_says_what_it_decides_and_that_it_sees_no_loss(capsys):
     model, optimizer = parts()
     probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection())
     steps(probe, model, optimizer, 12)
-    said = " ".join(lines(capsys))
+    said = " ".join(" ".join(lines(capsys)).split())
     assert said.startswith("spectral monitor: the constant learning rate (0.01) counts as size")
     assert said.count("steps that go too far are not noticed: ") == 1
     assert "probe.report_loss(loss, again=...)" in said
+    assert "; learning rates are corrected all the same" in said
 
 
 def test_where_it_sees_the_loss_it_does_not_say_so(capsys):
