@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,9 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
                 "SpectralCallback sees no features in a model that the Trainer compiles (torch_compile=True): choose "
                 "quantities='light', or compile the model's blocks yourself"
             )
+        with suppress(ValueError):  # what cannot be looked ahead, such as a schedule that goes by a metric
+            scheduler: Any = kwargs.get("lr_scheduler")
+            probe.report_schedule(getattr(scheduler, "scheduler", scheduler), state.max_steps - state.global_step - 1)
         self._files = ResumeFiles(folder, probe, self._warn)
         if state.global_step:
             beside = folder / f"checkpoint-{state.global_step}"  # the Trainer does not say where it resumes from

@@ -443,3 +443,17 @@ def test_ways_of_training_that_are_not_supported(tmp_path, name, value, sentence
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=sentence):
         SpectralCallback().on_train_begin(arguments, job.state, job.control, model=net, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ({"lr_scheduler_type": "cosine", "warmup_steps": 500}, True),
+        ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, False),
+        ({"lr_scheduler_type": "constant"}, False),
+    ],
+)
+def test_a_warm_up_that_is_longer_than_training_is_told_at_the_first_step(tmp_path, schedule, said):
+    callback = SpectralCallback(every_n_steps=1, quantities="light", mode="observe", verbose=0)
+    trainer(tmp_path, callback, max_steps=40, **schedule).train()
+    assert ("warmup_too_long" in {verdict.cause for verdict in callback.measurements[0].verdicts}) == said
