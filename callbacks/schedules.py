@@ -23,11 +23,12 @@ class Schedules:
     """The schedulers of a fit as they were before a checkpoint put them in the middle of their course."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        shared = [trainer, module, getattr(trainer, "datamodule", None)]
         self._ahead: list[LookAhead | None] = []
         for config in trainer.lr_scheduler_configs:
             try:
                 by_metric = isinstance(config.scheduler, ReduceLROnPlateau)
-                self._ahead.append(None if by_metric else LookAhead(config.scheduler, [trainer, module]))
+                self._ahead.append(None if by_metric else LookAhead(config.scheduler, shared))
             except Exception:  # what cannot be copied is not looked ahead
                 self._ahead.append(None)
 

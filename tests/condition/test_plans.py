@@ -193,6 +193,25 @@ def test_others_are_not(module, options):
     assert said(module, **options) == []
 
 
+class Data(pl.LightningDataModule):
+    """Knows how long to warm up, and must not be copied."""
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("all data would be copied")
+
+    def rate(self, step):
+        return min(1.0, step / 100)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(160, 8), torch.randn(160, 1)), 16)
+
+
+@quiet
+def test_a_schedule_may_ask_the_data(recwarn):
+    data = Data()
+    assert len(said(Module(lambda optimizer: schedules.LambdaLR(optimizer, data.rate)), data)) == 1
+
+
 STEP_DECAY = [lambda o: schedules.StepLR(o, 1, 0.5), lambda o: schedules.ExponentialLR(o, 0.8)]
 
 
