@@ -45,6 +45,12 @@ def test_all_is_well():
     assert measurement_rows(measured(violations=0.0)).state == "healthy"
 
 
+@pytest.mark.parametrize(("error", "said"), [(0.29, False), (0.66, True), (math.nan, False)])
+def test_changes_of_features_that_are_uncertain_say_so(error, said):
+    last = table(feature_error=error, loss_change_predicted=-0.1)[-1]
+    assert ("dh/h of few samples, off by up to 66 %" in last) == said
+
+
 def test_offenders_come_first_with_an_arrow_and_a_sentence():
     lines = table(verdict("c"), verdict("a", ratio=0.01, sentence="too small"), violations=2.0)
     assert lines[0] == "spectral monitor, step 500: 2 of 3 layers off: c, a; 1 healthy"

@@ -27,6 +27,8 @@ WIDTH = 80
 """Characters of a line where nothing else is asked for: those of a narrow terminal, and of a page of code."""
 NOTE = "! "
 """Before a line on a cause."""
+DOUBTFUL = 0.3
+"""A standard error of features, relative to them, that is worth a word."""
 
 
 def measurement_table(measurement: Measurement, folded: bool = True, width: int | None = WIDTH) -> str:
@@ -137,6 +139,8 @@ def summary_line(measurement: Measurement) -> str:
             if known
             else f"predicted loss change {predicted}"
         )
+    if s.get("feature_error", 0.0) > DOUBTFUL:
+        parts.append(f"dh/h of few samples, off by up to {100 * s['feature_error']:.0f} %")
     if s.get("skipped_updates"):
         parts.append(f"{s['skipped_updates']:.0f} measured steps with NaN, inf or no update")
     if "overhead_ms" in s:
