@@ -305,7 +305,7 @@ class Judge:
             "known": {key: dict(column) for key, column in self._known.items()},
             "fresh": self._fresh,
             "new": sorted(self._new),
-            "frozen": sorted(self._frozen),
+            **({"frozen": sorted(self._frozen)} if self._frozen else {}),
             "steps": dict(self._steps),
             "began": dict(self._initial_sizes),
             "widths": [asdict(compared) for compared in self._comparisons],

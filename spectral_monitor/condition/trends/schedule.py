@@ -54,7 +54,8 @@ class ScheduleTrend:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        return {"highest": self._highest, "since": self._since, "faded": self._faded}
+        faded = {"faded": self._faded} if self._faded else {}
+        return {"highest": self._highest, "since": self._since, **faded}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; from nothing where a judge of before kept none."""
