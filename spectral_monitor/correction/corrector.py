@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from spectral_monitor.condition import NETWORK
 from spectral_monitor.condition.optimizers.hyperparameters import (
     UNKNOWN,
     Hyperparameters,
@@ -37,7 +36,7 @@ from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.parametrization.tying import DENSE, TiedLayers, contribution_blocks, units
+from spectral_monitor.parametrization.tying import TiedLayers, contribution_blocks, units
 
 RISE = 2.0
 """Factor on a multiplier, at each measurement, while its update is too small to be read."""
@@ -55,8 +54,6 @@ NO_ASGD = (
     "the learning rates of ASGD cannot be corrected layer by layer: it takes the learning rate of a step for the next "
     f"one, so that an update does not show what its rate does; {INSTEAD}"
 )
-MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam", "ntk_scaling"})
-"""Causes that policy ``"balance"`` acts on: they stand in the settings, and a learning rate of one layer mends them."""
 
 
 class Corrector:
@@ -254,7 +251,7 @@ class Corrector:
             seen = [observed(measurement, quantity, self._layers[i], i) for i in places]
         factors = [float(values["lr_multiplier"][i]) for i in places]
         wanted = self.wanted.per_rates(measurement, self._leaders, self._multipliers, seen, rates, factors)
-        flagged = self._flagged(measurement)
+        flagged = self.wanted.flagged(measurement)
         scheduled = [rate / factor for rate, factor in zip(rates, factors, strict=True)]
         usual = geometric_median(rate for rate, x in zip(scheduled, seen, strict=True) if x > 0)
         changes = self._clip.update(measurement)
@@ -295,15 +292,6 @@ class Corrector:
     def _is_settled(self, k: int, step: int) -> bool:
         steady = self.correction.policy == "target" and self.wanted.family(self._leaders[k]) in STEADY
         return steady and 0 < self._multipliers[k].since <= step - SETTLED
-
-    def _flagged(self, measurement: Measurement) -> set[str] | None:
-        """Return the layers whose learning rates policy ``"balance"`` begins to correct; ``None``: all."""
-        if self.correction.policy != "balance":
-            return None
-        roots = [verdict for verdict in measurement.roots if verdict.cause in MENDED and verdict.remedy is not None]
-        if any(verdict.layer == NETWORK for verdict in roots):
-            return {layer.info.name for layer in self._layers if layer.info.role in DENSE}
-        return {name for verdict in roots for name in verdict.layers}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers by layer."""

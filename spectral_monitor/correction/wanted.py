@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from spectral_monitor.condition import Profile, load_profile
+from spectral_monitor.condition import NETWORK, Profile, load_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.optimizers.recipe import relative_rates
 from spectral_monitor.correction.multiplier import Multiplier
@@ -21,6 +21,9 @@ TRIAL, TRIAL_RATE = 0.01, 1e-4
 """Multiplier of a layer's first step, or its largest learning rate where that has only a schedule's shape, under
 optimizers whose updates are as large as the gradient happens to be.
 """
+
+MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam", "ntk_scaling"})
+"""Causes that policy ``"balance"`` acts on: they stand in the settings, and a learning rate of one layer mends them."""
 
 
 class WantedUpdates:
@@ -144,3 +147,12 @@ class WantedUpdates:
         if math.isnan(least) or self._correction.policy == "fsc":
             return 0.0, high * multiplier.lowest
         return low * wanted / most, high * wanted / least
+
+    def flagged(self, measurement: Measurement) -> set[str] | None:
+        """Return the layers whose learning rates policy ``"balance"`` begins to correct; ``None``: all."""
+        if self._correction.policy != "balance":
+            return None
+        roots = [verdict for verdict in measurement.roots if verdict.cause in MENDED and verdict.remedy is not None]
+        if any(verdict.layer == NETWORK for verdict in roots):
+            return {layer.info.name for layer in self._layers if layer.info.role in DENSE}
+        return {name for verdict in roots for name in verdict.layers}

@@ -10,7 +10,8 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, Measurement, SpectralProbe
 from spectral_monitor.condition import CAUSES, NETWORK, Remedy, Verdict
-from spectral_monitor.correction.corrector import MENDED, Corrector
+from spectral_monitor.correction.corrector import Corrector
+from spectral_monitor.correction.wanted import MENDED
 from spectral_monitor.layers import dissect
 from tests.correction.test_corrector import LR, batch, last, perceptron
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.capture.hooks.registration import Removable, in_transform
+from spectral_monitor.capture.hooks.rows import first_rows, is_table, table_rows
 from spectral_monitor.capture.records.assumption_checks import CHECKED, Checks
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.records.linearity_check import is_linear
@@ -135,10 +136,10 @@ class CallRecorder:
             layer = self.layers[i]
             is_node = layer.info.role == NODE
             given = None if is_node else first_tensor(args) if args else first_tensor(kwargs)
-            if not _is_table(whole):
+            if not is_table(whole):
                 self.hide(i, NESTED)
                 return
-            given = given if given is None or _is_table(given) else None
+            given = given if given is None or is_table(given) else None
             if i in self._doubted and self._replayed is None:
                 self._doubted.discard(i)
                 self.unfit |= set() if is_linear(layer, module, given, whole) else {i}
@@ -164,7 +165,7 @@ class CallRecorder:
             elif first is not None:
                 room = -(-first * chosen // count) if i in self._shares else self._max_rows or first
                 first_index = self._picker.choose(first, room, out.device)
-                h_out = rows_of(_first_rows(out, first, count), channels_first, spatial, first_index)
+                h_out = rows_of(first_rows(out, first, count), channels_first, spatial, first_index)
             copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
             kept = GuardedTensor(h_out.clone() if copy else h_out)
             original = h_out if copy and first is None and i not in self._overwritten else None
@@ -266,7 +267,7 @@ class CallRecorder:
             if call.first is None or self._looking:
                 call.b = GuardedTensor(rows_of(b, *form, call.index))
             else:
-                few = _first_rows(b, call.first, call.outputs)
+                few = first_rows(b, call.first, call.outputs)
                 call.b = GuardedTensor(rows_of(few, *form, call.first_index).clone())
                 if self._ranked:
                     rows = rows_of(b, *form, call.index)
@@ -339,26 +340,5 @@ class CallRecorder:
                 call.h_in = None
 
 
-def _first_rows(x: Tensor, first: int, count: int) -> Tensor:
-    """Return the part of ``x`` that holds the first of its ``count`` rows."""
-    return x.narrow(0, 0, len(x) * first // count)
-
-
-def _is_table(x: Tensor) -> bool:
-    """Return whether a tensor is dense, and not a list of others, so that it has rows."""
-    return x.layout == torch.strided and not x.is_nested
-
-
 def nothing(root: RootCall) -> None:
     """Foresees nothing."""
-
-
-def table_rows(gradient: Tensor | None, tokens: Tensor | None) -> Tensor | None:
-    """Return the gradient of what a table of embeddings gave for these tokens, a row for each; ``None`` if unknown.
-
-    The gradient of a row of the table is the sum over all places that looked it up: of one, if no token comes twice.
-    """
-    if gradient is None or tokens is None or gradient.is_sparse or tokens.is_floating_point():
-        return None
-    tokens = local_part(tokens).reshape(-1)
-    return gradient[tokens] if len(tokens.unique()) == len(tokens) else None
