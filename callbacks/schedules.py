@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from spectral_monitor.callbacks.lightning_packages import package_of
 from spectral_monitor.condition.optimizers.plans import LookAhead, Plan
@@ -20,17 +20,16 @@ MOST = 20_000
 
 
 class Schedules:
-    """The schedulers of a fit as they were before a checkpoint put them in the middle of their course."""
+    """Where the schedulers of a fit take learning rates, from its first step on.
+
+    A checkpoint puts schedulers in the middle of their course, so they are copied before it is loaded. Without one they
+    are looked at when training begins: until then another callback may have changed the learning rate.
+    """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        shared = [trainer, module, getattr(trainer, "datamodule", None)]
-        self._ahead: list[LookAhead | None] = []
-        for config in trainer.lr_scheduler_configs:
-            try:
-                by_metric = isinstance(config.scheduler, ReduceLROnPlateau)
-                self._ahead.append(None if by_metric else LookAhead(config.scheduler, shared))
-            except Exception:  # what cannot be copied is not looked ahead
-                self._ahead.append(None)
+        self._shared = [trainer, module, getattr(trainer, "datamodule", None)]
+        resumed = trainer.lr_scheduler_configs if trainer.ckpt_path is not None else []
+        self._before = [(config.scheduler, self._copy(config.scheduler)) for config in resumed]
 
     def plans(self, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[list[nn.Parameter], Plan]]:
         """Yield the parameters of each group that is scheduled, and where its learning rate goes in this fit.
@@ -39,20 +38,33 @@ class Schedules:
         would go below what its group names and never move: its function looks at something else than the step it is
         given. To be asked once data are there, whose number tells how long the fit is.
         """
-        for config, ahead in zip(trainer.lr_scheduler_configs, self._ahead, strict=True):
+        stops = bool(trainer.early_stopping_callbacks)
+        for config in trainer.lr_scheduler_configs:
             groups = config.scheduler.optimizer.param_groups
             if isinstance(config.scheduler, ReduceLROnPlateau):
                 yield from ((group["params"], Plan(lr := float(group["lr"]), lr)) for group in groups)
-            if ahead is None:
                 continue
+            ahead = next((copied for of, copied in self._before if of is config.scheduler), None)
+            ahead = ahead or self._copy(config.scheduler)
             try:
                 calls, certain = _calls(trainer, module, config.interval, config.frequency)
-                found = ahead.plans(calls)
+                found = [] if ahead is None else ahead.plans(calls)
             except Exception:
                 continue
             for group, plan in zip(groups, found, strict=False):  # groups may have come since
+                if not certain:
+                    plan = Plan(plan.first, plan.highest)
+                elif stops or config.interval != "step":  # the last epochs may never come
+                    plan = plan._replace(lasts=1.0)
                 if plan.highest > plan.first or plan.highest >= float(group.get("initial_lr", 0.0)):
-                    yield group["params"], plan if certain else Plan(plan.first, plan.highest)
+                    yield group["params"], plan
+
+    def _copy(self, scheduler: LRScheduler) -> LookAhead | None:
+        """Return a copy that can be looked ahead; ``None`` if it cannot be copied."""
+        try:
+            return LookAhead(scheduler, self._shared)
+        except Exception:
+            return None
 
 
 def _calls(trainer: pl.Trainer, module: pl.LightningModule, interval: str, frequency: int) -> tuple[int, bool]:

@@ -94,6 +94,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         loss = (self.network(batch[0]) - batch[1]).square().mean()
+        self.log("loss", loss)
         if self.automatic_optimization:
             return loss
         self.optimizers().zero_grad()
@@ -132,7 +133,7 @@ def said(module, data=None, condition=None, cause="warmup_too_long", **options):
     data = data if data is not None else DataLoader(TensorDataset(torch.randn(160, 8), torch.randn(160, 1)), 16)
     monitor = SpectralMonitor(condition=condition or SpectralCondition(), quantities="light", mode="observe", verbose=0)
     trainer = pl.Trainer(
-        callbacks=[monitor],
+        callbacks=[monitor, *options.pop("callbacks", ())],
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -206,6 +207,21 @@ class Data(pl.LightningDataModule):
         return DataLoader(TensorDataset(torch.randn(160, 8), torch.randn(160, 1)), 16)
 
 
+class Finds(pl.Callback):
+    """Changes the learning rate after the monitor has begun, as a learning rate finder does."""
+
+    def on_fit_start(self, trainer, module):
+        for group in trainer.optimizers[0].param_groups:
+            group["initial_lr"] = 0.02
+        trainer.lr_scheduler_configs[0].scheduler.base_lrs = [0.02]
+
+
+@quiet
+def test_a_learning_rate_that_is_found_before_training_counts():
+    (sentence,) = said(Module(warm_up(100)), callbacks=[Finds()])
+    assert "will only have come to 0.0038 (0.02 is set)" in sentence
+
+
 @quiet
 def test_a_schedule_may_ask_the_data(recwarn):
     data = Data()
@@ -221,6 +237,9 @@ def test_a_decay_in_epochs_that_counts_batches_is_told_at_once(make):
     (sentence,) = said(Module(make), cause="schedule_too_short", max_epochs=8)
     assert re.match(r"the learning rate will have fallen next to 0 after (11|35) % of training: its schedule", sentence)
     assert not said(Module(make, "epoch"), cause="schedule_too_short", max_epochs=8)
+    assert not said(Module(make, "epoch"), cause="schedule_too_short", max_epochs=60), "as many as there may be"
+    stops = pl.callbacks.EarlyStopping("loss")
+    assert not said(Module(make), cause="schedule_too_short", max_epochs=8, callbacks=[stops])
     assert not said(Module(make), cause="schedule_too_short", max_epochs=3), "so short a fit may be a trial"
 
 
