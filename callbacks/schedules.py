@@ -20,7 +20,7 @@ MOST = 20_000
 
 
 class Schedules:
-    """Where the schedulers of a fit take learning rates, from its first step on.
+    """Looks ahead where the schedulers of a fit take learning rates, from its first step on.
 
     A checkpoint puts schedulers in the middle of their course, so they are copied before it is loaded. Without one they
     are looked at when training begins: until then another callback may have changed the learning rate.
