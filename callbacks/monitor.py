@@ -250,13 +250,13 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         """Remember the weights drift is counted from, or go on from what was loaded or measured before."""
         if self._engine is None or self._supervisor is None:
             return
-        if self._schedules is not None:
-            for parameters, plan in self._schedules.plans(trainer, pl_module):
+        with self._said("schedules were not looked ahead"):
+            for parameters, plan in () if self._schedules is None else self._schedules.plans(trainer, pl_module):
                 self._supervisor.plan(parameters, plan)
-            self._schedules = None
+        self._schedules = None
         # What a learning rate means for other widths says nothing where a correction gives it another meaning.
         said = self._supervisor.decision or (self._supervisor.recipe if self.mode != "observe" else "")
-        if said and self.verbose:
+        if said:
             self._tell(trainer, f"spectral monitor: {said}")
         if trainer.global_step == 0 and trainer.ckpt_path is None and not self._continuation.knows(pl_module):
             self._supervisor.rescale()  # neither loaded nor trained

@@ -20,7 +20,7 @@ from spectral_monitor.condition.references.width_transfer import (
     find_width,
 )
 from spectral_monitor.condition.root_causes import Case, verdicts
-from spectral_monitor.condition.row import Row, columns
+from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.settings import SpectralCondition
 from spectral_monitor.condition.states import Seen, layer_states
 from spectral_monitor.condition.trends.attention import AttentionTrend
@@ -158,12 +158,14 @@ class Judge:
             size = network.initial_gain(row) if row.dense else network.initial_rows(row)
             if size > 0:
                 self._initial_sizes.setdefault(row.info.name, size)
+        frozen = {row.info.name for row in network.rows if row.settings.frozen}
+        self._frozen |= frozen
         network = replace(
             network,
             from_zero=frozenset(self._zero_start.from_zero),
             fresh=self._fresh,
             new=self._new,
-            thawed=frozenset(row.info.name for row in network.rows if self._has_thawed(row)),
+            thawed=frozenset(self._frozen - frozen),
             largest_steps=dict(self._steps),
             initial_sizes=self._initial_sizes,
         )
@@ -184,12 +186,6 @@ class Judge:
             seen = Seen(measurement, network, self.condition, self._zero_start, looked, self._unexplained, self._tied)
             self.states = self._kept(layer_states(seen, result), network)
         return result
-
-    def _has_thawed(self, row: Row) -> bool:
-        """Return whether a layer was frozen before, and note it where it is."""
-        if row.settings.frozen:
-            self._frozen.add(row.info.name)
-        return row.info.name in self._frozen and not row.settings.frozen
 
     def _all(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield every finding on a layer and on the network that is asked for."""

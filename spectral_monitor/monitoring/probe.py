@@ -325,10 +325,11 @@ class SpectralProbe(MeasuredRun):
                 self._replay = LossReplay(self._engine.model)  # of the next micro-batch, if there is one
 
     def report_schedule(self, scheduler: LRScheduler, steps: int) -> None:
-        """Tell where the learning rates will go, before training: for verdicts, and for a correction by their peaks.
+        """Tell where the learning rates will go, before training.
 
-        There is no need to where a schedule comes to the learning rate that the optimizer was made with, or is torch's
-        ``OneCycleLR``. That of the first transformer does not: its function returns learning rates.
+        Verdicts then tell a warm-up that is longer than training and a schedule that ends too early. A correction needs
+        it only where a schedule does not come to the learning rate that the optimizer was made with, and is not torch's
+        ``OneCycleLR``: that of the first transformer, whose function returns learning rates.
 
         Args:
             scheduler: any of torch's that goes by no metric, or one built like them.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from spectral_monitor import SpectralCondition, SpectralMonitor, SpectralProbe
+from spectral_monitor import SpectralCondition, SpectralMonitor, SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.condition.optimizers.plans import LookAhead
 
 WARMUP, STEPS = 20, 60
@@ -220,6 +220,18 @@ class Finds(pl.Callback):
 def test_a_learning_rate_that_is_found_before_training_counts():
     (sentence,) = said(Module(warm_up(100)), callbacks=[Finds()])
     assert "will only have come to 0.0038 (0.02 is set)" in sentence
+
+
+class Spoils(pl.Callback):
+    """Leaves something in a parameter group that is no learning rate."""
+
+    def on_fit_start(self, trainer, module):
+        trainer.optimizers[0].param_groups[0]["initial_lr"] = None
+
+
+def test_what_goes_wrong_while_looking_ahead_does_not_stop_training():
+    with pytest.warns(SpectralMonitorWarning, match="schedules were not looked ahead"):
+        assert said(Module(lambda o: schedules.LambdaLR(o, lambda step: 1.0)), callbacks=[Spoils()]) == []
 
 
 @quiet

@@ -18,12 +18,12 @@ ON_PURPOSE = 10.5
 """The largest factor that published recipes give a head, new layers or embeddings."""
 NEW = 1000.0
 """The same for layers that were just drawn, beside others that were trained before."""
-THAWED = 100.0
-"""The largest part of the others' rates that layers are given when they thaw: a tenth, or less for the deepest."""
 ONE_KIND = 32.0
 """The same for all matrices of one kind in several modules: LoRA+ gives its B matrices 16 times the rate of the A
 matrices.
 """
+THAWED = 100.0
+"""The factor by which the rates of layers that thaw may be below the others': 10 is usual, and more for the deepest."""
 
 HEALTHY_STEP = 0.06
 """Relative update of the median layer of a healthy network at the peak of its learning rate: 0.02 to 0.25."""
