@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.layers.linear_lookalikes import InputsFirst
+from spectral_monitor.layers.recognition.linear_lookalikes import InputsFirst
 
 _INSIDE = ("state_dict", "model_state_dict", "model", "module", "weights")
 """Where a checkpoint keeps the weights."""

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from spectral_monitor.layers.experts import experts_layout, is_experts_bias
+from spectral_monitor.layers.recognition.bare_parameters import Use, use_of
+from spectral_monitor.layers.recognition.experts import experts_layout, is_experts_bias
 from spectral_monitor.layers.fused import ATTENTION, is_a, split_of
 from spectral_monitor.layers.layout import Kind, Layout
-from spectral_monitor.layers.linear_lookalikes import InputsFirst, linear_layout
+from spectral_monitor.layers.recognition.linear_lookalikes import InputsFirst, holds_one_matrix, linear_layout
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONV_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -73,12 +74,27 @@ def classify(module: nn.Module, key: str, weight: Tensor, place: ModuleSlot | No
     if len(shape) > 2 and all(size == 1 for size in shape[:-2]):
         shape = shape[-2:]
     if len(shape) == 2:
+        if use := use_of(module, key, place):
+            return _used(module, key, shape, use)
         if _TABLE.search(key):
             note = "bare parameter, taken for a table (tokens, d)"
             return Guess(key, "embedding", Layout("linear", shape), note=note, bare=True)
         return Guess(key, "operator", Layout("linear", shape), note="bare parameter, taken for (out, in)", bare=True)
     owner = type(module).__name__
     return Guess(key, reason=f"{len(shape)}-D parameter of {owner}: which axes are inputs and outputs is not known")
+
+
+def _used(module: nn.Module, key: str, shape: tuple[int, ...], use: Use) -> Guess:
+    """Return a matrix that its module holds itself and uses in a way that the source of its methods shows."""
+    if use == "elementwise":
+        return Guess(key, "vector", Layout("vector", shape), note="multiplied entry by entry")
+    if use in ("table", "added"):
+        note = "rows of it are looked up" if use == "table" else "rows of it are added"
+        return Guess(key, "embedding", Layout("linear", shape), note=f"{note}: a table (tokens, d)")
+    layout, note = Layout(use, shape), f"multiplied as {'(out, in)' if use == 'linear' else '(in, out)'}"
+    if key == "weight" and holds_one_matrix(module):
+        return Guess("", "operator", layout, module, no_features="", note=note, doubted=True)
+    return Guess(key, "operator", layout, note=note)
 
 
 def _unfit(weight: Tensor) -> str:

@@ -65,17 +65,30 @@ LINEAR = {
     "by its bias": (lambda: Dense(5, 4, 5), "linear"),
     "transposed": (lambda: Transposed(4, 5, 5, in_dim=4, out_dim=5), "transposed"),
     "transposed, by its bias": (lambda: Transposed(4, 5, 5), "transposed"),
+    "by what it does": (lambda: Dense(5, 4), "linear"),
+    "transposed, by what it does": (lambda: Transposed(4, 5), "transposed"),
 }
 NOT = {
     "an activation inside": lambda: Squashed(5, 4, 5, in_channels=4, out_channels=5),
     "cosines": lambda: Normalized(5, 4, in_features=4, out_features=5),
     "rows that are looked up": lambda: Table(5, 4, 5),
 }
+def kernel(x, weight):
+    return functional.linear(x, weight)
+
+
+class Opaque(Held):
+    """What a function of its own does with the weight is not in the source of the module."""
+
+    def forward(self, x):
+        return kernel(x, self.weight)
+
+
 BARE = {
-    "no numbers, no bias": lambda: Dense(5, 4),
-    "other numbers": lambda: Dense(5, 4, 5, in_channels=7, out_channels=9),
-    "a table": lambda: Dense(5, 4, 5, num_embeddings=5),
-    "a bias of another length": lambda: Dense(5, 4, 3, in_channels=4, out_channels=5),
+    "no numbers, no bias": lambda: Opaque(5, 4),
+    "other numbers": lambda: Opaque(5, 4, 5, in_channels=7, out_channels=9),
+    "a table": lambda: Opaque(5, 4, 5, num_embeddings=5),
+    "a bias of another length": lambda: Opaque(5, 4, 3, in_channels=4, out_channels=5),
 }
 
 

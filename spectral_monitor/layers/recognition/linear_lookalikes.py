@@ -34,8 +34,7 @@ def linear_layout(module: nn.Module, shape: tuple[int, ...]) -> Layout | None:
     2. Its numbers for inputs and outputs, such as ``in_channels`` and ``out_channels``, are the sides of the weight.
     3. Where it has no such numbers, a bias as long as one side says that this side is the outputs.
     """
-    names = {name for name, _ in module.named_parameters()}
-    if len(shape) != 2 or not names <= {"weight", "bias"} or any(_TABLE.search(name) for name in vars(module)):
+    if len(shape) != 2 or not holds_one_matrix(module) or any(_TABLE.search(name) for name in vars(module)):
         return None
     inputs, outputs = _numbers(module, _INPUTS), _numbers(module, _OUTPUTS)
     bias = _length(module)
@@ -47,6 +46,11 @@ def linear_layout(module: nn.Module, shape: tuple[int, ...]) -> Layout | None:
         if rows in outputs and columns in inputs and bias in (0, rows):
             return Layout("linear" if kind == "linear" else "transposed", shape)
     return None
+
+
+def holds_one_matrix(module: nn.Module) -> bool:
+    """Return whether a module has no parameters but a weight and a bias."""
+    return {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
 def _numbers(module: nn.Module, pattern: re.Pattern[str]) -> set[int]:
