@@ -266,7 +266,7 @@ def _weights(network: Network, row: Row) -> Finding | None:
 
 
 def overwritten(row: Row) -> bool:
-    """Return whether a table began so small that its first steps, as large as usual entries, put others in its place."""
+    """Return whether a table is so small that a step, as large as usual entries, puts others in its place."""
     small = row.info.role == "embedding" and row.get("weight_natural") < EMBEDDING_BAND[0]
     return small and row.settings.family == "adam" and row.settings.peak >= EMBEDDING_BAND[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,6 +118,15 @@ class Corrector:
             if not before[layer.info.name].optimizer and not multiplier.is_known:
                 multiplier.rate = self.wanted.first(layer)
         self._swap.multipliers = self._by_parameter()
+
+    def _see_roles(self, measurement: Measurement) -> None:
+        """Take in which layers are readouts, which the first steps show."""
+        if all(layer.info.role == info.role for layer, info in zip(self._layers, measurement.layers, strict=False)):
+            return
+        pairs = zip(self._layers, measurement.layers, strict=False)
+        self._layers = tuple(replace(layer, info=replace(layer.info, role=info.role)) for layer, info in pairs)
+        self._leaders = [self._layers[unit.leader] for unit in self._units]
+        self.wanted.layers = self._layers
 
     def _of_group(self, group: Mapping[str, Any]) -> float:
         """Return what the learning rate of a group is multiplied with before any layer's own multiplier."""
@@ -238,9 +248,8 @@ class Corrector:
         if not values.keys() >= set(self.correction.quantities):
             return []
         places = [self._place(unit) for unit in self._units]
-        for i in places if "weight_natural" in values else ():
-            if math.isfinite(began := float(values["weight_natural"][i])):
-                self.wanted.began.setdefault(self._layers[i].info.name, began)
+        self._see_roles(measurement)
+        self.wanted.see_start(measurement)
         found = [(settings or {}).get(self._layers[i].info.name, UNKNOWN) for i in places]
         rates = [float(values["lr"][i]) * its.rectified for i, its in zip(places, found, strict=True)]
         silent: set[int] = set()
@@ -306,6 +315,7 @@ class Corrector:
             "clip": self._clip.state_dict(),
             "step_length": self.step_length.state_dict(),
             "relative": dict(self.wanted.relative),
+            **({"trained": sorted(self.wanted.trained)} if self.wanted.trained else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -328,6 +338,7 @@ class Corrector:
         self._clip.load_state_dict(state.get("clip", {}))
         self.step_length.load_state_dict(state.get("step_length", {}))
         self.wanted.began = dict(state["began"])
+        self.wanted.trained = set(state.get("trained", ()))
         self.wanted.relative = dict(state.get("relative", self.wanted.relative))
         self._began_training = True
         for layer in self._layers:

@@ -26,26 +26,30 @@ LEAST = {"operator": 1 / 8, "readout": 1.0, "embedding": 0.02}
 """Weights that began smaller, such as zeros, count as this large."""
 MOST = {"readout": 2.0}
 """Weights that began larger count as this large: PyTorch draws readouts whose natural norm grows with the width."""
+TRAINED = 1 / 4
+"""Weights that an earlier training left take steps so much smaller: what they know is to be kept."""
 PIXELS = 48
 """The share of the operator that reads the data is the fourth root of the number of its inputs over this: they are no
 width, and many of them, such as pixels, say much the same.
 """
 
 
-def share(layer: Layer, began: float, reads_data: bool = False) -> float:
+def share(layer: Layer, began: float, reads_data: bool = False, trained: bool = False) -> float:
     """Return the wanted size of a layer's update over that of an operator that began with natural norm 1.
 
     Args:
         layer: any.
         began: natural norm its weights began with; NaN counts as 1.
         reads_data: whether it is the operator that reads the data.
+        trained: whether an earlier training left its weights.
     """
     role = layer.info.role
+    kept = TRAINED if trained else 1.0
     if role == "vector":
-        return SHARES[role]
+        return kept * SHARES[role]
     taps = math.sqrt(layer.layout.taps)  # by which entries of a usual size give a convolution a larger natural norm
     size = 1.0 if math.isnan(began) else min(max(began, LEAST[role] * taps), MOST.get(role, math.inf) * taps)
-    found = SHARES[role] * math.pow(size, GROWTH[role])
+    found = kept * SHARES[role] * math.pow(size, GROWTH[role])
     return found * (layer.info.fan_in * layer.layout.taps / PIXELS) ** 0.25 if reads_data else found
 
 

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from spectral_monitor.condition import NETWORK, Profile, load_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
+from spectral_monitor.condition.optimizers.left_out import FRESH
 from spectral_monitor.condition.optimizers.recipe import relative_rates
+from spectral_monitor.condition.row import Row
 from spectral_monitor.correction.multiplier import Multiplier
 from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.update_size import shows_contribution
+from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.layer_position import data_reader
@@ -31,8 +34,10 @@ class WantedUpdates:
 
     Attributes:
         size: of a step at the peak of its learning rate; 1 where the learning rate is that.
+        layers: of the network.
         settings: layer -> its optimizer's settings.
         began: layer -> natural norm of its first weights.
+        trained: layers whose weights an earlier training left.
         relative: layer -> its learning rate beside those of others, as the user has set them apart.
     """
 
@@ -40,7 +45,7 @@ class WantedUpdates:
         self, correction: LRCorrection, layers: Sequence[Layer], settings: Mapping[str, Hyperparameters]
     ) -> None:
         """``settings`` are those of now; :meth:`take` has later ones."""
-        self._correction, self._layers = correction, layers
+        self._correction, self.layers = correction, layers
         self._input = data_reader([layer.info for layer in layers])
         self._profile: Profile | None = None
         if correction.reference is not None:
@@ -48,6 +53,7 @@ class WantedUpdates:
             self._profile.check(tuple(layer.info for layer in layers))
         self.size = 1.0 if correction.size == "lr" else correction.size
         self.began: dict[str, float] = {}
+        self.trained: set[str] = set()
         self.relative: dict[str, float] = {}
         families = {of.family for of in settings.values() if of.optimizer}
         # What is unfrozen later may go to any of them: so the rule of those whose first updates can be too large.
@@ -58,7 +64,7 @@ class WantedUpdates:
         """Take in settings, as when parameter groups were added."""
         self.settings = settings
         if self._correction.of_peak:
-            self.relative = relative_rates(self._layers, settings)
+            self.relative = relative_rates(self.layers, settings)
 
     def family(self, layer: Layer) -> str:
         """Return the kind of optimizer that a layer has, or may have once it is unfrozen."""
@@ -83,13 +89,44 @@ class WantedUpdates:
     def share(self, layer: Layer) -> float:
         """Return the wanted size of a layer's update over that of an operator that began with natural norm 1."""
         name = layer.info.name
-        return share(layer, self.began.get(name, math.nan), reads_data=name == self._input)
+        return share(layer, self.began.get(name, math.nan), name == self._input, name in self.trained)
+
+    def see_start(self, measurement: Measurement) -> None:
+        """Take the sizes that weights began with, as far as they are not known, and which an earlier training left.
+
+        Trained weights have less stable rank than those that were just drawn. A new readout is as it was drawn, and an
+        adapter beside trained weights begins at zero. Embeddings, gains and biases are taken for trained with the
+        rest; embeddings that are trained beside frozen matrices only are new.
+        """
+        values = measurement.values
+        if not values.keys() >= {"weight_natural", "weight_fro"}:
+            return
+        sizes = zip(*(values[key].tolist() for key in ("weight_natural", "weight_fro")), strict=True)
+        rows = [
+            Row(layer.info, {"weight_natural": norm, "weight_fro": fro})
+            for layer, (norm, fro) in zip(self.layers, sizes, strict=False)
+        ]
+        dense = [i for i, row in enumerate(rows) if row.dense]
+        frozen = [i for i in dense if not self.layers[i].sources[0].requires_grad]
+        loaded = geometric_median(rows[i].randomness for i in frozen or dense) < FRESH
+        for row in rows:
+            began = row.get("weight_natural")
+            if row.info.name in self.began or not math.isfinite(began):
+                continue
+            self.began[row.info.name] = began
+            new = {
+                "operator": began > 0 and not row.randomness < FRESH,
+                "readout": not row.randomness < FRESH,
+                "embedding": len(frozen) == len(dense),
+            }
+            if loaded and not new.get(row.info.role, False):
+                self.trained.add(row.info.name)
 
     def expected(self) -> dict[str, float]:
         """Return what updates of matrices are meant to be over those of others, under policy ``"target"``."""
         if self._correction.policy != "target":
             return {}
-        matrices = [layer for layer in self._layers if layer.info.role in DENSE]
+        matrices = [layer for layer in self.layers if layer.info.role in DENSE]
         return {layer.info.name: self.share(layer) * self.relative.get(layer.info.name, 1.0) for layer in matrices}
 
     def per_rates(
@@ -154,5 +191,5 @@ class WantedUpdates:
             return None
         roots = [verdict for verdict in measurement.roots if verdict.cause in MENDED and verdict.remedy is not None]
         if any(verdict.layer == NETWORK for verdict in roots):
-            return {layer.info.name for layer in self._layers if layer.info.role in DENSE}
+            return {layer.info.name for layer in self.layers if layer.info.role in DENSE}
         return {name for verdict in roots for name in verdict.layers}

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from spectral_monitor.layers.recognition.bare_parameters import Use, use_of
-from spectral_monitor.layers.recognition.experts import experts_layout, is_experts_bias
 from spectral_monitor.layers.fused import ATTENTION, is_a, split_of
 from spectral_monitor.layers.layout import Kind, Layout
+from spectral_monitor.layers.recognition.bare_parameters import Use, use_of
+from spectral_monitor.layers.recognition.experts import experts_layout, is_experts_bias
 from spectral_monitor.layers.recognition.linear_lookalikes import InputsFirst, holds_one_matrix, linear_layout
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -88,7 +88,7 @@ def _used(module: nn.Module, key: str, shape: tuple[int, ...], use: Use) -> Gues
     """Return a matrix that its module holds itself and uses in a way that the source of its methods shows."""
     if use == "elementwise":
         return Guess(key, "vector", Layout("vector", shape), note="multiplied entry by entry")
-    if use in ("table", "added"):
+    if use == "table" or use == "added":
         note = "rows of it are looked up" if use == "table" else "rows of it are added"
         return Guess(key, "embedding", Layout("linear", shape), note=f"{note}: a table (tokens, d)")
     layout, note = Layout(use, shape), f"multiplied as {'(out, in)' if use == 'linear' else '(in, out)'}"

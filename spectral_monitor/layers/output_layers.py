@@ -96,8 +96,21 @@ def guess_readouts(
     rest = [operator for operator in trained if id(operator.module) not in told]
     for network in _networks(root, rest, optimized if known else ()):
         name, why = _last(network)
+        if _is_adapter(name, operators):
+            name, why = _last(operators)
         found[name] = why
     return found
+
+
+def _is_adapter(name: str, operators: Sequence[Operator]) -> bool:
+    """Return whether an operator adds to the outputs of a frozen one: both stand in one module, or a module deeper."""
+    own = next(operator for operator in operators if operator.name == name)
+    parent = name.rpartition(".")[0]
+    for place in filter(None, (parent, parent.rpartition(".")[0])):
+        beside = (operator for operator in operators if operator.name.startswith(f"{place}."))
+        if any(not operator.trainable and operator.outputs == own.outputs for operator in beside):
+            return True
+    return False
 
 
 def _said(

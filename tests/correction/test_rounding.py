@@ -181,6 +181,7 @@ def test_a_multiplier_rises_by_what_is_missing_and_by_two_at_most(left, factor):
     values = {key: torch.ones(3) for key in corrector.correction.quantities} | {
         "lr": torch.tensor([0.02 * before] * 3),
         "lr_multiplier": torch.tensor([before] * 3),
+        "weight_fro": torch.full((3,), 4.0),  # of Gaussian matrices of norm 1
         "update_fro": torch.tensor([1.0, 1e-4, 1.0]),
         "update_natural": torch.tensor([0.02, left, 0.02]),
     }

@@ -232,7 +232,7 @@ class InAList(nn.Module):
 
     def forward(self, x):
         x = x + self.tables["a"][0]
-        for w, b in zip(self.ws, self.bs):
+        for w, b in zip(self.ws, self.bs, strict=True):
             x = torch.tanh(x @ w + b)
         return x
 

@@ -73,6 +73,8 @@ NOT = {
     "cosines": lambda: Normalized(5, 4, in_features=4, out_features=5),
     "rows that are looked up": lambda: Table(5, 4, 5),
 }
+
+
 def kernel(x, weight):
     return functional.linear(x, weight)
 

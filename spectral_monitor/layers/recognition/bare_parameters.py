@@ -1,4 +1,4 @@
-"""What a module does with a parameter it holds itself, read from the source of its methods.
+"""Read from the source of a module what it does with a parameter that it holds itself.
 
 A matrix ``w`` may be meant as ``x @ w`` or as ``w @ x``, as a table of rows, or as numbers that are added or multiplied
 entry by entry. Its shape does not tell. The line that uses it does.
@@ -19,7 +19,10 @@ from torch import nn
 Use = Literal["linear", "transposed", "table", "added", "elementwise"]
 """A matrix (out, in) or (in, out), a table of rows, or what is added to features or multiplied entry by entry."""
 
-_SAME = frozenset("to float double half bfloat16 type type_as contiguous clone detach expand expand_as repeat".split())
+_SAME = frozenset(
+    {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
+    | {"contiguous", "clone", "detach", "expand", "expand_as", "repeat"}
+)
 """Methods that leave a matrix what it is."""
 _TURNED = frozenset({"t", "transpose", "T", "mT", "adjoint", "mH", "H"})
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv"})
@@ -40,16 +43,16 @@ def use_of(module: nn.Module, key: str, holder: tuple[nn.Module, str] | None = N
     listed = isinstance(module, (nn.ParameterList, nn.ParameterDict))
     if listed and holder is None:
         return None
-    owner, name = (holder if listed and holder else (module, key))
-    found = {use for function in _methods(type(owner)) for use in function.uses(name, listed)}
+    owner, name = holder if listed and holder else (module, key)
+    found = {use for function in _methods(type(owner).__mro__) for use in function.uses(name, listed)}
     return found.pop() if len(found) == 1 else None
 
 
 @lru_cache(maxsize=256)
-def _methods(kind: type[nn.Module]) -> tuple[_Function, ...]:
-    """Return the methods that a class and those it inherits from define, short of ``nn.Module``'s own."""
+def _methods(bases: tuple[type, ...]) -> tuple[_Function, ...]:
+    """Return the methods of a class, given as the order of those it inherits from, but for ``nn.Module``'s own."""
     seen: dict[str, _Function | None] = {}
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+    for base in bases[: bases.index(nn.Module)]:
         for name, function in vars(base).items():
             if name not in seen and inspect.isfunction(function) and name != "__init__":
                 seen[name] = _parsed(function)
@@ -153,7 +156,9 @@ class _Function:
             return []
         target = parent.target
         if index is not None:
-            target = target.elts[index] if isinstance(target, ast.Tuple) and index < len(target.elts) else None
+            if not isinstance(target, ast.Tuple) or index >= len(target.elts):
+                return []
+            target = target.elts[index]
         return self._named(target.id) if isinstance(target, ast.Name) else []
 
     def _named(self, name: str) -> list[ast.AST]:
@@ -161,55 +166,56 @@ class _Function:
         return [node for node in nodes if isinstance(node.ctx, ast.Load)]
 
     def _follow(self, node: ast.AST, value: _Value, names: set[str]) -> set[Use]:
-        """Return where an expression that stands for a parameter meets data, or else what it is mixed with."""
+        """Return where an expression that stands for a parameter meets data, or else where it meets other weights."""
         for _ in range(_MAX_STEPS):
-            parent = self.parents.get(node)
+            parent = self.parents[node]
+            after: set[Use] | _Value = value
             match parent:
-                case ast.Attribute(attr=name):
-                    if name in _SIZES:
-                        return set()
-                    call = self.parents.get(parent)
-                    called = isinstance(call, ast.Call) and call.func is parent
-                    if called and name in _PRODUCTS:
-                        return self._product(call, True, any(map(self._is_data, call.args)), value, names)
-                    if called and any(map(self._is_data, call.args)) and name in {"add", "sub"}:
-                        return {"added"}
-                    if called and any(map(self._is_data, call.args)) and name not in _SAME:
-                        return {"elementwise"} if name in {"mul", "div"} else set()
-                    value = replace(value, turned=not value.turned) if name in _TURNED else value
-                    node = call if called else parent
+                case ast.Attribute():
+                    after = self._attribute(parent, value, names)
+                    call = self.parents[parent]
+                    parent = call if isinstance(call, ast.Call) and call.func is parent else parent
                 case ast.BinOp(op=ast.MatMult()):
                     left = parent.left is node
-                    return self._product(parent, left, self._is_data(parent.right if left else parent.left), value, names)
+                    other = parent.right if left else parent.left
+                    after = self._product(parent, left, self._is_data(other), value, names)
                 case ast.BinOp():
                     if self._is_data(parent.right if parent.left is node else parent.left):
-                        return {"added" if isinstance(parent.op, (ast.Add, ast.Sub)) else "elementwise"}
-                    node = parent
+                        after = {"added" if isinstance(parent.op, (ast.Add, ast.Sub)) else "elementwise"}
                 case ast.UnaryOp() | ast.IfExp() | ast.NamedExpr():
-                    node = parent
+                    pass
                 case ast.Subscript() if parent.value is node:
-                    if any(not _keeps_rows(index) for index in _indices(parent.slice)):
-                        first = _indices(parent.slice)[0]
-                        return set() if _keeps_rows(first) else {"table"}
-                    node = parent
+                    kept = [_keeps_rows(index) for index in _indices(parent.slice)]
+                    after = value if all(kept) else set() if kept[0] else {"table"}
                 case ast.List() | ast.Tuple():
-                    call = self.parents.get(parent)
-                    return {"table"} if isinstance(call, ast.Call) and _called(call) in _JOINED else set()
+                    call = self.parents[parent]
+                    after = {"table"} if isinstance(call, ast.Call) and _called(call) in _JOINED else set()
                 case ast.Call():
-                    found, goes_on = self._argument(parent, node, value)
-                    if not goes_on:
-                        return found
-                    node = parent
+                    after = self._argument(parent, node, value)
                 case ast.Assign(targets=[ast.Name(id=name)]) if name not in names | self.data:
-                    after = [self._follow(place, value, names | {name}) for place in self._named(name)]
-                    return set().union(*after) if after else set()
+                    places = self._named(name)
+                    after = {use for place in places for use in self._follow(place, value, names | {name})}
                 case _:
-                    return set()
+                    after = set()
+            if isinstance(after, set):
+                return after
+            node, value = parent, after
         return set()
 
-    def _product(
-        self, parent: ast.AST, left: bool, with_data: bool, value: _Value, names: set[str]
-    ) -> set[Use]:
+    def _attribute(self, place: ast.Attribute, value: _Value, names: set[str]) -> set[Use] | _Value:
+        """Return what a method or an attribute does with a parameter, or what it makes of it."""
+        name, call = place.attr, self.parents[place]
+        if name in _SIZES:
+            return set()
+        if isinstance(call, ast.Call) and call.func is place:
+            with_data = any(map(self._is_data, call.args))
+            if name in _PRODUCTS:
+                return self._product(call, True, with_data, value, names)
+            if with_data and name not in _SAME:
+                return _entry_by_entry(name)
+        return replace(value, turned=not value.turned) if name in _TURNED else value
+
+    def _product(self, parent: ast.AST, left: bool, with_data: bool, value: _Value, names: set[str]) -> set[Use]:
         """Return the side on which a parameter is multiplied: with data here, or with data that its product meets."""
         side = value.side(left)
         if with_data:
@@ -217,28 +223,35 @@ class _Function:
         found = self._follow(parent, _Value(inside=True), names) & {"linear", "transposed"}
         return found or (set() if value.inside else {side})
 
-    def _argument(self, call: ast.Call, node: ast.AST, value: _Value) -> tuple[set[Use], bool]:
-        """Return what a function does with an argument, and whether its result still stands for the parameter."""
+    def _argument(self, call: ast.Call, node: ast.AST, value: _Value) -> set[Use] | _Value:
+        """Return what a function does with an argument, or the value if its result still stands for the parameter."""
         name = _called(call)
         at = next((i for i, argument in enumerate(call.args) if argument is node), None)
         others = [argument for argument in call.args if argument is not node]
         # A method's object comes before its arguments.
         with_data = any(map(self._is_data, [call.func, *others, *(keyword.value for keyword in call.keywords)]))
         if name == "linear" and at == 1:
-            return {value.side(left=True)}, False
+            return {value.side(left=True)}
         if name == "embedding" and at == 1:
-            return {"table"}, False
+            return {"table"}
         if name in _PRODUCTS and at in (0, 1):
-            return {value.side(left=at == 0 and len(call.args) == 2)}, False
+            return {value.side(left=at == 0 and len(call.args) == 2)}
         if name == "addmm" and at in (1, 2):
-            return {value.side(left=at == 1)}, False
+            return {value.side(left=at == 1)}
         if name == "einsum" and at is not None and isinstance(call.args[0], ast.Constant):
             found = _einsum(str(call.args[0].value), at - 1, value)
-            return found, not (found or with_data)
-        if name in {"add", "sub", "mul", "div"} and with_data:
-            return {"added" if name in {"add", "sub"} else "elementwise"}, False
-        torch_own = isinstance(call.func, ast.Attribute) and not self._is_own(call.func)
-        return set(), torch_own and not with_data and at is not None
+            return found if found or with_data else value
+        if with_data:
+            return _entry_by_entry(name)
+        of_torch = isinstance(call.func, ast.Attribute) and not self._is_own(call.func)
+        return value if of_torch and at is not None else set()
+
+
+def _entry_by_entry(name: str) -> set[Use]:
+    """Return what a function of a parameter and data does with it, if it takes them entry by entry."""
+    if name in {"add", "sub"}:
+        return {"added"}
+    return {"elementwise"} if name in {"mul", "div"} else set()
 
 
 def _called(call: ast.Call) -> str:
