@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from spectral_monitor.correction import Change, Corrector
+from spectral_monitor.correction.policies import TRAINED
 from spectral_monitor.measurement import SUMMARY, Measurement
+from spectral_monitor.parametrization.tying import DENSE
 from spectral_monitor.reporting.content.headline import names_in
 
 NEARLY = 0.8
@@ -32,20 +34,37 @@ class CorrectionReport:
     def __init__(self, corrector: Corrector) -> None:
         self._corrector = corrector
         self._length_told = 1.0, False  # the factor on the length of steps, and whether it was given up
+        self._trained_told = False
         self.looks, self._blind = False, 0  # looks that saw nothing; -1 once one saw something, or it was said
 
     def resume(self) -> None:
         """Take what the corrector has loaded for told."""
         self._length_told = self._corrector.step_length.factor, self._corrector.step_length.given_up
+        self._trained_told = bool(self._corrector.wanted.trained)
 
     def lines(self, measurement: Measurement, changes: Sequence[Change]) -> Iterator[str]:
         """Yield what is worth a line; of learning rates those of matrices, for the others swing and hardly matter."""
+        if said := self._trained(measurement):
+            yield said
         if said := self._unseen(measurement):
             yield said
         if said := self._length(measurement):
             yield f"step {measurement.step}: {said}"
         if notable := [change for change in changes if change.factor >= TOLD]:
             yield f"step {measurement.step}: {_most(notable, measurement)}"
+
+    def _trained(self, measurement: Measurement) -> str:
+        """Return, once, whose weights an earlier training left, and what follows; empty else."""
+        trained = self._corrector.wanted.trained
+        matrices = [info.name for info in measurement.layers if info.role in DENSE]
+        found = [name for name in matrices if name in trained]
+        if self._trained_told or not found:
+            return ""
+        self._trained_told = True
+        return (
+            f"weights of {len(found)} of {len(matrices)} matrices look trained: they take {TRAINED:.2g} of the steps; "
+            "after a long training take a smaller size"
+        )
 
     def _unseen(self, measurement: Measurement) -> str:
         """Return that the loss after a step is never known, and why, when a few looks have shown it; empty else."""

@@ -102,6 +102,15 @@ def test_their_steps_are_smaller():
     assert sizes[True] / sizes[False] == pytest.approx(TRAINED, rel=0.35)
 
 
+def test_it_is_said_once(capsys):
+    torch.manual_seed(0)
+    corrector(CASES["a new head"][0](), steps=3)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("weights of 2 of 3 matrices look trained: they take 0.25 of the steps") == 1
+    corrector(CASES["new"][0](), steps=3)
+    assert "look trained" not in capsys.readouterr().out
+
+
 def test_a_resumed_run_knows_them():
     torch.manual_seed(0)
     model = CASES["a new head"][0]()
