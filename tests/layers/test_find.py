@@ -634,6 +634,35 @@ def test_a_readout_that_is_named_is_the_only_one(make):
     assert not any(IN_PLACE in layer.note for layer in anatomy.layers)
 
 
+class Adapted(nn.Module):
+    """LoRA, written by hand or as peft does it, whose factors stand a module deeper."""
+
+    def __init__(self, base, deeper):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        down, up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        self.lora_A = nn.ModuleDict({"default": down}) if deeper else down
+        self.lora_B = nn.ModuleDict({"default": up}) if deeper else up
+
+
+@pytest.mark.parametrize("deeper", [False, True])
+@pytest.mark.parametrize("wide", [True, False])
+def test_an_adapter_is_no_readout(deeper, wide):
+    """Nor where its outputs are as wide as what the head reads."""
+    blocks = nn.ModuleList(Adapted(nn.Linear(8, 24 if wide else 8), deeper) for _ in range(2))
+    model = nn.ModuleDict({"blocks": blocks, "norm": nn.LayerNorm(8), "lm_head": nn.Linear(8, 50)})
+    model["lm_head"].requires_grad_(False)
+    roles = {info.name: info.role for info in dissect(model).infos}
+    assert [name for name, role in roles.items() if role == "readout"] == ["lm_head"]
+
+
+def test_a_trained_head_beside_a_frozen_one_is_a_readout():
+    frozen = nn.Linear(8, 5).requires_grad_(False)
+    model = nn.ModuleDict({"body": nn.Linear(8, 8), "old": frozen, "new": nn.Linear(8, 5)})
+    roles = {info.name: info.role for info in dissect(model).infos}
+    assert roles["new"] == "readout"
+
+
 def test_the_model_says_what_its_readout_is():
     class Speaking(nn.Module):
         def __init__(self):
