@@ -233,12 +233,15 @@ def _rounding(finding: Finding, row: Row, network: Network) -> Explanation | Non
 
 
 def _logits(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    return Explanation(
-        "logits_exploding",
+    begin = (
         f"its largest attention logit is {short(finding.value)}, {finding.against}: heads are about to look at a "
-        "single key; divide the learning rate of its queries and keys by about 10, or normalize them (q/k norms)",
-        Remedy("scale_lr", (row.info.name,), 0.1),
+        "single key; "
     )
+    if network.corrected:  # the learning rate is the correction's
+        how = "this network wants smaller steps: give the correction a quarter of its size, or less"
+        return Explanation("logits_exploding", begin + how, Remedy("check", (row.info.name,)))
+    how = "divide the learning rate of its queries and keys by about 10, or normalize them (q/k norms)"
+    return Explanation("logits_exploding", begin + how, Remedy("scale_lr", (row.info.name,), 0.1))
 
 
 def _collapsed(finding: Finding, row: Row, network: Network) -> Explanation | None:
