@@ -41,7 +41,7 @@ ON_HOST = (
     *(f"engine/results/{name}" for name in ("reasons.py", "summary.py", "values.py")),
     *(f"engine/results/measurement.py:{name}" for name in ("relative_errors", "known_errors")),
     *("condition/", "correction/", "reporting/"),
-    *("engine/results/noise.py", "functional/noise.py", "engine/features/attention.py:<"),
+    *("engine/results/noise.py", "functional/noise.py", "engine/attention/logits.py:<"),
     *("linalg/spectral_norms.py:_decided", "engine/results/raw.py:_unpacked"),
 )
 """Code that works on numbers that have arrived."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spectral_monitor.capture.records.assumption_checks import NOISE_SAMPLES, SHARE_ROWS
 from spectral_monitor.capture.replay.feature_change import KERNEL_ROWS
-from spectral_monitor.engine.features.attention import ROWS, SEQUENCES
+from spectral_monitor.engine.attention.logits import ROWS, SEQUENCES
 from spectral_monitor.engine.features.kernels import LANCZOS_STEPS, PROBES
 from spectral_monitor.engine.features.outputs import FORMATS
 from spectral_monitor.quantities import QUANTITIES, Quantity

@@ -23,9 +23,9 @@ from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.all_or_none import agreed
 from spectral_monitor.engine.agreement.rank_report import RankReports, StepObservation, census
 from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
-from spectral_monitor.engine.attention_watch import AttentionWatch
-from spectral_monitor.engine.features.replays import Context, StepInputs
+from spectral_monitor.engine.attention.watch import AttentionWatch
 from spectral_monitor.engine.features.stage import RowStage
+from spectral_monitor.engine.features.step_inputs import Context, StepInputs
 from spectral_monitor.engine.features.step_loss import MicroBatch, StepLoss
 from spectral_monitor.engine.features.watch import FeatureWatch, WatchedForward
 from spectral_monitor.engine.model_layout import ModelLayout

@@ -12,8 +12,8 @@ from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.agreement.row_hash import row_hashes
-from spectral_monitor.engine.features.replays import StepInputs
 from spectral_monitor.engine.features.stage import gradients, inputs
+from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers import Layer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.replay.feature_change import Change, Replay
-from spectral_monitor.engine.features.kernels import FullStage
+from spectral_monitor.engine.features.full_tier import FullStage
 from spectral_monitor.engine.features.replays import ReplayOutcome
 from spectral_monitor.engine.features.stage import RowStage
 from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, one_each

@@ -17,7 +17,8 @@ from spectral_monitor.capture.records.assumption_checks import is_pointwise
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs
 from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.capture.row_sampling import rows_of
-from spectral_monitor.engine.features.replays import Context, Probe
+from spectral_monitor.engine.features.replays import Probe
+from spectral_monitor.engine.features.step_inputs import Context
 from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.results.reasons import ROUNDED
 from spectral_monitor.functional.laziness import linearity, output_parts

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +19,7 @@ from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Repeatable, Replayable, why_not
 from spectral_monitor.capture.replay.sample_independence import ExchangeCheck, IndependenceCheck, SeparateRun
 from spectral_monitor.engine.features.replay_subset import DRAWN, DRAWS, NO, UNSEEN, YES, ReplaySubset
+from spectral_monitor.engine.features.step_inputs import Context, StepInputs
 from spectral_monitor.engine.results.reasons import MOVED, StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.layers.naming import label, named_modules
@@ -30,8 +29,6 @@ from spectral_monitor.state.snapshot import preserved
 
 INLINED = "called inside a function that is compiled, where its features cannot be seen"
 """Why a layer has none where the call that led to the step cannot be run again eagerly."""
-
-Context = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -47,19 +44,6 @@ class Probe:
     part: bool
     packed: dict[str, Any] | None
     why_not: str = ""
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """Facts about a step that the training loop knows; see :meth:`~spectral_monitor.engine.Engine.finish`."""
-
-    training_step: Replayable | None
-    loss: Tensor | None
-    accumulated: int
-    loss_scale: float
-    loss_parts: int
-    context: Context
-    only_if_stepped: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,9 +152,9 @@ class Replays:
             return None, None, f"the forward cannot be run again: {self._compiled} is compiled"
         if looked is not None or len(roots) == 1:
             again = roots[0] if looked is None else looked
-            before = trained_on(again, given)
+            before = given.trained_on(again)
         elif given.training_step is not None and roots:
-            again, before = given.training_step, trained_on(given.training_step, given)
+            again, before = given.training_step, given.trained_on(given.training_step)
         else:
             parts = "was not called" if not roots else f"is called in {len(roots)} separate parts"
             return None, None, f"the forward cannot be run again: the model {parts}"
@@ -351,35 +335,3 @@ def _check_part(part: Replayable, replay: Replay, may_draw: bool = False) -> Non
         raise RuntimeError(DRAWS)
     if not replay.same_calls():
         raise RuntimeError("for the first samples alone, layers are called differently")
-
-
-def loss_begun(given: StepInputs, before: Tensor | None) -> Tensor | None:
-    """Return the loss that the backward pass began with, before it was divided; ``None`` or NaN if it is not known.
-
-    Args:
-        given: what the training loop knows of the step.
-        before: the loss that the forward returned, as :func:`trained_on` has it.
-    """
-    if given.loss is not None:
-        return given.loss * given.accumulated
-    return None if before is None else before * given.loss_parts
-
-
-def trained_on(root: Replayable, given: StepInputs) -> Tensor | None:
-    """Return the loss of a forward; NaN if training uses another one, or one of which that is a part."""
-    if not isinstance(root, RootCall):
-        return (
-            None
-            if given.loss is None
-            else given.loss * given.accumulated
-            if root.first_loss is None
-            else root.first_loss
-        )
-    if root.loss is None:
-        return None
-    if given.loss is None:
-        whole = root.flow is not None and root.flow.whole(given.accumulated, given.loss_parts)
-    else:
-        whole = ((root.loss / given.accumulated).to(given.loss) == given.loss).all()
-    before = root.loss if root.first_loss is None else root.first_loss
-    return torch.where(torch.as_tensor(whole, device=before.device), before, math.nan)

@@ -13,7 +13,7 @@ from spectral_monitor.capture.replay.eager_pass import undecorated
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Repeatable, why_not
 from spectral_monitor.engine.agreement.rank_report import RankReports
-from spectral_monitor.engine.features.replays import Context, StepInputs
+from spectral_monitor.engine.features.step_inputs import Context, StepInputs
 from spectral_monitor.engine.results.edge import why_unknown
 from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext

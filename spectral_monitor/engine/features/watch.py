@@ -19,11 +19,13 @@ from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.features.changes import ChangeStage
-from spectral_monitor.engine.features.kernels import ALONE, BACKWARD, FullStage
+from spectral_monitor.engine.features.full_tier import ALONE, FullStage
+from spectral_monitor.engine.features.kernels import BACKWARD, GraphPasses
 from spectral_monitor.engine.features.outputs import OF_ROWS, measure_noise, measure_outputs
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
-from spectral_monitor.engine.features.replays import Context, ReplayOutcome, Replays, StepInputs, loss_begun
+from spectral_monitor.engine.features.replays import ReplayOutcome, Replays
 from spectral_monitor.engine.features.stage import RowStage, input_rows
+from spectral_monitor.engine.features.step_inputs import Context, StepInputs
 from spectral_monitor.engine.model_layout import ModelLayout
 from spectral_monitor.engine.results.measurement import known_errors, relative_errors
 from spectral_monitor.engine.results.noise import DIVIDED
@@ -167,7 +169,7 @@ class FeatureWatch:
         if self.wanted:
             forward.outputs = self.capture.outputs()
             forward.again, forward.loss, forward.no_replay = self.replays.choose(given, self.moved)
-            forward.begun = loss_begun(given, forward.loss)
+            forward.begun = given.begun(forward.loss)
             forward.part = self.replays.look(forward.again)
 
     def explain(self, facts: StepContext, seen: RankReports) -> None:
@@ -230,7 +232,7 @@ class FeatureWatch:
             self._out.note(NETWORK, LOSS, seen.begun)
         elif forward.begun is not None:
             self._out.put(NETWORK, LOSS, forward.begun)
-        full = FullStage(self._model, self.capture, self._asked, self._alone, facts, self._out, self._warn, stage.old)
+        full = FullStage(self._model, self.capture, self._asked, self._alone, facts, self._out, stage.old)
         full.checks()
         slices = self.replays.slices
         alike = slices.agree([int(some.samples) for some in seen.steps])
@@ -254,7 +256,9 @@ class FeatureWatch:
         if after.probe_lost:
             self.replays.probe = None
         with self._harmless("running the forward again with a graph"):
-            full.graphs(again, given, forward.outputs, stage.rates)
+            host = self._asked.low_memory
+            graphs = GraphPasses(self._model, self.capture, full.keys, host, facts, self._out, self._warn)
+            graphs.measure(again, given, forward.outputs, stage.rates)
             full.linearized(self.replays.probe, start, given.context)
 
     def settle(self, measurement: Measurement) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.capture.hooks.attention import AttentionCall
-from spectral_monitor.engine.features.attention_conventions import Mask, Sample, dropout_of, masks, rotations
+from spectral_monitor.engine.attention.conventions import Mask, Sample, dropout_of, masks, rotations
 from spectral_monitor.engine.results.raw import Raw
 from spectral_monitor.functional.attention import attention_numbers
 from spectral_monitor.layers.attention import AttentionBlock, Projection
