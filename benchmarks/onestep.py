@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spectral_monitor.engine import Engine
+from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.sharding import ProcessGroup
 
@@ -95,7 +96,7 @@ def steps(
     def measure(number: int) -> None:
         engine.arm(settings.keys)
         train()
-        if engine.finish(number) is None:
+        if engine.finish(number, StepInputs()) is None:
             raise RuntimeError("a step was not measured")
 
     with looks():

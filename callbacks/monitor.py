@@ -24,6 +24,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameter
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import STEP_LOSS, Engine, Settings, still_due
+from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import History, Measurement
@@ -289,12 +290,12 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             return
 
         def remember() -> None:
-            engine.begin_forward()
-            if (engine.watches_features or engine.watches_loss) and can_run_again(pl_module):
+            engine.features.begin_forward()
+            if (engine.features.wanted or engine.step_loss.wanted) and can_run_again(pl_module):
                 self._training_step = TrainingStepReplay(pl_module, batch, batch_idx)
 
         engine.arm(keys, remember)
-        engine.begin_forward()
+        engine.features.begin_forward()
         if _scaler(trainer) is not None:  # then the optimizer's step has no forward inside
             remember()
 
@@ -320,7 +321,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Close the forward window: the training step is done."""
         if self._engine is not None and self._engine.armed and pl_module.automatic_optimization:
-            self._engine.end_forward()
+            self._engine.features.end_forward()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Gradients from here on are those of the step's backward pass."""
@@ -330,16 +331,17 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         if scaler is not None:
             self._loss_scale = float(scaler.get_scale())
         if pl_module.automatic_optimization:
-            self._engine.begin_backward()
+            self._engine.features.begin_backward()
             if self._training_step is not None:
                 gradient = self._loss_scale / trainer.accumulate_grad_batches
                 context = partial(logging_suppressed, trainer, pl_module)
-                self._engine.offer(self._training_step, gradient, context, self._micro_batches)
+                self._engine.features.offer(self._training_step, gradient, context)
+                self._engine.step_loss.offer(self._training_step, context, self._micro_batches)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Later gradients are not."""
         if self._engine is not None and self._engine.armed and pl_module.automatic_optimization:
-            self._engine.end_backward()
+            self._engine.features.end_backward()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -354,8 +356,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         again, roots = self._training_step, self._engine.calls
         if again and roots and _scaler(trainer) is not None and not again.randomness.same(roots[0].randomness):
             self._training_step = None  # it was remembered too early: something has drawn random numbers since
-        measurement = self._engine.finish(
-            trainer.global_step if automatic else _batches(trainer),
+        given = StepInputs(
             training_step=self._training_step,
             loss=loss_in(outputs) if automatic else None,
             accumulated=trainer.accumulate_grad_batches,
@@ -363,6 +364,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             context=partial(logging_suppressed, trainer, pl_module),
             only_if_stepped=not automatic,
         )
+        measurement = self._engine.finish(trainer.global_step if automatic else _batches(trainer), given)
         self._training_step, self._micro_batches = None, []
         if automatic or not self._engine.idle:
             self._overdue = frozenset()

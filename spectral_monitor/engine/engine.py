@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.arrived_gradients import ArrivedGradients
 from spectral_monitor.capture.hooks.gradient_reuse import GradientReuse
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
-from spectral_monitor.capture.hooks.returned_losses import ReturnedLosses
-from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.replay.replayable import Repeatable, Replayable
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.all_or_none import agreed
+from spectral_monitor.engine.agreement.output_layers import output_parameters
 from spectral_monitor.engine.agreement.rank_report import RankReports, StepObservation, census
-from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
 from spectral_monitor.engine.attention.watch import AttentionWatch
 from spectral_monitor.engine.features.stage import RowStage
-from spectral_monitor.engine.features.step_inputs import Context, StepInputs
-from spectral_monitor.engine.features.step_loss import MicroBatch, StepLoss
+from spectral_monitor.engine.features.step_inputs import StepInputs
+from spectral_monitor.engine.features.step_loss import StepLoss
 from spectral_monitor.engine.features.watch import FeatureWatch, WatchedForward
+from spectral_monitor.engine.guards import FailureGuard, check_supported, full_precision, replaced
 from spectral_monitor.engine.model_layout import ModelLayout
-from spectral_monitor.engine.observation import held_by, observations, step_facts
+from spectral_monitor.engine.observation import held_by, observe, step_facts
 from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.parameter_tracker import ParameterTracker
-from spectral_monitor.engine.preconditions import check_supported, full_precision, replaced
 from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.raw import NETWORK, REUSED, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
@@ -41,14 +36,10 @@ from spectral_monitor.engine.state import COMPARED, START, STEP_LOSS, TURN, Engi
 from spectral_monitor.engine.weights.gradients import gradient_norms
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.engine.weights.turns import Turns
-from spectral_monitor.layers import Layer
-from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import ProcessGroup, copies, reshard
-
-LESS_MEMORY = " (low_memory=True, quantities='light' and replay_samples=2 each take less memory)"
 
 
 def _do_nothing() -> None:
@@ -65,6 +56,11 @@ class Engine(EngineState):
         asked: the settings of the step that is watched, with the quantities that are measured of it.
         budget: decides which steps can be afforded, if there is one.
         multipliers: layer index -> what a correction multiplies the learning rate with, to be shown.
+        features, attention: watch features and attention blocks in that step.
+        step_loss: runs the whole step again for its loss, where that is asked for by itself.
+        turns: waits for optimizers that did not step in the last due step, to measure their next turn too.
+        armed: whether a step is watched.
+        idle: whether no optimizer has stepped in the step that was watched last.
 
     Raises:
         ValueError: patterns, roles or blocks that do not fit; feature quantities with LBFGS.
@@ -82,8 +78,8 @@ class Engine(EngineState):
         redirected: bool = False,
     ) -> None:
         """``processes``: those that train together; ``wrapper``: FSDP's, which is called in the model's place;
-        ``corrected``: whether learning rates depend on what is measured; ``whole_steps``: whether :meth:`offer` is
-        called at each step; ``redirected``: whether training steps run inside a call of the model.
+        ``corrected``: whether learning rates depend on what is measured; ``whole_steps``: whether the loop offers
+        each training step to :attr:`features`; ``redirected``: whether training steps run inside a call of the model.
         """
         super().__init__()
         self.model = model
@@ -92,12 +88,13 @@ class Engine(EngineState):
         self.processes = processes
         self.budget = budget_for(settings, processes is not None, corrected)
         self._warn = WarnOnce(silent=processes is not None and processes.rank > 0)
-        self._own_warn = WarnOnce()  # of what happened in this process alone
+        own_warn = WarnOnce()  # of what happened in this process alone
+        self._guard = FailureGuard(own_warn)
         reshard(self._wrapper)
         found = partial(ModelLayout.of, model, self._wrapper, optimizers, settings, processes, whole_steps)
         layout = (found() if processes is None else processes.all_or_none(found)).placed(processes)
         self.anatomy, self.layers, self.members = layout.anatomy, layout.layers, layout.members
-        self._attention = AttentionWatch(layout.hidden, layout.attention, self.members, processes, self._harmless)
+        self.attention = AttentionWatch(layout.hidden, layout.attention, self.members, processes, self._guard)
         self._tracker = None if layout.flat else ParameterTracker(model, self.anatomy.layers)
         self._replaced: set[int] = set()
         self._flat = layout.flat
@@ -107,59 +104,37 @@ class Engine(EngineState):
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
         self._reuse = GradientReuse()
         self._arrived = ArrivedGradients(gradient_norms)
-        self._returned = None if whole_steps or layout.compiled else ReturnedLosses()
         self.features = FeatureWatch(
-            model, self._wrapper, layout, settings, processes, self._harmless, self._warn, self._own_warn
+            model, self._wrapper, layout, settings, processes, self._guard, self._warn, own_warn
         )
         self.features.capture.redirected = redirected
-        self._turns = Turns()
+        self.turns = Turns()
         self._awaited: frozenset[int] = frozenset()  # in the step that is watched
         self._overwrites = False  # whether an optimizer was seen to overwrite gradients
-        self._step_loss = StepLoss(model, self.features.replays.run_again, layout.sharded, self._own_warn)
+        returned = not (whole_steps or layout.compiled)
+        self.step_loss = StepLoss(model, self.features.replays.run_again, layout.sharded, returned, own_warn)
         self.armed = False
         self.idle = False
         self._reported: Settings | None = settings  # None: nothing of the step that is watched
         self.multipliers: Mapping[int, float] = {}
-        self._context: Context = nullcontext
         self._in_force: Mapping[int, float] = {}  # in the step that is watched
         self._clear()
 
-    @property
-    def attention_blocks(self) -> Sequence[AttentionBlock]:
-        """The attention blocks of the model."""
-        return self._attention.blocks
-
     def _clear(self) -> None:
-        self._failed = False
-        self._spent = 0.0
+        self._guard.begin()
         self._apart: float | None = None
         self._out = RawScalars()
         self._stage = MatrixStage(
             self.members, self.asked, self._start, self.features.sample, self._copies, self.processes, self._out
         )
         self._stage.contributions.overwrites = self._overwrites
-        self._attention.clear(self.asked, self._out)
+        self.attention.clear(self.asked, self._out)
         self.features.clear(self.asked, self._out)
 
     @property
     def calls(self) -> Sequence[RootCall]:
         """The calls of the model that were recorded in the step that is watched."""
-        return self.features.capture.roots or (() if self._returned is None else self._returned.calls)
-
-    @property
-    def awaits(self) -> bool:
-        """True if an optimizer did not step in the last due step, so that its next turn is measured too."""
-        return bool(self._turns.awaited)
-
-    @property
-    def watches_features(self) -> bool:
-        """True if the step's quantities need hooks on modules."""
-        return self.features.wanted
-
-    @property
-    def watches_loss(self) -> bool:
-        """True if the loss after the step is asked for by itself: what led to it is run again as a whole."""
-        return self._step_loss.wanted
+        return self.features.capture.roots or self.step_loss.returned
 
     def arm(self, keys: Collection[str], before_forward: Callable[[], None] = _do_nothing) -> None:
         """Register the hooks that watch the coming step.
@@ -172,7 +147,7 @@ class Engine(EngineState):
             before_forward: called before the forward, if that runs inside the optimizer's step.
         """
         wanted = set(keys) - {START, STEP_LOSS, TURN}
-        self._awaited = self._turns.awaited if TURN in keys else frozenset()
+        self._awaited = self.turns.awaited if TURN in keys else frozenset()
         self._reported = self.settings.only(wanted) if wanted else None
         self.asked = self.settings.only(wanted | {"feature_drift"} if START in keys else wanted)
         self._in_force = self.multipliers
@@ -180,73 +155,52 @@ class Engine(EngineState):
         self.armed = True
         self.idle = False
         self._before_forward = before_forward
-        self._step_loss.begin(STEP_LOSS in keys)
-        with self._harmless("setting up"):
+        self.step_loss.begin(STEP_LOSS in keys)
+        with self._guard("setting up"):
             self._replaced = self._stage.replaced = replaced(self._tracker, self.anatomy.layers, self._warn)
             self.features.arm()
             if not self.features.capture.hidden_layers:
-                self._attention.arm(self.asked)
+                self.attention.arm(self.asked)
             if self.processes is None and "contribution" in self.asked.keys:
-                self._reuse.arm(self.optimizers.optimizers, self._harmless, _of_outputs(self.anatomy.layers))
+                self._reuse.arm(self.optimizers.optimizers, self._guard, output_parameters(self.anatomy.layers))
             if "g" in self.asked.needs:
                 several = None if self.processes is None else self._wrapper
-                self._arrived.arm(self.optimizers.optimizers, several, self._flat, self._harmless)
-            if self._returned is not None and self.watches_loss:
-                self._returned.arm(self.model, self._harmless)
+                self._arrived.arm(self.optimizers.optimizers, several, self._flat, self._guard)
+            self.step_loss.arm(self._guard)
             self.optimizers.arm()
 
     def disarm(self) -> None:
         """Remove every hook and forget what was recorded; safe to call at any time."""
         self.armed = False
-        self._step_loss.begin(False)
+        self.step_loss.begin(False)
         self.optimizers.disarm()
         self._reuse.disarm()
         self._arrived.disarm()
-        if self._returned is not None:
-            self._returned.disarm()
         self._clear()
 
-    def finish(
-        self,
-        step: int,
-        *,
-        training_step: Replayable | None = None,
-        loss: Tensor | None = None,
-        accumulated: int = 1,
-        loss_scale: float = 1.0,
-        loss_parts: int = 1,
-        context: Context = nullcontext,
-        only_if_stepped: bool = False,
-    ) -> Measurement | None:
+    def finish(self, step: int, given: StepInputs) -> Measurement | None:
         """Return what is measured of the step that was watched, and disarm.
 
         Args:
             step: optimizer steps taken, this one included.
-            training_step: runs the forward of the whole training step again, for models called in several parts.
-            loss: what the backward pass started from, to tell whether the loss a model returns is that one.
-            accumulated: what the model's loss was divided by to become that.
-            loss_scale: what it was multiplied by before the backward pass, to keep half precision from underflow.
-            loss_parts: of how many losses, of processes and micro-batches, that of the step is the sum; 1 if it is
-                their mean.
-            context: precision the replayed forward runs under, besides the autocast that was recorded.
-            only_if_stepped: measure nothing if no optimizer has stepped; :attr:`idle` then says so.
+            given: what the training loop knows of it. If ``only_if_stepped``, :attr:`idle` says whether one has.
 
         Returns:
             ``None`` if the step could not be measured; a warning has said why.
         """
         measurement = None
-        loss = None if loss is None else loss.detach()
-        optional = only_if_stepped or bool(self._awaited)
-        given = StepInputs(training_step, loss, accumulated, loss_scale, loss_parts, context, optional)
+        loss = None if given.loss is None else given.loss.detach()
+        optional = given.only_if_stepped or bool(self._awaited)
+        given = replace(given, loss=loss, only_if_stepped=optional)
         try:
-            with self._harmless("measuring"), full_precision():
-                if self.armed and (self.processes is not None or not self._failed):
+            with self._guard("measuring"), full_precision():
+                if self.armed and (self.processes is not None or not self._guard.failed):
                     measurement = self._measure(step, given)
             if measurement is not None:
-                measurement.summary["overhead_ms"] = self._spent * 1e3
+                measurement.summary["overhead_ms"] = self._guard.spent * 1e3
             self.start_tried |= not (optional and self.idle)
             if self.budget is not None and self._reported and self.armed and not (optional and self.idle):
-                self.budget.measured(step, self._spent, self._apart)
+                self.budget.measured(step, self._guard.spent, self._apart)
                 if measurement is not None and self.budget.interval is not None:
                     measurement.summary["interval"] = float(self.budget.interval)
         finally:
@@ -256,14 +210,14 @@ class Engine(EngineState):
     def _measure(self, step: int, given: StepInputs) -> Measurement | None:
         # What this process saw, and from that of all processes what is known of the step.
         forward = WatchedForward.of(len(self.layers))
-        with self._harmless("looking at what was seen"):
+        with self._guard("looking at what was seen"):
             self._look(forward, given)
         seen = self._run(census(self._observed(forward, given), forward.layers, forward.prints, self.processes))
         if not self._agree(seen):
             return None
         if self.idle and any(some.optional for some in seen.steps):
             if self._awaited and seen.anywhere("stepped"):
-                self._turns.missed()
+                self.turns.missed()
             return None
         self.correct_roles(self.features.readouts.settle(seen))
         stage, out = self._stage, self._out
@@ -271,9 +225,9 @@ class Engine(EngineState):
         facts.multipliers, facts.replaced = self._in_force, self._replaced
         facts.held = held_by(self.layers, self.optimizers)
         if self._awaited:
-            self._turns.taken(facts.stepped)
+            self.turns.taken(facts.stepped)
         elif len(self.optimizers.optimizers) > 1 and self._reported is not None:
-            self._turns.measured(facts.held, facts.stepped)
+            self.turns.measured(facts.held, facts.stepped)
         if self.optimizers.compiled:
             self._warn(COMPILED_STEP)
         self.features.explain(facts, seen)
@@ -281,14 +235,14 @@ class Engine(EngineState):
         # Matrices and rows as the step saw them, then the forward again.
         rows = self.features.begin_rows(seen)
         agreed(self._before_replay(rows, forward, facts), self.processes)
-        if self.watches_features:
+        if self.features.wanted:
             due = self._drift_due(self.asked.keys)
             self._run(self.features.changes(forward, seen, rows, facts, given, due, stage, self._parameters))
-            if self._failed and self.processes is None:
+            if self._guard.failed and self.processes is None:
                 return None
-        if self._step_loss.wanted:
+        if self.step_loss.wanted:
             changed = len(self.optimizers.optimizers)
-            self._run(self._step_loss.after(changed, given, seen, facts, self.processes, out))
+            self._run(self.step_loss.after(changed, given, seen, facts, self.processes, out))
         if self._reported is None:
             return None
         self.measured += 1
@@ -296,7 +250,7 @@ class Engine(EngineState):
         self.comparisons += bool(COMPARED & set(self._reported.keys))
         measured = Measured(step, self.layers, tuple(layer.info for layer in self.layers), self._reported, facts)
         raw = out.fetch()
-        self._attention.settle(raw, facts)
+        self.attention.settle(raw, facts)
         measurement = self._put_together(measured, raw)
         self._overwrites |= facts.rewritten
         self.features.settle(measurement)
@@ -305,24 +259,17 @@ class Engine(EngineState):
     def _look(self, forward: WatchedForward, given: StepInputs) -> None:
         """Fill in what hooks have recorded of the step's forward, and how it can be run again."""
         self._stage.rest()
-        self._attention.rest()
-        forward.whole = self._step_loss.can_run(given)
+        self.attention.rest()
+        forward.whole = self.step_loss.can_run(given)
         self.features.look(forward, given)
-        capture, noise = self.features.capture, self.features.replays.slices.noise
-        apart = self.processes is not None
-        forward.layers = observations(len(self.layers), capture, self._stage, forward.outputs, noise, apart)
-        if capture.traced:
-            for i, said in self.features.readouts.see(capture, self._stage.unused).items():
-                forward.layers[i].place = said
-        if self.processes is not None:
-            forward.prints = as_table(row_hashes(forward.outputs), len(self.layers), self.processes.device)
+        observe(forward, self.features, self._stage, self.processes)
 
     def _observed(self, forward: WatchedForward, given: StepInputs) -> StepObservation:
         """Return what this process has to say of the step, after a failure too."""
         stepped, awaited = self._stage.stepped, self._awaited
         begun, again = forward.begun, forward.again
         return StepObservation(
-            failed=self._failed,
+            failed=self._guard.failed,
             stepped=bool(stepped & awaited if awaited else stepped),
             optional=given.only_if_stepped,
             moved=self.features.moved,
@@ -343,7 +290,7 @@ class Engine(EngineState):
         """Take over what all processes have in common, and return whether the step is measured."""
         self._apart = None if self.processes is None else seen.steps[0].apart
         if any(some.failed for some in seen.steps):
-            if not self._failed:
+            if not self._guard.failed:
                 who = ", ".join(str(rank) for rank, some in enumerate(seen.steps) if some.failed)
                 self._warn(f"a step was not measured: it failed in process {who}, which says why")
             return False
@@ -358,107 +305,37 @@ class Engine(EngineState):
         """Matrices, attention, and rows as the step saw them."""
         features = self.features.routine(rows, forward.outputs, facts)
         if self.processes is None:
-            yield from sequence([self._attention.routine(), features])
+            yield from sequence([self.attention.routine(), features])
         else:
             sampled = rows.sample(self.features.capture.calls)
-            yield from gather([sampled, self._stage.routine(), self._attention.routine(), features])
-
-    def begin_forward(self) -> None:
-        """Forget calls made so far: the forward that leads to the step begins now, its backward pass later."""
-        self.features.capture.begin()
-        self.features.capture.backward_open = False
-
-    def end_forward(self) -> None:
-        """Leave out later calls: the forward is done."""
-        self.features.capture.forward_open = False
-
-    def begin_backward(self) -> None:
-        """Take gradients from here on as those of the step; the forward is done."""
-        self.features.capture.forward_open, self.features.capture.backward_open = False, True
-
-    def end_backward(self) -> None:
-        """Leave out later gradients."""
-        self.features.capture.backward_open = False
-
-    def offer(
-        self, training_step: Replayable, gradient: float, context: Context, earlier: Sequence[MicroBatch] = ()
-    ) -> None:
-        """Take a training step whose backward pass begins now, to be run again where its parts cannot be seen.
-
-        Args:
-            training_step: to be run again.
-            gradient: of the loss it returned, that the backward pass begins with.
-            context: to be entered around it.
-            earlier: as for :meth:`offer_loss`.
-        """
-        self.features.replays.whole, self._context = (training_step, LossGradient(gradient)), context
-        self.offer_loss(training_step, context, earlier)
-
-    def offer_loss(self, again: Repeatable, context: Context = nullcontext, earlier: Sequence[MicroBatch] = ()) -> None:
-        """Take what led to the loss of the step, to be run again where :attr:`watches_loss`.
-
-        Args:
-            again: runs its forward again.
-            context: to be entered around that.
-            earlier: micro-batches before this one, where gradients are accumulated.
-        """
-        self._step_loss.offer(again, context, earlier)
-
-    @contextmanager
-    def _looking_aside(self) -> Iterator[None]:
-        with self._context(), self._attention.watching(self.asked):
-            yield
+            yield from gather([sampled, self._stage.routine(), self.attention.routine(), features])
 
     def _enter(self, optimizer: Optimizer) -> None:
-        with self._harmless("remembering the batch"):
+        with self._guard("remembering the batch"):
             self._before_forward()
 
     def _before(self, optimizer: Optimizer) -> None:
-        with self._harmless("copying the weights"), full_precision():
+        with self._guard("copying the weights"), full_precision():
             self._stage.before(optimizer)
-            self._attention.before(optimizer)
+            self.attention.before(optimizer)
             self.features.before(optimizer)
 
     def _ready(self, optimizer: Optimizer) -> None:
-        with self._harmless("looking at the gradients"):
+        with self._guard("looking at the gradients"):
             if (reused := self._reuse.stepping(optimizer)) is not None:
                 self._out.put(NETWORK, f"{REUSED}.{self._reuse.steps}", reused)
             self._stage.ready(optimizer, self._arrived.of(optimizer))
-            if self._returned is not None:
-                self._returned.close()
-                self._step_loss.offer_returned(self._returned.calls)
-            self._step_loss.stepping()
-            self.features.ready(optimizer, self._looking_aside)
+            self.step_loss.stepping()
+            self.features.ready(optimizer, partial(self.attention.watching, self.asked))
             self._stage.norms.samples = self.features.capture.looked_at
             if len(self.optimizers.optimizers) == 1:
-                self.end_forward()
-                self.end_backward()
-                self._attention.ready()
+                self.features.end_forward()
+                self.features.end_backward()
+                self.attention.ready()
 
     def _after(self, optimizer: Optimizer) -> None:
-        with self._harmless("measuring the update"), full_precision():
-            if not self._failed:
+        with self._guard("measuring the update"), full_precision():
+            if not self._guard.failed:
                 self._stage.after(optimizer)
             self._reuse.stepped(optimizer)
             self.features.capture.settled |= self._stage.stepped
-
-    @contextmanager
-    def _harmless(self, what: str) -> Iterator[None]:
-        """Count the time inside, and turn any error into one warning and a step that is not measured."""
-        begin, spent = time.perf_counter(), self._spent
-        try:
-            yield
-        except Exception as error:
-            first, self._failed = not self._failed, True
-            if first:  # the others follow from it
-                advice = LESS_MEMORY if isinstance(error, torch.OutOfMemoryError) else ""
-                said = f"a step was not measured: {what} failed with {type(error).__name__}: {error}"
-                self._own_warn(said + advice, error)
-        finally:
-            self._spent = spent + time.perf_counter() - begin  # what ran inside has counted itself too
-
-
-def _of_outputs(layers: Sequence[Layer]) -> list[nn.Parameter]:
-    """Return the parameters of output layers, biases included."""
-    blocks = {layer.block or layer.info.name for layer in layers if layer.info.role == "readout"}
-    return [source for layer in layers if (layer.block or layer.info.name) in blocks for source in layer.sources]

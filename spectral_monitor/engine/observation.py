@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.hooks.recording import WHY_HIDDEN
-from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
-from spectral_monitor.engine.agreement.row_hash import row_hashes
+from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
 from spectral_monitor.engine.features.stage import gradients, inputs
 from spectral_monitor.engine.features.step_inputs import StepInputs
+from spectral_monitor.engine.features.watch import FeatureWatch, WatchedForward
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers import Layer
+from spectral_monitor.sharding import ProcessGroup
 
 
-def observations(
-    layers: int,
-    features: FeatureCapture,
-    stage: MatrixStage,
-    outputs: Outputs,
-    noise: Mapping[int, float],
-    apart: bool,
-) -> list[LayerObservation]:
-    """Return this process's observation of each layer.
-
-    Args:
-        noise: how far a layer's outputs are off where a few samples are run alone.
-        apart: whether other processes see it too, so that inputs are to be compared.
-    """
-    found = []
-    fed = {i: calls for some in range(layers if apart else 0) for i, calls in features.inputs(some).items()}
-    prints = row_hashes(fed)
+def observe(forward: WatchedForward, watch: FeatureWatch, stage: MatrixStage, processes: ProcessGroup | None) -> None:
+    """Fill in this process's observation of each layer, and what other processes compare with theirs."""
+    layers, features = len(forward.layers), watch.capture
+    noise, outputs = watch.replays.slices.noise, forward.outputs
+    apart = range(0 if processes is None else layers)
+    prints = row_hashes({i: calls for some in apart for i, calls in features.inputs(some).items()})
     for i in range(layers):
         recorded = features.calls.get(i, ())
         observation = LayerObservation(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))
+        forward.layers[i] = observation
         observation.hidden = features.hidden.get(i, 0)
         if recorded:
             x, b = inputs(recorded), gradients(recorded)
@@ -53,8 +43,11 @@ def observations(
             observation.split_outputs = any(call.split_out for call in recorded)
             observation.input_features = there[0].shape[1] if there else 0
             observation.output_features = recorded[0].features
-        found.append(observation)
-    return found
+    if features.traced:
+        for i, said in watch.readouts.see(features, stage.unused).items():
+            forward.layers[i].place = said
+    if processes is not None:
+        forward.prints = as_table(row_hashes(outputs), layers, processes.device)
 
 
 def step_facts(seen: RankReports, stage: MatrixStage, given: StepInputs) -> StepContext:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.engine.features.linearization import start_parameters
 from spectral_monitor.engine.features.watch import FeatureWatch
+from spectral_monitor.engine.guards import FailureGuard, full_precision
 from spectral_monitor.engine.overhead_budget import Budget
-from spectral_monitor.engine.preconditions import full_precision
 from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.raw import Raw
 from spectral_monitor.engine.settings import Settings
@@ -77,7 +76,7 @@ class EngineState:
     members: list[BatchMember]
     features: FeatureWatch
     budget: Budget | None
-    _harmless: Callable[[str], AbstractContextManager[None]]
+    _guard: FailureGuard
 
     def __init__(self) -> None:
         self.measured = 0
@@ -99,10 +98,10 @@ class EngineState:
         """Remember the weights, after ``step`` steps, as those drift is counted from, in host memory."""
         self.start_step = step
         if self._linearized:
-            with self._harmless("remembering the start"):
+            with self._guard("remembering the start"):
                 self._parameters = start_parameters(self.model)
         if "W0" in self.settings.needs:
-            with self._harmless("remembering the start"), full_precision(), torch.no_grad():
+            with self._guard("remembering the start"), full_precision(), torch.no_grad():
                 start: dict[int, list[Tensor]] = {}
                 error: Exception | None = None
                 try:
@@ -249,7 +248,7 @@ class EngineState:
             self.start(step)
         else:
             self.start_step = start_step
-            with self._harmless("remembering the start"), full_precision(), torch.no_grad():
+            with self._guard("remembering the start"), full_precision(), torch.no_grad():
                 self._begin(start)
         if self._linearized and self.probe_taken:
             self._parameters = kept  # those of now do not belong to the batch

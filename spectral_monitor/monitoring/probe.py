@@ -20,6 +20,7 @@ from spectral_monitor.condition.optimizers.plans import LookAhead
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import STEP_LOSS, Engine, Settings, still_due
+from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import MicroBatch
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import History
@@ -293,7 +294,7 @@ class SpectralProbe(MeasuredRun):
             self._keys |= {STEP_LOSS}  # which a correction asks for by itself
         if self._keys:
             self._engine.arm(self._keys)
-            self._replay = LossReplay(self._engine.model) if self._engine.watches_loss else None
+            self._replay = LossReplay(self._engine.model) if self._engine.step_loss.wanted else None
 
     def report_loss(self, loss: Tensor, again: Callable[[], Tensor] | None = None) -> None:
         """Tell the loss on which ``backward`` is called in this step; there is no need to where the model returns it.
@@ -320,7 +321,7 @@ class SpectralProbe(MeasuredRun):
             self._loss = loss.detach().reshape(()).clone()
             if self._replay is not None and again is not None:
                 self._replay.function = again
-                self._engine.offer_loss(self._replay, earlier=self._earlier)
+                self._engine.step_loss.offer(self._replay, earlier=self._earlier)
                 self._earlier.append(MicroBatch(self._replay, self._loss))
                 self._replay = LossReplay(self._engine.model)  # of the next micro-batch, if there is one
 
@@ -372,7 +373,9 @@ class SpectralProbe(MeasuredRun):
             return
         if micro_batches > 1:  # Accelerate has divided the loss where nobody sees it
             accumulated, loss = micro_batches, None if loss is None else loss / micro_batches
-        measurement = self._engine.finish(self.steps, loss=loss, accumulated=accumulated, loss_parts=loss_parts)
+        measurement = self._engine.finish(
+            self.steps, StepInputs(loss=loss, accumulated=accumulated, loss_parts=loss_parts)
+        )
         if measurement is None:
             return
         measurement = self._supervisor.judge(measurement, announce if self.is_first else _say_nothing)

@@ -60,7 +60,7 @@ class Supervisor:
         self._report: CorrectionReport | None = None
         if correction is not None:
             self._corrector = Corrector(
-                correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention_blocks
+                correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention.blocks
             )
             self._report = CorrectionReport(self._corrector)
             engine.multipliers = self._corrector.by_layer()
@@ -127,7 +127,7 @@ class Supervisor:
     def _awaits_turn(self, step: int) -> bool:
         """Return whether a step that is not due is watched, for an optimizer that did not step in the last due one."""
         budget = self._engine.budget
-        return self._engine.awaits and (budget is None or budget.affords(step))
+        return bool(self._engine.turns.awaited) and (budget is None or budget.affords(step))
 
     def _scheduled(self, step: int) -> frozenset[str]:
         """As scheduled; and of the first measured step what tells who began at zero, for later ones may have it too

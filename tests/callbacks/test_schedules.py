@@ -14,7 +14,7 @@ from torch import nn
 
 from spectral_monitor import SpectralCondition, SpectralMonitor
 from spectral_monitor.callbacks import monitor as callback
-from spectral_monitor.engine import engine
+from spectral_monitor.engine import guards
 from spectral_monitor.engine import overhead_budget as budget
 from spectral_monitor.quantities import QUANTITIES
 from tests.callbacks.quickfit import fit, leftovers
@@ -98,7 +98,7 @@ class Pace(pl.Callback):
     def __init__(self, monitor, monkeypatch, cost=0.5):
         self.now, self.monitor, self.cost, self.steps = 0.0, monitor, cost, 0
         monkeypatch.setattr(budget, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(guards, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def on_train_batch_end(self, trainer, module, *rest):
         stepped, self.steps = trainer.global_step > self.steps, trainer.global_step

@@ -175,4 +175,4 @@ def test_no_hook_remains():
     probe, model, _ = looped()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-    assert not probe._engine._returned.calls
+    assert not probe._engine.step_loss.returned

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from spectral_monitor import SpectralMonitor
-from spectral_monitor.engine import engine
+from spectral_monitor.engine import guards
 from spectral_monitor.engine import overhead_budget as budget
 from tests.distributed.fitting import fit
 from tests.distributed.models import batches
@@ -40,15 +40,15 @@ def run(way: str, folder: str, epochs: int, ckpt: str | None = None) -> list[tup
         {"light": 1, "feature_rms": 7}, quantities=["update_norm", "lr", "feature_rms"], max_overhead=0.1
     )
     pace = Pace(monitor, 1.0 + rank, 0.5 if rank == 0 else 20.0)
-    clock, others = lambda: pace.now, (budget.perf_counter, engine.time)
-    budget.perf_counter, engine.time = clock, SimpleNamespace(perf_counter=clock)
+    clock, others = lambda: pace.now, (budget.perf_counter, guards.time)
+    budget.perf_counter, guards.time = clock, SimpleNamespace(perf_counter=clock)
     keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
     try:
         data = batches("perceptron", STEPS, part, parts)
         more = {"max_epochs": epochs, "enable_checkpointing": True, "default_root_dir": folder, "ckpt": ckpt}
         fit(way, "perceptron", STEPS, [pace, monitor, keep], data=data, **more)
     finally:
-        budget.perf_counter, engine.time = others
+        budget.perf_counter, guards.time = others
     return [(m.step, list(m.values), m.summary.get("interval")) for m in monitor.measurements]
 
 

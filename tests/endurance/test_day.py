@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.engine import engine, overhead_budget
+from spectral_monitor.engine import guards, overhead_budget
 from spectral_monitor.reporting import JSONLinesSink
 from tests.endurance.endure import hooks, resident
 
@@ -34,7 +34,7 @@ class Clock:
 def test_memory_is_flat_for_a_day(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(overhead_budget, "perf_counter", clock)
-    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(guards, "time", SimpleNamespace(perf_counter=clock))
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     sink = JSONLinesSink(tmp_path / "run.jsonl")

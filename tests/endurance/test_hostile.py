@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.cli import main
-from spectral_monitor.engine import engine, overhead_budget
+from spectral_monitor.engine import guards, overhead_budget
 from spectral_monitor.reporting import JSONLinesSink, TensorBoardSink, read_measurements
 from tests.cli.logged_runs import FILE
 from tests.noninterference import zoo
@@ -147,7 +147,7 @@ def test_a_clock_that_jumps(seed, share, monkeypatch):
     """Which steps are measured may depend on it; nothing else does, and no number but the cost is touched."""
     clock = Jumps(seed)
     monkeypatch.setattr(overhead_budget, "perf_counter", clock)
-    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(guards, "time", SimpleNamespace(perf_counter=clock))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SpectralMonitorWarning)
         seen, probe = train(net(), STEPS, lambda *pair: SpectralProbe(*pair, max_overhead=share, mode="observe"))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralMonitor, SpectralMonitorWarning, SpectralProbe
-from spectral_monitor.engine import Settings, engine
+from spectral_monitor.engine import Settings, guards
 from spectral_monitor.engine import overhead_budget as budget
 from spectral_monitor.engine.overhead_budget import Budget, plain_time
 from spectral_monitor.engine.schedule import Timetable
@@ -325,7 +325,7 @@ def trained(clock, monkeypatch, steps=120, resume=None, pace=1, **arguments):
 
     ``pace``: of the clock by which the monitor counts what it does itself.
     """
-    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: pace * clock.now))
+    monkeypatch.setattr(guards, "time", SimpleNamespace(perf_counter=lambda: pace * clock.now))
     torch.manual_seed(0)
     net = Slow(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)

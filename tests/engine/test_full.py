@@ -14,6 +14,7 @@ from torch.nn import functional
 from spectral_monitor import SpectralProbe
 from spectral_monitor.capture.records.assumption_checks import SHARE_ROWS
 from spectral_monitor.capture.row_sampling import RowSampler
+from spectral_monitor.engine.features import full_tier
 from spectral_monitor.engine.features import kernels as full
 from spectral_monitor.functional.kernels import signs
 from spectral_monitor.quantities import QUANTITIES, TIERS, assumptions, attention, laziness, optimizers, signals
@@ -229,7 +230,7 @@ def test_activation_ratio_by_what_layers_are_given(taken):
         expected = (inputs[layer].norm(dim=1) / outs[source].norm(dim=1)).mean().item()
         assert measurement.value("activation_ratio", layer) == pytest.approx(expected, rel=1e-6)
     for layer in ("first", "head"):  # x * sigmoid(x) has two ways back
-        assert measurement.why("activation_ratio", layer) == full.NO_SOURCE
+        assert measurement.why("activation_ratio", layer) == full_tier.NO_SOURCE
 
 
 class Between(nn.Module):
@@ -372,10 +373,10 @@ def test_taps_blocks_branches_and_calls():
     ]
     assert m.value("weight_cancellation", "qkv") == pytest.approx(min(blocks), rel=1e-6)
     assert m.why("activation_ratio", "branch") == ""  # from qkv as it is, and from itself after ReLU
-    assert m.why("activation_ratio", "head") == full.NO_SOURCE  # a sum of two
+    assert m.why("activation_ratio", "head") == full_tier.NO_SOURCE  # a sum of two
     assert 0 < m.value("activation_ratio", "qkv") < 1
     for layer in ("conv", "branch"):
-        assert m.why("sample_share", layer) == full.NO_SHARE
+        assert m.why("sample_share", layer) == full_tier.NO_SHARE
     for key in ("bfk_ratio", "backward_speed", "kernel_change", "feature_cancellation"):
         assert all(math.isfinite(m.value(key, name)) for name in ("conv", "qkv", "branch", "head")), key
 
@@ -396,4 +397,4 @@ def test_activation_ratio_is_of_elementwise_operations(between, known):
         model(torch.randn(10, 6)).square().mean().backward()
         optimizer.step()
     assert math.isfinite(probe.latest.value("activation_ratio", "2")) == known
-    assert probe.latest.why("activation_ratio", "2") == ("" if known else full.NO_SOURCE)
+    assert probe.latest.why("activation_ratio", "2") == ("" if known else full_tier.NO_SOURCE)

@@ -27,6 +27,7 @@ from spectral_monitor.capture.hooks import optimizer
 from spectral_monitor.capture.replay import replay
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.engine.features import replays
+from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.state import rng as randomness
 from spectral_monitor.state import snapshot as preserve
 from tests.noninterference import zoo
@@ -345,7 +346,7 @@ def logs_itself(self, trainer, place):
 
 def measure_early(self, trainer, module, loss):
     if self._engine.armed:
-        self._engine.finish(trainer.global_step, context=partial(again.logging_suppressed, trainer, module))
+        self._engine.finish(trainer.global_step, StepInputs(context=partial(again.logging_suppressed, trainer, module)))
 
 
 def quietly_nothing(*args, **kwargs):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 
-from spectral_monitor.engine import engine
+from spectral_monitor.engine import guards
 from spectral_monitor.engine import overhead_budget as budget
 from tests.callbacks.quickfit import fit
 from tests.noninterference import zoo
@@ -40,7 +40,7 @@ class Fails(pl.Callback):
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch):
     monkeypatch.setattr(budget, "perf_counter", lambda: Slow.now)
-    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
+    monkeypatch.setattr(guards, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
 
 
 def steps(watch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
@@ -123,3 +124,9 @@ def _in_order(calls: Mapping[int, Sequence[Call]]) -> list[Ran]:
     """Return the calls of all operators in the order in which they ended."""
     pairs = sorted(((call, i) for i, some in calls.items() for call in some), key=lambda pair: pair[0].place)
     return [Ran(i, call.node, id(call.root), call.b_count > 0) for call, i in pairs]
+
+
+def output_parameters(layers: Sequence[Layer]) -> list[nn.Parameter]:
+    """Return the parameters of output layers, biases included."""
+    blocks = {layer.block or layer.info.name for layer in layers if layer.info.role == "readout"}
+    return [source for layer in layers if (layer.block or layer.info.name) in blocks for source in layer.sources]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.attention import AttentionCall, AttentionCapture
 from spectral_monitor.engine.attention.logits import AttentionStage
-from spectral_monitor.engine.preconditions import full_precision
+from spectral_monitor.engine.guards import full_precision
 from spectral_monitor.engine.results.raw import Raw, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from spectral_monitor.capture.hooks.returned_losses import ReturnedLosses
 from spectral_monitor.capture.replay.eager_pass import undecorated
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.replay.replayable import Repeatable, why_not
@@ -56,23 +57,30 @@ class StepLoss:
     which is small. It then runs eagerly and in full precision, before the step and after it. The first time it always
     runs before the step too, to see whether it gives the same loss again.
 
+    Where nothing is offered, the calls of the model that return a loss are run again.
+
     Attributes:
         wanted: whether the loss after the step that is watched is asked for.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[..., Tensor | None], sharded: bool, warn: WarnOnce) -> None:
+    def __init__(
+        self, model: nn.Module, run: Callable[..., Tensor | None], sharded: bool, returned: bool, warn: WarnOnce
+    ) -> None:
         """``run``: runs a forward again without a trace and returns its loss, see :meth:`.replays.Replays.run_again`;
-        ``sharded``: whether processes share weights.
+        ``sharded``: whether processes share weights; ``returned``: whether calls of the model are watched.
         """
         self._model, self._run_again, self._sharded, self._warn = model, run, sharded, warn
         self._graph = self._checked = False
         self._never = ""
+        self._calls = ReturnedLosses() if returned else None
         self._compiled = bool(compiled_modules(model))
         self.begin(False)
 
     def begin(self, wanted: bool) -> None:
         """Forget the last step; ``wanted``: whether that of the coming one is asked for."""
         self.wanted = wanted
+        if self._calls is not None:
+            self._calls.disarm()
         self._parts: list[Repeatable] = []  # micro-batches, and what backward passes began with, but for the last
         self._losses: list[Tensor] = []
         self._returned: Sequence[RootCall] = ()  # calls whose losses are known by what they returned
@@ -81,7 +89,17 @@ class StepLoss:
         self._rounded = False
         self._why = self._never
 
-    def offer(self, again: Repeatable, context: Context, earlier: Sequence[MicroBatch] = ()) -> None:
+    def arm(self, harmless: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Register the hooks that watch which calls of the model return a loss, if they are needed."""
+        if self._calls is not None and self.wanted:
+            self._calls.arm(self._model, harmless)
+
+    @property
+    def returned(self) -> Sequence[RootCall]:
+        """The calls of the model that returned a loss in the step that is watched."""
+        return () if self._calls is None else self._calls.calls
+
+    def offer(self, again: Repeatable, context: Context = nullcontext, earlier: Sequence[MicroBatch] = ()) -> None:
         """Take what led to the loss of the step that is watched.
 
         Args:
@@ -94,8 +112,9 @@ class StepLoss:
             self._losses = [part.loss for part in earlier]
             self._why = self._never or next(filter(None, map(why_not, self._parts)), "")
 
-    def offer_returned(self, calls: Sequence[RootCall]) -> None:
+    def _offer_returned(self) -> None:
         """Take the calls that returned the losses of the step's micro-batches, where nothing else was offered."""
+        calls = self.returned
         if self.wanted and calls and not self._parts:
             self.offer(
                 calls[-1],
@@ -108,6 +127,9 @@ class StepLoss:
         """Look at the loss before the optimizer steps, if that which the forward returned is not precise enough, or it
         is not known yet whether it can be had again.
         """
+        if self._calls is not None:
+            self._calls.close()
+            self._offer_returned()
         if not self._parts or self._before is not None or self._why:
             return
         with self._context():

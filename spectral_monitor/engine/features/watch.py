@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.recording import nothing
 from spectral_monitor.capture.hooks.tensor_version import Marks, marks
+from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replayable import Replayable
 from spectral_monitor.capture.row_sampling import RowSampler
@@ -111,6 +112,7 @@ class FeatureWatch:
         )
         self.replays = Replays(model, wrapper, self.capture, settings, layout.compiled, warn, warn_here)
         self.readouts = Readouts(layout.anatomy)
+        self._context: Context = nullcontext
         self._picker = RowSampler(settings.max_rows)
 
     def clear(self, asked: Settings, out: RawScalars) -> None:
@@ -144,6 +146,33 @@ class FeatureWatch:
         self.readouts.begin()
         capture.arm()
 
+    def offer(self, training_step: Replayable, gradient: float, context: Context) -> None:
+        """Take a training step whose backward pass begins now, to be run again where its parts cannot be seen.
+
+        Args:
+            training_step: to be run again.
+            gradient: of the loss it returned, that the backward pass begins with.
+            context: to be entered around it.
+        """
+        self.replays.whole, self._context = (training_step, LossGradient(gradient)), context
+
+    def begin_forward(self) -> None:
+        """Forget calls made so far: the forward that leads to the step begins now, its backward pass later."""
+        self.capture.begin()
+        self.capture.backward_open = False
+
+    def end_forward(self) -> None:
+        """Leave out later calls: the forward is done."""
+        self.capture.forward_open = False
+
+    def begin_backward(self) -> None:
+        """Take gradients from here on as those of the step; the forward is done."""
+        self.capture.forward_open, self.capture.backward_open = False, True
+
+    def end_backward(self) -> None:
+        """Leave out later gradients."""
+        self.capture.backward_open = False
+
     def before(self, optimizer: Optimizer) -> None:
         """Mark the weights that an optimizer is about to change."""
         if self.wanted:
@@ -156,13 +185,18 @@ class FeatureWatch:
         """
         capture = self.capture
         if self.wanted and not self.replays.looked:
-            self.replays.look_aside(around)
+            self.replays.look_aside(lambda: self._aside(around()))
         if capture.traced:
             self.readouts.stepped(optimizer, capture.backward_pass)
         capture.drop_unfinished()
         if capture.weights:
             then, now = self._held_at[id(optimizer)], capture.weights
             self.moved |= any(now.get(p, mark) != mark for p, mark in then.items())
+
+    @contextmanager
+    def _aside(self, around: AbstractContextManager[object]) -> Iterator[None]:
+        with self._context(), around:
+            yield
 
     def look(self, forward: WatchedForward, given: StepInputs) -> None:
         """Fill in what was recorded of the step's forward, and how it can be run again."""

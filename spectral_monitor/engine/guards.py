@@ -1,7 +1,8 @@
-"""Preconditions: unsupported models are refused, and measurements run in full precision."""
+"""Guards around what is measured: what cannot be is refused, an error costs one step, norms are in full precision."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -12,10 +13,45 @@ from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.results.reasons import REPLACED
 from spectral_monitor.layers import Layer
 from spectral_monitor.layers.naming import some
+from spectral_monitor.messages import WarnOnce
 from spectral_monitor.quantities import TIERS
 
 MAX_NAMES = 5
 """Layers that a warning names."""
+LESS_MEMORY = " (low_memory=True, quantities='light' and replay_samples=2 each take less memory)"
+
+
+class FailureGuard:
+    """Keeps errors of the code inside ``with guard(what):`` from the training step, and counts the time it takes.
+
+    Attributes:
+        failed: whether there was an error in the step that is watched, which is not measured then.
+        spent: seconds.
+    """
+
+    def __init__(self, warn: WarnOnce) -> None:
+        """``warn``: is told of the first error of a step, which the others follow from."""
+        self._warn = warn
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.failed, self.spent = False, 0.0
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Turn any error inside into a warning that ``what`` has failed."""
+        begin, spent = time.perf_counter(), self.spent
+        try:
+            yield
+        except Exception as error:
+            first, self.failed = not self.failed, True
+            if first:
+                advice = LESS_MEMORY if isinstance(error, torch.OutOfMemoryError) else ""
+                said = f"a step was not measured: {what} failed with {type(error).__name__}: {error}"
+                self._warn(said + advice, error)
+        finally:
+            self.spent = spent + time.perf_counter() - begin  # what ran inside has counted itself too
 
 
 def check_supported(optimizers: Sequence[Optimizer]) -> None:
