@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from spectral_monitor.callbacks.checkpoint_hooks import CheckpointHooks
+from spectral_monitor.callbacks.checkpoints.hooks import CheckpointHooks
 from spectral_monitor.callbacks.lightning_packages import rank_zero_only
 from spectral_monitor.messages import say
 

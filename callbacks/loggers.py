@@ -1,8 +1,7 @@
-"""Measurements on their way to loggers, and text on its way to the console."""
+"""Measurements on their way to loggers."""
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import tempfile
@@ -10,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spectral_monitor.callbacks.lightning_packages import is_instance, package_of, rank_zero_only
+from spectral_monitor.callbacks.lightning_packages import is_instance
 from spectral_monitor.callbacks.progress_bar import StatusLine
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.messages import WarnOnce, announce, in_lines
+from spectral_monitor.messages import WarnOnce
 from spectral_monitor.reporting.content.essentials import Log, checked_log, essentials
 from spectral_monitor.reporting.content.headline import brief
 from spectral_monitor.reporting.content.history import History
@@ -32,45 +31,6 @@ OFFSET = -1
 PAGE = "spectral_monitor.html"
 _REFUSED = re.compile(r"[^\w\-. /]")
 """Characters that MLflow takes in no key."""
-
-
-@rank_zero_only
-def show(text: str) -> None:
-    """Print, on the first process."""
-    print(f"\n{text}\n", flush=True)
-
-
-@rank_zero_only
-def tell(trainer: pl.Trainer, text: str) -> None:
-    """Print a sentence among Lightning's lines."""
-    logging.getLogger(f"{package_of(trainer).__name__}.spectral_monitor").info(in_lines(text))
-
-
-@rank_zero_only
-def warn_of_condition(text: str) -> None:
-    """Warn of a verdict that begins, on the first process."""
-    announce(text)
-
-
-def every(steps: object) -> str:
-    """Return at which steps is measured, in words; nothing where each quantity has steps of its own.
-
-    Example:
-        >>> every(50), every("1, 2, 4, ..., every 100"), every({"light": 10})
-        ('every 50 steps', 'at steps 1, 2, 4, ..., every 100', '')
-    """
-    if isinstance(steps, int):
-        return f"every {steps} steps" if steps > 1 else "at every step"
-    return f"at steps {steps}" if isinstance(steps, str) else ""
-
-
-def shortest(folder: Path) -> str:
-    """Return a folder as it is called from here, or in full where that is shorter."""
-    try:
-        relative = os.path.relpath(folder)
-    except ValueError:  # another drive
-        return str(folder)
-    return min(relative, str(folder), key=len)
 
 
 class LoggerSink:

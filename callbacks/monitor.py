@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from spectral_monitor.callbacks.checkpoint_hooks import CheckpointHooks
+from spectral_monitor.callbacks.batch_watch import BatchWatch
+from spectral_monitor.callbacks.checkpoints.hooks import CheckpointHooks
 from spectral_monitor.callbacks.conflicts import check_conflicts, monitor_index
-from spectral_monitor.callbacks.loggers import SinkManager, every, shortest, show, tell, warn_of_condition
+from spectral_monitor.callbacks.console import ConsoleReport, tell, warn_of_condition
+from spectral_monitor.callbacks.loggers import SinkManager
 from spectral_monitor.callbacks.schedules import Schedules
 from spectral_monitor.callbacks.strategies import check_supported, strategy_context
-from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
-from spectral_monitor.capture.replay.loss_flow import loss_in
+from spectral_monitor.callbacks.training_step_replay import can_run_again
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import with_loss
-from spectral_monitor.engine import STEP_LOSS, Engine, Settings, still_due
-from spectral_monitor.engine.features.step_inputs import StepInputs
-from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
+from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.measurement import History, Measurement
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
@@ -34,10 +33,7 @@ from spectral_monitor.monitoring.supervisor import Supervisor
 from spectral_monitor.reporting.content.essentials import Log, overall
 from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink
-from spectral_monitor.reporting.text.console import rendered
-from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.roles import Roles
-from spectral_monitor.reporting.text.table import measurement_rows
 from spectral_monitor.suggestions import helpful
 
 if TYPE_CHECKING:
@@ -200,11 +196,8 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         settings = described(mode, condition, self.correction)
         asked = () if isinstance(quantities, str) else tuple(quantities)
         self._reports = SinkManager(sinks, heatmap_every, histograms, settings, self._warn, log, asked)
-        self._training_step: TrainingStepReplay | None = None
-        self._micro_batches: list[MicroBatch] = []
-        self._loss_scale = 1.0
-        self._overdue: frozenset[str] = frozenset()
-        self._began = self._spent = 0.0
+        self._batches: BatchWatch | None = None
+        self._console = ConsoleReport(self.verbose, every_n_steps)
 
     @property
     def measurements(self) -> History:
@@ -240,12 +233,12 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         self._supervisor = Supervisor(self.mode, self.condition, self.correction, self._engine)
         self._roles = Roles.of(self._engine.anatomy)
         self._schedules = Schedules(trainer, pl_module)
-        if self.verbose:
-            when = every(self.settings.every_n_steps)
-            show(rendered(role_rows(self._engine.anatomy, folded=self.verbose < 2, when=when)))
+        due = partial(self._supervisor.due, tell=partial(self._console.tell, trainer))
+        self._batches = BatchWatch(self._engine, due, self._said)
+        self._console.found(self._engine.anatomy)
         if not trainer.loggers:
             kept = "measurements are kept in monitor.measurements and the last one is printed"
-            self._tell(trainer, f"spectral monitor: no logger: {kept}")
+            self._console.tell(trainer, f"spectral monitor: no logger: {kept}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remember the weights drift is counted from, or go on from what was loaded or measured before."""
@@ -258,60 +251,21 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         # What a learning rate means for other widths says nothing where a correction gives it another meaning.
         said = self._supervisor.decision or (self._supervisor.recipe if self.mode != "observe" else "")
         if said:
-            self._tell(trainer, f"spectral monitor: {said}")
+            self._console.tell(trainer, f"spectral monitor: {said}")
         if trainer.global_step == 0 and trainer.ckpt_path is None and not self._continuation.knows(pl_module):
             self._supervisor.rescale()  # neither loaded nor trained
         self._continuation.begin(trainer, pl_module, self._engine, self._supervisor, self._warn)
         self.multipliers = self._supervisor.multipliers
         self._supervisor.arm()
         self._reports.begin(trainer, monitor_index(trainer, self))
-        self._began, self._spent = perf_counter(), 0.0
+        self._console.begin()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Arm, if the optimizer steps in this batch and its step is to be measured.
-
-        Of batches before it, whose gradients are part of that step, only the loss is asked for, if anything.
-        """
-        engine = self._engine
-        keys = self._due(trainer, pl_module)
-        if engine is None or not keys:
-            return
-        if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
-            if STEP_LOSS in keys and can_run_again(pl_module):
-                with self._said(UNNOTICED):
-                    self._training_step = TrainingStepReplay(pl_module, batch, batch_idx)
-            return
-        self._training_step = None
-        self._loss_scale = 1.0
-        if not pl_module.automatic_optimization:
-            engine.arm(keys)  # which forward and which backward belong to which step is the user's affair
-            return
-
-        def remember() -> None:
-            engine.features.begin_forward()
-            if (engine.features.wanted or engine.step_loss.wanted) and can_run_again(pl_module):
-                self._training_step = TrainingStepReplay(pl_module, batch, batch_idx)
-
-        engine.arm(keys, remember)
-        engine.features.begin_forward()
-        if _scaler(trainer) is not None:  # then the optimizer's step has no forward inside
-            remember()
-
-    def _due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> frozenset[str]:
-        """Return what is measured of the step that this batch is part of.
-
-        With manual optimization nobody knows beforehand whether any does; the batches count, and if none has stepped
-        in the one that was due, the next one is.
-        """
-        if pl_module.automatic_optimization:
-            return self._at(trainer, trainer.global_step + 1)
-        self._overdue = still_due(self._at(trainer, _batches(trainer)), self._overdue)
-        return self._overdue
-
-    def _at(self, trainer: pl.Trainer, step: int) -> frozenset[str]:
-        return frozenset() if self._supervisor is None else self._supervisor.due(step, partial(self._tell, trainer))
+        """Arm, if the optimizer steps in this batch and its step is to be measured."""
+        if self._batches is not None:
+            self._batches.begin(trainer, pl_module, batch, batch_idx)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock: validation is no part of a step."""
@@ -320,64 +274,32 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Close the forward window: the training step is done."""
-        if self._engine is not None and self._engine.armed and pl_module.automatic_optimization:
-            self._engine.features.end_forward()
+        if self._batches is not None:
+            self._batches.end_forward(pl_module)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Gradients from here on are those of the step's backward pass."""
-        if self._engine is None or not self._engine.armed:
-            return
-        scaler = _scaler(trainer)
-        if scaler is not None:
-            self._loss_scale = float(scaler.get_scale())
-        if pl_module.automatic_optimization:
-            self._engine.features.begin_backward()
-            if self._training_step is not None:
-                gradient = self._loss_scale / trainer.accumulate_grad_batches
-                context = partial(logging_suppressed, trainer, pl_module)
-                self._engine.features.offer(self._training_step, gradient, context)
-                self._engine.step_loss.offer(self._training_step, context, self._micro_batches)
+        if self._batches is not None:
+            self._batches.begin_backward(trainer, pl_module)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Later gradients are not."""
-        if self._engine is not None and self._engine.armed and pl_module.automatic_optimization:
-            self._engine.features.end_backward()
+        if self._batches is not None:
+            self._batches.end_backward(pl_module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measure what was watched, log it and act on it."""
-        if self._engine is None:
+        if self._engine is None or self._batches is None:
             return
-        if not self._engine.armed:
-            self._remember(outputs)
-            return
-        automatic = pl_module.automatic_optimization
-        again, roots = self._training_step, self._engine.calls
-        if again and roots and _scaler(trainer) is not None and not again.randomness.same(roots[0].randomness):
-            self._training_step = None  # it was remembered too early: something has drawn random numbers since
-        given = StepInputs(
-            training_step=self._training_step,
-            loss=loss_in(outputs) if automatic else None,
-            accumulated=trainer.accumulate_grad_batches,
-            loss_scale=self._loss_scale,
-            context=partial(logging_suppressed, trainer, pl_module),
-            only_if_stepped=not automatic,
-        )
-        measurement = self._engine.finish(trainer.global_step if automatic else _batches(trainer), given)
-        self._training_step, self._micro_batches = None, []
-        if automatic or not self._engine.idle:
-            self._overdue = frozenset()
-        with self._said("a checkpoint will not hold the probe batch"):
-            self._continuation.agree(self._engine)
+        watched = self._engine.armed
+        measurement = self._batches.end(trainer, pl_module, outputs)
+        if watched:
+            with self._said("a checkpoint will not hold the probe batch"):
+                self._continuation.agree(self._engine)
         if measurement is not None:
             self._take(measurement, trainer)
-
-    def _remember(self, outputs: Any) -> None:
-        """Keep a micro-batch whose step will be looked at again."""
-        again, self._training_step = self._training_step, None
-        if again is not None and (loss := loss_in(outputs)) is not None:
-            self._micro_batches.append(MicroBatch(again, loss.detach()))
 
     def _take(self, measurement: Measurement, trainer: pl.Trainer) -> None:
         """Judge a measurement, log it, correct learning rates by it, and stop training if that is asked for."""
@@ -390,16 +312,14 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         self._reports.write(measurement)
         with self._said("ModelCheckpoint and EarlyStopping cannot see this measurement"):
             trainer.callback_metrics.update({key: torch.tensor(x) for key, x in overall(measurement).items()})
-        self._supervisor.correct(measurement, partial(self._tell, trainer))
+        self._supervisor.correct(measurement, partial(self._console.tell, trainer))
         self.multipliers = self._supervisor.multipliers
         stops = self._reactions(self._supervisor.began, self._warn, trainer.is_global_zero)
         if stops is not None and not trainer.should_stop:
             trainer.should_stop = True
-            tell(
-                trainer,
-                f"spectral monitor: training stops after step {measurement.step}: {stops.layer}: {stops.sentence}",
-            )
-        self._spent += measurement.summary["overhead_ms"] / 1e3 + perf_counter() - begin
+            why = f"{stops.layer}: {stops.sentence}"
+            tell(trainer, f"spectral monitor: training stops after step {measurement.step}: {why}")
+        self._console.spend(measurement.summary["overhead_ms"] / 1e3 + perf_counter() - begin)
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
@@ -411,34 +331,17 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the last table, and what measuring took."""
-        if self._engine is None or not self.verbose:
-            return
-        if self.latest and self._engine.measured > self._continuation.measured_before:
-            show(rendered(measurement_rows(self.latest, folded=self.verbose < 2)))
-            share = self._spent / max(perf_counter() - self._began, 1e-9)
-            unseen = trainer.global_step > self.latest.step
-            ended = f"; the last of {trainer.global_step} steps that was measured is step {self.latest.step}"
-            said = f"measuring took {100 * share:.2g} % of training time{ended if unseen else ''}"
-            self._tell(trainer, f"spectral monitor: {said}")
-            if self._reports.folder is not None:
-                command = f"spectral-monitor report {shortest(self._reports.folder)}"
-                self._tell(trainer, f"spectral monitor: the whole run as a page\n  {command}")
-        else:
-            steps, each = trainer.global_step, self.settings.every_n_steps
-            show(f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={each!r}")
-
-    def _tell(self, trainer: pl.Trainer, text: str) -> None:
-        """Say something in a line among Lightning's own, unless nothing is to be said."""
-        if self.verbose:
-            tell(trainer, text)
+        if self._engine is not None:
+            measured = self._engine.measured > self._continuation.measured_before
+            self._console.end(trainer, self.latest if measured else None, self._reports.folder)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave no hook behind if a batch was skipped after this callback had seen it start, which ends the epoch."""
         if self._engine is not None and self._engine.budget is not None:
             self._engine.budget.pause()
-        if self._engine is not None and self._engine.armed:
+        if self._engine is not None and self._batches is not None and self._engine.armed:
             self._engine.disarm()
-            self._training_step, self._micro_batches = None, []
+            self._batches.forget()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave no hook behind."""
@@ -452,8 +355,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
     def __getstate__(self) -> dict[str, Any]:
         """Settings and measurements; what belongs to a fit or a model, and the methods Lightning adds, stay behind."""
         state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
-        gone = ("_engine", "_supervisor", "_schedules", "_training_step")
-        return {**state, **dict.fromkeys(gone), "_micro_batches": []}
+        return {**state, **dict.fromkeys(("_engine", "_supervisor", "_schedules", "_batches"))}
 
     def _stop(self, module: pl.LightningModule) -> None:
         self._reports.end()
@@ -463,15 +365,4 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             self._engine.disarm()
             with self._said("the end of training was not remembered"):
                 self._continuation.end(module, self._engine)
-        self._engine = self._supervisor = self._schedules = None
-        self._training_step, self._micro_batches, self._overdue = None, [], frozenset()
-
-
-def _scaler(trainer: pl.Trainer) -> Any:
-    """Return the loss scaler of 16-mixed, if there is one."""
-    return getattr(trainer.precision_plugin, "scaler", None)
-
-
-def _batches(trainer: pl.Trainer) -> int:
-    """Training batches begun so far, the present one included."""
-    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+        self._engine = self._supervisor = self._schedules = self._batches = None

@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from spectral_monitor import SpectralConditionWarning
-from spectral_monitor.callbacks.loggers import warn_of_condition
+from spectral_monitor.callbacks.console import warn_of_condition
 from spectral_monitor.messages import announce, wrapped
 
 TEXT = (

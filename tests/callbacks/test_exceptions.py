@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning
-from spectral_monitor.callbacks import monitor as callback
+from spectral_monitor.callbacks import batch_watch as callback
 from spectral_monitor.capture.hooks import forward as features
 from spectral_monitor.capture.hooks import recording as rows
 from spectral_monitor.capture.replay import replay

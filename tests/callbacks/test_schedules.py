@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from spectral_monitor import SpectralCondition, SpectralMonitor
-from spectral_monitor.callbacks import monitor as callback
+from spectral_monitor.callbacks import batch_watch as callback
 from spectral_monitor.engine import guards
 from spectral_monitor.engine import overhead_budget as budget
 from spectral_monitor.quantities import QUANTITIES

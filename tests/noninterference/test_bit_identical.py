@@ -19,8 +19,8 @@ from torch.nn import functional as nnf
 from torch.optim import lr_scheduler
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
+from spectral_monitor.callbacks import batch_watch as callback
 from spectral_monitor.callbacks import loggers as logs
-from spectral_monitor.callbacks import monitor as callback
 from spectral_monitor.callbacks import training_step_replay as again
 from spectral_monitor.capture.hooks import forward as features
 from spectral_monitor.capture.hooks import optimizer

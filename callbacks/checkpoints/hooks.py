@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from spectral_monitor.callbacks.checkpoint_state import ResumeState
+from spectral_monitor.callbacks.checkpoints.state import ResumeState
 from spectral_monitor.callbacks.lightning_packages import Callback
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.messages import WarnOnce
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointHooks(Callback):
-    """Hooks around checkpoints; a :class:`~spectral_monitor.callbacks.checkpoint_state.ResumeState` does the work."""
+    """Hooks around checkpoints; a :class:`~spectral_monitor.callbacks.checkpoints.state.ResumeState` does the work."""
 
     settings: Settings
 

@@ -1,0 +1,134 @@
+"""Batches of a Lightning fit: which of them are watched, and what led to their loss, to be run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
+from spectral_monitor.capture.replay.loss_flow import loss_in
+from spectral_monitor.engine import STEP_LOSS, Engine, still_due
+from spectral_monitor.engine.features.step_inputs import StepInputs
+from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
+from spectral_monitor.measurement import Measurement
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class BatchWatch:
+    """Arms the engine for a batch in which the optimizer steps, if that step is measured.
+
+    With manual optimization nobody knows beforehand whether any does; the batches count, and if none has stepped in the
+    one that was due, the next one is. Which forward and which backward belong to which step is then the user's affair.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        due: Callable[[int], frozenset[str]],
+        harmless: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        """``due``: what is measured at a step, counted from 1; ``harmless``: makes a warning of an error inside."""
+        self._engine, self._due, self._harmless = engine, due, harmless
+        self._overdue: frozenset[str] = frozenset()
+        self._loss_scale = 1.0
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was kept of the step that is watched."""
+        self._training_step: TrainingStepReplay | None = None
+        self._micro_batches: list[MicroBatch] = []
+
+    def begin(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Arm, if the optimizer steps in this batch and its step is to be measured.
+
+        Of batches before it, whose gradients are part of that step, only the loss is asked for, if anything.
+        """
+        engine, automatic = self._engine, module.automatic_optimization
+        if automatic:
+            keys = self._due(trainer.global_step + 1)
+        else:
+            keys = self._overdue = still_due(self._due(_batches(trainer)), self._overdue)
+        if not keys:
+            return
+        if automatic and trainer.fit_loop._should_accumulate():
+            if STEP_LOSS in keys and can_run_again(module):
+                with self._harmless(UNNOTICED):
+                    self._training_step = TrainingStepReplay(module, batch, batch_idx)
+            return
+        self._training_step, self._loss_scale = None, 1.0
+        if not automatic:
+            engine.arm(keys)
+            return
+
+        def remember() -> None:
+            engine.features.begin_forward()
+            if (engine.features.wanted or engine.step_loss.wanted) and can_run_again(module):
+                self._training_step = TrainingStepReplay(module, batch, batch_idx)
+
+        engine.arm(keys, remember)
+        engine.features.begin_forward()
+        if _scaler(trainer) is not None:  # then the optimizer's step has no forward inside
+            remember()
+
+    def end_forward(self, module: pl.LightningModule) -> None:
+        """Close the forward window: the training step is done."""
+        if self._engine.armed and module.automatic_optimization:
+            self._engine.features.end_forward()
+
+    def begin_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Take gradients from here on as those of the step's backward pass."""
+        if not self._engine.armed:
+            return
+        scaler = _scaler(trainer)
+        if scaler is not None:
+            self._loss_scale = float(scaler.get_scale())
+        if module.automatic_optimization:
+            self._engine.features.begin_backward()
+            if self._training_step is not None:
+                gradient = self._loss_scale / trainer.accumulate_grad_batches
+                context = partial(logging_suppressed, trainer, module)
+                self._engine.features.offer(self._training_step, gradient, context)
+                self._engine.step_loss.offer(self._training_step, context, self._micro_batches)
+
+    def end_backward(self, module: pl.LightningModule) -> None:
+        """Leave out later gradients."""
+        if self._engine.armed and module.automatic_optimization:
+            self._engine.features.end_backward()
+
+    def end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any) -> Measurement | None:
+        """Return what was measured of a batch that was watched; keep one whose step will be looked at again."""
+        again, roots, automatic = self._training_step, self._engine.calls, module.automatic_optimization
+        if not self._engine.armed:
+            self._training_step = None
+            if again is not None and (loss := loss_in(outputs)) is not None:
+                self._micro_batches.append(MicroBatch(again, loss.detach()))
+            return None
+        if again and roots and _scaler(trainer) is not None and not again.randomness.same(roots[0].randomness):
+            again = None  # it was remembered too early: something has drawn random numbers since
+        given = StepInputs(
+            training_step=again,
+            loss=loss_in(outputs) if automatic else None,
+            accumulated=trainer.accumulate_grad_batches,
+            loss_scale=self._loss_scale,
+            context=partial(logging_suppressed, trainer, module),
+            only_if_stepped=not automatic,
+        )
+        measurement = self._engine.finish(trainer.global_step if automatic else _batches(trainer), given)
+        self.forget()
+        if automatic or not self._engine.idle:
+            self._overdue = frozenset()
+        return measurement
+
+
+def _scaler(trainer: pl.Trainer) -> Any:
+    """Return the loss scaler of 16-mixed, if there is one."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _batches(trainer: pl.Trainer) -> int:
+    """Return the number of training batches begun so far, the present one included."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)

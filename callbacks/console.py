@@ -1,0 +1,114 @@
+"""Text on its way to the console."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from spectral_monitor.callbacks.lightning_packages import package_of, rank_zero_only
+from spectral_monitor.layers import Anatomy
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.messages import announce, in_lines
+from spectral_monitor.reporting.text.console import rendered
+from spectral_monitor.reporting.text.role_table import role_rows
+from spectral_monitor.reporting.text.table import measurement_rows
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+@rank_zero_only
+def show(text: str) -> None:
+    """Print, on the first process."""
+    print(f"\n{text}\n", flush=True)
+
+
+@rank_zero_only
+def tell(trainer: pl.Trainer, text: str) -> None:
+    """Print a sentence among Lightning's lines."""
+    logging.getLogger(f"{package_of(trainer).__name__}.spectral_monitor").info(in_lines(text))
+
+
+@rank_zero_only
+def warn_of_condition(text: str) -> None:
+    """Warn of a verdict that begins, on the first process."""
+    announce(text)
+
+
+def every(steps: object) -> str:
+    """Return at which steps is measured, in words; nothing where each quantity has steps of its own.
+
+    Example:
+        >>> every(50), every("1, 2, 4, ..., every 100"), every({"light": 10})
+        ('every 50 steps', 'at steps 1, 2, 4, ..., every 100', '')
+    """
+    if isinstance(steps, int):
+        return f"every {steps} steps" if steps > 1 else "at every step"
+    return f"at steps {steps}" if isinstance(steps, str) else ""
+
+
+def shortest(folder: Path) -> str:
+    """Return a folder as it is called from here, or in full where that is shorter."""
+    try:
+        relative = os.path.relpath(folder)
+    except ValueError:  # another drive
+        return str(folder)
+    return min(relative, str(folder), key=len)
+
+
+class ConsoleReport:
+    """Text about a fit: what was found in the model, the last table, what measuring took.
+
+    Args:
+        verbose: 0 for no text; 1 for tables in which equal places of the blocks share a row; 2 for whole ones.
+        steps: at which is measured.
+    """
+
+    def __init__(self, verbose: int, steps: object) -> None:
+        self._verbose, self._steps = verbose, steps
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock: training begins."""
+        self._began, self._spent = perf_counter(), 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Count time that measuring took."""
+        self._spent += seconds
+
+    def tell(self, trainer: pl.Trainer, text: str) -> None:
+        """Print a sentence among Lightning's lines."""
+        if self._verbose:
+            tell(trainer, text)
+
+    def found(self, anatomy: Anatomy) -> None:
+        """Print the table of layers and their roles."""
+        if self._verbose:
+            show(rendered(role_rows(anatomy, folded=self._verbose < 2, when=every(self._steps))))
+
+    def end(self, trainer: pl.Trainer, latest: Measurement | None, folder: Path | None) -> None:
+        """Print the last table, and what measuring took.
+
+        Args:
+            trainer: whose fit ends.
+            latest: the last measurement of the fit, if there is one.
+            folder: of the run, if there is one.
+        """
+        if not self._verbose:
+            return
+        steps = trainer.global_step
+        if latest is None:
+            show(
+                f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={self._steps!r}"
+            )
+            return
+        show(rendered(measurement_rows(latest, folded=self._verbose < 2)))
+        share = self._spent / max(perf_counter() - self._began, 1e-9)
+        ended = f"; the last of {steps} steps that was measured is step {latest.step}" if steps > latest.step else ""
+        self.tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time{ended}")
+        if folder is not None:
+            command = f"spectral-monitor report {shortest(folder)}"
+            self.tell(trainer, f"spectral monitor: the whole run as a page\n  {command}")
