@@ -154,8 +154,7 @@ processes share a batch (tensor parallelism), nodes are NaN and say so.
 ## Attention
 
 Quantities of attention are numbers of a block, reported at the layer that makes its queries; in other layers they are
-NaN. `attention_logit_max` is measured by default, the others with `quantities="full"` or by name, for a few numbers of
-every block:
+NaN. They are measured with `quantities="full"` or by name, for a few numbers of every block:
 
 ```python
 SpectralMonitor(quantities=["update_natural", "lr", "attention_logit_max", "attention_entropy", "qk_update"])

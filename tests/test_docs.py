@@ -81,7 +81,7 @@ def test_a_quantity_costs_what_its_page_says(monkeypatch, key):
     assert said.count("one more forward") == Counted.forwards - 1
     assert ("hooks" in said) == hooked
     assert hooked == bool(QUANTITIES[key].needs & {"h", "b", "dh"})
-    assert hooked or QUANTITIES[key].tier != "standard" or key in ATTENTION  # there is none in this model
+    assert hooked or QUANTITIES[key].tier != "standard"
 
 
 class ReturnsLoss(nn.Sequential):

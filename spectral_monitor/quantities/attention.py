@@ -1,4 +1,4 @@
-"""Quantities of attention blocks, reported at the layer that makes the queries; tier ``full`` but for the logits."""
+"""Quantities of attention blocks, reported at the layer that makes the queries: tier ``full``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ENTRIES = (
         notation="max of s q.k + mask",
         formula=lambda s: s.get("attention.logit_max"),
         needs=frozenset({"logits"}),
-        tier="standard",
+        tier="full",
         unit="logit",
         range="any",
         source="arXiv 2302.05442, Sec. 3",

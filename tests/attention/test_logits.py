@@ -366,3 +366,42 @@ def test_lit_gpts_way_to_lay_out_heads_and_to_rotate_them(name):
     assert [found.value(key, family.layer) for key in KEYS] == pytest.approx(expected, rel=1e-5), found.why(
         KEYS[0], family.layer
     )
+
+
+class Switched(nn.Module):
+    """Attention whose mask comes and goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.num_heads, self.head_dim, self.masked = 2, 8, False
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
+        return self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.masked).transpose(1, 2).flatten(2)
+        )
+
+
+def test_the_way_that_was_proved_is_tried_alone_until_it_explains_nothing():
+    torch.manual_seed(0)
+    model = Switched()
+    with torch.no_grad():
+        model.q_proj.weight.mul_(20)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    probe = SpectralProbe(model, optimizer, quantities=["attention_logit_max"], every_n_steps=1, mode="observe")
+    found = []
+    for causal in (False, False, True, True, False, False):
+        model.masked = causal
+        x = torch.randn(4, 6, 16)
+        with probe.step():
+            model(x).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():  # the oracle: all logits written out, of those that may be looked at
+            q, k = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (model.q_proj, model.k_proj))
+            logits = q @ k.mT / 8**0.5
+            largest = logits.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf) if causal else logits
+        value = probe.latest.value("attention_logit_max", "q_proj")
+        found.append(value == pytest.approx(float(largest.max()), rel=1e-3))
+        assert found[-1] or math.isnan(value)
+    assert found == [True, True, False, True, False, True]
