@@ -84,7 +84,11 @@ class WantedUpdates:
         if policy == "fsc" or self.follows_gradients(layer):
             peak = self.settings[layer.info.name].peak
             return min(peak, TRIAL_RATE) if self._correction.of_peak and peak > 0 else TRIAL
-        return self._per_rate(layer, 1) / explained(layer, self.family(layer))[1]
+        wanted = self._per_rate(layer, 1)
+        if layer.info.role == "embedding" and layer.info.name not in self.began:
+            # A whole step would write over a table that was loaded or drawn small, which is not known yet.
+            wanted *= share(layer, 0.0, trained=True)
+        return wanted / explained(layer, self.family(layer))[1]
 
     def share(self, layer: Layer) -> float:
         """Return the wanted size of a layer's update over that of an operator that began with natural norm 1."""

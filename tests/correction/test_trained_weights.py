@@ -102,6 +102,28 @@ def test_their_steps_are_smaller():
     assert sizes[True] / sizes[False] == pytest.approx(TRAINED, rel=0.35)
 
 
+def test_the_first_step_does_not_write_over_a_table():
+    """Oracle: the entries of the table before and after; Adam moves each by its learning rate."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20))
+    nn.init.normal_(model[0].weight, std=0.02)
+    before = model[0].weight.detach().clone()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, mode="correct")
+    tokens = torch.arange(20)
+    moved = []
+    for _ in range(2):
+        with probe.step():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(tokens), tokens).backward()
+            optimizer.step()
+        moved.append(float((model[0].weight.detach() - before).abs().max()))
+        before = model[0].weight.detach().clone()
+    constant = 0.5 / 8  # a constant learning rate counts as half
+    assert moved[0] == pytest.approx(constant * TRAINED * 0.02 ** (1 / 3), rel=1e-3)
+    assert moved[1] > 3 * moved[0], "as soon as it is known to be new"
+
+
 def test_it_is_said_once(capsys):
     torch.manual_seed(0)
     corrector(CASES["a new head"][0](), steps=3)
