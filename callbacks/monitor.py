@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -20,18 +19,17 @@ from spectral_monitor.callbacks.loggers import SinkManager
 from spectral_monitor.callbacks.schedules import Schedules
 from spectral_monitor.callbacks.strategies import check_supported, strategy_context
 from spectral_monitor.callbacks.training_step_replay import can_run_again
-from spectral_monitor.condition import SpectralCondition, save_profile
-from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
+from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
-from spectral_monitor.measurement import History, Measurement
-from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
+from spectral_monitor.measurement import Measurement
+from spectral_monitor.monitoring.live_run import LiveRun
+from spectral_monitor.monitoring.reactions import OnVerdict
 from spectral_monitor.monitoring.settings import Mode, checked, described, with_needed
 from spectral_monitor.monitoring.supervisor import Supervisor
 from spectral_monitor.reporting.content.essentials import Log, overall
-from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink
 from spectral_monitor.reporting.text.roles import Roles
 from spectral_monitor.suggestions import helpful
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class SpectralMonitor(MeasuredRun, CheckpointHooks):
+class SpectralMonitor(LiveRun, CheckpointHooks):
     """Measures every layer's weights, updates and features at every n-th optimizer step and logs them.
 
     Training is not changed: parameters, optimizer state, gradients, buffers, random states and logged metrics stay
@@ -163,14 +161,12 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         on_verdict: OnVerdict | None = None,
         stop_on: str | Sequence[str] = (),
     ) -> None:
-        super().__init__()
+        CheckpointHooks.__init__(self)
         if verbose not in (0, 1, 2):
             raise ValueError(f"verbose must be 0, 1 or 2, got {verbose!r}")
         self.verbose = int(verbose)
-        self._reactions = Reactions(on_verdict, stop_on)
-        self.on_verdict, self.stop_on = on_verdict, stop_on if isinstance(stop_on, str) else tuple(stop_on)
         self.mode, self.condition, self.correction = mode, condition, checked(mode, condition, correction)
-        self.settings = Settings(
+        settings = Settings(
             every_n_steps=every_n_steps,
             quantities=with_needed(quantities, self.correction),
             include=include,
@@ -187,22 +183,17 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             low_memory=low_memory,
             max_overhead=max_overhead,
         )
-        self._measurements = History(maxlen=history)
+        LiveRun.__init__(self, settings, on_verdict, stop_on)
+        self.on_verdict, self.stop_on = on_verdict, stop_on if isinstance(stop_on, str) else tuple(stop_on)
         self.multipliers: dict[str, float] = {}
         self._supervisor: Supervisor | None = None
         self._roles: Roles | None = None
         self._schedules: Schedules | None = None  # until training starts
-        self._hyperparameters: dict[str, Hyperparameters] = {}
-        settings = described(mode, condition, self.correction)
+        config = described(mode, condition, self.correction)
         asked = () if isinstance(quantities, str) else tuple(quantities)
-        self._reports = SinkManager(sinks, heatmap_every, histograms, settings, self._warn, log, asked)
+        self._reports = SinkManager(sinks, heatmap_every, histograms, config, self._warn, log, asked)
         self._batches: BatchWatch | None = None
         self._console = ConsoleReport(self.verbose, every_n_steps)
-
-    @property
-    def measurements(self) -> History:
-        """The newest ones."""
-        return self._measurements
 
     def roles(self) -> Roles:
         """Return every measured layer with its role, and what is not measured; known once a fit has begun.
@@ -291,7 +282,7 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measure what was watched, log it and act on it."""
-        if self._engine is None or self._batches is None:
+        if self._engine is None or self._supervisor is None or self._batches is None:
             return
         watched = self._engine.armed
         measurement = self._batches.end(trainer, pl_module, outputs)
@@ -299,35 +290,24 @@ class SpectralMonitor(MeasuredRun, CheckpointHooks):
             with self._said("a checkpoint will not hold the probe batch"):
                 self._continuation.agree(self._engine)
         if measurement is not None:
-            self._take(measurement, trainer)
+            self._use(measurement, trainer, self._supervisor)
 
-    def _take(self, measurement: Measurement, trainer: pl.Trainer) -> None:
-        """Judge a measurement, log it, correct learning rates by it, and stop training if that is asked for."""
-        if self._supervisor is None:
-            return
+    def _use(self, measurement: Measurement, trainer: pl.Trainer, supervisor: Supervisor) -> None:
+        """Log a measurement, correct learning rates by it, and stop training if that is asked for."""
         begin = perf_counter()
-        measurement = self._supervisor.judge(measurement, warn_of_condition)
-        self._hyperparameters = self._supervisor.settings
-        self._measurements.append(measurement)
-        self._reports.write(measurement)
-        with self._said("ModelCheckpoint and EarlyStopping cannot see this measurement"):
-            trainer.callback_metrics.update({key: torch.tensor(x) for key, x in overall(measurement).items()})
-        self._supervisor.correct(measurement, partial(self._console.tell, trainer))
-        self.multipliers = self._supervisor.multipliers
-        stops = self._reactions(self._supervisor.began, self._warn, trainer.is_global_zero)
+        write, say = partial(self._write, trainer), partial(self._console.tell, trainer)
+        stops = self._take(measurement, supervisor, warn_of_condition, write, say, trainer.is_global_zero)
+        self.multipliers = supervisor.multipliers
         if stops is not None and not trainer.should_stop:
             trainer.should_stop = True
             why = f"{stops.layer}: {stops.sentence}"
             tell(trainer, f"spectral monitor: training stops after step {measurement.step}: {why}")
         self._console.spend(measurement.summary["overhead_ms"] / 1e3 + perf_counter() - begin)
 
-    def save_profile(self, path: str | os.PathLike[str]) -> None:
-        """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
-
-        Raises:
-            ValueError: nothing, or not enough, was measured.
-        """
-        save_profile(self.measurements, path, self._hyperparameters)
+    def _write(self, trainer: pl.Trainer, measurement: Measurement) -> None:
+        self._reports.write(measurement)
+        with self._said("ModelCheckpoint and EarlyStopping cannot see this measurement"):
+            trainer.callback_metrics.update({key: torch.tensor(x) for key, x in overall(measurement).items()})
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the last table, and what measuring took."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -48,3 +49,23 @@ def unwrap_optimizer(optimizer: Any) -> Any:
             break
         optimizer = inside
     return optimizer
+
+
+def unwrap_optimizers(optimizer: Any, model: nn.Module) -> list[Optimizer]:
+    """Return the optimizers of a model, one or several, without their wrappers.
+
+    Raises:
+        TypeError: something is no optimizer, or there is none.
+        ValueError: an optimizer is given twice, or none holds a parameter of the model.
+    """
+    found = [unwrap_optimizer(item) for item in (optimizer if isinstance(optimizer, Iterable) else [optimizer])]
+    if not found or not all(isinstance(item, Optimizer) for item in found):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
+    for place, item in enumerate(found):
+        if any(item is other for other in found[:place]):
+            raise ValueError(f"optimizer: the same {type(item).__name__} is given twice; give each optimizer once")
+    mine = {id(p) for p in model.parameters()}
+    if mine and not any(id(p) in mine for item in found for group in item.param_groups for p in group["params"]):
+        kind = type(model).__name__
+        raise ValueError(f"the optimizer holds no parameter of the model ({kind}): it is another model's, or a copy's")
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from spectral_monitor.capture.replay.loss_replay import LossReplay
-from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
-from spectral_monitor.condition import SpectralCondition, save_profile
+from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizers
+from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.condition.optimizers.plans import LookAhead
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import with_loss
@@ -23,12 +22,11 @@ from spectral_monitor.engine import STEP_LOSS, Engine, Settings, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import MicroBatch
 from spectral_monitor.layers import Anatomy
-from spectral_monitor.measurement import History
 from spectral_monitor.messages import SpectralMonitorWarning, WarnOnce, announce, in_lines
-from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
+from spectral_monitor.monitoring.live_run import LiveRun
+from spectral_monitor.monitoring.reactions import OnVerdict
 from spectral_monitor.monitoring.settings import Mode, checked, with_needed
 from spectral_monitor.monitoring.supervisor import Supervisor
-from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
 from spectral_monitor.reporting.text.role_table import role_table
 from spectral_monitor.reporting.text.roles import Roles
@@ -36,7 +34,7 @@ from spectral_monitor.sharding import check_alike, check_settings, fsdp1_wrapper
 from spectral_monitor.suggestions import helpful
 
 
-class SpectralProbe(MeasuredRun):
+class SpectralProbe(LiveRun):
     """Measures optimizer steps of a bare training loop.
 
     Wrap the forward, the backward and the optimizer's step of an iteration in ``with probe.step():``. Every
@@ -156,7 +154,7 @@ class SpectralProbe(MeasuredRun):
         data_parallel_rank: int | None = None,
         verbose: bool = True,
     ) -> None:
-        self._reactions, self.should_stop = Reactions(on_verdict, stop_on), False
+        self.should_stop = False
         given_sinks = checked_sinks(sinks)
         correction = checked(mode, condition, correction)
         settings = Settings(
@@ -176,16 +174,10 @@ class SpectralProbe(MeasuredRun):
             low_memory=low_memory,
             max_overhead=max_overhead,
         )
+        super().__init__(settings, on_verdict, stop_on)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
-        given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
-        optimizers = [unwrap_optimizer(item) for item in given]
-        if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
-        for place, item in enumerate(optimizers):
-            if any(item is other for other in optimizers[:place]):
-                raise ValueError(f"optimizer: the same {type(item).__name__} is given twice; give each optimizer once")
-        _check_owned(model, optimizers)
+        optimizers = unwrap_optimizers(optimizer, model)
         processes = training_processes(model, data_parallel_rank)
         if processes is not None:
             given_options = {one.name: getattr(settings, one.name) for one in fields(settings) if one.init}
@@ -194,9 +186,7 @@ class SpectralProbe(MeasuredRun):
         self._warn = WarnOnce(silent=not self.is_first)
         self._verbose = verbose and self.is_first
         self._sinks = Sinks(given_sinks if self.is_first else (), self._warn)
-        self.settings = settings
         self.steps = 0
-        self._measurements = History(maxlen=settings.history)
         inside = unwrap_model(model)
         wrapper = fsdp1_wrapper(model, inside)
         self._engine = Engine(inside, optimizers, settings, processes, wrapper, corrected=mode == "correct")
@@ -210,6 +200,7 @@ class SpectralProbe(MeasuredRun):
         self._replay: LossReplay | None = None
         self._earlier: list[MicroBatch] = []
         # Accelerate's own optimizers say whether a block that accumulates gradients ends with a step.
+        given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
         self._accelerated = [item for item in given if hasattr(item, "gradient_state")]
         self._postponed: frozenset[str] = frozenset()
         self._micro_batches = 1
@@ -226,11 +217,6 @@ class SpectralProbe(MeasuredRun):
         return self.rank == 0
 
     @property
-    def measurements(self) -> History:
-        """The newest ones."""
-        return self._measurements
-
-    @property
     def multipliers(self) -> dict[str, float]:
         """Layer -> what its learning rate is multiplied with; empty without a correction."""
         return self._supervisor.multipliers
@@ -238,14 +224,6 @@ class SpectralProbe(MeasuredRun):
     def param_groups_code(self) -> str:
         """Return Python code that makes the optimizers with the learning rates found; empty without a correction."""
         return self._supervisor.param_groups_code()
-
-    def save_profile(self, path: str | os.PathLike[str]) -> None:
-        """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
-
-        Raises:
-            ValueError: nothing, or not enough, was measured.
-        """
-        save_profile(self.measurements, path, self._supervisor.settings)
 
     def role_table(self) -> str:
         """Return the table of layers and their roles, and of what is not measured and why."""
@@ -378,12 +356,9 @@ class SpectralProbe(MeasuredRun):
         )
         if measurement is None:
             return
-        measurement = self._supervisor.judge(measurement, announce if self.is_first else _say_nothing)
-        self._measurements.append(measurement)
-        self._sinks.write(measurement)
-        self._supervisor.correct(measurement, self._say)
-        if self._reactions(self._supervisor.began, self._warn, self.is_first) is not None:
-            self.should_stop = True
+        tells = announce if self.is_first else _say_nothing
+        stops = self._take(measurement, self._supervisor, tells, self._sinks.write, self._say, self.is_first)
+        self.should_stop |= stops is not None
 
     def _say(self, text: str) -> None:
         """Print a line, on the first process."""
@@ -447,15 +422,6 @@ class SpectralProbe(MeasuredRun):
 
     def __repr__(self) -> str:
         return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"
-
-
-def _check_owned(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError for optimizers of another model."""
-    mine = {id(p) for p in model.parameters()}
-    held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
-    if mine and not any(mine & some for some in held):
-        kind = type(model).__name__
-        raise ValueError(f"the optimizer holds no parameter of the model ({kind}): it is another model's, or a copy's")
 
 
 def _say_nothing(text: str) -> None:

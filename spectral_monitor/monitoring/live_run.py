@@ -1,0 +1,68 @@
+"""A run that is measured while it trains: what the callback and the probe share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from spectral_monitor.condition import Verdict, save_profile
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
+from spectral_monitor.engine import Settings
+from spectral_monitor.measurement import History, Measurement
+from spectral_monitor.messages import WarnOnce
+from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
+from spectral_monitor.monitoring.supervisor import Supervisor
+from spectral_monitor.reporting.run import MeasuredRun
+
+Say = Callable[[str], None]
+
+
+class LiveRun(MeasuredRun):
+    """A run that is measured while it trains: its settings, its newest measurements, and what each of them leads to."""
+
+    _warn: WarnOnce
+
+    def __init__(self, settings: Settings, on_verdict: OnVerdict | None, stop_on: str | Sequence[str]) -> None:
+        self.settings = settings
+        self._reactions = Reactions(on_verdict, stop_on)
+        self._measurements = History(maxlen=settings.history)
+        self._hyperparameters: dict[str, Hyperparameters] = {}
+
+    @property
+    def measurements(self) -> History:
+        """The newest ones."""
+        return self._measurements
+
+    def save_profile(self, path: str | os.PathLike[str]) -> None:
+        """Write the natural norms of this run, for ``SpectralCondition(reference=path)`` on another one.
+
+        Raises:
+            ValueError: nothing, or not enough, was measured.
+        """
+        save_profile(self.measurements, path, self._hyperparameters)
+
+    def _take(
+        self,
+        measurement: Measurement,
+        supervisor: Supervisor,
+        announce: Say,
+        write: Callable[[Measurement], None],
+        tell: Say,
+        is_first: bool,
+    ) -> Verdict | None:
+        """Judge a measurement, keep it, log it, correct learning rates by it; return what training is to stop for.
+
+        Args:
+            measurement: the next one.
+            supervisor: judges and corrects.
+            announce: is told of verdicts that begin.
+            write: logs the measurement.
+            tell: is told what was corrected.
+            is_first: whether this process speaks for all.
+        """
+        measurement = supervisor.judge(measurement, announce)
+        self._hyperparameters = supervisor.settings
+        self._measurements.append(measurement)
+        write(measurement)
+        supervisor.correct(measurement, tell)
+        return self._reactions(supervisor.began, self._warn, is_first)
