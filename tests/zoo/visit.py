@@ -145,6 +145,10 @@ def outputs(case: Case, twin: nn.Module, batch: Batch, dice: tuple) -> Outputs:
     return found
 
 
+BY_HAND = ("first", "second")
+"""Matrices (in, out) of the graph convolutions, ``x @ w``."""
+
+
 def matrices(layer: Layer, weight: Tensor) -> np.ndarray:
     """A layer's matrices (taps, blocks, fan_out, fan_in) in float64, cut by what is known of its module's kind."""
     w, module = weight.numpy(), layer.module
@@ -157,7 +161,7 @@ def matrices(layer: Layer, weight: Tensor) -> np.ndarray:
         by_group = w.reshape(module.groups, module.out_channels // module.groups, w.shape[1], -1)
         return by_group.transpose(3, 0, 1, 2)
     if layer.info.blocks == 1 and w.squeeze().ndim <= 2:
-        w = w.T if type(module).__name__ == "Conv1D" else w
+        w = w.T if type(module).__name__ == "Conv1D" or layer.info.name in BY_HAND else w
         return w.reshape(1, 1, -1, 1) if layer.info.role == "vector" else w.reshape(1, 1, *w.shape[-2:])
     return layer.layout.stack(torch.from_numpy(w.copy())).numpy()  # fused: as the anatomy cuts it
 
