@@ -7,11 +7,15 @@ import math
 import pytest
 import torch
 
+from spectral_monitor.measurement import UNFIT
 from tests.noninterference.recorder import differences
 from tests.zoo.models import FAST, MODELS
 from tests.zoo.visit import STEPS, Visit, naive_change, norms, visit
 
 ZOO = [pytest.param(case, id=name, marks=() if name in FAST else pytest.mark.slow) for name, case in MODELS.items()]
+
+ROUTERS = ("model.layers.1.mlp.gate",)
+"""Of DeepSeek-V3: what they return is not their inputs times their weight."""
 
 
 @pytest.fixture(scope="module", params=ZOO)
@@ -83,6 +87,8 @@ def test_features_of_every_operator_that_is_called(visited):
         if visited.case.whole and visited.module_name(layer) not in visited.features.before:
             assert last.why("feature_rms", name) == "not called in this step"
             continue
+        if name in ROUTERS and last.why("feature_rms", name) == UNFIT:
+            continue
         seen += 1
         assert last.value("feature_rms", name) >= 0, last.why("feature_rms", name)
         if hasattr(layer.module, "weight"):
@@ -106,6 +112,7 @@ def test_feature_change_is_that_of_two_copies_of_the_model(visited):
         value, why = last.value("feature_change", name), last.why("feature_change", name)
         if math.isnan(value):
             expected = {
+                UNFIT: name in ROUTERS,
                 "called differently when the forward was run again": math.isnan(mean),
                 "its change is too close to the rounding of its outputs": whole < 4 * torch.finfo(torch.float32).eps,
                 "undefined: it divides by a norm that is zero": math.isnan(mean),
