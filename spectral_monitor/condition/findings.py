@@ -265,18 +265,12 @@ def _weights(network: Network, row: Row) -> Finding | None:
     return Finding("weights", row.info.name, "weight_natural", value, value / ratio, (low, high))
 
 
-def overwritten(row: Row) -> bool:
-    """Return whether a table is so small that a step, as large as usual entries, puts others in its place."""
-    small = row.info.role == "embedding" and row.get("weight_natural") < EMBEDDING_BAND[0]
-    return small and row.settings.family == "adam" and row.settings.peak >= EMBEDDING_BAND[0]
-
-
 def _embedding(network: Network, row: Row) -> Finding | None:
     if row.info.role != "embedding" or row.info.name not in network.compared:
         return None
     if row.info.name in network.from_zero:
         return None
     size = network.initial_rows(row) if network.exploded else row.get("weight_natural")
-    if size < EMBEDDING_BAND[0] and (network.is_read(row) or overwritten(row)):
+    if size < EMBEDDING_BAND[0] and network.is_read(row):
         return None
     return Finding("embedding", row.info.name, "weight_natural", size, 1.0, EMBEDDING_BAND, against="usual")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spectral_monitor.condition.findings import AT_ONCE, Finding, overwritten
+from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import Measurement
@@ -55,8 +55,6 @@ class OutputTrend:
             self._late = not network.is_early
             starved = [row for row in rows if row.info.name not in network.from_zero and not network.is_read(row)]
             self._smallest = min((x for row in starved if (x := row.get("feature_rms")) > 0), default=0.0)
-            if any(map(overwritten, network.rows)):
-                self._smallest = 0.0  # what reads them gets others from the next step on
             # Later on only the first layer tells: the inputs of the others may have grown.
             hidden = [row.info.name for row in network.peers if row.info.role == "operator"]
             seen = [row for row in rows if row.info.name in hidden[:1]] if self._late else rows
