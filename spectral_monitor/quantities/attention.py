@@ -59,11 +59,11 @@ ENTRIES = (
         range="any",
         source="arXiv 2302.05442, Sec. 3",
         meaning="largest logit of a key that may be looked at",
-        healthy="1 to 20, steady; verdict logits_exploding above 100 and growing",
+        healthy="1 to 20, steady; verdict logits_exploding above 50 and growing",
         misleads="up to 64 rows of queries are looked at, with all of their keys: the largest of others may be larger",
         question=questions.ATTENTION,
         title="largest logit",
-        band=(0.0, 100.0),
+        band=(0.0, 50.0),
     ),
     Quantity(
         key="attention_entropy",

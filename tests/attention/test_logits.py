@@ -383,14 +383,13 @@ class Switched(nn.Module):
         )
 
 
-def test_the_way_that_was_proved_is_tried_alone_until_it_explains_nothing():
+def test_a_mask_that_comes_and_goes_is_found_each_time():
     torch.manual_seed(0)
     model = Switched()
     with torch.no_grad():
         model.q_proj.weight.mul_(20)
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
     probe = SpectralProbe(model, optimizer, quantities=["attention_logit_max"], every_n_steps=1, mode="observe")
-    found = []
     for causal in (False, False, True, True, False, False):
         model.masked = causal
         x = torch.randn(4, 6, 16)
@@ -402,6 +401,4 @@ def test_the_way_that_was_proved_is_tried_alone_until_it_explains_nothing():
             logits = q @ k.mT / 8**0.5
             largest = logits.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf) if causal else logits
         value = probe.latest.value("attention_logit_max", "q_proj")
-        found.append(value == pytest.approx(float(largest.max()), rel=1e-3))
-        assert found[-1] or math.isnan(value)
-    assert found == [True, True, False, True, False, True]
+        assert value == pytest.approx(float(largest.max()), rel=1e-3)

@@ -67,7 +67,7 @@ def test_its_logits_and_its_rate_are_named_before_the_loss_rises():
     losses, verdicts = run(30, ignore=[name for name in CHECKS if name not in ATTENTION])
     step, verdict = verdicts["lr_too_large"]
     assert verdict.quantity == "attention_logit_max"
-    assert verdict.value > 100
+    assert verdict.value > 50
     assert "q_proj" in verdict.layer
     assert verdict.remedy.value == pytest.approx(RATE)
     assert 2 * step < rises(losses) <= STEPS

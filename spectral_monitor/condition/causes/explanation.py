@@ -45,7 +45,7 @@ CAUSES = {
     "readout_takes_all": "the readout takes nearly all of the loss's decrease, so hidden layers hardly learn",
     "diverged": "weights or outputs are not finite, or on their way there",
     "nothing_trains": "no parameter moves",
-    "logits_exploding": "attention logits have grown beyond 100",
+    "logits_exploding": "attention logits have grown beyond 50",
     "attention_collapsed": "a head of attention has looked at a single key for long",
     "unknown": "none of the above",
 }

@@ -10,11 +10,8 @@ from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.measurement import Measurement
 
-LOGIT_LIMIT = 100.0
-"""A logit from which the softmax has nothing but a single key left; runs that diverge pass it on their way.
-
-Healthy networks of the suite come to 43 at most. QK-clip limits logits to the same (arXiv 2507.20534).
-"""
+LOGIT_LIMIT = 50.0
+"""A logit from which the softmax has nothing but a single key left; runs that diverge pass it on their way."""
 GROWTH = 1.5
 """Logits are growing if they are this many times the smallest so far: those of a trained model may be large."""
 ENTROPY_LIMIT = 0.05

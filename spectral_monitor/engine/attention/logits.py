@@ -44,14 +44,7 @@ class AttentionStage:
     output is computed and compared. So no convention of masks, heads or rotations is taken on trust.
     """
 
-    def __init__(
-        self, blocks: Sequence[AttentionBlock], processes: AllReduce | None, ways: dict[int, int] | None = None
-    ) -> None:
-        """``ways``: layer index -> the way of masking and rotating that was proved last, kept from step to step.
-
-        It is tried alone. Where it does not explain the output any more, the next step tries all again.
-        """
-        self._ways = {} if ways is None else ways
+    def __init__(self, blocks: Sequence[AttentionBlock], processes: AllReduce | None) -> None:
         self._blocks = blocks
         self._processes = processes
         self._tables: dict[int, Tensor] = {}
@@ -62,7 +55,7 @@ class AttentionStage:
         """Measure one call of a block; of several the last one counts."""
         self._why.pop(block.layer, None)
         try:
-            self._tables[block.layer] = _table(block, call, self._ways.get(block.layer))
+            self._tables[block.layer] = _table(block, call)
         except Exception as error:  # of a model's own rotation, say; the step goes on
             self._tables[block.layer] = _empty()
             self._why[block.layer] = f"{type(error).__name__}: {error}"
@@ -88,9 +81,7 @@ class AttentionStage:
         for block, table in zip(self._blocks, tables, strict=True):
             seen = table[table[:, 0, 0] > 0]  # (processes, ways, columns)
             proved = [k for k in range(WAYS) if len(seen) and bool((seen[:, k, 1] <= 1).all())]
-            self._ways.pop(block.layer, None)
             if proved:
-                self._ways[block.layer] = proved[0]
                 raw.setdefault(block.layer, {}).update(_joined(seen[:, proved[0]]))
             else:
                 lost = bool((seen[:, :, 1] > 2 * WRONG).any())
@@ -116,8 +107,8 @@ def _empty() -> Tensor:
     return table
 
 
-def _table(block: AttentionBlock, call: AttentionCall, only: int | None = None) -> Tensor:
-    """Return the numbers of each way, or of one alone, and how far its output is off.
+def _table(block: AttentionBlock, call: AttentionCall) -> Tensor:
+    """Return the numbers of each way, and how far its output is off.
 
     Raises:
         ValueError: something that is needed was not seen.
@@ -130,13 +121,12 @@ def _table(block: AttentionBlock, call: AttentionCall, only: int | None = None) 
     given = [(turn, block.stated) for turn in turns] + [(None, block.stated and not (turns or block.rotary))]
     ways = [(turn, mask, sure) for turn, sure in given for mask in masks(module, arguments, sample)][:WAYS]
     values, bias = _values(block, value)
-    table = _empty().to(query.device)
-    for i, (turn, mask, sure) in enumerate(ways):
-        if only not in (None, i):
-            continue
+    found = []
+    for turn, mask, sure in ways:
         q, k = (query, key) if turn is None else turn(query, key)
-        table[i] = _numbers(block, q.index_select(2, sample.rows), k, values, output - bias, mask, sure)
-    return table
+        found.append(_numbers(block, q.index_select(2, sample.rows), k, values, output - bias, mask, sure))
+    table = _empty().to(query.device)
+    return torch.cat([torch.stack(found), table[len(found) :]]) if found else table
 
 
 def _parts(block: AttentionBlock, call: AttentionCall) -> tuple[Sample, Tensor, Tensor, Tensor, Tensor]:

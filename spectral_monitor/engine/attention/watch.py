@@ -51,7 +51,6 @@ class AttentionWatch:
             reason = SPREAD if seen[block.layer] is None else REASON if id(block.module) in shut else ""
             self._why[block.layer] |= {key: reason for key in logits if reason}
         self._logits = logits
-        self._ways: dict[int, int] = {}
         there = [heads for heads in seen.values() if heads is not None]
         self._seen = [heads.block for heads in there if not set(logits) & set(self._why[heads.block.layer])]
         parts = {part.layer for block in blocks for part in (block.query, block.key, block.value) if part is not None}
@@ -61,7 +60,7 @@ class AttentionWatch:
     def clear(self, asked: Settings, out: RawScalars) -> None:
         """Drop what was seen, and begin a step of which ``asked`` is measured."""
         self._capture.disarm()
-        self._rows = AttentionStage(self._seen if "logits" in asked.needs else (), self._processes, self._ways)
+        self._rows = AttentionStage(self._seen if "logits" in asked.needs else (), self._processes)
         self._weights = QueryKeyStage(self._heads, self._members, asked, self._processes, out)
 
     def arm(self, asked: Settings, aside: bool = False) -> None:

@@ -29,7 +29,6 @@ _PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv"})
 _JOINED = frozenset({"cat", "concat", "concatenate", "stack"})
 _SIZES = frozenset({"shape", "size", "device", "dtype", "ndim", "dim", "numel", "__len__"})
 """What a tensor says of itself without its entries."""
-_MAX_STEPS = 200
 
 
 def use_of(module: nn.Module, key: str, holder: tuple[nn.Module, str] | None = None) -> Use | None:
@@ -127,9 +126,6 @@ class _Function:
             return False
         if isinstance(node, ast.Name):
             return node.id in self.data
-        # A module of its own makes features of whatever it is called with.
-        if isinstance(node, ast.Call) and not node.args and not node.keywords and self._is_own(node.func):
-            return False
         return any(self._is_data(child) for child in ast.iter_child_nodes(node))
 
     def _is_own(self, node: ast.AST, key: str | None = None) -> bool:
@@ -167,7 +163,7 @@ class _Function:
 
     def _follow(self, node: ast.AST, value: _Value, names: set[str]) -> set[Use]:
         """Return where an expression that stands for a parameter meets data, or else where it meets other weights."""
-        for _ in range(_MAX_STEPS):
+        while True:
             parent = self.parents[node]
             after: set[Use] | _Value = value
             match parent:
@@ -200,7 +196,6 @@ class _Function:
             if isinstance(after, set):
                 return after
             node, value = parent, after
-        return set()
 
     def _attribute(self, place: ast.Attribute, value: _Value, names: set[str]) -> set[Use] | _Value:
         """Return what a method or an attribute does with a parameter, or what it makes of it."""

@@ -129,7 +129,7 @@ PANELS: tuple[Panel, ...] = (
         questions.ATTENTION,
         "attention_logit_max",
         "You see the largest attention logit of each block, how evenly its heads look at the keys (entropy: 1 = at all "
-        "alike, 0 = at a single one), and how large logits can become. Logits that grow beyond 100 end in loss spikes: "
+        "alike, 0 = at a single one), and how large logits can become. Logits that grow beyond 50 end in loss spikes: "
         "lower the learning rate of queries and keys, or normalize them. A head of entropy 0 has stopped learning.",
     ),
     Panel(
