@@ -153,7 +153,7 @@ class Corrector:
         part = _entries(left) / max(_entries(trained), 1)
         unmeasured = f"{len(left)} of {len(trained)} parameters, with {part:.0%} of all entries,"
         kept = f"; {unmeasured} are not measured and keep their learning rates" if left else ""
-        return self._peaks.meaning(groups, self.wanted.size) + kept
+        return self._peaks.meaning(groups, self.wanted.size, self.wanted.sizes) + kept
 
     @property
     def unreached(self) -> str:

@@ -97,19 +97,26 @@ class Peaks:
             return 1.0
         return (1.0 if peak.scheduled else CONSTANT) / peak.highest
 
-    def meaning(self, groups: Iterable[Mapping[str, Any]], size: float) -> str:
-        """Return, in a sentence, what learning rates mean where their peak counts as steps of a size."""
+    def meaning(self, groups: Iterable[Mapping[str, Any]], size: float, sizes: Iterable[float]) -> str:
+        """Return, in a sentence, what learning rates mean where their peak counts as steps of a size.
+
+        Args:
+            groups: of the optimizers.
+            size: as the user has set it.
+            sizes: that steps at the peak have under each of the optimizers.
+        """
         peaks = [self.see(group) for group in groups if group["params"]]
         rates = [peak.highest for peak in peaks if peak.highest > 0]
         if not rates:
             return "every learning rate is 0: nothing is corrected until one is set"
         some = " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)}))
         scheduled = any(peak.scheduled for peak in peaks)
-        size = size if scheduled else size * CONSTANT
+        part = 1.0 if scheduled else CONSTANT
+        changes = " to ".join(dict.fromkeys(f"{100 * part * each:.2g}" for each in sizes))
+        kind = "peak" if scheduled else "constant"
         return (
-            f"the {'peak' if scheduled else 'constant'} learning rate ({some}) counts as size {size:.3g}: a step then "
-            f"changes a layer's outputs by about {100 * size:.2g} %"
-            + ("; the schedule keeps its shape" if scheduled else "")
+            f"the {kind} learning rate ({some}) counts as size {part * size:.3g}: a step then "
+            f"changes a layer's outputs by about {changes} %" + ("; the schedule keeps its shape" if scheduled else "")
         )
 
     def unreached(self, groups: Iterable[Mapping[str, Any]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import SUMMARY, Measurement
@@ -28,6 +29,12 @@ MOST = {"readout": 2.0}
 """Weights that began larger count as this large: PyTorch draws readouts whose natural norm grows with the width."""
 TRAINED = 1 / 4
 """Weights that an earlier training left take steps so much smaller: what they know is to be kept."""
+REFERENCE_MOMENTUM = {"muon": 0.95}
+"""Momentum with which steps have their full size, 0.9 under other optimizers."""
+PROPORTIONAL = 0.7
+"""Part of the size that steps have under optimizers that move weights in proportion to the gradient. All of such a step
+goes where the loss is steepest, while Adam spreads it over every direction.
+"""
 PIXELS = 48
 """The share of the operator that reads the data is the fourth root of the number of its inputs over this: they are no
 width, and many of them, such as pixels, say much the same.
@@ -51,6 +58,33 @@ def share(layer: Layer, began: float, reads_data: bool = False, trained: bool = 
     size = 1.0 if math.isnan(began) else min(max(began, LEAST[role] * taps), MOST.get(role, math.inf) * taps)
     found = kept * SHARES[role] * math.pow(size, GROWTH[role])
     return found * (layer.info.fan_in * layer.layout.taps / PIXELS) ** 0.25 if reads_data else found
+
+
+def momentum_share(settings: Hyperparameters) -> float:
+    """Return the wanted size of steps under an optimizer over that of steps under Adam with a momentum of 0.9.
+
+    Where gradients are mostly noise, steps with momentum ``b`` go as far as steps without that are
+    ``sqrt((1 + b) / (1 - b))`` times as large. Where they agree, all go ``1 / (1 - b)`` times as far as one.
+    Recipes lie between sizes that make up for the first and equal sizes (docs/correction.md).
+
+    Args:
+        settings: of the layer; an optimizer of an unknown kind has steps of the full size.
+
+    Example:
+        >>> adam, sgd = Hyperparameters(family="adam", base_momentum=0.9), Hyperparameters(family="sgd")
+        >>> momentum_share(adam), round(momentum_share(sgd), 2)
+        (1.0, 1.87)
+    """
+    if not settings.family and "adadelta" not in settings.optimizer.lower():
+        return 1.0
+    reference = REFERENCE_MOMENTUM.get(settings.family, 0.9)
+    longer = _persistence(reference) / _persistence(settings.base_momentum)
+    return (PROPORTIONAL if settings.family == "sgd" else 1.0) * longer ** (1 / 3)
+
+
+def _persistence(momentum: float) -> float:
+    momentum = min(max(momentum, 0.0), 0.999)
+    return (1 + momentum) / (1 - momentum)
 
 
 def explained(layer: Layer, family: str) -> tuple[float, float]:

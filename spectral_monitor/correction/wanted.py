@@ -11,7 +11,7 @@ from spectral_monitor.condition.optimizers.left_out import FRESH
 from spectral_monitor.condition.optimizers.recipe import relative_rates
 from spectral_monitor.condition.row import Row
 from spectral_monitor.correction.multiplier import Multiplier
-from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
+from spectral_monitor.correction.policies import balanced, explained, momentum_share, share, wanted_decrease
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.update_size import shows_contribution
 from spectral_monitor.functional.medians import geometric_median
@@ -66,6 +66,11 @@ class WantedUpdates:
         if self._correction.of_peak:
             self.relative = relative_rates(self.layers, settings)
 
+    @property
+    def sizes(self) -> list[float]:
+        """Return the sizes of steps at the peak under each of the optimizers, smallest first."""
+        return sorted({self.size * momentum_share(of) for of in self.settings.values() if of.optimizer}) or [self.size]
+
     def family(self, layer: Layer) -> str:
         """Return the kind of optimizer that a layer has, or may have once it is unfrozen."""
         of = self.settings[layer.info.name]
@@ -93,7 +98,8 @@ class WantedUpdates:
     def share(self, layer: Layer) -> float:
         """Return the wanted size of a layer's update over that of an operator that began with natural norm 1."""
         name = layer.info.name
-        return share(layer, self.began.get(name, math.nan), name == self._input, name in self.trained)
+        found = share(layer, self.began.get(name, math.nan), name == self._input, name in self.trained)
+        return found * momentum_share(self.settings[name]) if self._correction.of_peak else found
 
     def see_start(self, measurement: Measurement) -> None:
         """Take the sizes that weights began with, as far as they are not known, and which an earlier training left.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -102,6 +103,67 @@ def test_layers_that_have_moved_before_are_not_cut_off():
             model(torch.randn(32, 16)).square().mean().backward()
             optimizer.step()
     assert not probe.latest.verdicts
+
+
+class Towers(nn.Module):
+    """A tower that is trained, and another one whose outputs are used, but detached."""
+
+    def __init__(self, other):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.other = other
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            key = self.other(x)
+        return self.head(self.query(x) * key)
+
+
+def tower(*sizes):
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def test_a_tower_without_gradients_in_a_new_network_is_named():
+    assert causes(Towers(tower(16, 24, 24, 16))) == [{}] + [{"dead": {"other.0", "other.2", "other.4"}}] * 3
+
+
+def test_a_tower_that_is_small_is_left_alone():
+    model = Towers(tower(16, 24, 16))
+    model.head = tower(16, 20, 20, 4)
+    assert causes(model) == [{}] * 4
+
+
+def test_a_copy_is_left_alone():
+    """As a target network is one, which nobody has frozen."""
+    assert causes(Towers(tower(16, 32, 16))) == [{}] * 4
+    assert "dead" in causes(Towers(tower(16, 32, 32, 16)))[-1]
+
+
+def test_a_tower_that_was_trained_before_is_left_alone():
+    """Its weights are less random than those that were just drawn."""
+    teacher = tower(16, 24, 24, 16)
+    with torch.no_grad():
+        for layer in teacher[::2]:
+            layer.weight += 3 * torch.outer(*(torch.randn(n).sign() / n**0.5 for n in layer.weight.shape))
+    assert causes(Towers(teacher)) == [{}] * 4
+
+
+def test_a_tower_whose_optimizer_waits_is_left_alone():
+    """As an actor waits for its critic."""
+    model = Towers(tower(16, 24, 24, 16))
+    rest = [*model.query.parameters(), *model.head.parameters()]
+    optimizers = [torch.optim.AdamW(rest, 1e-3), torch.optim.AdamW(model.other.parameters(), 1e-3)]
+    probe = SpectralProbe(model, optimizers, mode="observe")
+    for step in range(4):
+        with probe.step():
+            x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+            nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    assert "dead" not in {verdict.cause for verdict in probe.latest.roots}
 
 
 def cut_off(cut=("tok", "a"), first="tok", moves=0.05, drift=0.0, lr=0.01, frozen=()):

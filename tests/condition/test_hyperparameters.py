@@ -88,8 +88,8 @@ def test_every_layer_has_the_settings_of_its_group():
     )
     sgd = torch.optim.SGD(model[4].parameters(), lr=0.2, momentum=0.9)
     found = read(model, adam, sgd)
-    assert found["0"] == Hyperparameters("AdamW", "adam", 0, 0, 0.1, 0.1, 1e-6, 0.8, 0.3, True)
-    assert found["2.bias"] == Hyperparameters("AdamW", "adam", 1, 0, 0.5, 0.5, 1e-6, 0.8, 0.0, True)
+    assert found["0"] == Hyperparameters("AdamW", "adam", 0, 0, 0.1, 0.1, 1e-6, 0.8, 0.3, True, base_momentum=0.8)
+    assert found["2.bias"] == Hyperparameters("AdamW", "adam", 1, 0, 0.5, 0.5, 1e-6, 0.8, 0.0, True, base_momentum=0.8)
     last = found["4"]
     assert (last.optimizer, last.family, last.group, last.owner) == ("SGD", "sgd", 2, 1)
     assert (last.lr, last.momentum, last.weight_decay, last.decoupled) == (0.2, 0.9, 0.0, False)

@@ -105,6 +105,46 @@ def test_the_size_is_that_of_the_peak(lr):
         assert found[0] < 0.1 * max(found)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "share"),
+    [
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 0.7),
+        (partial(torch.optim.SGD, lr=0.1), 0.7 * 19 ** (1 / 3)),
+        (partial(torch.optim.RMSprop, lr=0.1), 19 ** (1 / 3)),
+    ],
+    ids=["SGD with momentum", "SGD", "RMSprop"],
+)
+def test_steps_go_by_momentum(optimizer, share):
+    """The usual size, which of weights that began with natural norm ``w`` is the root of that: here without a share."""
+    probe, _ = run(lambda network: optimizer(network.parameters()))
+    (layer,) = (layer for layer in probe.anatomy.layers if layer.info.name == "2")
+    began = probe._supervisor._corrector.wanted.began["2"]
+    assert geometric_mean(sizes(probe)["2"][-10:]) == pytest.approx(CONSTANT * 0.1 * share * began**0.5, rel=0.1)
+    assert f"by about {CONSTANT * 10 * share:.2g} %" in probe._supervisor._corrector.decision
+    assert layer.info.role == "operator"
+
+
+def test_momentum_that_a_schedule_moves_is_that_of_the_start():
+    """A one-cycle schedule makes 0.85 to 0.95 of it. A resumed run would see another, and go on otherwise."""
+    network = perceptron()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+    found = hyperparameters(dissect(network).layers, [optimizer])["2"]
+    assert (found.momentum, found.base_momentum) == (0.95, 0.9)
+
+
+def test_a_groups_own_momentum_counts_where_the_optimizer_has_none_to_give():
+    """One optimizer for all, as in the reference implementation of Muon, has no defaults."""
+
+    class Both(torch.optim.Optimizer):
+        def __init__(self, groups):
+            super().__init__(groups, {})
+
+    network = perceptron()
+    optimizer = Both([{"params": list(network.parameters()), "lr": 0.1, "betas": (0.8, 0.95)}])
+    assert hyperparameters(dissect(network).layers, [optimizer])["2"].base_momentum == 0.8
+
+
 def test_a_warm_up_by_hand_is_never_more_than_the_size():
     """Rates rise from step to step, and no group says how far: each is the highest so far, and means the full size."""
 

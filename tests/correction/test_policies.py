@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from spectral_monitor import LayerInfo, Measurement
+from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.correction import LRCorrection
-from spectral_monitor.correction.policies import balanced, explained, share, wanted_decrease
+from spectral_monitor.correction.policies import balanced, explained, momentum_share, share, wanted_decrease
 
 
 def layer(role, fan_in=16, taps=1, fan_out=64):
@@ -51,6 +52,27 @@ def test_balance_is_what_the_layer_in_the_middle_would_have_alone(factor):
 )
 def test_shares_are_those_of_the_table_in_the_docs(role, began, wanted):
     assert share(layer(role), began) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "family", "momentum", "wanted"),
+    [
+        ("AdamW", "adam", 0.9, 1.0),
+        ("RMSprop", "adam", 0.0, 19 ** (1 / 3)),
+        ("AdamW", "adam", 0.5, (19 / 3) ** (1 / 3)),
+        ("Lion", "adam", 0.95, (19 / 39) ** (1 / 3)),
+        ("SGD", "sgd", 0.9, 0.7),
+        ("SGD", "sgd", 0.0, 0.7 * 19 ** (1 / 3)),
+        ("SGD", "sgd", 1.0, 0.7 * (19 * 0.001 / 1.999) ** (1 / 3)),  # no more than 0.999 counts
+        ("Muon", "muon", 0.95, 1.0),
+        ("LARS", "lamb", 0.9, 1.0),
+        ("Adadelta", "", 0.0, 19 ** (1 / 3)),
+        ("Rocket", "", 0.0, 1.0),
+    ],
+)
+def test_the_longer_momentum_lasts_the_shorter_are_steps(optimizer, family, momentum, wanted):
+    settings = Hyperparameters(optimizer=optimizer, family=family, base_momentum=momentum)
+    assert momentum_share(settings) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

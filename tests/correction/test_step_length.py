@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralMonitorWarning, SpectralProbe
+from spectral_monitor.correction.policies import PROPORTIONAL
 from spectral_monitor.correction.smoothing import (
     FRUITLESS,
     LONGEST,
@@ -362,6 +363,7 @@ def deep(seed):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_deep_network_learns_under_sgd(seed):
+    """With the size that Adam has by default, which is too much for SGD with momentum."""
     teacher = torch.randn(20, 5, generator=torch.Generator().manual_seed(9))
 
     def last(looks):
@@ -372,7 +374,7 @@ def test_a_deep_network_learns_under_sgd(seed):
             return nn.functional.cross_entropy(network(x), (x @ teacher).argmax(1))
 
         optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
-        return train(network, optimizer, looks, 120, loss_of)[1]
+        return train(network, optimizer, looks, 120, loss_of, size=1 / 8 / PROPORTIONAL)[1]
 
     assert last(looks=True) < 1.1
     assert not last(looks=False) < 1.3, "chance is 1.6"

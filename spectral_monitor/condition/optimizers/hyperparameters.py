@@ -52,6 +52,7 @@ class Hyperparameters:
             then; 1 if it does not, or that is not known.
         lasts: the part of training after which its schedule has brought the learning rate next to 0 for good; 1 if it
             does not, or that is not known.
+        base_momentum: the momentum that the optimizer was made with, whatever a schedule has made of it since.
     """
 
     optimizer: str = ""
@@ -71,6 +72,7 @@ class Hyperparameters:
     rectified: float = 1.0
     reached: float = 1.0
     lasts: float = 1.0
+    base_momentum: float = 0.0
 
     @property
     def sizes_own_steps(self) -> bool:
@@ -211,7 +213,7 @@ def _of_group(
     names = _names(optimizer, group)
     rates = [number(group.get(key)) for key in ("max_lr", "initial_lr", "lr")]
     named = max((rate for rate in rates if not math.isnan(rate)), default=math.nan)
-    momentum = group.get("momentum", (group.get("betas") or (0.0,))[0])
+    momentum = _momentum(group)
     return Hyperparameters(
         optimizer=names[0],
         family=family(names),
@@ -222,11 +224,19 @@ def _of_group(
         lasts=1.0 if plan is None else plan.lasts,
         reached=plan.highest / named if plan is not None and plan.rises and named > plan.highest else 1.0,
         eps=number(group.get("eps")),
-        momentum=number(momentum, 0.0),
+        momentum=momentum,
         weight_decay=number(group.get("weight_decay"), 0.0),
         decoupled=not math.isnan(weight_decay(optimizer, group).factor),
         rectified=rectification(optimizer, group),
+        base_momentum=_momentum({key: value for key, value in optimizer.defaults.items() if key in group}, momentum),
     )
+
+
+def _momentum(options: Mapping[str, Any], other: float = 0.0) -> float:
+    """Return the momentum of SGD, or ``beta1`` of Adam and its kin, in options of either; another number if none."""
+    betas = options.get("betas")
+    beta1 = betas[0] if isinstance(betas, Sequence) and betas else options.get("beta1")
+    return number(options.get("momentum", beta1), other)
 
 
 def rectification(optimizer: Optimizer, group: Mapping[str, Any], ahead: int = 0) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ OTHERS = "the others"
 """What a layer without others in equal places is held against."""
 FRESH = 0.6
 """Stable rank of the median weight over that of a Gaussian one; 1.02 and more for weights that were just drawn."""
+ABOUT_HALF = 0.4
+"""Part of a new network's matrices from which on those without gradients are no spare ones."""
 
 
 def left_out(
@@ -94,8 +97,8 @@ def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
 
 
 def cut_off(rows: Sequence[Row]) -> frozenset[str]:
-    """Return the first layers of a model, two or more, that an optimizer holds but no gradient has reached; and those
-    where gradients reach most in equal places.
+    """Return the first layers of a model, two or more, that an optimizer holds but no gradient has reached; many such
+    layers of a new network, wherever they are; and those where gradients reach most in equal places.
 
     Others move. A single layer may be one whose outputs nobody uses, and so may the last ones in equal places.
 
@@ -111,4 +114,31 @@ def cut_off(rows: Sequence[Row]) -> frozenset[str]:
     moves = any(row.get("update_ratio") > 0 for row in rows)
     first = bool(hidden) and hidden[0].info.name in names
     found = names if first and moves and len(names) > 1 else set()
-    return frozenset(found) | left_out(rows, is_detached, last=False).keys()
+    return frozenset(found) | _half_of_new(rows, used) | left_out(rows, is_detached, last=False).keys()
+
+
+def _half_of_new(rows: Sequence[Row], used: Collection[str]) -> frozenset[str]:
+    """Return the layers that no gradient reaches where these are about half of all, and as they were drawn.
+
+    Not where the optimizer takes no step yet, as that of an actor that waits for its critic; nor a copy, such as a
+    target network: a part whose layers have the names and shapes of one that moves.
+    """
+    held = [row for row in rows if row.lr > 0 and not row.settings.frozen]
+    moving = {row.info.name: row for row in held if row.get("update_ratio") > 0}
+    owners = {row.settings.owner for row in moving.values()}
+    still = [row for row in held if row.info.name in used and row.settings.owner in owners]
+    drawn = not any(row.dense and row.randomness <= FRESH for row in still)
+    if len(still) < max(2, ABOUT_HALF * len(held)) or not drawn or _is_copy(still, moving):
+        return frozenset()
+    return frozenset(row.info.name for row in still)
+
+
+def _is_copy(part: Sequence[Row], others: Mapping[str, Row]) -> bool:
+    """Return whether the layers of a part have the shapes of another part's, and its names but for how these begin."""
+    prefix = commonprefix([row.info.name for row in part])  # noqa: RUF071 - "target_a" and "target_b" begin alike
+    ends = {row.info.name.removeprefix(prefix): row.info.shape for row in part}
+    (some, shape), *_ = ends.items()
+    begins = (name.removesuffix(some) for name in others if name.endswith(some) and others[name].info.shape == shape)
+    return any(
+        all(begin + end in others and others[begin + end].info.shape == ends[end] for end in ends) for begin in begins
+    )
