@@ -79,7 +79,7 @@ def momentum_share(settings: Hyperparameters) -> float:
         return 1.0
     reference = REFERENCE_MOMENTUM.get(settings.family, 0.9)
     longer = _persistence(reference) / _persistence(settings.base_momentum)
-    return (PROPORTIONAL if settings.family == "sgd" else 1.0) * longer ** (1 / 3)
+    return (PROPORTIONAL if settings.family == "sgd" else 1.0) * math.pow(longer, 1 / 3)
 
 
 def _persistence(momentum: float) -> float:
