@@ -173,9 +173,7 @@ class FeatureCapture(CallRecorder):
 
     def disarm(self) -> None:
         """Remove the hooks and drop every tensor; safe to call at any time."""
-        while self._handles:
-            self._handles.pop().remove()
-        self._hooks.removed()
+        self._hooks.remove(self._handles)
         self._own, self._sees_layers = {}, False
         self.begin()
 
