@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from spectral_monitor.callbacks.lightning_packages import package_of, rank_zero_only
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.messages import announce, in_lines
+from spectral_monitor.messages import in_lines
 from spectral_monitor.reporting.text.console import rendered
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
@@ -30,12 +30,6 @@ def show(text: str) -> None:
 def tell(trainer: pl.Trainer, text: str) -> None:
     """Print a sentence among Lightning's lines."""
     logging.getLogger(f"{package_of(trainer).__name__}.spectral_monitor").info(in_lines(text))
-
-
-@rank_zero_only
-def warn_of_condition(text: str) -> None:
-    """Warn of a verdict that begins, on the first process."""
-    announce(text)
 
 
 def every(steps: object) -> str:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from spectral_monitor.callbacks.batch_watch import BatchWatch
 from spectral_monitor.callbacks.checkpoints.hooks import CheckpointHooks
 from spectral_monitor.callbacks.conflicts import check_conflicts, monitor_index
-from spectral_monitor.callbacks.console import ConsoleReport, tell, warn_of_condition
+from spectral_monitor.callbacks.console import ConsoleReport, tell
 from spectral_monitor.callbacks.loggers import SinkManager
 from spectral_monitor.callbacks.schedules import Schedules
 from spectral_monitor.callbacks.strategies import check_supported, strategy_context
@@ -296,7 +296,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         """Log a measurement, correct learning rates by it, and stop training if that is asked for."""
         begin = perf_counter()
         write, say = partial(self._write, trainer), partial(self._console.tell, trainer)
-        stops = self._take(measurement, supervisor, warn_of_condition, write, say, trainer.is_global_zero)
+        stops = self._take(measurement, supervisor, write, say, trainer.is_global_zero)
         self.multipliers = supervisor.multipliers
         if stops is not None and not trainer.should_stop:
             trainer.should_stop = True

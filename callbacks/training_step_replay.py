@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from spectral_monitor.callbacks.lightning_packages import package_of
-from spectral_monitor.capture.replay.batch_slicing import Samples, slice_batch
 from spectral_monitor.capture.replay.eager_pass import precisely
-from spectral_monitor.capture.replay.loss_flow import loss_in
-from spectral_monitor.capture.replay.replay import clone_tree, copied, modes, obstacles_in
+from spectral_monitor.capture.replay.replay import Replayable, clone_tree
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
-from spectral_monitor.state.snapshot import Snapshot, preserved
+from spectral_monitor.state.snapshot import preserved
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class TrainingStepReplay:
-    """One call of ``training_step``, ready to be made again: the batch, the module's state, the same randomness.
+class TrainingStepReplay(Replayable):
+    """One call of ``training_step``, ready to be made again under :func:`logging_suppressed`.
 
-    Attributes:
-        randomness: of the moment this was made, which must be that of the call.
-        obstacles: reasons why it must not be run again, as
-            :func:`~spectral_monitor.capture.replay.replay.obstacles_in` has them.
-        uncopied: why the batch could not be copied, if it could not.
-        module: whose step it is.
-        given: the batch, copied.
-        modes: whether each module inside was training.
-        drew: whether it has drawn random numbers when it was last made again.
-        first_loss: the loss when it was first made again eagerly and in full precision.
+    ``randomness`` is of the moment this was made, which must be that of the call.
     """
 
     def __init__(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        self.module: nn.Module = module
-        self.given, self.uncopied = copied(batch, None)
-        self.modes = modes(module)
-        self.drew = False
-        self.first_loss: Tensor | None = None
-        self._precisely = False
+        super().__init__(module, batch)
         self._batch_idx = batch_idx
-        self._state = Snapshot(module, weights=False)
-        self.obstacles = obstacles_in(batch, self._state)
-        self.randomness = RandomState.now()
-
-    def rewind(self) -> None:
-        """Give the module the state it had before the step."""
-        self._state.restore()
-
-    def __call__(self) -> Tensor | None:
-        """Return the loss of the step's forward; to be called under :func:`logging_suppressed`."""
-        return loss_in(self.output())
 
     def output(self) -> Any:
-        """Return what the step returns; to be called under :func:`logging_suppressed`."""
+        """Return what the step returns."""
         step: Any = self.module.training_step
         arguments = (clone_tree(self.given), self._batch_idx)[: 2 if _takes_index(step) else 1]
         with self.randomness.replayed(), precisely(self.module) if self._precisely else nullcontext():
@@ -67,24 +39,8 @@ class TrainingStepReplay:
             self.drew = not self.randomness.same(RandomState.now())
         return output
 
-    def precise(self) -> TrainingStepReplay:
-        """Return the same step made eagerly and in full precision, whatever was compiled."""
-        precise = copy.copy(self)
-        precise._precisely = True
-        return precise
-
-    def part(self, which: Samples) -> TrainingStepReplay:
-        """Return the same step with some samples of its batch."""
-        part = copy.copy(self)
-        part.given = slice_batch(self.given, which)
-        return part
-
     def pack(self, model: nn.Module) -> dict[str, Any]:
-        """In plain types, to be made again in another process; to be asked for right after :meth:`rewind`.
-
-        Raises:
-            NotPlainError: naming what in the batch or the module's state is none.
-        """
+        """In plain types, see :meth:`.Replayable.pack`."""
         return {
             "kind": "training_step",
             "batch": pack(self.given, "batch"),

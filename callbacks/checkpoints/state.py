@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 
 from spectral_monitor.callbacks.lightning_packages import is_instance
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay
-from spectral_monitor.capture.replay.replayable import Replayable
+from spectral_monitor.capture.replay.replay import Replayable
 from spectral_monitor.engine import Engine
 from spectral_monitor.monitoring.supervisor import Supervisor
 from spectral_monitor.state import side_files

@@ -121,6 +121,27 @@ def count_rows(x: Tensor, channels_first: bool, spatial: int) -> int:
     return x.numel() // max(features, 1)
 
 
+def first_rows(x: Tensor, first: int, count: int) -> Tensor:
+    """Return the part of ``x`` that holds the first of its ``count`` rows."""
+    return x.narrow(0, 0, len(x) * first // count)
+
+
+def is_table(x: Tensor) -> bool:
+    """Return whether a tensor is dense, and not a list of others, so that it has rows."""
+    return x.layout == torch.strided and not x.is_nested
+
+
+def table_rows(gradient: Tensor | None, tokens: Tensor | None) -> Tensor | None:
+    """Return the gradient of what a table of embeddings gave for these tokens, a row for each; ``None`` if unknown.
+
+    The gradient of a row of the table is the sum over all places that looked it up: of one, if no token comes twice.
+    """
+    if gradient is None or tokens is None or gradient.is_sparse or tokens.is_floating_point():
+        return None
+    tokens = local_part(tokens).reshape(-1)
+    return gradient[tokens] if len(tokens.unique()) == len(tokens) else None
+
+
 def first_tensor(value: Any) -> Tensor | None:
     """Return the tensor in a module's output or arguments: itself, or the first of a tuple, list or dict."""
     if isinstance(value, Tensor):

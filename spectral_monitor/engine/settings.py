@@ -21,27 +21,12 @@ def _are_texts(values: object) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments shared by every way into the monitor.
+    """Arguments shared by every way into the monitor; :class:`~spectral_monitor.SpectralProbe` says what they mean.
 
     Attributes:
-        every_n_steps: measure every n-th optimizer step, or steps in words: ``"1, 2, 4, ..., every 100"``; or a mapping
-            from tiers and keys to such intervals.
-        quantities: a tier (``"light"``, ``"standard"``, ``"full"``) or a list of keys; only what they need is paid for.
-        include: fnmatch patterns on module or layer names; only these are measured.
-        exclude: fnmatch patterns on module or layer names; these are not measured.
-        roles: pattern -> role, overriding the guess.
-        blocks: pattern -> matrices stacked in the parameter.
-        heads: pattern -> attention heads, of modules that do not say how many they have.
-        nodes: fnmatch patterns on names of modules whose outputs are measured besides, without a weight.
-        max_rows: rows of a layer's features that are used at most, a fixed choice; ``None`` for all.
-        tol: relative tolerance of spectral norms of matrices.
-        drift_every: ``feature_drift``, which needs a forward of its own, at every n-th measured step that has features.
-        history: measurements that are kept.
-        replay_samples: samples of the batch that are run again after the step, the first ones; ``None`` for all,
-            ``"auto"`` for as few as give numbers that are close to those of all.
-        low_memory: keep the weights before the update in host memory and measure one layer at a time.
-        max_overhead: share of training time that measuring may take; ``None`` for whatever the intervals come to;
-            ``"auto"`` for 0.01 from step 100 on, at the default schedule and without a correction.
+        schedule: the quantities that are measured at each step.
+        keys: all quantities that are measured.
+        needs: what must be captured for them.
 
     Raises:
         ValueError: a number out of range, an unknown tier or key, an empty list to include.

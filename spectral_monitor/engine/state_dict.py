@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs
-from spectral_monitor.capture.replay.replayable import Replayable
+from spectral_monitor.capture.replay.replay import Replayable
 from spectral_monitor.engine.features.replays import Probe
 from spectral_monitor.engine.weights.matrix_batches import BatchMember, Start
 from spectral_monitor.layers import Layer

@@ -63,9 +63,9 @@ def split_of(parent: nn.Module, name: str, outputs: int, inputs: int) -> Split |
     """Return what ``parent.<name>``, a matrix outputs x inputs, is fused of; ``None`` if it does not look fused."""
     if name in _GATED:
         sibling, what = _GATED[name]
-        return Split(what, (outputs // 2,) * 2) if _number(getattr(parent, sibling, None), "in_features") else None
+        return Split(what, (outputs // 2,) * 2) if number(getattr(parent, sibling, None), "in_features") else None
     if name == "in_proj":
-        width = next((_number(parent, key) for cls, key in _STATE_SPACE.items() if is_a(parent, cls)), 0)
+        width = next((number(parent, key) for cls, key in _STATE_SPACE.items() if is_a(parent, cls)), 0)
         return Split("states and gate", (width, width)) if width else None
     if name == "query_key_value" or (name == "c_attn" and is_a(parent, "GPTBigCodeAttention")):
         return _ordered_by_class(parent, inputs)
@@ -104,21 +104,21 @@ def _ordered_by_class(parent: nn.Module, inputs: int) -> Split:
 
 def _heads(parent: nn.Module, inputs: int) -> tuple[int, int, int]:
     """Query heads, key heads and the size of one; 0 where not known."""
-    heads = _number(parent, "num_heads", "num_attention_heads", "n_heads", "n_head")
-    key_heads = _number(parent, "num_kv_heads", "num_key_value_heads", "kv_heads") or heads
-    size = _number(parent, "head_dim", "head_size") or (inputs // heads if heads else 0)
+    heads = number(parent, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    key_heads = number(parent, "num_kv_heads", "num_key_value_heads", "kv_heads") or heads
+    size = number(parent, "head_dim", "head_size") or (inputs // heads if heads else 0)
     return heads, key_heads, size
 
 
-def _number(owner: object, *names: str) -> int:
-    """Return the first of some attributes that a module or its config has as a whole number; 0 if none."""
+def number(owner: object, *names: str) -> int:
+    """Return the first of some attributes that a module or its config has as a whole number above 0; 0 if none."""
     for holder in (owner, getattr(owner, "config", None)):
         for name in names:
             try:
                 value = getattr(holder, name, None)
             except Exception:  # some configs refuse what may differ from layer to layer
                 continue
-            if isinstance(value, int) and not isinstance(value, bool):
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return 0
 

@@ -9,7 +9,7 @@ from spectral_monitor.condition import Verdict, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.engine import Settings
 from spectral_monitor.measurement import History, Measurement
-from spectral_monitor.messages import WarnOnce
+from spectral_monitor.messages import WarnOnce, announce
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
 from spectral_monitor.monitoring.supervisor import Supervisor
 from spectral_monitor.reporting.run import MeasuredRun
@@ -45,7 +45,6 @@ class LiveRun(MeasuredRun):
         self,
         measurement: Measurement,
         supervisor: Supervisor,
-        announce: Say,
         write: Callable[[Measurement], None],
         tell: Say,
         is_first: bool,
@@ -55,12 +54,11 @@ class LiveRun(MeasuredRun):
         Args:
             measurement: the next one.
             supervisor: judges and corrects.
-            announce: is told of verdicts that begin.
             write: logs the measurement.
             tell: is told what was corrected.
             is_first: whether this process speaks for all.
         """
-        measurement = supervisor.judge(measurement, announce)
+        measurement = supervisor.judge(measurement, announce if is_first else lambda text: None)
         self._hyperparameters = supervisor.settings
         self._measurements.append(measurement)
         write(measurement)

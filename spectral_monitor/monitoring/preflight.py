@@ -172,18 +172,14 @@ def check(
         ('readout', ['light', 'standard', 'full'])
     """
     _refuse(model, batch, loss)
-    before = RandomState.now()
-    try:
-        with _notes_of_warnings() as notes:
+    with RandomState.now().replayed(), _notes_of_warnings() as notes:
+        trial = TrialCopy(model, batch, optimizer, loss)
+        notes += trial.notes
+        plain = min([trial.timed() for _ in range(STEPS)][1:])
+        probes = {}
+        for tier in TIERS:
             trial = TrialCopy(model, batch, optimizer, loss)
-            notes += trial.notes
-            plain = min([trial.timed() for _ in range(STEPS)][1:])
-            probes = {}
-            for tier in TIERS:
-                trial = TrialCopy(model, batch, optimizer, loss)
-                probes[tier] = _probed(trial, tier, condition, roles)
-    finally:
-        before.restore()
+            probes[tier] = _probed(trial, tier, condition, roles)
     costs = []
     for tier, probe in probes.items():
         spent = min(m.summary["overhead_ms"] / 1e3 for m in list(probe.measurements)[1:])

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from spectral_monitor.capture.replay.loss_replay import LossReplay
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizers
 from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.condition.optimizers.plans import LookAhead
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import with_loss
-from spectral_monitor.engine import STEP_LOSS, Engine, Settings, still_due
-from spectral_monitor.engine.features.step_inputs import StepInputs
-from spectral_monitor.engine.features.step_loss import MicroBatch
+from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.layers import Anatomy
-from spectral_monitor.messages import SpectralMonitorWarning, WarnOnce, announce, in_lines
-from spectral_monitor.monitoring.live_run import LiveRun
+from spectral_monitor.messages import WarnOnce, in_lines
 from spectral_monitor.monitoring.reactions import OnVerdict
+from spectral_monitor.monitoring.resumable_run import ResumableRun
 from spectral_monitor.monitoring.settings import Mode, checked, with_needed
+from spectral_monitor.monitoring.step_watch import StepWatch
 from spectral_monitor.monitoring.supervisor import Supervisor
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
 from spectral_monitor.reporting.text.role_table import role_table
@@ -34,7 +31,7 @@ from spectral_monitor.sharding import check_alike, check_settings, fsdp1_wrapper
 from spectral_monitor.suggestions import helpful
 
 
-class SpectralProbe(LiveRun):
+class SpectralProbe(ResumableRun):
     """Measures optimizer steps of a bare training loop.
 
     Wrap the forward, the backward and the optimizer's step of an iteration in ``with probe.step():``. Every
@@ -186,7 +183,6 @@ class SpectralProbe(LiveRun):
         self._warn = WarnOnce(silent=not self.is_first)
         self._verbose = verbose and self.is_first
         self._sinks = Sinks(given_sinks if self.is_first else (), self._warn)
-        self.steps = 0
         inside = unwrap_model(model)
         wrapper = fsdp1_wrapper(model, inside)
         self._engine = Engine(inside, optimizers, settings, processes, wrapper, corrected=mode == "correct")
@@ -194,27 +190,13 @@ class SpectralProbe(LiveRun):
             check_alike(self._engine.copied(), processes)
         self._supervisor = Supervisor(mode, condition, correction, self._engine)
         self._engine.start()
-        self._begun = self._open = False
-        self._keys: frozenset[str] = frozenset()
-        self._loss: Tensor | None = None
-        self._replay: LossReplay | None = None
-        self._earlier: list[MicroBatch] = []
-        # Accelerate's own optimizers say whether a block that accumulates gradients ends with a step.
-        given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
-        self._accelerated = [item for item in given if hasattr(item, "gradient_state")]
-        self._postponed: frozenset[str] = frozenset()
-        self._micro_batches = 1
-        self._mode, self._again = mode, False  # the latter: whether a loss can be computed again
+        self._watch = StepWatch(self._engine, optimizer, asks_for_loss=mode != "correct")
+        self._open = False
 
     @property
     def anatomy(self) -> Anatomy:
         """The parts of the model."""
         return self._engine.anatomy
-
-    @property
-    def is_first(self) -> bool:
-        """True in the process that speaks for all."""
-        return self.rank == 0
 
     @property
     def multipliers(self) -> dict[str, float]:
@@ -266,13 +248,9 @@ class SpectralProbe(LiveRun):
             if self._supervisor.decision:
                 self._say(self._supervisor.decision)
         self.steps, self._open = self.steps + 1, True
-        self._keys = still_due(self._supervisor.due(self.steps, self._warn), self._postponed)
+        due = self._supervisor.due(self.steps, self._warn)
         self._supervisor.arm()
-        if self._again and "feature_change" in self._keys:
-            self._keys |= {STEP_LOSS}  # which a correction asks for by itself
-        if self._keys:
-            self._engine.arm(self._keys)
-            self._replay = LossReplay(self._engine.model) if self._engine.step_loss.wanted else None
+        self._watch.begin(due)
 
     def report_loss(self, loss: Tensor, again: Callable[[], Tensor] | None = None) -> None:
         """Tell the loss on which ``backward`` is called in this step; there is no need to where the model returns it.
@@ -294,14 +272,7 @@ class SpectralProbe(LiveRun):
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"report_loss needs the scalar tensor that backward is called on, got {loss!r}")
-        self._again |= again is not None and self._mode != "correct"
-        if self._keys:
-            self._loss = loss.detach().reshape(()).clone()
-            if self._replay is not None and again is not None:
-                self._replay.function = again
-                self._engine.step_loss.offer(self._replay, earlier=self._earlier)
-                self._earlier.append(MicroBatch(self._replay, self._loss))
-                self._replay = LossReplay(self._engine.model)  # of the next micro-batch, if there is one
+        self._watch.report_loss(loss, again)
 
     def report_schedule(self, scheduler: LRScheduler, steps: int) -> None:
         """Tell where the learning rates will go, before training.
@@ -326,7 +297,8 @@ class SpectralProbe(LiveRun):
 
     def abandon_step(self) -> None:
         """Give up a step that was begun, such as one that raised; safe to call at any time."""
-        self._keys, self._open, self._loss, self._replay, self._earlier = frozenset(), False, None, None, []
+        self._open = False
+        self._watch.forget()
         self._engine.disarm()
         self._supervisor.disarm()
 
@@ -338,27 +310,16 @@ class SpectralProbe(LiveRun):
             loss_parts: of how many losses like the one the model returns, of micro-batches and processes, that of the
                 step is the sum, where the model divides by the tokens of all of them; 1 where it is their mean.
         """
-        if not all(item.gradient_state.sync_gradients for item in self._accelerated):
-            self._postponed, self._micro_batches = self._keys, self._micro_batches + 1
+        if self._watch.postpone():
             self.steps -= 1
             self.abandon_step()
             return
-        keys, self._keys, self._open = self._keys, frozenset(), False
-        loss, self._loss, self._replay, self._earlier = self._loss, None, None, []
+        self._open = False
         self._supervisor.disarm()
-        micro_batches, self._micro_batches, self._postponed = self._micro_batches, 1, frozenset()
-        if not keys:
-            return
-        if micro_batches > 1:  # Accelerate has divided the loss where nobody sees it
-            accumulated, loss = micro_batches, None if loss is None else loss / micro_batches
-        measurement = self._engine.finish(
-            self.steps, StepInputs(loss=loss, accumulated=accumulated, loss_parts=loss_parts)
-        )
-        if measurement is None:
-            return
-        tells = announce if self.is_first else _say_nothing
-        stops = self._take(measurement, self._supervisor, tells, self._sinks.write, self._say, self.is_first)
-        self.should_stop |= stops is not None
+        measurement = self._watch.end(self.steps, accumulated, loss_parts)
+        if measurement is not None:
+            stops = self._take(measurement, self._supervisor, self._sinks.write, self._say, self.is_first)
+            self.should_stop |= stops is not None
 
     def _say(self, text: str) -> None:
         """Print a line, on the first process."""
@@ -369,60 +330,5 @@ class SpectralProbe(LiveRun):
         """Tell the sinks that training is over; without sinks there is no need to."""
         self._sinks.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state to go on measuring in another process: plain types and CPU tensors, shared, not copied.
-
-        That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
-        measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it. Of several
-        processes each has its own part and has to save it.
-        """
-        state = {**self._engine.state(), "oversight": self._supervisor.state_dict()}
-        return {"steps": self.steps, "state": state, "tensors": self._engine.tensors()}
-
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what :meth:`state_dict` gave, when the model has its weights back; to be called in all processes.
-
-        What starts again all the same, such as ``feature_drift`` where the batch held more than tensors, containers
-        and numbers, is said in a warning.
-
-        Args:
-            state: what this process saved; or, where there were more or fewer processes, what all saved, by rank.
-
-        Raises:
-            ValueError: it is of other layers, which are named, or of another version; nothing has been changed then.
-        """
-        several = [state] if isinstance(state, Mapping) else list(state)
-        if not several:
-            raise ValueError("load_state_dict was given the states of no process")
-        for one in several:
-            if not isinstance(one, Mapping) or not {"steps", "state", "tensors"} <= one.keys():
-                raise ValueError("load_state_dict needs what state_dict() returned, with steps, state and tensors")
-        mine, tensors = self._engine.part_of(several)
-        anew = self._engine.restore(mine["state"], tensors, int(mine["steps"]))
-        self.steps = int(mine["steps"])
-        self._begun = self.steps > 0
-        if "oversight" in mine["state"]:
-            self._supervisor.load_state_dict(mine["state"]["oversight"])
-        if anew and self.is_first:
-            warnings.warn(f"resumed at step {self.steps}: {'; '.join(anew)}", SpectralMonitorWarning, stacklevel=2)
-
-    def resume_at(self, step: int) -> None:
-        """Go on at a step for which there is no state, in all processes: drift is counted from there.
-
-        Args:
-            step: optimizer steps taken so far.
-
-        Raises:
-            ValueError: it is no integer, or below 0.
-        """
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"step must be an integer >= 0, the optimizer steps taken so far; got {step!r}")
-        self._engine.start(step)
-        self.steps, self._begun = step, True
-
     def __repr__(self) -> str:
         return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"
-
-
-def _say_nothing(text: str) -> None:
-    """Leave it to the first process."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.capture.replay.replay import clone_tree
-from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
+from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizers
 from spectral_monitor.condition.optimizers.hyperparameters import learning_rate
 
 HOW = "give check(model, (inputs, targets), optimizer, loss), or a model that returns its loss"
@@ -51,7 +51,8 @@ class TrialCopy:
     ) -> None:
         self.notes: list[str] = []
         self._batch, self._loss = batch, loss
-        model, given = unwrap_model(model), _given(optimizer)
+        model = unwrap_model(model)
+        given = [] if optimizer is None else unwrap_optimizers(optimizer, model)
         try:
             self.model, self.optimizers = copy.deepcopy((model, given))
         except Exception as error:
@@ -60,9 +61,8 @@ class TrialCopy:
             ) from error
         if optimizer is None:
             self.optimizers = _configured(self.model)
-        held = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
-        if not any(id(p) in held for p in self.model.parameters()):
-            raise ValueError("the optimizer holds no parameter of the model")
+        if any(isinstance(one, torch.optim.LBFGS) for one in self.optimizers):
+            raise ValueError("check cannot step LBFGS, which runs the model as often as it likes")
         if not self.model.training:
             self.model.train()
             self.notes.append("the model is in evaluation mode; the copy was trained in training mode")
@@ -154,23 +154,6 @@ class _Whole(nn.Module):
         return self._call(batch)
 
 
-def _given(optimizer: Any) -> list[Optimizer]:
-    """Return optimizers as a list, without wrappers.
-
-    Raises:
-        TypeError: something is no optimizer.
-    """
-    if optimizer is None:
-        return []
-    wrapped = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    found = [unwrap_optimizer(one) for one in wrapped]
-    if not found or not all(isinstance(one, Optimizer) for one in found):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
-    if any(isinstance(one, torch.optim.LBFGS) for one in found):
-        raise ValueError("check cannot step LBFGS, which runs the model as often as it likes")
-    return found
-
-
 def _configured(model: nn.Module) -> list[Optimizer]:
     """Return the optimizers that a ``LightningModule`` makes.
 
@@ -190,4 +173,4 @@ def _configured(model: nn.Module) -> list[Optimizer]:
     if isinstance(made, tuple | list) and made and isinstance(made[0], list | tuple):
         made = made[0]  # ([optimizers], [schedulers])
     items = list(made) if isinstance(made, tuple | list) else [made]
-    return _given([item["optimizer"] if isinstance(item, Mapping) else item for item in items])
+    return unwrap_optimizers([item["optimizer"] if isinstance(item, Mapping) else item for item in items], model)

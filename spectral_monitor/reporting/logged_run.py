@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.reporting.files.runs import run_file, settle, settled_in
+from spectral_monitor.reporting.files.runs import run_file, settled_in
 from spectral_monitor.reporting.run import MeasuredRun
 
 
@@ -72,18 +72,3 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     from spectral_monitor.reporting.files.jsonlines import read_measurements  # with torch
 
     return Run(*settled_in(path, read_measurements))
-
-
-def settled(measurements: Iterable[Measurement]) -> Run:
-    """Return the measurements that count.
-
-    See :func:`~spectral_monitor.reporting.files.runs.settle`.
-
-    Example:
-        >>> run = settled(Measurement(step, (), {}, {}) for step in (10, 20, 30, 20, 30, 40))
-        >>> [measurement.step for measurement in run]
-        [10, 20, 30, 40]
-        >>> print(run.notes[0].partition(";")[0])
-        2 measurements were taken again, after a resumption or by another run into the same file
-    """
-    return Run(*settle(measurements))

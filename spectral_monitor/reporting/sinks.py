@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -50,21 +50,18 @@ class Sinks:
 
     def write(self, measurement: Measurement) -> None:
         """Give all of them the next measurement."""
-        for sink in self._sinks:
-            try:
-                sink.write(measurement)
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                self._warn(f"{_name(sink)} did not take the measurement ({what}); training goes on", error)
+        self._each(lambda sink: sink.write(measurement), "did not take the measurement ({}); training goes on")
 
     def close(self) -> None:
         """Tell all of them that it is over."""
+        self._each(lambda sink: sink.close(), "was not closed ({})")
+
+    def _each(self, do: Callable[[Sink], None], otherwise: str) -> None:
         for sink in self._sinks:
             try:
-                sink.close()
+                do(sink)
             except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                self._warn(f"{_name(sink)} was not closed ({what})", error)
+                self._warn(f"{_name(sink)} {otherwise.format(f'{type(error).__name__}: {error}')}", error)
 
     def __len__(self) -> int:
         return len(self._sinks)

@@ -44,16 +44,13 @@ def seeded(purpose: str, seed: int) -> Iterator[None]:
 
     The purpose is part of the seed, so that weights are not the numbers that ``torch.manual_seed(seed)`` gave the data.
     """
-    outside = RandomState.now()
     number = int.from_bytes(hashlib.sha256(f"{purpose} {seed}".encode()).digest()[:4], "big")
-    random.seed(number)
-    torch.manual_seed(number)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number)
-    try:
+    with RandomState.now().replayed():
+        random.seed(number)
+        torch.manual_seed(number)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(number)
         yield
-    finally:
-        outside.restore()
 
 
 def check_data(data: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spectral_monitor.capture.hooks.rows import table_rows
+from spectral_monitor.capture.row_sampling import table_rows
 
 
 def test_each_token_that_comes_once_has_the_gradient_of_its_row():

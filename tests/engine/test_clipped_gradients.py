@@ -13,8 +13,7 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralMonitor, SpectralProbe
 from spectral_monitor.capture.hooks.arrived_gradients import ArrivedGradients
-from spectral_monitor.engine.weights.clipping import clipping_since
-from spectral_monitor.engine.weights.gradients import gradient_norms
+from spectral_monitor.engine.weights.gradients import clipping_since, gradient_norms
 
 BATCHES = 4
 

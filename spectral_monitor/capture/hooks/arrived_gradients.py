@@ -86,9 +86,7 @@ class ArrivedGradients:
 
     def disarm(self) -> None:
         """Remove the hooks and forget the norms; safe to call at any time."""
-        while self._handles:
-            self._handles.pop().remove()
-        self._hooks.removed()
+        self._hooks.remove(self._handles)
         self._norms.clear()
         self._sharded.clear()
         self._reached.clear()

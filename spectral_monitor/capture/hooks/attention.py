@@ -104,9 +104,7 @@ class AttentionCapture:
     def disarm(self) -> None:
         """Remove the hooks and drop every tensor; safe to call at any time."""
         self.open = False
-        while self._handles:
-            self._handles.pop().remove()
-        self._hooks.removed()
+        self._hooks.remove(self._handles)
         self._calls.clear()
 
     def _enter(self, block: AttentionBlock, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -26,8 +26,7 @@ from spectral_monitor.capture.hooks.tensor_version import Marks, marks
 from spectral_monitor.capture.replay.batch_slicing import batch_size
 from spectral_monitor.capture.replay.eager_pass import LossGradient, OutputGradients
 from spectral_monitor.capture.replay.loss_flow import loss_in
-from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.replay.replayable import Replayable, why_not
+from spectral_monitor.capture.replay.replay import Replayable, RootCall, why_not
 from spectral_monitor.layers import Layer
 from spectral_monitor.state.rng import RandomState
 
@@ -174,9 +173,7 @@ class FeatureCapture(CallRecorder):
 
     def disarm(self) -> None:
         """Remove the hooks and drop every tensor; safe to call at any time."""
-        while self._handles:
-            self._handles.pop().remove()
-        self._hooks.removed()
+        self._hooks.remove(self._handles)
         self._own, self._sees_layers = {}, False
         self.begin()
 

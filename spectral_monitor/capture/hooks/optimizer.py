@@ -64,9 +64,7 @@ class OptimizerCapture:
 
     def disarm(self) -> None:
         """Remove the hooks; safe to call at any time."""
-        while self._handles:
-            self._handles.pop().remove()
-        self._hooks.removed()
+        self._hooks.remove(self._handles)
 
     def _enter(self, optimizer: Optimizer, _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         key = id(optimizer)

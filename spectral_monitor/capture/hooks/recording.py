@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.capture.hooks.registration import Removable, in_transform
-from spectral_monitor.capture.hooks.rows import first_rows, is_table, table_rows
 from spectral_monitor.capture.records.assumption_checks import CHECKED, Checks
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.records.linearity_check import is_linear
@@ -24,10 +23,13 @@ from spectral_monitor.capture.row_sampling import (
     GuardedTensor,
     RowSampler,
     count_rows,
+    first_rows,
     first_tensor,
+    is_table,
     patches_of,
     rows_of,
     sample_size,
+    table_rows,
 )
 from spectral_monitor.functional.vector_norms import length
 from spectral_monitor.layers import Layer

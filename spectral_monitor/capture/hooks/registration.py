@@ -76,8 +76,12 @@ class Hooks(Generic[Owner]):
         self._live.append((owner, hook := Hook(function)))
         return [register(hook, **options)]
 
-    def removed(self) -> None:
-        """Forget the hooks, which their handles have removed, but not whose calls were compiled."""
+    def remove(self, handles: list[Removable]) -> None:
+        """Take back what handles stand for, hooks of these among them, and forget it, but not whose calls were
+        compiled.
+        """
+        while handles:
+            handles.pop().remove()
         self._known = self.compiled
         self._live.clear()
 

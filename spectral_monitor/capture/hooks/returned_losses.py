@@ -37,9 +37,7 @@ class ReturnedLosses:
 
     def close(self) -> None:
         """Remove the hooks on calls: the optimizer steps now."""
-        while self._handles:
-            self._handles.pop().remove()
-        self._hooks.removed()
+        self._hooks.remove(self._handles)
 
     def disarm(self) -> None:
         """Remove every hook and drop what was remembered; safe to call at any time."""

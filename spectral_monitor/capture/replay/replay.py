@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from spectral_monitor.state.muted_warnings import muted_warnings
 from spectral_monitor.state.rng import AutocastState, RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
 from spectral_monitor.state.snapshot import Snapshot, preserved
+
+Kind = TypeVar("Kind", bound="Repeatable")
+Whole = TypeVar("Whole", bound="Replayable")
 
 
 def clone_tree(value: Any) -> Any:
@@ -32,50 +35,110 @@ def copied(value: Any, otherwise: Any) -> tuple[Any, Exception | None]:
         return otherwise, error.with_traceback(None)  # that holds what is on the stack
 
 
-class RootCall:
-    """An outermost module call that is about to be made, remembered so that it can be made again.
-
-    That takes its arguments, copied, for the call may change them in place; the random states and the autocast it
-    runs under; and the module's state besides its weights, such as counters, caches and what a recurrent module
-    carries from batch to batch.
+class Repeatable:
+    """A piece of training that can be run again as it was, with its own randomness and precision.
 
     Attributes:
-        obstacles: reasons why it must not be made again, as :func:`obstacles_in` has them.
-        uncopied: why its arguments could not be copied, if they could not; then it cannot be made again.
-        reached: calls of measured layers inside it.
-        loss: the loss the call returned, if it returned one.
-        flow: gradients that arrived there and at whatever else it returned, if they were waited for.
-        randomness: before the call.
-        given: its positional and keyword arguments, copied.
-        modes: whether each module inside was training.
-        drew: whether it has drawn random numbers, as far as that was looked at, when it was last made.
-        halves: whether it computed in half precision, by autocast.
-        returned: gradients of what it returned, if they were waited for.
-        first_loss: the loss it returned when it was first made again eagerly and in full precision.
+        obstacles: reasons why it must not be; empty if it may.
+        uncopied: why what it is given could not be copied, if it could not; then it cannot be.
     """
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.module = module
-        self._precisely = False
-        self.returned: OutputGradients | None = None
-        self.first_loss: Tensor | None = None
-        self.reached = 0
-        self.loss: Tensor | None = None
-        self.flow: LossFlow | None = None
-        self.given, self.uncopied = copied((args, kwargs), ((), {}))
-        self.modes = modes(module)
-        self.drew = False
-        self._state = Snapshot(module, weights=False)
-        self.obstacles = obstacles_in((args, kwargs), self._state)
-        self.randomness = RandomState.now()
-        self._autocast = AutocastState.now(module)
-        self.halves = self._autocast.halves
+    obstacles: Sequence[str]
+    uncopied: Exception | None = None
+    _state: Snapshot
+    _precisely = False
 
-    def precise(self) -> RootCall:
-        """Return the same call made eagerly and in full precision, whatever was compiled."""
+    def rewind(self) -> None:
+        """Give the module the state it had before that, but for its weights."""
+        self._state.restore()
+
+    def __call__(self) -> Tensor | None:
+        """Run it; the loss, if it has one, with its graph if there is one."""
+        raise NotImplementedError
+
+    def precise(self: Kind) -> Kind:
+        """Return the same, to be run eagerly and in full precision whatever is compiled."""
         precise = copy.copy(self)
         precise._precisely = True
         return precise
+
+
+class Replayable(Repeatable):
+    """A forward that is about to be made, remembered so that it can be made again, as a whole or for some samples.
+
+    That takes what it is given, copied, for it may change that in place; the random states it runs under; and the
+    module's state besides its weights, such as counters, caches and what a recurrent module carries from batch to
+    batch.
+
+    Attributes:
+        module: what is called.
+        given: what it is given, copied: nested containers and their tensors.
+        modes: whether each module inside was training.
+        drew: whether it has drawn random numbers, as far as that was looked at, when it was last made.
+        first_loss: the loss of all samples when it was first made again eagerly and in full precision.
+        randomness: before it.
+    """
+
+    def __init__(self, module: nn.Module, given: Any, otherwise: Any = None) -> None:
+        """``otherwise``: what stands for ``given`` if that cannot be copied."""
+        self.module = module
+        self.given, self.uncopied = copied(given, otherwise)
+        self.modes = modes(module)
+        self.drew = False
+        self.first_loss: Tensor | None = None
+        self._state = Snapshot(module, weights=False)
+        self.obstacles = obstacles_in(given, self._state)
+        self.randomness = RandomState.now()
+
+    def __call__(self) -> Tensor | None:
+        """Run it; the loss that it returns, if any."""
+        return loss_in(self.output())
+
+    def output(self) -> Any:
+        """Run it; return all that it returns."""
+        raise NotImplementedError
+
+    def part(self: Whole, which: Samples) -> Whole:
+        """Return the same forward with some samples of its batch."""
+        part = copy.copy(self)
+        part.given = slice_batch(self.given, which)
+        return part
+
+    def pack(self, model: nn.Module) -> dict[str, Any]:
+        """In plain types, to be made again in another process; to be asked for right after :meth:`rewind`.
+
+        Raises:
+            NotPlainError: naming what in the arguments or the module's state is none.
+        """
+        raise NotImplementedError
+
+
+def why_not(again: Repeatable) -> str:
+    """Return why something cannot be run again; empty if it can."""
+    if again.uncopied is not None:
+        return f"its arguments cannot be copied: {type(again.uncopied).__name__}: {again.uncopied}"
+    return again.obstacles[0] if again.obstacles else ""
+
+
+class RootCall(Replayable):
+    """An outermost module call that is about to be made, and the autocast it runs under.
+
+    Attributes:
+        reached: calls of measured layers inside it.
+        loss: the loss the call returned, if it returned one.
+        flow: gradients that arrived there and at whatever else it returned, if they were waited for.
+        halves: whether it computed in half precision, by autocast.
+        returned: gradients of what it returned, if they were waited for.
+    """
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        super().__init__(module, (args, kwargs), ((), {}))
+        self.returned: OutputGradients | None = None
+        self.reached = 0
+        self.loss: Tensor | None = None
+        self.flow: LossFlow | None = None
+        self._autocast = AutocastState.now(module)
+        self.halves = self._autocast.halves
 
     def keep_loss(self, output: Any) -> None:
         """Remember the loss in the call's output."""
@@ -96,14 +159,6 @@ class RootCall:
             return None
         return LossGradient(float(self.flow.gradients[0]))
 
-    def rewind(self) -> None:
-        """Give the module the state it had before the call."""
-        self._state.restore()
-
-    def __call__(self) -> Tensor | None:
-        """Make the call again; the loss it returns, if any, with its graph if there is one."""
-        return loss_in(self.output())
-
     def output(self) -> Any:
         """Make the call again; return what it returns."""
         args, kwargs = clone_tree(self.given)
@@ -113,18 +168,8 @@ class RootCall:
             self.drew = not self.randomness.same(RandomState.now())
         return output
 
-    def part(self, which: Samples) -> RootCall:
-        """Return the same call with some samples of its batch."""
-        part = copy.copy(self)
-        part.given = slice_batch(self.given, which)
-        return part
-
     def pack(self, model: nn.Module) -> dict[str, Any]:
-        """In plain types, to be made again in another process; to be asked for right after :meth:`rewind`.
-
-        Raises:
-            NotPlainError: naming the argument or the part of the module's state that is none.
-        """
+        """In plain types, see :meth:`Replayable.pack`."""
         return {
             "kind": "call",
             "module": next(name for name, module in model.named_modules() if module is self.module),

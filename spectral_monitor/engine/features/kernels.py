@@ -12,8 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.graph_replay import Graph, sees_all_modules, unseen
-from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.replay.replayable import Replayable
+from spectral_monitor.capture.replay.replay import Replayable, RootCall
 from spectral_monitor.capture.row_sampling import rows_of
 from spectral_monitor.engine.features.step_inputs import Context, StepInputs
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.records.assumption_checks import is_pointwise
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs
-from spectral_monitor.capture.replay.replayable import Replayable
+from spectral_monitor.capture.replay.replay import Replayable
 from spectral_monitor.capture.row_sampling import rows_of
 from spectral_monitor.engine.features.replays import Probe
 from spectral_monitor.engine.features.step_inputs import Context

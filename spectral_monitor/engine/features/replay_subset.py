@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice, batch_size, signature
+from spectral_monitor.capture.replay.replay import Replayable
 from spectral_monitor.capture.replay.sample_independence import ExchangeCheck, IndependenceCheck
 from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.state.serialize import fingerprint
@@ -46,14 +47,6 @@ mean over a sequence, it is 0.3 to 0.6 with four samples; in language models 0.0
 ELSEWHERE = "in another process samples depend on each other, or the forward of some of them fails"
 
 
-class Sliceable(Protocol):
-    """A forward that may be run again, see :class:`.replays.Replayable`."""
-
-    module: nn.Module
-    given: Any
-    modes: tuple[bool, ...]
-
-
 class ReplaySubset:
     """Knowledge about the samples of forwards: whether the first ones give by themselves what they give among the
     others.
@@ -82,7 +75,7 @@ class ReplaySubset:
         self.off = False
         self.noise: dict[int, float] = {}
 
-    def foresee(self, again: Sliceable) -> BatchSlice | None:
+    def foresee(self, again: Replayable) -> BatchSlice | None:
         """Return the samples that will be run, if layers are called as before; ``None`` if nothing is known."""
         portion = self._cut(again)
         if portion is None:
@@ -92,7 +85,7 @@ class ReplaySubset:
         return None if common is None else replace(portion, common=common)
 
     def look(
-        self, again: Sliceable | None, calls: Mapping[int, Sequence[Call]], draws: bool = False
+        self, again: Replayable | None, calls: Mapping[int, Sequence[Call]], draws: bool = False
     ) -> tuple[int, str]:
         """Return whether the first samples are enough for a forward and its calls, and why they never will be, if that
         is new; ``draws``: whether it draws random numbers, the same ones when it is run again after the step.
@@ -170,13 +163,13 @@ class ReplaySubset:
         self.portion = None
         self.off = True
 
-    def _cut(self, again: Sliceable) -> BatchSlice | None:
+    def _cut(self, again: Replayable) -> BatchSlice | None:
         size = None if self._samples is None or self.off else batch_size(again.given)
         return (
             None if self._samples is None or size is None or size <= self._samples else BatchSlice(self._samples, size)
         )
 
-    def _built(self, again: Sliceable) -> tuple[str, list[str]]:
+    def _built(self, again: Replayable) -> tuple[str, list[str]]:
         """Return the form of a call without its values, and the values."""
         name = next((name for name, module in named_modules(self._model) if module is again.module), "")
         where = sorted({f"{p.dtype} {p.device.type}" for p in again.module.parameters()})  # roundings are others there
@@ -228,7 +221,7 @@ class ReplaySubset:
         self.noise = {int(i): float(noise) for i, noise in state["noise"]}
 
 
-def _enough(again: Sliceable, calls: Mapping[int, Sequence[Call]]) -> int | None:
+def _enough(again: Replayable, calls: Mapping[int, Sequence[Call]]) -> int | None:
     """Return how many samples have enough rows in the layer in the middle; ``None`` if there are no samples."""
     size = batch_size(again.given)
     if not size or not calls:

@@ -15,8 +15,7 @@ from spectral_monitor.capture.replay.batch_slicing import batch_size
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs, Replay
 from spectral_monitor.capture.replay.graph_replay import sees_all_modules, unseen
-from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.replay.replayable import Repeatable, Replayable, why_not
+from spectral_monitor.capture.replay.replay import Repeatable, Replayable, RootCall, why_not
 from spectral_monitor.capture.replay.sample_independence import ExchangeCheck, IndependenceCheck, SeparateRun
 from spectral_monitor.engine.features.replay_subset import DRAWN, DRAWS, NO, UNSEEN, YES, ReplaySubset
 from spectral_monitor.engine.features.step_inputs import Context, StepInputs

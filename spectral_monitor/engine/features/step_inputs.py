@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.replay.replayable import Replayable
+from spectral_monitor.capture.replay.replay import Replayable, RootCall
 
 Context = Callable[[], AbstractContextManager[object]]
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from spectral_monitor.capture.hooks.returned_losses import ReturnedLosses
 from spectral_monitor.capture.replay.eager_pass import undecorated
-from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.replay.replayable import Repeatable, why_not
+from spectral_monitor.capture.replay.replay import Repeatable, RootCall, why_not
 from spectral_monitor.engine.agreement.rank_report import RankReports
 from spectral_monitor.engine.features.step_inputs import Context, StepInputs
 from spectral_monitor.engine.results.edge import why_unknown

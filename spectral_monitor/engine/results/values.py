@@ -94,25 +94,20 @@ class LayerScalars:
 
     def norm(self, name: str, norm: Norm = "sigma") -> float:
         """Spectral or Frobenius norm."""
-        norms = self._norms(name, norm)
-        return math.nan if any(math.isnan(value) for value in norms) else max(norms)
+        return _largest(self._norms(name, norm))
 
     def gradient_natural(self) -> float:
         """Spectral norm of the gradient in the units that are dual to those of the natural norm."""
         pairs = zip(self.layer.layout.fan_outs, self._norms("g", "sigma"), strict=True)
-        norms = [math.sqrt(fan_out / self.layer.layout.fan_in) * norm for fan_out, norm in pairs]
-        return _largest(norms)
+        return _largest([math.sqrt(fan_out / self.layer.layout.fan_in) * norm for fan_out, norm in pairs])
 
     def natural(self, name: str) -> float:
         """Natural norm by the layer's role; of each block by its own fans."""
         if self.layer.info.role == "embedding":
             return self.get(f"{name}.row")
         layout = self.layer.layout
-        norms = [
-            math.sqrt(layout.fan_in / fan_out) * norm
-            for fan_out, norm in zip(layout.fan_outs, self._norms(name, "sigma"), strict=True)
-        ]
-        return math.nan if any(math.isnan(value) for value in norms) else max(norms)
+        pairs = zip(layout.fan_outs, self._norms(name, "sigma"), strict=True)
+        return _largest([math.sqrt(layout.fan_in / fan_out) * norm for fan_out, norm in pairs])
 
     def whole(self, name: str) -> float:
         """Frobenius norm of all taps and blocks together."""
@@ -129,8 +124,7 @@ class LayerScalars:
     def ratio(self, above: str, below: str, norm: Norm = "sigma") -> float:
         """Norm over norm."""
         pairs = zip(self._norms(above, norm), self._norms(below, norm), strict=True)
-        ratios = [a / b if b > 0 else math.nan for a, b in pairs]
-        return math.nan if any(math.isnan(value) for value in ratios) else max(ratios)
+        return _largest([a / b if b > 0 else math.nan for a, b in pairs])
 
     def stable_rank(self, name: str) -> float:
         """Return the stable rank; zero taps and blocks have none and are left out."""
@@ -238,12 +232,10 @@ def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -
         decrease = -summary["loss_change_predicted"]
         summary["readout_share"] = taken / decrease if decrease > 0 else math.nan
         summary["contribution_spread"] = max(shares) / min(shares) if downhill else math.nan
-    if "alignment" in values:
-        heads = [float(values["alignment"][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
-        summary["final_layer_alignment"] = min((head for head in heads if not math.isnan(head)), default=math.nan)
-    if "linearity" in values:
-        ends = [float(values["linearity"][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
-        summary["linearity"] = max((end for end in ends if not math.isnan(end)), default=math.nan)
+    for name, key, end in (("final_layer_alignment", "alignment", min), ("linearity", "linearity", max)):
+        if key in values:
+            heads = [float(values[key][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
+            summary[name] = end((head for head in heads if not math.isnan(head)), default=math.nan)
     if "update_natural" in values:
         off = balance_ratios(values["update_natural"][operators])
         off = torch.maximum(off, 1 / off)

@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars, one_each
-from spectral_monitor.engine.weights.clipping import Clipping, clipping_since
-from spectral_monitor.engine.weights.gradients import contribution_here, gradient_here, gradient_norms, summed_over
+from spectral_monitor.engine.weights.gradients import (
+    Clipping,
+    clipping_since,
+    contribution_here,
+    gradient_here,
+    gradient_norms,
+    summed_over,
+)
 from spectral_monitor.engine.weights.matrix_batches import BatchMember, MatrixBatch
 from spectral_monitor.functional.feature_speed import inner_sums
 from spectral_monitor.linalg import Coroutine

@@ -17,11 +17,11 @@ from spectral_monitor.layers.attention.names import (
     SEPARATE,
     SIZES,
     has_rotary,
-    number,
     rotates,
     scale_of,
     written_as,
 )
+from spectral_monitor.layers.fused import number
 from spectral_monitor.layers.inspect_model import Layer
 from spectral_monitor.layers.naming import check_counts, check_patterns, first_match, join, named_modules
 
@@ -223,7 +223,7 @@ def _grouped(module: nn.Module, total: int, by_group: bool) -> tuple[tuple[int, 
 
     ``by_group``: heads that share their keys lie together with those, as in the first versions of Lit-GPT.
     """
-    heads, size, key_heads = number(module, HEADS), number(module, SIZES), number(module, KEY_HEADS)
+    heads, size, key_heads = number(module, *HEADS), number(module, *SIZES), number(module, *KEY_HEADS)
     if by_group and not key_heads:
         return (), 0
     key_heads = key_heads or heads
@@ -239,7 +239,7 @@ def _block(name: str, module: nn.Module, site: _Site, count: int, label: str) ->
     size = queries // count if count else 0
     if count and queries % count:
         raise ValueError(f"heads: {label!r} has {queries} queries, which are not {count} heads of one size")
-    heads, stated = number(module, HEADS), number(module, SIZES)
+    heads, stated = number(module, *HEADS), number(module, *SIZES)
     if not count and stated and _fits(site, stated):
         size = stated
     if not count and not size and heads and queries % heads == 0:

@@ -33,19 +33,6 @@ _ROTARY = re.compile(r"rotary|rope|rot_emb|freqs_cis|inv_freq", re.IGNORECASE)
 _ROTATES = re.compile(r"^(apply_(multimodal_)?(rotary|rope|rot_emb)|rotate_(half|every_two))", re.IGNORECASE)
 
 
-def number(owner: object, names: tuple[str, ...]) -> int:
-    """Return the first of some attributes that a module or its config has as a whole number; 0 if none."""
-    for holder in (owner, getattr(owner, "config", None)):
-        for name in names:
-            try:
-                value = getattr(holder, name, None)
-            except Exception:  # some configs refuse what may differ from layer to layer
-                continue
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return 0
-
-
 def scale_of(owner: nn.Module, size: int) -> tuple[float, bool]:
     """Return what a module multiplies the products of queries and keys of ``size`` entries with, and whether it or its
     class says so.

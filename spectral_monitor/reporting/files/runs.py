@@ -70,6 +70,13 @@ def settle(measurements: Iterable[Measurement]) -> tuple[tuple[Measurement, ...]
     A run that is resumed goes some steps back and measures them again, and a script that is run again begins again: the
     later ones count. If the layers change, as where another model was trained into the same folder, those before are
     left out.
+
+    Example:
+        >>> kept, notes = settle(Measurement(step, (), {}, {}) for step in (10, 20, 30, 20, 30, 40))
+        >>> [measurement.step for measurement in kept]
+        [10, 20, 30, 40]
+        >>> print(notes[0].partition(";")[0])
+        2 measurements were taken again, after a resumption or by another run into the same file
     """
     kept: list[Measurement] = []
     others = again = 0
