@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from spectral_monitor.condition.optimizers.hyperparameters import (
@@ -23,7 +22,7 @@ from spectral_monitor.correction.logit_clip import LogitClip
 from spectral_monitor.correction.multiplier import Multiplier
 from spectral_monitor.correction.override.lr_override import INSTEAD, LRMultiplierOverride
 from spectral_monitor.correction.param_groups_code import param_groups_code
-from spectral_monitor.correction.peak_rates import Peaks
+from spectral_monitor.correction.peak_rates import Peaks, unmeasured
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, UPHILL_EDGE, StepLength
 from spectral_monitor.correction.update_size import (
@@ -148,12 +147,7 @@ class Corrector:
             return ""
         groups = self._groups()
         held = {p for layer in self._layers for p in layer.sources}
-        trained = [p for group in groups for p in group["params"] if p.requires_grad]
-        left = [p for p in trained if p not in held]
-        part = _entries(left) / max(_entries(trained), 1)
-        unmeasured = f"{len(left)} of {len(trained)} parameters, with {part:.0%} of all entries,"
-        kept = f"; {unmeasured} are not measured and keep their learning rates" if left else ""
-        return self._peaks.meaning(groups, self.wanted.size, self.wanted.sizes) + kept
+        return self._peaks.meaning(groups, self.wanted.size, self.wanted.sizes) + unmeasured(groups, held)
 
     @property
     def unreached(self) -> str:
@@ -347,8 +341,3 @@ class Corrector:
 
     def __repr__(self) -> str:
         return f"Corrector({self.correction.policy!r}, {len(self._units)} multipliers)"
-
-
-def _entries(parameters: Iterable[nn.Parameter]) -> int:
-    """Return how many there are; those of lazy modules come with the first forward."""
-    return sum(p.numel() for p in parameters if not is_lazy(p))

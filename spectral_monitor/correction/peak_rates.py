@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from spectral_monitor.condition.optimizers.plans import number
 
@@ -138,3 +139,26 @@ class Peaks:
         """Go on from what :meth:`state` gave."""
         if state:
             self._peaks.update({p: Peak(*state) for p in parameters})
+
+
+def unmeasured(groups: Iterable[Mapping[str, Any]], held: Collection[nn.Parameter]) -> str:
+    """Return, as the end of a sentence, which parameters keep their learning rates; empty if none does.
+
+    Args:
+        groups: of the optimizers.
+        held: parameters that are measured.
+    """
+    trained = [p for group in groups for p in group["params"] if p.requires_grad]
+    left = [p for p in trained if p not in held]
+    if not left:
+        return ""
+    part = _entries(left) / max(_entries(trained), 1)
+    return (
+        f"; {len(left)} of {len(trained)} parameters, with {part:.0%} of all entries, are not measured and keep their "
+        "learning rates"
+    )
+
+
+def _entries(parameters: Iterable[nn.Parameter]) -> int:
+    """Return how many there are; those of lazy modules come with the first forward."""
+    return sum(p.numel() for p in parameters if not is_lazy(p))
