@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
 from spectral_monitor.capture.replay.loss_flow import loss_in
+from spectral_monitor.capture.replay.loss_input import is_normalized_twice
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
@@ -16,6 +17,7 @@ from spectral_monitor.measurement import Measurement
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from torch import Tensor
 
 
 class BatchWatch:
@@ -41,6 +43,7 @@ class BatchWatch:
         """Drop what was kept of the step that is watched."""
         self._training_step: TrainingStepReplay | None = None
         self._micro_batches: list[MicroBatch] = []
+        self._normalized_twice: bool | None = None
 
     def begin(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Arm, if the optimizer steps in this batch and its step is to be measured.
@@ -79,10 +82,12 @@ class BatchWatch:
         if self._engine.armed and module.automatic_optimization:
             self._engine.features.end_forward()
 
-    def begin_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def begin_backward(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
         """Take gradients from here on as those of the step's backward pass."""
         if not self._engine.armed:
             return
+        with self._harmless("a look at what the loss is given"):
+            self._normalized_twice = bool(self._normalized_twice) or is_normalized_twice(loss)
         scaler = _scaler(trainer)
         if scaler is not None:
             self._loss_scale = float(scaler.get_scale())
@@ -116,6 +121,7 @@ class BatchWatch:
             loss_scale=self._loss_scale,
             context=partial(logging_suppressed, trainer, module),
             only_if_stepped=not automatic,
+            normalized_twice=self._normalized_twice,
         )
         measurement = self._engine.finish(trainer.global_step if automatic else _batches(trainer), given)
         self.forget()

@@ -271,7 +271,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Gradients from here on are those of the step's backward pass."""
         if self._batches is not None:
-            self._batches.begin_backward(trainer, pl_module)
+            self._batches.begin_backward(trainer, pl_module, loss)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Later gradients are not."""

@@ -49,6 +49,9 @@ NAMED_BY = {
     "features_vanish": "features",
     "faded": "schedule",
     "warmup": "schedule",
+    "eval_mode": "modes",
+    "dropout": "modes",
+    "normalized_twice": "loss",
     "features_grow": "rates_too_large",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where that is another one."""

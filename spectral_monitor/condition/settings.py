@@ -43,6 +43,8 @@ CHECKS = (
     "readout_takes_all",
     "decay",
     "schedule",
+    "modes",
+    "loss",
 )
 """What is looked at, by name; ``SpectralCondition(ignore=[...])`` turns checks off."""
 

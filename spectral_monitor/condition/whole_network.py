@@ -24,6 +24,10 @@ EFFICIENT = 0.05
 """RMS entry of Adam's update over the learning rate, which is 0.3 to 1 in the first steps."""
 LASTING = 0.995
 """Momentum from here on averages the last 200 steps and more."""
+MOSTLY_EVAL = 0.5
+"""Share of dropouts and batch norms that may be in evaluation mode, as in parts that are not to change."""
+MOST_DROPPED = 0.75
+"""Part of its inputs that a dropout may drop; 0.9 is what the probability to keep them is now and then."""
 FROZEN = "every layer is frozen"
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
 HARDLY = 0.1
@@ -51,6 +55,7 @@ class Whole:
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield what can be said of the network at a measurement, healthy or not."""
         yield from self._reused(measurement)
+        yield from _in_code(measurement)
         diverged = self._diverged(measurement, network)
         yield diverged
         if not diverged.inside():
@@ -105,6 +110,16 @@ class Whole:
         self._losses.load_state_dict(state)
         self._outputs.load_state_dict(state)
         self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("eps_share", 0.0))
+
+
+def _in_code(measurement: Measurement) -> Iterator[Finding]:
+    """Yield slips in the code of a model, which no norm shows: certain at once."""
+    summary = measurement.summary
+    if "normalized_twice" in summary:
+        yield _certain("normalized_twice", "normalized_twice", summary["normalized_twice"] > 0, "logits")
+    for check, key, most in (("eval_mode", "eval_share", MOSTLY_EVAL), ("dropout", "dropout_largest", MOST_DROPPED)):
+        if key in summary:
+            yield Finding(check, NETWORK, key, summary[key], 1.0, (0.0, most), AT_ONCE, "a network in training")
 
 
 def _parametrization(network: Network) -> Iterator[Finding]:

@@ -36,6 +36,7 @@ from spectral_monitor.engine.state import COMPARED, START, STEP_LOSS, TURN, Engi
 from spectral_monitor.engine.weights.gradients import gradient_norms
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.engine.weights.turns import Turns
+from spectral_monitor.layers.training_mode import TrainingModes
 from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
@@ -82,7 +83,7 @@ class Engine(EngineState):
         each training step to :attr:`features`; ``redirected``: whether training steps run inside a call of the model.
         """
         super().__init__()
-        self.model = model
+        self.model, self._modes = model, TrainingModes(model)
         self._wrapper = wrapper or model
         self.settings = self.asked = settings
         self.processes = processes
@@ -223,7 +224,7 @@ class Engine(EngineState):
         stage, out = self._stage, self._out
         facts = step_facts(seen, stage, given)
         facts.multipliers, facts.replaced = self._in_force, self._replaced
-        facts.held = held_by(self.layers, self.optimizers)
+        facts.held, facts.modes = held_by(self.layers, self.optimizers), self._modes.look()
         if self._awaited:
             self.turns.taken(facts.stepped)
         elif len(self.optimizers.optimizers) > 1 and self._reported is not None:

@@ -112,7 +112,7 @@ def test_a_name_in_expected_stands_for_itself_whatever_is_in_it():
     assert condition.factors(layers) == {"a[0]": 10.0}
 
 
-@pytest.mark.parametrize("ignore", ["rates", ["rate"], ["updates", "loss"]])
+@pytest.mark.parametrize("ignore", ["rates", ["rate"], ["updates", "losses"]])
 def test_an_unknown_check_to_ignore_is_refused_with_the_known(ignore):
     with pytest.raises(ValueError, match=r"ignore is a list of checks.*valid checks: rates, updates, weights"):
         SpectralCondition(ignore=ignore)

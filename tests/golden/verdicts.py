@@ -54,6 +54,7 @@ FAULTS = (
     "loss",
     "edge",
     "again",
+    "slips",
     "attention",
     "readout",
     "zero",
@@ -245,6 +246,11 @@ def plant(run: Run, draw: random.Random) -> None:
     elif kind == "again":
         for step in STEPS[2:6]:
             run.summary.setdefault(step, {})["stale_gradient"] = 1.0
+    elif kind == "slips":
+        for step in STEPS:
+            slip = run.summary.setdefault(step, {})
+            slip["eval_share"], slip["dropout_largest"] = min(1.0, factor / 10), min(1.0, factor / 5)
+            slip["normalized_twice"] = float(factor < 1)
     elif kind == "attention":
         name = draw.choice(run.matrices)
         for k, step in enumerate(STEPS):

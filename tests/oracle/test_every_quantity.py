@@ -346,8 +346,11 @@ def test_every_quantity_has_an_oracle():
     assert set(naive.QUANTITIES) == set(TIERS["standard"])
 
 
+SLIPS = ("stale_gradient", "normalized_twice", "eval_share", "dropout_largest")
+
+
 def test_every_summary_value_has_an_oracle():
-    """That of gradients that are used again has loops that do so, in tests/engine/test_gradient_reuse.py."""
+    """Slips in code have theirs in tests/engine/test_gradient_reuse.py and tests/condition/test_slips_in_code.py."""
     model = make_model("mlp", torch.float32)
     optimizer = make_optimizer("sgd", model)
     probe = SpectralProbe(model, optimizer)
@@ -355,7 +358,7 @@ def test_every_summary_value_has_an_oracle():
     with probe.step():
         model.loss(model(*batch), batch[1]).backward()
         optimizer.step()
-    assert set(probe.latest.summary) == {*naive.SUMMARY, MEASURED_TIME, "violations", "stale_gradient"}
+    assert set(probe.latest.summary) == {*naive.SUMMARY, MEASURED_TIME, "violations", *SLIPS}
     assert probe.latest.summary["violations"] == len(probe.latest.verdicts) == 0
 
 

@@ -254,6 +254,24 @@ def _readout(finding: Finding, network: Network, history: History) -> Explanatio
     )
 
 
+def _eval_mode(finding: Finding, network: Network, history: History) -> Explanation:
+    return Explanation(
+        "eval_mode",
+        f"{finding.value:.0%} of the dropouts and batch norms are in evaluation mode: call model.train() before "
+        "training and after each evaluation; models that are loaded often begin in evaluation mode",
+        Remedy("check"),
+    )
+
+
+def _dropout(finding: Finding, network: Network, history: History) -> Explanation:
+    return Explanation(
+        "dropout",
+        f"a dropout drops {finding.value:.0%} of what it is given: its argument is the part that is dropped, not the "
+        "part that is kept",
+        Remedy("check"),
+    )
+
+
 _OF_NETWORK: dict[str, Explanation | Callable[[Finding, Network, History], Explanation]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
@@ -281,6 +299,14 @@ _OF_NETWORK: dict[str, Explanation | Callable[[Finding, Network, History], Expla
         "stale_gradients",
         "a step used the gradients of the step before again: call optimizer.zero_grad() before each backward pass, and "
         "optimizer.step() once for each",
+        Remedy("check"),
+    ),
+    "eval_mode": _eval_mode,
+    "dropout": _dropout,
+    "normalized_twice": Explanation(
+        "normalized_twice",
+        "the loss is given what is no input for it, such as the outputs of a softmax: cross_entropy and "
+        "binary_cross_entropy_with_logits take logits, nll_loss and ctc_loss take the outputs of log_softmax",
         Remedy("check"),
     ),
 }

@@ -1,0 +1,72 @@
+"""What a loss is computed from: logits, or outputs that were normalized before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+PROBABILITIES = ("Softmax", "Sigmoid")
+RAW = (*PROBABILITIES, "Addmm", "Mm", "Convolution")
+UNFIT = {
+    "LogSoftmax": PROBABILITIES,
+    "BinaryCrossEntropyWithLogits": PROBABILITIES,
+    "NllLoss": RAW,
+    "NllLoss2D": RAW,
+    "CtcLoss": RAW,
+}
+"""Node of a loss -> nodes whose outputs are no input for it: the first two take logits, others log-probabilities."""
+SHAPES = (
+    *("View", "UnsafeView", "Reshape", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze", "Slice", "Select", "Index"),
+    *("ToCopy", "Clone", "Alias", "Expand", "AsStrided", "Narrow", "Split", "Unbind"),
+)
+"""Nodes that pass on what they are given in another shape or precision."""
+LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "NativeBatchNorm")
+"""Nodes behind which no part of a loss is looked for."""
+MOST = 200
+"""Nodes that are looked at."""
+
+
+def is_normalized_twice(loss: Tensor) -> bool:
+    """Return whether a loss that takes logits is given probabilities, or one of log-probabilities neither of both.
+
+    It is read off the graph, so of compiled losses nothing is known.
+
+    Args:
+        loss: with a graph, of which the saved tensors may be gone.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import functional as F
+        >>> logits, target = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 1])
+        >>> is_normalized_twice(F.cross_entropy(logits, target))
+        False
+        >>> is_normalized_twice(F.cross_entropy(logits.softmax(-1), target))
+        True
+    """
+    seen: set[Any] = set()
+    left = [loss.grad_fn]
+    while left and len(seen) < MOST:
+        node = left.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if _kind(_given(node)) in UNFIT.get(_kind(node), ()):
+            return True
+        if _kind(node) not in LAYERS:
+            left += [following for following, _ in node.next_functions]
+    return False
+
+
+def _given(node: Any) -> Any:
+    """Return the node that made what a node is given, before it got its shape; ``None`` if none did."""
+    while node is not None and node.next_functions:
+        node = node.next_functions[0][0]
+        if _kind(node) not in SHAPES:
+            break
+    return node
+
+
+def _kind(node: Any) -> str:
+    """Return the name of a node's operation."""
+    return "" if node is None else node.name().removeprefix("torch::autograd::").rpartition("Backward")[0]

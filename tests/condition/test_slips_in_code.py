@@ -1,0 +1,107 @@
+"""Slips in a model's code that no norm shows, in a plain loop and under Lightning."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from spectral_monitor import SpectralMonitor, SpectralProbe
+
+CAUSES = {"eval_mode", "dropout", "normalized_twice"}
+X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+Y = (X @ torch.randn(8, 4, generator=torch.Generator().manual_seed(1))).argmax(1)
+
+
+def network(p=0.1, *after):
+    torch.manual_seed(0)
+    hidden = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(p))
+    return nn.Sequential(hidden, nn.Linear(32, 4), *after)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.network(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+def under_lightning(network):
+    monitor = SpectralMonitor(mode="observe", every_n_steps=1)
+    trainer = pl.Trainer(
+        max_steps=3,
+        callbacks=[monitor],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    trainer.fit(Module(network), DataLoader(TensorDataset(X, Y), batch_size=16))
+    return monitor.latest
+
+
+def in_a_loop(network):
+    optimizer = torch.optim.AdamW(network.parameters(), 1e-3)
+    probe = SpectralProbe(network, optimizer, mode="observe")
+    for _ in range(3):
+        with probe.step():
+            loss = F.cross_entropy(network(X), Y)
+            probe.report_loss(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return probe.latest
+
+
+FAULTS = {
+    "none": (network, set()),
+    "softmax": (lambda: network(0.1, nn.Softmax(-1)), {"normalized_twice"}),
+    "probability to keep": (lambda: network(0.9), {"dropout"}),
+    "evaluation mode": (lambda: network().eval(), {"eval_mode"}),
+    "all": (lambda: network(0.9, nn.Softmax(-1)).eval(), CAUSES),
+}
+
+
+@pytest.mark.parametrize("train", [under_lightning, in_a_loop])
+@pytest.mark.parametrize(("make", "causes"), FAULTS.values(), ids=FAULTS)
+def test_it_is_told_at_the_first_measurement(train, make, causes):
+    latest = train(make())
+    found = [verdict for verdict in latest.roots if verdict.cause in CAUSES]
+    assert {verdict.cause for verdict in found} == causes
+    assert all(verdict.measurements == 3 for verdict in found)
+    assert latest.summary["normalized_twice"] == ("normalized_twice" in causes)
+
+
+def test_a_loss_that_was_not_seen_says_so():
+    model = network(0.1, nn.Softmax(-1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    probe = SpectralProbe(model, optimizer, mode="observe")
+    with probe.step():
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+    assert "report_loss" in probe.latest.why("normalized_twice", "summary")
+    assert not {verdict.cause for verdict in probe.latest.verdicts} & CAUSES
+
+
+def test_evaluation_that_is_not_left_again_is_told_then():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    probe = SpectralProbe(model, optimizer, mode="observe", every_n_steps=1)
+    for step in range(4):
+        if step == 2:
+            model.eval()
+        with probe.step():
+            optimizer.zero_grad()
+            F.cross_entropy(model(X), Y).backward()
+            optimizer.step()
+        assert ("eval_mode" in {verdict.cause for verdict in probe.latest.roots}) == (step >= 2)
