@@ -1,4 +1,4 @@
-"""What a loss is computed from: logits, or outputs that were normalized before."""
+"""The inputs of a loss, and whether they are what it takes: logits, or outputs that were normalized before."""
 
 from __future__ import annotations
 
