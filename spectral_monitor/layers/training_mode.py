@@ -42,7 +42,7 @@ class TrainingModes:
 
     def _acting(self) -> Iterator[tuple[nn.Module, float]]:
         """Yield modules of trained parts, and the probabilities with which they drop; 0 of batch norms."""
-        modules = dict(self._model.named_modules())
+        modules: dict[str, nn.Module] = dict(self._model.named_modules())
         for name, module in modules.items():
             part = modules.get(name.rpartition(".")[0], module)
             if isinstance(module, _BatchNorm):
