@@ -220,7 +220,8 @@ def distance(names: Sequence[str], steps: Mapping[str, float]) -> float:
 
 
 def _layerwise(given: Sequence[Rated]) -> dict[str, float]:
-    """Return what a geometric decay over depth makes of every layer; empty if rates are not spread like that.
+    """Return what a geometric decay over depth makes of every layer, smallest at the input; empty if rates are not
+    spread like that.
 
     The layers of one level follow each other. A single layer that does not fit may stand in between.
     """
@@ -232,7 +233,7 @@ def _layerwise(given: Sequence[Rated]) -> dict[str, float]:
             ladder[odd] = (math.sqrt(levels[odd - 1][0] * levels[odd + 1][0]), levels[odd][1])
         steps = [after[0] / before[0] for before, after in pairwise(ladder)]
         own = [step for k, step in enumerate(steps[:-1]) if odd is None or k not in (odd - 1, odd)]
-        if not own or not (min(steps) > SAME or max(steps) < 1 / SAME):  # two steps are alike where one was corrected
+        if not own or not min(steps) > SAME:  # two steps are alike where one was corrected
             continue
         if max(steps[:-1]) <= SAME * min(steps[:-1]):  # the last one, to the head, may be larger
             return {name: lr for lr, names in ladder for name in names}

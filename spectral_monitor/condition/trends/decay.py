@@ -14,8 +14,8 @@ from spectral_monitor.measurement import Measurement
 LEFT = 0.5
 """Part of a weight's Frobenius norm that is left: of healthy recipes, trained for hundreds of steps, at least 0.6."""
 FAST = 0.006
-"""Part of it that goes with each step; of 60 healthy recipes less than 0.002. Long runs lose as much of their weights, a
-hundred times as slowly.
+"""Part of it that goes with each step; of 60 healthy recipes less than 0.002. Long runs lose as much of their
+weights, a hundred times as slowly.
 """
 SPAN = 8
 """Steps that this must last: a single one may shorten a small weight by as much."""
