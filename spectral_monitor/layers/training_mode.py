@@ -56,9 +56,16 @@ class TrainingModes:
         if norm.training:
             self._judged[name] = True
         elif name not in self._judged:
-            batches = norm.num_batches_tracked
-            self._judged[name] = batches is not None and not batches.is_meta and int(batches) == 0
+            self._judged[name] = _is_new(norm)
         return self._judged[name]
+
+
+def _is_new(norm: _BatchNorm) -> bool:
+    """Return whether the averages of a batch norm are what they begin with; counts are not always loaded with them."""
+    mean, variance = norm.running_mean, norm.running_var
+    if mean is None or variance is None or mean.is_meta:
+        return False
+    return bool((mean == 0).all()) and bool((variance == 1).all())
 
 
 def _probability(module: nn.Module) -> float:
