@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
 from spectral_monitor.capture.replay.loss_flow import loss_in
-from spectral_monitor.capture.replay.loss_input import is_normalized_twice
+from spectral_monitor.capture.replay.loss_input import has_unfit_input
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
@@ -43,7 +43,7 @@ class BatchWatch:
         """Drop what was kept of the step that is watched."""
         self._training_step: TrainingStepReplay | None = None
         self._micro_batches: list[MicroBatch] = []
-        self._normalized_twice: bool | None = None
+        self._unfit_loss_input: bool | None = None
 
     def begin(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Arm, if the optimizer steps in this batch and its step is to be measured.
@@ -87,7 +87,7 @@ class BatchWatch:
         if not self._engine.armed:
             return
         with self._harmless("a look at what the loss is given"):
-            self._normalized_twice = bool(self._normalized_twice) or is_normalized_twice(loss)
+            self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
         scaler = _scaler(trainer)
         if scaler is not None:
             self._loss_scale = float(scaler.get_scale())
@@ -121,7 +121,7 @@ class BatchWatch:
             loss_scale=self._loss_scale,
             context=partial(logging_suppressed, trainer, module),
             only_if_stepped=not automatic,
-            normalized_twice=self._normalized_twice,
+            unfit_loss_input=self._unfit_loss_input,
         )
         measurement = self._engine.finish(trainer.global_step if automatic else _batches(trainer), given)
         self.forget()

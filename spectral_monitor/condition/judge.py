@@ -51,7 +51,7 @@ NAMED_BY = {
     "warmup": "schedule",
     "eval_mode": "modes",
     "dropout": "modes",
-    "normalized_twice": "loss",
+    "loss_input": "loss",
     "features_grow": "rates_too_large",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where that is another one."""

@@ -15,7 +15,7 @@ SETTINGS = frozenset(
     {
         *("lr_zero", "lr_too_large", "lr_too_small", "momentum", "width", "sgd_rule_under_adam", "ntk_scaling", "eps"),
         *("stale_gradients", "decay_too_large", "warmup_too_long", "schedule_too_short"),
-        *("eval_mode", "dropout", "normalized_twice"),
+        *("eval_mode", "dropout", "loss_input"),
     }
 )
 """Causes that stand in the optimizer's settings, or in the loop around it."""

@@ -115,8 +115,8 @@ class Whole:
 def _in_code(measurement: Measurement) -> Iterator[Finding]:
     """Yield slips in the code of a model, which no norm shows: certain at once."""
     summary = measurement.summary
-    if "normalized_twice" in summary:
-        yield _certain("normalized_twice", "normalized_twice", summary["normalized_twice"] > 0, "logits")
+    if "unfit_loss_input" in summary:
+        yield _certain("loss_input", "unfit_loss_input", summary["unfit_loss_input"] > 0, "logits")
     for check, key, most in (("eval_mode", "eval_share", MOSTLY_EVAL), ("dropout", "dropout_largest", MOST_DROPPED)):
         if key in summary:
             yield Finding(check, NETWORK, key, summary[key], 1.0, (0.0, most), AT_ONCE, "a network in training")

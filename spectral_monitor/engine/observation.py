@@ -55,7 +55,7 @@ def step_facts(seen: RankReports, stage: MatrixStage, given: StepInputs) -> Step
     facts = StepContext(stage.lr, seen.anywhere("stepped"), seen.everywhere("unused"), stage.divided)
     facts.decay, facts.no_moments, facts.no_gradient = stage.decay, stage.no_moments, stage.no_gradient
     facts.accumulated, facts.loss_scale = given.accumulated, given.loss_scale * seen.batch_count
-    facts.loss_parts, facts.normalized_twice = given.loss_parts, given.normalized_twice
+    facts.loss_parts, facts.unfit_loss_input = given.loss_parts, given.unfit_loss_input
     facts.moved = any(some.moved for some in seen.steps)
     facts.closures = int(max(some.closures for some in seen.steps))
     facts.called = seen.anywhere("called")

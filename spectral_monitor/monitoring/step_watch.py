@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from spectral_monitor.capture.replay.eager_pass import precisely
 from spectral_monitor.capture.replay.graph_replay import gradients_kept
 from spectral_monitor.capture.replay.loss_flow import loss_in
-from spectral_monitor.capture.replay.loss_input import is_normalized_twice
+from spectral_monitor.capture.replay.loss_input import has_unfit_input
 from spectral_monitor.capture.replay.replay import Repeatable
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
@@ -68,7 +68,7 @@ class StepWatch:
         """Drop what was kept of the step that is watched."""
         self._keys: frozenset[str] = frozenset()
         self._loss: Tensor | None = None
-        self._normalized_twice: bool | None = None
+        self._unfit_loss_input: bool | None = None
         self._replay: LossReplay | None = None
         self._earlier: list[MicroBatch] = []
 
@@ -86,7 +86,7 @@ class StepWatch:
         self._replayable |= again is not None and self._asks_for_loss
         if self._keys:
             self._loss = loss.detach().reshape(()).clone()
-            self._normalized_twice = bool(self._normalized_twice) or is_normalized_twice(loss)
+            self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
             if self._replay is not None and again is not None:
                 self._replay.function = again
                 self._engine.step_loss.offer(self._replay, earlier=self._earlier)
@@ -102,12 +102,12 @@ class StepWatch:
 
     def end(self, step: int, accumulated: int, loss_parts: int) -> Measurement | None:
         """Return what was measured of the step, if it was watched; arguments are as for the probe's ``end_step``."""
-        keys, loss, blocks, twice = self._keys, self._loss, self._blocks, self._normalized_twice
+        keys, loss, blocks, unfit = self._keys, self._loss, self._blocks, self._unfit_loss_input
         self._postponed, self._blocks = frozenset(), 1
         self.forget()
         if not keys:
             return None
         if blocks > 1:  # Accelerate has divided the loss where nobody sees it
             accumulated, loss = blocks, None if loss is None else loss / blocks
-        given = StepInputs(loss=loss, accumulated=accumulated, loss_parts=loss_parts, normalized_twice=twice)
+        given = StepInputs(loss=loss, accumulated=accumulated, loss_parts=loss_parts, unfit_loss_input=unfit)
         return self._engine.finish(step, given)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spectral_monitor.capture.replay.loss_input import is_normalized_twice
+from spectral_monitor.capture.replay.loss_input import has_unfit_input
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
@@ -46,6 +46,7 @@ RIGHT = {
     "focal loss": lambda: focal(logits()),
     "squared error of probabilities": lambda: F.mse_loss(logits().softmax(-1), ONES),
     "distillation": lambda: F.kl_div(logits().log_softmax(-1), logits().softmax(-1).detach(), reduction="sum"),
+    "capped logits": lambda: F.cross_entropy(30 * (logits() / 30).tanh(), Y),
     "attention before it": lambda: F.cross_entropy(nn.Linear(3, 3)(logits().softmax(-1)), Y),
     "ctc_loss": lambda: ctc(sequence().log_softmax(-1)),
     "no graph": lambda: torch.tensor(1.0),
@@ -59,6 +60,7 @@ WRONG = {
     "of a sequence": lambda: F.cross_entropy(logits().softmax(-1).view(2, 3, 3).transpose(1, 2), Y.view(2, 3)),
     "in half precision": lambda: F.cross_entropy(logits().bfloat16().softmax(-1).float(), Y),
     "with other losses": lambda: (F.cross_entropy(logits().softmax(-1), Y) + 0.1 * logits().square().mean()) / 4,
+    "logits that a ReLU has cut": lambda: F.cross_entropy(logits().relu(), Y),
     "two sigmoids": lambda: F.binary_cross_entropy_with_logits(logits().sigmoid(), ONES),
     "nll_loss of logits": lambda: F.nll_loss(logits(), Y),
     "nll_loss of probabilities": lambda: F.nll_loss(logits().softmax(-1), Y),
@@ -74,12 +76,12 @@ def backward(loss):
 
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
 def test_what_a_loss_takes_is_left_alone(loss):
-    assert not is_normalized_twice(loss())
+    assert not has_unfit_input(loss())
 
 
 @pytest.mark.parametrize("loss", WRONG.values(), ids=WRONG)
 def test_what_it_does_not_take_is_told(loss):
-    assert is_normalized_twice(loss())
+    assert has_unfit_input(loss())
 
 
 def test_a_network_behind_the_loss_is_not_looked_through():
@@ -89,4 +91,4 @@ def test_a_network_behind_the_loss_is_not_looked_through():
         x = nn.Linear(3, 3)(x.softmax(-1).log_softmax(-1))
     nodes = []
     x.register_hook(nodes.append)
-    assert not is_normalized_twice(F.cross_entropy(x, Y))
+    assert not has_unfit_input(F.cross_entropy(x, Y))

@@ -46,7 +46,7 @@ FAULTS = {  # what is found by a check: changes of the measurement, and of all s
     "decay": ([{"weight_fro": {"b": 8.0 * 0.9**k}} for k in range(16)], {"weight_decay": 9.0, "decoupled": True}),
     "schedule": ({}, {"reached": 0.1}),
     "modes": ({"summary": {"eval_share": 1.0, "dropout_largest": 0.9}}, {}),
-    "loss": ({"summary": {"normalized_twice": 1.0}}, {}),
+    "loss": ({"summary": {"unfit_loss_input": 1.0}}, {}),
 }
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
 
-CAUSES = {"eval_mode", "dropout", "normalized_twice"}
+CAUSES = {"eval_mode", "dropout", "loss_input"}
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 Y = (X @ torch.randn(8, 4, generator=torch.Generator().manual_seed(1))).argmax(1)
 
@@ -65,7 +65,7 @@ def in_a_loop(network):
 
 FAULTS = {
     "none": (network, set()),
-    "softmax": (lambda: network(0.1, nn.Softmax(-1)), {"normalized_twice"}),
+    "softmax": (lambda: network(0.1, nn.Softmax(-1)), {"loss_input"}),
     "probability to keep": (lambda: network(0.9), {"dropout"}),
     "evaluation mode": (lambda: network().eval(), {"eval_mode"}),
     "all": (lambda: network(0.9, nn.Softmax(-1)).eval(), CAUSES),
@@ -79,7 +79,7 @@ def test_it_is_told_at_the_first_measurement(train, make, causes):
     found = [verdict for verdict in latest.roots if verdict.cause in CAUSES]
     assert {verdict.cause for verdict in found} == causes
     assert all(verdict.measurements == 3 for verdict in found)
-    assert latest.summary["normalized_twice"] == ("normalized_twice" in causes)
+    assert latest.summary["unfit_loss_input"] == ("loss_input" in causes)
 
 
 def test_a_loss_that_was_not_seen_says_so():
@@ -89,7 +89,7 @@ def test_a_loss_that_was_not_seen_says_so():
     with probe.step():
         F.cross_entropy(model(X), Y).backward()
         optimizer.step()
-    assert "report_loss" in probe.latest.why("normalized_twice", "summary")
+    assert "report_loss" in probe.latest.why("unfit_loss_input", "summary")
     assert not {verdict.cause for verdict in probe.latest.verdicts} & CAUSES
 
 

@@ -250,7 +250,7 @@ def plant(run: Run, draw: random.Random) -> None:
         for step in STEPS:
             slip = run.summary.setdefault(step, {})
             slip["eval_share"], slip["dropout_largest"] = min(1.0, factor / 10), min(1.0, factor / 5)
-            slip["normalized_twice"] = float(factor < 1)
+            slip["unfit_loss_input"] = float(factor < 1)
     elif kind == "attention":
         name = draw.choice(run.matrices)
         for k, step in enumerate(STEPS):

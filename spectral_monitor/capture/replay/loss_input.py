@@ -1,4 +1,4 @@
-"""The inputs of a loss, and whether they are what it takes: logits, or outputs that were normalized before."""
+"""The inputs of a loss, and whether they are what it takes: logits, or outputs that went through an activation."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-PROBABILITIES = ("Softmax", "Sigmoid")
-RAW = (*PROBABILITIES, "Addmm", "Mm", "Convolution")
+BOUNDED = ("Softmax", "Sigmoid", "Tanh", "Relu")
+RAW = (*BOUNDED, "Addmm", "Mm", "Convolution")
 UNFIT = {
-    "LogSoftmax": PROBABILITIES,
-    "BinaryCrossEntropyWithLogits": PROBABILITIES,
+    "LogSoftmax": BOUNDED,
+    "BinaryCrossEntropyWithLogits": BOUNDED,
     "NllLoss": RAW,
     "NllLoss2D": RAW,
     "CtcLoss": RAW,
@@ -27,8 +27,9 @@ MOST = 200
 """Nodes that are looked at."""
 
 
-def is_normalized_twice(loss: Tensor) -> bool:
-    """Return whether a loss that takes logits is given probabilities, or one of log-probabilities neither of both.
+def has_unfit_input(loss: Tensor) -> bool:
+    """Return whether a loss that takes logits is given probabilities or what another activation returns, or whether one
+    of log-probabilities is given something else.
 
     It is read off the graph, so of compiled losses nothing is known.
 
@@ -39,9 +40,9 @@ def is_normalized_twice(loss: Tensor) -> bool:
         >>> import torch
         >>> from torch.nn import functional as F
         >>> logits, target = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 1])
-        >>> is_normalized_twice(F.cross_entropy(logits, target))
+        >>> has_unfit_input(F.cross_entropy(logits, target))
         False
-        >>> is_normalized_twice(F.cross_entropy(logits.softmax(-1), target))
+        >>> has_unfit_input(F.cross_entropy(logits.softmax(-1), target))
         True
     """
     seen: set[Any] = set()

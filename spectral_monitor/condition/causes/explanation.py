@@ -23,7 +23,7 @@ CAUSES = {
     "schedule_too_short": "the learning rate is next to 0 for most of training",
     "eval_mode": "dropouts or batch norms are in evaluation mode",
     "dropout": "a dropout drops more than three quarters",
-    "normalized_twice": "the loss takes the softmax or sigmoid of probabilities, or raw outputs for log-probabilities",
+    "loss_input": "the loss takes probabilities for logits, or raw outputs for log-probabilities",
     "width": "the learning rate of a narrower network, where it should be divided by the width",
     "sgd_rule_under_adam": "learning rates follow fan_out/fan_in, which is for SGD, under an optimizer like Adam",
     "ntk_scaling": "learning rates, or factors in the forward pass, let hidden updates vanish with width",

@@ -303,9 +303,9 @@ _OF_NETWORK: dict[str, Explanation | Callable[[Finding, Network, History], Expla
     ),
     "eval_mode": _eval_mode,
     "dropout": _dropout,
-    "normalized_twice": Explanation(
-        "normalized_twice",
-        "the loss is given what is no input for it, such as the outputs of a softmax: cross_entropy and "
+    "loss_input": Explanation(
+        "loss_input",
+        "the loss is given what is no input for it, such as the outputs of a softmax or a ReLU: cross_entropy and "
         "binary_cross_entropy_with_logits take logits, nll_loss and ctc_loss take the outputs of log_softmax",
         Remedy("check"),
     ),

@@ -28,7 +28,7 @@ class StepInputs:
             mean.
         context: precision the replayed forward runs under, besides the autocast that was recorded.
         only_if_stepped: measure nothing if no optimizer has stepped.
-        normalized_twice: whether the loss is given what is no input for it, as :func:`is_normalized_twice` has it;
+        unfit_loss_input: whether the loss is given what is no input for it, as :func:`has_unfit_input` has it;
             ``None`` where the loss was not seen.
     """
 
@@ -39,7 +39,7 @@ class StepInputs:
     loss_parts: int = 1
     context: Context = nullcontext
     only_if_stepped: bool = False
-    normalized_twice: bool | None = None
+    unfit_loss_input: bool | None = None
 
     def trained_on(self, root: Replayable) -> Tensor | None:
         """Return the loss of a forward; NaN if training uses another one, or one of which that is a part."""

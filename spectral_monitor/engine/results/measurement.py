@@ -70,9 +70,9 @@ class Measured:
             summary["stale_gradient"] = _of_all(reused)
             missing.update({f"stale_gradient/{SUMMARY}": NO_TWO_STEPS} if math.isnan(summary["stale_gradient"]) else {})
             summary.update(facts.modes)
-            twice = facts.normalized_twice
-            summary["normalized_twice"] = math.nan if twice is None else float(twice)
-            missing.update({f"normalized_twice/{SUMMARY}": NO_LOSS} if twice is None else {})
+            unfit = facts.unfit_loss_input
+            summary["unfit_loss_input"] = math.nan if unfit is None else float(unfit)
+            missing.update({f"unfit_loss_input/{SUMMARY}": NO_LOSS} if unfit is None else {})
         if facts.rewritten or facts.clipped or facts.closures > 1:
             summary["loss_change_predicted"] = math.nan
         if "dh" in self.asked.needs or facts.no_loss is not None:

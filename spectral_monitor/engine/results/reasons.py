@@ -83,7 +83,7 @@ class StepContext:
         attention: layer index -> what must be known of the values of the attention block reported there, by quantity.
         no_moments: layer index -> why its optimizer has no moments like Adam's.
         no_gradient: layer index -> why its gradient is no matrix.
-        normalized_twice: whether the loss is given what is no input for it; ``None`` where it was not seen.
+        unfit_loss_input: whether the loss is given what is no input for it; ``None`` where it was not seen.
         modes: values of the whole network that modules' modes have.
         why_not: (quantity, layer index or NETWORK for all of them) -> why it is missing.
     """
@@ -122,7 +122,7 @@ class StepContext:
     attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     no_moments: Mapping[int, str] = field(default_factory=dict)
     no_gradient: Mapping[int, str] = field(default_factory=dict)
-    normalized_twice: bool | None = None
+    unfit_loss_input: bool | None = None
     modes: Mapping[str, float] = field(default_factory=dict)
     why_not: dict[tuple[str, int], str] = field(default_factory=dict)
 
