@@ -29,6 +29,8 @@ MOST = {"readout": 2.0}
 """Weights that began larger count as this large: PyTorch draws readouts whose natural norm grows with the width."""
 TRAINED = 1 / 4
 """Weights that an earlier training left take steps so much smaller: what they know is to be kept."""
+ALONE = 4.0
+"""A readout that is trained alone takes steps so much larger: no later layer depends on its outputs."""
 REFERENCE_MOMENTUM = {"muon": 0.95}
 """Momentum with which steps have their full size, 0.9 under other optimizers."""
 PROPORTIONAL = 0.7
@@ -75,7 +77,7 @@ def momentum_share(settings: Hyperparameters) -> float:
         >>> momentum_share(adam), round(momentum_share(sgd), 2)
         (1.0, 1.87)
     """
-    if not settings.family and "adadelta" not in settings.optimizer.lower():
+    if not settings.family:
         return 1.0
     reference = REFERENCE_MOMENTUM.get(settings.family, 0.9)
     longer = _persistence(reference) / _persistence(settings.base_momentum)

@@ -11,7 +11,7 @@ from spectral_monitor.condition.optimizers.left_out import FRESH
 from spectral_monitor.condition.optimizers.recipe import relative_rates
 from spectral_monitor.condition.row import Row
 from spectral_monitor.correction.multiplier import Multiplier
-from spectral_monitor.correction.policies import balanced, explained, momentum_share, share, wanted_decrease
+from spectral_monitor.correction.policies import ALONE, balanced, explained, momentum_share, share, wanted_decrease
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.update_size import shows_contribution
 from spectral_monitor.functional.medians import geometric_median
@@ -63,13 +63,15 @@ class WantedUpdates:
     def take(self, settings: Mapping[str, Hyperparameters]) -> None:
         """Take in settings, as when parameter groups were added."""
         self.settings = settings
+        self._alone = self._readout_is_alone()
         if self._correction.of_peak:
             self.relative = relative_rates(self.layers, settings)
 
     @property
     def sizes(self) -> list[float]:
         """Return the sizes of steps at the peak under each of the optimizers, smallest first."""
-        return sorted({self.size * momentum_share(of) for of in self.settings.values() if of.optimizer}) or [self.size]
+        size = self.size * (ALONE if self._alone else 1.0)
+        return sorted({size * momentum_share(of) for of in self.settings.values() if of.optimizer}) or [size]
 
     def family(self, layer: Layer) -> str:
         """Return the kind of optimizer that a layer has, or may have once it is unfrozen."""
@@ -99,7 +101,16 @@ class WantedUpdates:
         """Return the wanted size of a layer's update over that of an operator that began with natural norm 1."""
         name = layer.info.name
         found = share(layer, self.began.get(name, math.nan), name == self._input, name in self.trained)
-        return found * momentum_share(self.settings[name]) if self._correction.of_peak else found
+        if not self._correction.of_peak:
+            return found
+        return found * momentum_share(self.settings[name]) * (ALONE if self._alone else 1.0)
+
+    def _readout_is_alone(self) -> bool:
+        """Return whether a readout is the only matrix that is trained now, as in a linear probe."""
+        held = [layer for layer in self.layers if self.settings[layer.info.name].optimizer]
+        trained = [layer for layer in held if any(source.requires_grad for source in layer.sources)]
+        roles = [layer.info.role for layer in trained if layer.info.role != "vector"]
+        return roles == ["readout"] and not any(self.settings[layer.info.name].elsewhere for layer in trained)
 
     def see_start(self, measurement: Measurement) -> None:
         """Take the sizes that weights began with, as far as they are not known, and which an earlier training left.
@@ -158,6 +169,7 @@ class WantedUpdates:
             rates: their learning rates, multiplied.
             factors: what those were multiplied with.
         """
+        self._alone = self._readout_is_alone()  # until others thaw
         if self._correction.policy == "fsc":
             known = [math.isfinite(x) or m.is_known for x, m in zip(seen, multipliers, strict=True)]
             each = wanted_decrease(measurement, self._correction.polyak) / max(sum(known), 1)

@@ -124,6 +124,26 @@ def test_steps_go_by_momentum(optimizer, share):
     assert layer.info.role == "operator"
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)], ids=["Adam", "SGD"])
+def test_a_readout_that_is_trained_alone_takes_four_times_the_steps_until_others_thaw(kind):
+    network = perceptron()
+    network[:4].requires_grad_(False)
+    optimizer = kind(network[4:].parameters(), lr=0.1)
+
+    def thaw(step, optimizer):
+        if step == STEPS // 2:
+            network.requires_grad_(True)
+            optimizer.add_param_group({"params": list(network[:4].parameters())})
+
+    probe, _ = run(lambda network: optimizer, network=network, each=thaw)
+    wanted = probe._supervisor._corrector.wanted
+    share = (0.7 if optimizer.defaults.get("momentum") else 1.0) * min(max(wanted.began["4"], 1.0), 2.0) ** 0.5
+    assert wanted.share(next(layer for layer in wanted.layers if layer.info.name == "4")) == pytest.approx(share)
+    found = sizes(probe)["4"]
+    assert geometric_mean(found[5 : STEPS // 2]) == pytest.approx(4 * CONSTANT * 0.1 * share, rel=0.15)
+    assert geometric_mean(found[-8:]) < 0.5 * geometric_mean(found[5 : STEPS // 2])
+
+
 def test_momentum_that_a_schedule_moves_is_that_of_the_start():
     """A one-cycle schedule makes 0.85 to 0.95 of it. A resumed run would see another, and go on otherwise."""
     network = perceptron()
