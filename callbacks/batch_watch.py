@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
+from spectral_monitor.capture.replay.embedding_scale import embedding_scales
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.capture.replay.loss_input import has_unfit_input
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
@@ -88,6 +89,8 @@ class BatchWatch:
             return
         with self._harmless("a look at what the loss is given"):
             self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
+            if self._engine.embedding_scales is None:
+                self._engine.embedding_scales = embedding_scales(loss)
         scaler = _scaler(trainer)
         if scaler is not None:
             self._loss_scale = float(scaler.get_scale())

@@ -38,6 +38,7 @@ class WantedUpdates:
         settings: layer -> its optimizer's settings.
         began: layer -> natural norm of its first weights.
         trained: layers whose weights an earlier training left.
+        scales: number of rows -> what the network multiplies embeddings with so many by.
         relative: layer -> its learning rate beside those of others, as the user has set them apart.
     """
 
@@ -54,6 +55,7 @@ class WantedUpdates:
         self.size = 1.0 if correction.size == "lr" else correction.size
         self.began: dict[str, float] = {}
         self.trained: set[str] = set()
+        self.scales: Mapping[int, float] = {}
         self.relative: dict[str, float] = {}
         families = {of.family for of in settings.values() if of.optimizer}
         # What is unfrozen later may go to any of them: so the rule of those whose first updates can be too large.
@@ -100,7 +102,9 @@ class WantedUpdates:
     def share(self, layer: Layer) -> float:
         """Return the wanted size of a layer's update over that of an operator that began with natural norm 1."""
         name = layer.info.name
-        found = share(layer, self.began.get(name, math.nan), name == self._input, name in self.trained)
+        scale = self.scales.get(layer.info.shape[0], 1.0) if layer.info.role == "embedding" else 1.0
+        began = self.began.get(name, math.nan) * scale
+        found = share(layer, began, name == self._input, name in self.trained) / scale
         if not self._correction.of_peak:
             return found
         return found * momentum_share(self.settings[name]) * (ALONE if self._alone else 1.0)

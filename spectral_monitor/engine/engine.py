@@ -119,6 +119,7 @@ class Engine(EngineState):
         self._reported: Settings | None = settings  # None: nothing of the step that is watched
         self.multipliers: Mapping[int, float] = {}
         self._in_force: Mapping[int, float] = {}  # in the step that is watched
+        self.embedding_scales: Mapping[int, float] | None = {}  # None: they are asked for
         self._clear()
 
     def _clear(self) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from torch import Tensor, nn
 
+from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_backward, in_transform
 from spectral_monitor.capture.replay.eager_pass import precisely
+from spectral_monitor.capture.replay.embedding_scale import embedding_scales
 from spectral_monitor.capture.replay.graph_replay import gradients_kept
-from spectral_monitor.capture.replay.loss_flow import loss_in
+from spectral_monitor.capture.replay.loss_flow import loss_in, tensors_in
 from spectral_monitor.capture.replay.loss_input import has_unfit_input
 from spectral_monitor.capture.replay.replay import Repeatable
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import MicroBatch
+from spectral_monitor.layers import compiled_modules
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.snapshot import Snapshot
@@ -62,10 +65,13 @@ class StepWatch:
         self._postponed: frozenset[str] = frozenset()
         self._blocks = 1
         self._replayable = False
+        self._handles: list[Removable] = []
+        self._hooks: Hooks[nn.Module] = Hooks()
         self.forget()
 
     def forget(self) -> None:
         """Drop what was kept of the step that is watched."""
+        self._hooks.remove(self._handles)
         self._keys: frozenset[str] = frozenset()
         self._loss: Tensor | None = None
         self._unfit_loss_input: bool | None = None
@@ -79,7 +85,19 @@ class StepWatch:
             self._keys |= {STEP_LOSS}
         if self._keys:
             self._engine.arm(self._keys)
-            self._replay = LossReplay(self._engine.model) if self._engine.step_loss.wanted else None
+            model = self._engine.model
+            self._replay = LossReplay(model) if self._engine.step_loss.wanted else None
+            if self._engine.embedding_scales is None and not compiled_modules(model):
+                self._handles += self._hooks.add(model, model.register_forward_hook, self._returned)
+
+    def _returned(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Read off the graph of what the model returns how it scales embeddings."""
+        if in_backward() or in_transform():
+            return
+        with suppress(Exception):  # then it is not known
+            for x in (x for x in tensors_in(output) if x.grad_fn is not None):
+                self._engine.embedding_scales = embedding_scales(x)
+                return
 
     def report_loss(self, loss: Tensor, again: Callable[[], Tensor] | None) -> None:
         """Take the loss of a micro-batch, and the function that computes it again."""

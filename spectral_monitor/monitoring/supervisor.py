@@ -63,6 +63,7 @@ class Supervisor:
                 correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention.blocks
             )
             self._report = CorrectionReport(self._corrector)
+            engine.embedding_scales = None if correction.of_peak else {}
             engine.multipliers = self._corrector.by_layer()
 
     @property
@@ -214,6 +215,7 @@ class Supervisor:
             return
         try:
             uphill = measurement.why("edge", SUMMARY) == UPHILL
+            self._corrector.wanted.scales = self._engine.embedding_scales or {}
             changes = self._corrector.update(measurement, self.settings, uphill)
             self._engine.multipliers = self._corrector.by_layer()
             if missed := self._corrector.unreached:

@@ -52,9 +52,9 @@ def has_unfit_input(loss: Tensor) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if _kind(_given(node)) in UNFIT.get(_kind(node), ()):
+        if kind_of(_given(node)) in UNFIT.get(kind_of(node), ()):
             return True
-        if _kind(node) not in LAYERS:
+        if kind_of(node) not in LAYERS:
             left += [following for following, _ in node.next_functions]
     return False
 
@@ -63,11 +63,11 @@ def _given(node: Any) -> Any:
     """Return the node that made what a node is given, before it got its shape; ``None`` if none did."""
     while node is not None and node.next_functions:
         node = node.next_functions[0][0]
-        if _kind(node) not in SHAPES:
+        if kind_of(node) not in SHAPES:
             break
     return node
 
 
-def _kind(node: Any) -> str:
+def kind_of(node: Any) -> str:
     """Return the name of a node's operation."""
     return "" if node is None else node.name().removeprefix("torch::autograd::").rpartition("Backward")[0]
