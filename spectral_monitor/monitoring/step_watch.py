@@ -104,7 +104,8 @@ class StepWatch:
         self._replayable |= again is not None and self._asks_for_loss
         if self._keys:
             self._loss = loss.detach().reshape(()).clone()
-            self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
+            with suppress(Exception):  # then it is not known
+                self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
             if self._replay is not None and again is not None:
                 self._replay.function = again
                 self._engine.step_loss.offer(self._replay, earlier=self._earlier)
