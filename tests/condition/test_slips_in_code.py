@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
+from tests.resume.resuming import QUIET
 
 CAUSES = {"eval_mode", "dropout", "loss_input"}
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -23,29 +24,21 @@ def network(p=0.1, *after):
 
 
 class Module(pl.LightningModule):
-    def __init__(self, network):
+    def __init__(self, network, **options):
         super().__init__()
-        self.network = network
+        self.network, self.options = network, options
 
     def training_step(self, batch, batch_idx):
         x, y = batch
         return F.cross_entropy(self.network(x), y)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 1e-3)
+        return torch.optim.AdamW(self.parameters(), 1e-3, **self.options)
 
 
 def under_lightning(network):
     monitor = SpectralMonitor(mode="observe", every_n_steps=1)
-    trainer = pl.Trainer(
-        max_steps=3,
-        callbacks=[monitor],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-    )
+    trainer = pl.Trainer(max_steps=3, callbacks=[monitor], logger=False, accelerator="cpu", **QUIET)
     trainer.fit(Module(network), DataLoader(TensorDataset(X, Y), batch_size=16))
     return monitor.latest
 

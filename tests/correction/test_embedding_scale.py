@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
+from tests.condition.test_slips_in_code import Module
+from tests.resume.resuming import QUIET
 
 SCALE, STEPS = 8.0, 40
 IDS = torch.randint(12, (64, 6), generator=torch.Generator().manual_seed(0))
@@ -34,19 +36,6 @@ class Reader(nn.Module):
         return self.head(self.norm(self.hidden(x).relu()))
 
 
-class Module(pl.LightningModule):
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.cross_entropy(self.network(x), y)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), 1e-3, eps=1e-15)
-
-
 def in_a_loop(network):
     optimizer = torch.optim.Adam(network.parameters(), 1e-3, eps=1e-15)
     probe = SpectralProbe(network, optimizer, mode="correct", quantities="light", correction=LRCorrection())
@@ -60,16 +49,8 @@ def in_a_loop(network):
 
 def under_lightning(network):
     monitor = SpectralLRCorrector(every_n_steps=1)
-    trainer = pl.Trainer(
-        max_steps=STEPS,
-        callbacks=[monitor],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-    )
-    trainer.fit(Module(network), DataLoader(TensorDataset(IDS, NEXT), batch_size=64))
+    trainer = pl.Trainer(max_steps=STEPS, callbacks=[monitor], logger=False, accelerator="cpu", **QUIET)
+    trainer.fit(Module(network, eps=1e-15, weight_decay=0.0), DataLoader(TensorDataset(IDS, NEXT), batch_size=64))
     return monitor
 
 
