@@ -18,7 +18,7 @@ SETTINGS = frozenset(
         *("eval_mode", "dropout", "loss_input"),
     }
 )
-"""Causes that stand in the optimizer's settings, or in the loop around it."""
+"""Causes that stand in the optimizer's settings, in the loop around it, or in the code of the model."""
 OF_A_GROUP = frozenset({"lr_too_large", "lr_too_small", "lr_zero", "decay_too_large"})
 """Causes that a parameter group has as one."""
 BEGINNING = frozenset(

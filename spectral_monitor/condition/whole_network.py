@@ -27,7 +27,7 @@ LASTING = 0.995
 MOSTLY_EVAL = 0.5
 """Share of dropouts and batch norms that may be in evaluation mode, as in parts that are not to change."""
 MOST_DROPPED = 0.75
-"""Part of its inputs that a dropout may drop; 0.9 is what the probability to keep them is now and then."""
+"""Part of its inputs that a dropout may drop; who drops 0.9 has mostly meant to keep that part."""
 FROZEN = "every layer is frozen"
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
 HARDLY = 0.1

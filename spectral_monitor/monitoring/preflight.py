@@ -51,7 +51,7 @@ class TierCost:
 
     @property
     def share(self) -> float:
-        """Of training time, with every hundredth step measured."""
+        """Return the share of training time, with every hundredth step measured."""
         return self.steps / EVERY
 
     @property

@@ -23,7 +23,7 @@ class Run(MeasuredRun):
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """Of the same layers all."""
+        """Return all of them, which are of the same layers."""
         return self._measurements
 
     def _notes(self) -> Sequence[str]:

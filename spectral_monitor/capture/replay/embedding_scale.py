@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from spectral_monitor.capture.replay.loss_input import SHAPES, kind_of
+from spectral_monitor.capture.replay.loss_input import before_shapes, kind_of
 
 
 def embedding_scales(output: Tensor) -> dict[int, float]:
-    """Return by what embeddings of so many rows are multiplied, such as the root of the width (Vaswani et al., 2017).
+    """Return number of rows -> what embeddings with so many are multiplied by, as in Vaswani et al. (2017).
 
     It is 1 where there is no such constant, or not the same one in every use. What is multiplied with anything but a
     single number is not scaled.
@@ -42,14 +42,13 @@ def _edges(root: Any) -> Iterator[tuple[Any, int, Any]]:
     while left:
         consumer = left.pop()
         for place, (node, _) in enumerate(consumer.next_functions if consumer is not None else ()):
-            passing = node
-            while kind_of(passing) in SHAPES and passing.next_functions:
-                passing = passing.next_functions[0][0]
-            if passing is not None:
-                yield consumer, place, passing
-            if passing is not None and passing not in seen:
-                seen.add(passing)
-                left.append(passing)
+            maker = before_shapes(node)
+            if maker is None:
+                continue
+            yield consumer, place, maker
+            if maker not in seen:
+                seen.add(maker)
+                left.append(maker)
 
 
 def _constant(consumer: Any, place: int) -> float:

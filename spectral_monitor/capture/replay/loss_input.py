@@ -52,19 +52,18 @@ def has_unfit_input(loss: Tensor) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if kind_of(_given(node)) in UNFIT.get(kind_of(node), ()):
+        given = node.next_functions[0][0] if node.next_functions else None
+        if kind_of(before_shapes(given)) in UNFIT.get(kind_of(node), ()):
             return True
         if kind_of(node) not in LAYERS:
             left += [following for following, _ in node.next_functions]
     return False
 
 
-def _given(node: Any) -> Any:
-    """Return the node that made what a node is given, before it got its shape; ``None`` if none did."""
-    while node is not None and node.next_functions:
+def before_shapes(node: Any) -> Any:
+    """Return the node that made what a node passes on, before it got its shape and precision."""
+    while kind_of(node) in SHAPES and node.next_functions:
         node = node.next_functions[0][0]
-        if kind_of(node) not in SHAPES:
-            break
     return node
 
 
