@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
 
+from spectral_monitor.parametrization.param_groups import is_number
 from spectral_monitor.suggestions import helpful_settings
 
 Policy = Literal["target", "balance", "reference", "fsc"]
@@ -74,13 +75,13 @@ class LRCorrection:
             raise ValueError(
                 'policy "reference" needs the file of a profile as reference, and no other policy takes one'
             )
-        if self.size != "lr" and not (_is_number(self.size) and 0 < float(self.size) < math.inf):
+        if self.size != "lr" and not (is_number(self.size) and 0 < float(self.size) < math.inf):
             raise ValueError(f'size is a positive number or "lr", got {self.size!r}')
         if self.polyak is not None and self.policy != "fsc":
             raise ValueError(f'polyak is for policy "fsc", not {self.policy!r}')
-        if self.polyak is not None and not (_is_number(self.polyak) and math.isfinite(self.polyak)):
+        if self.polyak is not None and not (is_number(self.polyak) and math.isfinite(self.polyak)):
             raise ValueError(f"polyak is the loss that can be reached, a number, got {self.polyak!r}")
-        if self.qk_clip is not None and not (_is_number(self.qk_clip) and 0 < self.qk_clip < math.inf):
+        if self.qk_clip is not None and not (is_number(self.qk_clip) and 0 < self.qk_clip < math.inf):
             raise ValueError(f"qk_clip is a positive number or None, got {self.qk_clip!r}")
         norm: object = self.spectral_init
         if norm != "auto" and not (isinstance(norm, Real) and 0 <= float(norm) < math.inf):
@@ -88,7 +89,7 @@ class LRCorrection:
         if (
             not isinstance(self.limits, Sequence)
             or len(self.limits) != 2
-            or not all(map(_is_number, self.limits))
+            or not all(map(is_number, self.limits))
             or not 0 < self.limits[0] <= 1 <= self.limits[1] < math.inf
         ):
             raise ValueError(f"limits are two positive numbers around 1, got {self.limits!r}")
@@ -106,10 +107,6 @@ class LRCorrection:
         loss = ("feature_change",) if self.polyak is not None else ()
         logits = ("attention_logit_max",) if self.qk_clip is not None else ()
         return (*aims, "update_fro", "weight_fro", *began, *loss, *logits, "lr", "lr_multiplier")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def with_loss(

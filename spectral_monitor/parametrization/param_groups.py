@@ -122,7 +122,7 @@ def grouped(
     """
     if not _is_positive(lr):
         raise ValueError(f"lr must be a positive number, got {lr!r}")
-    if weight_decay is not None and not (_is_number(weight_decay) and 0 <= weight_decay < math.inf):
+    if weight_decay is not None and not (is_number(weight_decay) and 0 <= weight_decay < math.inf):
         raise ValueError(f"weight_decay must be a number >= 0, got {weight_decay!r}")
     flat = flat_extents(module)
     names = _trained(module)
@@ -179,11 +179,12 @@ def _name(factor: Fraction | float) -> str:
     return f"x{factor.numerator}" + (f"_over_{factor.denominator}" if factor.denominator != 1 else "")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
+    """Return whether a setting is a real number; a boolean is none."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_positive(lr: Any) -> bool:
     if isinstance(lr, Tensor):
         return lr.numel() == 1 and 0 < float(lr) < math.inf
-    return _is_number(lr) and 0 < lr < math.inf
+    return is_number(lr) and 0 < lr < math.inf

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from numbers import Real
 from types import FrameType, MethodType
 from typing import Any
 
@@ -19,6 +18,7 @@ from spectral_monitor.capture.hooks.closures import Closure, with_closure
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.hooks.registration import Hook
 from spectral_monitor.correction.override.group_split import Expansion, lists_of
+from spectral_monitor.parametrization.param_groups import is_number
 
 _UNFIT = {
     "LBFGS": "it reads one group before it knows the gradient, and takes one step size for all parameters",
@@ -139,7 +139,7 @@ class LRMultiplierOverride:
         for parameter, value in multipliers.items():
             if not isinstance(parameter, Tensor):
                 raise TypeError(f"multipliers are given by parameter, got {parameter!r}")
-            if not (_is_number(value) and math.isfinite(value) and value > 0):
+            if not (is_number(value) and math.isfinite(value) and value > 0):
                 shape = tuple(parameter.shape)
                 raise ValueError(
                     f"the multiplier of a parameter of shape {shape} must be a positive number, got {value!r}"
@@ -293,10 +293,6 @@ def _is_hooked(optimizer: Optimizer) -> bool:
     return bool(marked) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _refuse(owners: Sequence[Optimizer]) -> None:
     name = type(owners[0]).__name__
     for owner in owners:
@@ -311,7 +307,7 @@ def _refuse(owners: Sequence[Optimizer]) -> None:
     for groups in lists_of(owners):
         for i, group in enumerate(groups):
             lr = group.get("lr")
-            if not _is_number(lr) and not (isinstance(lr, Tensor) and lr.numel() == 1):
+            if not is_number(lr) and not (isinstance(lr, Tensor) and lr.numel() == 1):
                 raise ValueError(
                     f"group {i} of {name} has no learning rate to multiply: lr must be a number, is {lr!r}"
                 )

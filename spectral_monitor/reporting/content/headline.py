@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from spectral_monitor.condition.verdict import Verdict
+from spectral_monitor.layers.naming import some
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.reporting.content.families import folded
 from spectral_monitor.reporting.content.labels import unprefixed
@@ -99,17 +100,6 @@ def _said(verdict: Verdict, measurement: Measurement, named: bool = False) -> st
     return f"{text.removesuffix('.')}. {more} disturbed by it{who}"
 
 
-def some(texts: Sequence[str], most: int = MAX_NAMES) -> str:
-    """Return the first of them, and how many more there are.
-
-    Example:
-        >>> some(["tokens", "head"]), some(list("abcde"))
-        ('tokens, head', 'a, b, c and 2 more')
-    """
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
-
-
 def following(root: Verdict, measurement: Measurement) -> str:
     """Return how many layers follow from a root, and their names; empty where none does."""
     follow = followers(root, measurement)
@@ -141,7 +131,7 @@ def _layers(measurement: Measurement, count: Tally) -> str:
         return f"{NOT_JUDGED}: {_reasons(count) or 'no matrix was measured'}"
     parts = []
     if count.off:
-        parts.append(f"{len(count.off)} of {count.layers} layers off: {some(_bare(measurement, count.off))}")
+        parts.append(f"{len(count.off)} of {count.layers} layers off: {some(_bare(measurement, count.off), MAX_NAMES)}")
         if count.disturbed:
             parts.append(f"{len(count.disturbed)} disturbed by {'it' if len(count.off) == 1 else 'them'}")
     elif count.disturbed:

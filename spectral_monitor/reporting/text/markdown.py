@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterable, Sequence
 from textwrap import wrap
 
 from spectral_monitor.condition.verdict import Verdict, short
+from spectral_monitor.layers.naming import some
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.headline import following, headlines, some
+from spectral_monitor.reporting.content.headline import MAX_NAMES, following, headlines
 from spectral_monitor.reporting.content.panels import PANELS
 from spectral_monitor.reporting.content.tally import named_by
 
@@ -101,7 +102,7 @@ def escaped(text: str) -> str:
 def _row(root: Verdict, measurement: Measurement) -> tuple[str, ...]:
     """Return the cells of a root verdict; a verdict without a quantity has no value."""
     seen = (root.quantity, short(root.value), root.should_be) if root.quantity else ("", "", "")
-    cells = (some(named_by(root)) or "the whole network", *seen, f"{root.steps} steps")
+    cells = (some(named_by(root), MAX_NAMES) or "the whole network", *seen, f"{root.steps} steps")
     lines = [*wrap(root.sentence, LINE), *wrap(following(root, measurement), LINE)]
     return *map(escaped, cells), "<br>".join(map(escaped, lines))
 

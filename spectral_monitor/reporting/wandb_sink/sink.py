@@ -10,9 +10,10 @@ from time import monotonic
 from typing import Any
 
 from spectral_monitor.condition import NETWORK, Verdict, save_profile
+from spectral_monitor.layers.naming import some
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.content.essentials import OVERLAID, PREFIX, Log, checked_log, essentials
-from spectral_monitor.reporting.content.headline import announcement, headline, some
+from spectral_monitor.reporting.content.headline import announcement, headline
 from spectral_monitor.reporting.content.history import History, is_drawn
 from spectral_monitor.reporting.content.tally import is_judged, named_by, off, tally
 from spectral_monitor.reporting.html.final_page import whole_page
