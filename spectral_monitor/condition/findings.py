@@ -36,6 +36,7 @@ ROUNDING = 0.25
 """An update below this many times the distance between neighbouring numbers, relative to the weights, is rounded."""
 NO_STEP = "no optimizer made a step"
 COMPILED_STEP = "the optimizer's step is compiled, where updates cannot be seen"
+DIVIDED = "several optimizers step the parameters it is computed from"
 """Why no update was measured."""
 AT_ONCE = 1.0 + 1e-9
 """The scale of a finding for which whatever is outside its band is evidence enough."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spectral_monitor.condition.causes import History
-from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, NO_STEP, SMALLEST, Finding
+from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, DIVIDED, NO_STEP, SMALLEST, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.plans import FADED
 from spectral_monitor.condition.row import Row
@@ -166,7 +166,7 @@ def _still(measurement: Measurement, network: Network) -> Finding | None:
         return None
     matrices, vectors = (_largest(rows, keys) for rows in (network.rows, network.vectors.values()))
     reasons = {measurement.why(keys[0], row.info.name) for row in network.rows}
-    if reasons == {COMPILED_STEP}:
+    if reasons <= {COMPILED_STEP, DIVIDED}:
         return None
     no_step = f"{NO_STEP} that is known of" if reasons == {NO_STEP} else ""
     certain = why_still(network)

@@ -2,6 +2,6 @@
 
 from spectral_monitor.engine.engine import Engine
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.engine.state import START, STEP_LOSS, TURN, still_due
+from spectral_monitor.engine.state import CLEARED, START, STEP_LOSS, TURN, still_due
 
-__all__ = ["START", "STEP_LOSS", "TURN", "Engine", "Settings", "still_due"]
+__all__ = ["CLEARED", "START", "STEP_LOSS", "TURN", "Engine", "Settings", "still_due"]

@@ -32,7 +32,7 @@ from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.raw import NETWORK, REUSED, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import FEATURES, Settings
-from spectral_monitor.engine.state import COMPARED, START, STEP_LOSS, TURN, EngineState
+from spectral_monitor.engine.state import CLEARED, COMPARED, START, STEP_LOSS, TURN, EngineState
 from spectral_monitor.engine.weights.gradients import gradient_norms
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.engine.weights.turns import Turns
@@ -138,6 +138,11 @@ class Engine(EngineState):
         """The calls of the model that were recorded in the step that is watched."""
         return self.features.capture.roots or self.step_loss.returned
 
+    @property
+    def awaits_clearing(self) -> bool:
+        """Return whether the coming step is to be watched for gradients of a measured one that are not cleared."""
+        return self._reuse.is_open
+
     def arm(self, keys: Collection[str], before_forward: Callable[[], None] = _do_nothing) -> None:
         """Register the hooks that watch the coming step.
 
@@ -145,13 +150,15 @@ class Engine(EngineState):
             keys: quantities that are measured of it, some or all of the settings'; with :data:`START` the batch becomes
                 the one ``feature_drift`` is measured on, and where there is nothing else that is all; with
                 :data:`STEP_LOSS` the whole batch runs once more for its loss; with :data:`TURN` nothing is measured
-                unless an optimizer steps that is awaited.
+                unless an optimizer steps that is awaited; with :data:`CLEARED` it is seen whether gradients were
+                cleared.
             before_forward: called before the forward, if that runs inside the optimizer's step.
         """
-        wanted = set(keys) - {START, STEP_LOSS, TURN}
+        wanted = set(keys) - {START, STEP_LOSS, TURN, CLEARED}
         self._awaited = self.turns.awaited if TURN in keys else frozenset()
         self._reported = self.settings.only(wanted) if wanted else None
-        self.asked = self.settings.only(wanted | {"feature_drift"} if START in keys else wanted)
+        wanted |= {"feature_drift"} if START in keys else {"lr"} if not wanted else set()
+        self.asked = self.settings.only(wanted)
         self._in_force = self.multipliers
         self.disarm()
         self.armed = True
@@ -163,7 +170,7 @@ class Engine(EngineState):
             self.features.arm()
             if not self.features.capture.hidden_layers:
                 self.attention.arm(self.asked)
-            if self.processes is None and "contribution" in self.asked.keys:
+            if self.processes is None and ("contribution" in self.asked.keys or CLEARED in keys):
                 self._reuse.arm(self.optimizers.optimizers, self._guard, output_parameters(self.anatomy.layers))
             if "g" in self.asked.needs:
                 several = None if self.processes is None else self._wrapper
@@ -325,6 +332,8 @@ class Engine(EngineState):
     def _ready(self, optimizer: Optimizer) -> None:
         with self._guard("looking at the gradients"):
             if (reused := self._reuse.stepping(optimizer)) is not None:
+                if self._reported is None:
+                    self._reuse.keep(optimizer, reused)
                 self._out.put(NETWORK, f"{REUSED}.{self._reuse.steps}", reused)
             self._stage.ready(optimizer, self._arrived.of(optimizer))
             self.step_loss.stepping()

@@ -44,6 +44,10 @@ STEP_LOSS = "step loss"
 TURN = "turn"
 """Stands there at a step that is not due. It is measured if an optimizer steps that did not in the last due one."""
 
+CLEARED = "cleared"
+"""Stands there at a step after a measured one: whether gradients were cleared in between is seen at two steps in a row.
+"""
+
 COMPARED = frozenset(key for key, q in QUANTITIES.items() if "probe" in q.needs) - {"feature_drift"}
 """Quantities that compare features with those of the start, and are due by a count of their own."""
 

@@ -16,7 +16,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameter
 from spectral_monitor.condition.optimizers.plans import Plan
 from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Corrector, LRCorrection, looks_drawn, rescale, starting_norm
-from spectral_monitor.engine import START, STEP_LOSS, TURN, Engine
+from spectral_monitor.engine import CLEARED, START, STEP_LOSS, TURN, Engine
 from spectral_monitor.engine.results.edge import UPHILL
 from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
@@ -122,6 +122,8 @@ class Supervisor:
             keys = self._last | {TURN}
         if keys and self._corrector is not None:
             self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
+        if self._engine.awaits_clearing:
+            keys |= {CLEARED}
         # Later steps would take for the start what training has changed already.
         return keys | {START} if self._engine.start_due else keys
 

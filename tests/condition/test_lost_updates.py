@@ -8,6 +8,7 @@ from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import NETWORK
+from spectral_monitor.condition.findings import DIVIDED
 from spectral_monitor.measurement import LOST
 from tests.condition.synthetic import LAYERS, judged, measured, set_by
 
@@ -122,3 +123,20 @@ def test_beside_weights_of_zero_any_update_is_held():
     nothing = {"weight_fro": {"b": 0.0}, "update_fro": dict.fromkeys(LAYERS, 1.0) | {"b": 1e-9}}
     found = judged([measured(1, **nothing)], settings=set_by(resolution=2.0**-7))[1]
     assert "rounding" not in {verdict.cause for verdict in found}
+
+
+def test_parameters_of_two_optimizers_are_not_said_to_stand_still():
+    """What each of them does is not known, but they move."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-3), torch.optim.SGD(model.parameters(), 0.1)]
+    probe = SpectralProbe(model, optimizers, every_n_steps=1, mode="observe")
+    for _ in range(4):
+        with probe.step():
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model(torch.randn(64, 16)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert probe.latest.why("update_natural", "0") == DIVIDED
+    assert "nothing_trains" not in {verdict.cause for verdict in probe.latest.verdicts}

@@ -58,6 +58,30 @@ def test_gradients_that_are_never_cleared_are_told_at_the_second_step(name):
     assert probe.measurements[1].roots[0].cause == "stale_gradients"
 
 
+@pytest.mark.parametrize("clear", ["never", "none", "zeros"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_that_are_measured_far_apart_tell_as_much(name, clear):
+    """The step after the first measured one is watched for it, and no other."""
+    probe = trained(OPTIMIZERS[name], clear=clear, steps=21, every_n_steps=10)
+    assert stale(probe)[1:] == [float(clear == "never")] * (len(stale(probe)) - 1)
+    causes = {verdict.cause for verdict in probe.latest.verdicts}
+    assert ("stale_gradients" in causes) == (clear == "never")
+
+
+def test_only_one_more_step_is_watched_for_it():
+    net = network()
+    optimizer = OPTIMIZERS["Adam"](net.parameters())
+    probe, watched = SpectralProbe(net, optimizer, every_n_steps=10), []
+    for step in range(1, 31):
+        with probe.step():
+            watched += [step] * bool(probe._engine._reuse._handles)
+            optimizer.zero_grad()
+            F.cross_entropy(net(X), Y).backward()
+            optimizer.step()
+    measured = [measurement.step for measurement in probe.measurements]
+    assert watched == sorted({*measured, measured[0] + 1})
+
+
 @pytest.mark.parametrize("clear", ["none", "zeros"])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_cleared_gradients_are_new_however_they_are_cleared_and_accumulated(clear, micro_batches):
@@ -90,8 +114,8 @@ def test_two_steps_with_one_gradient_are_told_at_any_schedule():
     assert stale(trained(repeats=2, every_n_steps=3, steps=6)) == [1, 1]
 
 
-def test_steps_that_are_measured_alone_do_not_know():
-    probe = trained(clear="never", every_n_steps=2)
+def test_the_first_measured_step_alone_does_not_know():
+    probe = trained(clear="never", every_n_steps=2, steps=3)
     assert all(map(math.isnan, stale(probe)))
     assert "two steps in a row" in probe.latest.why("stale_gradient", "summary")
     assert stale(trained(every_n_steps=2)) == [0, 0], "but gradients that are gone are gone"

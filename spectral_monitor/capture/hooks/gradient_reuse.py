@@ -25,20 +25,26 @@ class GradientReuse:
     the optimizer steps, it is used again. A loop that clears gradients between two backward passes, as those of a GAN
     do, has none of the first left when it steps. Nothing is copied: a tensor is known by itself and by its version.
 
+    That takes two steps in a row. Where the second is not measured, it is watched all the same, once.
+
     Attributes:
         steps: of optimizers that were looked at since it was armed.
+        is_open: whether a step has left gradients behind, and none was seen that follows such a step.
     """
 
     def __init__(self) -> None:
         self.steps = 0
+        self.is_open = False
+        self._decided = False
         self._handles: list[GradientHook] = []
         self._watched: dict[int, Tensor] = {}  # optimizer -> its parameter
         self._left: dict[int, tuple[ReferenceType[Tensor], int]] = {}  # optimizer -> gradient after its latest step
         self._found: dict[int, Tensor] = {}  # since its latest step: 1 used before, 0 new, NaN unknown
+        self._known: dict[int, Tensor] = {}  # found, but not reported yet
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy keeps: gradients are known by their place in memory, which is another one there."""
-        return self.__dict__ | {"_left": {}}
+        return self.__dict__ | {"_left": {}, "_known": {}, "is_open": False}
 
     def arm(
         self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any], outputs: Sequence[Tensor] = ()
@@ -94,10 +100,20 @@ class GradientReuse:
         if key not in self._watched:
             return None
         self.steps += 1
+        self._decided |= key in self._left
         held = self._watched[key].grad
         if key in self._found or held is None or held.is_sparse:
-            return self._found.pop(key, None)
-        return self._again(key, held)  # no backward pass since the latest step
+            found = self._found.pop(key, None)
+        else:  # no backward pass since the latest step
+            found = self._again(key, held)
+        if found is not None:
+            seen = self._known.pop(key, found)  # at a step that was watched for this alone, and reported nothing
+            found = torch.where(found.isnan(), seen, found)
+        return found
+
+    def keep(self, optimizer: Optimizer, found: Tensor) -> None:
+        """Return what was found at the next step that is looked at, where nothing is known of that one."""
+        self._known[id(optimizer)] = found
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note what a step leaves behind."""
@@ -105,3 +121,4 @@ class GradientReuse:
         self._left.pop(id(optimizer), None)
         if p is not None and p.grad is not None and not p.grad.is_sparse:
             self._left[id(optimizer)] = ref(p.grad), p.grad._version
+        self.is_open = bool(self._left) and not self._decided

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from spectral_monitor.capture.replay.feature_change import PARTS
-from spectral_monitor.condition.findings import NO_STEP
+from spectral_monitor.condition.findings import DIVIDED, NO_STEP
 from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay
 from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.values import LayerScalars
@@ -212,7 +212,7 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
     if "state" in needs:
         return facts.no_moments.get(i, "")
     if i in facts.divided and (needs & {"dW", "g"} or key == "lr"):
-        return "several optimizers step the parameters it is computed from"
+        return DIVIDED
     if key == "lr" and math.isnan(facts.lr[i]):
         if layer.compute is None:
             return "its optimizer has no learning rate"
