@@ -1,8 +1,9 @@
-"""Warnings: what they say, and each of them once."""
+"""Warnings: what they say, and each of them once; and names in a sentence."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from textwrap import fill
 from threading import Lock
 
@@ -97,3 +98,13 @@ def _origin(error: BaseException) -> tuple[str, str, int]:
         place = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return (type(error).__name__, *place)
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """Return the first of many names, for a sentence.
+
+    Example:
+        >>> some(["a", "b", "c"], 2), some(["a", "b"], 2)
+        ('a, b and 1 more', 'a, b')
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

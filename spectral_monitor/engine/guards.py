@@ -12,8 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.results.reasons import REPLACED
 from spectral_monitor.layers import Layer
-from spectral_monitor.layers.naming import some
-from spectral_monitor.messages import WarnOnce
+from spectral_monitor.messages import WarnOnce, some
 from spectral_monitor.quantities import TIERS
 
 MAX_NAMES = 5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -50,16 +50,6 @@ def places(root: nn.Module) -> dict[int, tuple[nn.Module, str]]:
 def label(name: str, module: nn.Module) -> str:
     """Return how a sentence names a module: in quotes, or the root by its class."""
     return repr(name) if name else type(module).__name__
-
-
-def some(names: Sequence[str], most: int) -> str:
-    """Return the first of many names, for a sentence.
-
-    Example:
-        >>> some(["a", "b", "c"], 2), some(["a", "b"], 2)
-        ('a, b and 1 more', 'a, b')
-    """
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def join(*parts: str) -> str:

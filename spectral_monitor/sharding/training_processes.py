@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spectral_monitor.layers.naming import some
+from spectral_monitor.messages import some
 from spectral_monitor.sharding.fsdp1 import instances
 from spectral_monitor.sharding.process_group import ProcessGroup
 from spectral_monitor.state.dtensor import is_distributed, local_part

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
-from spectral_monitor.layers.naming import some
 from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.messages import some
 
 FORMAT, VERSION = "spectral_monitor profile", 2
 READABLE = (1, 2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from spectral_monitor.condition.verdict import Verdict
-from spectral_monitor.layers.naming import some
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
+from spectral_monitor.messages import some
 from spectral_monitor.reporting.content.families import folded
 from spectral_monitor.reporting.content.labels import unprefixed
 from spectral_monitor.reporting.content.tally import Tally, followers, named_by, tally

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from spectral_monitor.condition import NETWORK, Verdict
-from spectral_monitor.layers.naming import some
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
+from spectral_monitor.messages import some
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import following, headline, headlines
 from spectral_monitor.reporting.content.panels import PANELS, Panel

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from textwrap import wrap
 
 from spectral_monitor.condition.verdict import Verdict, short
-from spectral_monitor.layers.naming import some
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.messages import some
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import MAX_NAMES, following, headlines
 from spectral_monitor.reporting.content.panels import PANELS

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spectral_monitor.layers.inspect_model import PART_OF
-from spectral_monitor.layers.naming import some
 from spectral_monitor.layers.output_layers import BY_PLACE
+from spectral_monitor.messages import some
 from spectral_monitor.reporting.content.families import folded as folded_names
 from spectral_monitor.reporting.content.families import kind, places_in
 from spectral_monitor.reporting.content.labels import measured_parts, role_name, unprefixed

@@ -10,8 +10,8 @@ from time import monotonic
 from typing import Any
 
 from spectral_monitor.condition import NETWORK, Verdict, save_profile
-from spectral_monitor.layers.naming import some
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.messages import some
 from spectral_monitor.reporting.content.essentials import OVERLAID, PREFIX, Log, checked_log, essentials
 from spectral_monitor.reporting.content.headline import announcement, headline
 from spectral_monitor.reporting.content.history import History, is_drawn
