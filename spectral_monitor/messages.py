@@ -1,4 +1,4 @@
-"""Warnings: what they say, and each of them once; and names in a sentence."""
+"""Warnings: what they say, and each of them once. Names in a sentence."""
 
 from __future__ import annotations
 

@@ -157,8 +157,8 @@ class Engine(EngineState):
         wanted = set(keys) - {START, STEP_LOSS, TURN, CLEARED}
         self._awaited = self.turns.awaited if TURN in keys else frozenset()
         self._reported = self.settings.only(wanted) if wanted else None
-        wanted |= {"feature_drift"} if START in keys else {"lr"} if not wanted else set()
-        self.asked = self.settings.only(wanted)
+        wanted |= {"feature_drift"} if START in keys else set()
+        self.asked = self.settings.only(wanted or {"lr"})  # which nothing is recorded for
         self._in_force = self.multipliers
         self.disarm()
         self.armed = True

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 def still_due(due: frozenset[str], pending: frozenset[str]) -> frozenset[str]:
     """Return what is measured of a step, given what is due at it, and what is pending from steps before."""
-    regular = any(keys and TURN not in keys for keys in (due, pending))
+    regular = any(keys - {CLEARED} and TURN not in keys for keys in (due, pending))
     return (due | pending) - ({TURN} if regular else frozenset())
 
 

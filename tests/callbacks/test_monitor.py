@@ -353,8 +353,7 @@ def test_hooks_are_there_in_measured_steps_only(quantities):
         on = batch in measured
         assert optimizer == 2 * (on or batch == watched), (batch, moment)
         assert bool(modules) == (on and quantities == "standard"), (batch, moment)
-        if batch != watched:
-            assert bool(tensors) == (on and quantities == "standard"), (batch, moment)
+        assert bool(tensors) == (on and quantities == "standard"), (batch, moment)
     assert {batch for batch, _ in spy.seen} == set(range(12))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
-from spectral_monitor.engine import TURN, Engine, still_due
+from spectral_monitor.engine import CLEARED, TURN, Engine, still_due
 from spectral_monitor.engine.overhead_budget import Budget
 from spectral_monitor.engine.weights.turns import PATIENCE
 from spectral_monitor.measurement import HEALTHY, NOT_STEPPED
@@ -151,6 +151,7 @@ def test_an_absent_one_is_waited_for_again_once_it_was_seen() -> None:
         ({"lr", TURN}, {"lr", TURN}, {"lr", TURN}),
         ({"lr"}, {"update_norm", TURN}, {"lr", "update_norm"}),
         ({"lr", TURN}, {"update_norm"}, {"lr", "update_norm"}),
+        ({"lr", TURN}, {CLEARED}, {"lr", TURN, CLEARED}),
     ],
 )
 def test_what_is_due_does_not_wait_for_a_turn(due: set[str], pending: set[str], both: set[str]) -> None:

@@ -29,13 +29,11 @@ class GradientReuse:
 
     Attributes:
         steps: of optimizers that were looked at since it was armed.
-        is_open: whether a step has left gradients behind, and none was seen that follows such a step.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self.is_open = False
-        self._decided = False
+        self._decided = False  # whether a step was looked at that follows another one that was
         self._handles: list[GradientHook] = []
         self._watched: dict[int, Tensor] = {}  # optimizer -> its parameter
         self._left: dict[int, tuple[ReferenceType[Tensor], int]] = {}  # optimizer -> gradient after its latest step
@@ -44,7 +42,12 @@ class GradientReuse:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy keeps: gradients are known by their place in memory, which is another one there."""
-        return self.__dict__ | {"_left": {}, "_known": {}, "is_open": False}
+        return self.__dict__ | {"_left": {}, "_known": {}}
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a step has left gradients behind, and none was seen that follows such a step."""
+        return bool(self._left) and not self._decided
 
     def arm(
         self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any], outputs: Sequence[Tensor] = ()
@@ -106,13 +109,12 @@ class GradientReuse:
             found = self._found.pop(key, None)
         else:  # no backward pass since the latest step
             found = self._again(key, held)
-        if found is not None:
-            seen = self._known.pop(key, found)  # at a step that was watched for this alone, and reported nothing
-            found = torch.where(found.isnan(), seen, found)
-        return found
+        if found is None or key not in self._known:
+            return found
+        return torch.where(found.isnan(), self._known.pop(key), found)
 
     def keep(self, optimizer: Optimizer, found: Tensor) -> None:
-        """Return what was found at the next step that is looked at, where nothing is known of that one."""
+        """Remember what was found at a step that reports nothing, for the next one if nothing is known of that."""
         self._known[id(optimizer)] = found
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -121,4 +123,3 @@ class GradientReuse:
         self._left.pop(id(optimizer), None)
         if p is not None and p.grad is not None and not p.grad.is_sparse:
             self._left[id(optimizer)] = ref(p.grad), p.grad._version
-        self.is_open = bool(self._left) and not self._decided
