@@ -53,6 +53,7 @@ NAMED_BY = {
     "dropout": "modes",
     "loss_input": "loss",
     "features_grow": "rates_too_large",
+    "symmetric": "weights",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where that is another one."""
 

@@ -24,7 +24,7 @@ OF_A_GROUP = frozenset({"lr_too_large", "lr_too_small", "lr_zero", "decay_too_la
 BEGINNING = frozenset(
     {
         *("readout_init", "weights_too_large", "weights_too_small", "embedding_scale"),
-        *("input_scale", "target_scale", "rounding", "left_out"),
+        *("input_scale", "target_scale", "rounding", "left_out", "symmetric"),
     }
 )
 """Causes that were there before the first step."""

@@ -99,12 +99,16 @@ class Row:
         return abs(self.get("contribution")) / (update * math.sqrt(entries)) if update > 0 else math.nan
 
     @property
+    def stable_rank(self) -> float:
+        """The stable rank of the weight, of a convolution about that of the average tap; NaN of zeros."""
+        norm = self.get("weight_natural") / self.taps / math.sqrt(self.info.fan_in / self.info.fan_out)
+        return self.get("weight_fro") ** 2 / self.taps / norm**2 if norm > 0 else math.nan
+
+    @property
     def randomness(self) -> float:
-        """Return the stable rank of the weight over that of a Gaussian matrix of its shape."""
+        """The stable rank of the weight over that of a Gaussian matrix of its shape."""
         m, n = self.info.fan_out, self.info.fan_in
-        norm = self.get("weight_natural") / self.taps / math.sqrt(n / m)
-        usual = m * n / (math.sqrt(m) + math.sqrt(n)) ** 2
-        return self.get("weight_fro") ** 2 / self.taps / norm**2 / usual if norm > 0 else math.nan
+        return self.stable_rank / (m * n / (math.sqrt(m) + math.sqrt(n)) ** 2)
 
     @property
     def taps(self) -> int:

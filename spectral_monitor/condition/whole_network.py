@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from spectral_monitor.condition.causes import History
@@ -30,6 +31,10 @@ MOST_DROPPED = 0.75
 """Part of its inputs that a dropout may drop; who drops 0.9 has mostly meant to keep that part."""
 FROZEN = "every layer is frozen"
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
+UNITS = 4
+"""Of fewer inputs or outputs a random matrix may be next to rank 1 by chance."""
+ROUNDED = 0.005
+"""A stable rank that is no further from 1 is 1."""
 HARDLY = 0.1
 """Weights that have moved by more of their size are not held back."""
 USUAL_EPS = 3e-8
@@ -66,6 +71,7 @@ class Whole:
             if not still.inside():
                 return
         yield from _parametrization(network)
+        yield _certain("symmetric", "weight_natural", _is_symmetric(network), "random weights")
         yield from self._pace.findings(network)
         yield from self._losses.findings(measurement, network, self._pace.pace)
         yield from self._outputs.findings(measurement, network)
@@ -131,6 +137,21 @@ def _parametrization(network: Network) -> Iterator[Finding]:
         ("momentum", LASTING <= momentum < 1),
     ):
         yield _certain(check, "lr", wrong, "the rule of the optimizer")
+
+
+def _is_symmetric(network: Network) -> bool:
+    """Return whether a matrix of rank 1, as constants have, feeds another: the units between them stay alike.
+
+    One such matrix does no harm: gradients that come through a random one tell its units apart.
+    """
+    large = [row for row in network.rows if row.dense and min(row.info.fan_in, row.info.fan_out) >= UNITS]
+    trained = {row.info.name for row in large if row.settings.owner >= 0 and not row.settings.frozen}
+    return any(
+        row.info.fan_out == after.info.fan_in
+        and abs(row.stable_rank - 1) < ROUNDED > abs(after.stable_rank - 1)
+        and trained & {row.info.name, after.info.name}
+        for row, after in pairwise(large)
+    )
 
 
 def _certain(check: str, quantity: str, wrong: bool, against: str) -> Finding:

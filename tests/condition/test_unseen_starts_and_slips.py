@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -362,3 +364,43 @@ def test_the_first_steps_of_adagrad_may_be_larger_than_small_weights(optimizer, 
     values = {"update_ratio": {"a": 8.0}, "update_natural": {"a": size}}
     found = verdicts_on(3, settings=set_by(optimizer), condition={"band": (1e-9, 1e9)}, **values)
     assert ("exploding" in {verdict.cause for verdict in found}) == told
+
+
+def perceptron(constant):
+    """Four matrices, of which those named are constant."""
+    torch.manual_seed(0)
+    widths = (16, 64, 64, 64, 8)
+    layers = [layer for i, o in itertools.pairwise(widths) for layer in (nn.Linear(i, o), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    for k in constant:
+        nn.init.constant_(model[2 * k].weight, 0.02)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("constant", "frozen", "told"),
+    [((), (), False), ((1,), (), False), ((0, 2), (), False), ((0, 2), (1,), False)]
+    + [((1, 2), (), True), ((1, 2), (1,), True), ((1, 2), (1, 2), False)],
+)
+def test_units_between_two_constant_matrices_stay_alike_and_that_is_told_at_once(constant, frozen, told):
+    model = perceptron(constant)
+    for k in frozen:
+        model[2 * k].requires_grad_(False)
+    probe = SpectralProbe(model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), quantities="light")
+    for _ in range(2):
+        with probe.step():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(32, 16)), torch.randint(8, (32,))).backward()
+            optimizer.step()
+        found = {v.cause for v in probe.latest.roots}
+        assert ("symmetric" in found) == told
+        assert frozen or len(found) == told, "and nothing else is"
+    units = model[2].weight.detach()
+    assert frozen or (float((units - units[0]).abs().max()) < 1e-3) == told, "it is so"
+
+
+@pytest.mark.parametrize(("rank", "told"), [(1.0, True), (1.004, True), (1.006, False)])
+def test_a_matrix_of_constants_has_stable_rank_one(rank, told):
+    norms = {"b": 8.0 / rank**0.5 / 2, "c": 8.0 / rank**0.5 * 2}
+    found = {v.cause for v in verdicts_on(1, settings=set_by(), weight_natural=norms, condition={"band": None})}
+    assert ("symmetric" in found) == told

@@ -30,6 +30,7 @@ CAUSES = {
     "eps": "Adam's eps is larger than the gradients",
     "input_scale": "the inputs are far too large",
     "target_scale": "the loss asks for outputs that are far larger than those a network begins with",
+    "symmetric": "weights are constants, so that all units of a layer stay alike",
     "readout_init": "the readout's weights are too large for its width",
     "weights_too_large": "its weights are far larger than those of the others",
     "weights_too_small": "its weights are far smaller than those of the others",

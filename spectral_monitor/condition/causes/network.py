@@ -301,6 +301,12 @@ _OF_NETWORK: dict[str, Explanation | Callable[[Finding, Network, History], Expla
         "optimizer.step() once for each",
         Remedy("check"),
     ),
+    "symmetric": Explanation(
+        "symmetric",
+        "matrices in a row have rank 1, as constants have, so the units between them are all alike, and stay so: draw "
+        "weights at random, as torch.nn does by default",
+        Remedy("check"),
+    ),
     "eval_mode": _eval_mode,
     "dropout": _dropout,
     "loss_input": Explanation(
