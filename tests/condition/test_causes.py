@@ -196,7 +196,7 @@ def test_a_readout_may_begin_as_small_as_it_likes():
 
 
 def test_trained_weights_are_not_initialised_at_all():
-    """What is loaded has less stable rank than what was drawn: natural norms nearly as large as those of one direction."""
+    """What is loaded has less stable rank than what was drawn: natural norms next to those of one direction."""
     low_rank = {name: 7.0 * math.sqrt(info.fan_in / info.fan_out) for name, info in LAYERS.items()}
     sizes = {"weight_fro": {"c": 240.0}, "weight_natural": low_rank | {"tok": 1.0, "c": 30 * low_rank["c"]}}
     assert not verdicts_on(9, **sizes, drift_ratio={"c": 0.1})

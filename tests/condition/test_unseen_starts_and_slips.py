@@ -379,8 +379,10 @@ def perceptron(constant):
 
 @pytest.mark.parametrize(
     ("constant", "frozen", "told"),
-    [((), (), False), ((1,), (), False), ((0, 2), (), False), ((0, 2), (1,), False)]
-    + [((1, 2), (), True), ((1, 2), (1,), True), ((1, 2), (1, 2), False)],
+    [
+        *[((), (), False), ((1,), (), False), ((0, 2), (), False), ((0, 2), (1,), False)],
+        *[((1, 2), (), True), ((1, 2), (1,), True), ((1, 2), (1, 2), False)],
+    ],
 )
 def test_units_between_two_constant_matrices_stay_alike_and_that_is_told_at_once(constant, frozen, told):
     model = perceptron(constant)
