@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import operator
 import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,6 +93,9 @@ class Snapshot:
     unless these hold nothing but data. The same is true of an object that holds a lock, a thread or a file, but for its
     random generators.
 
+    A deep copy, or an unpickled one, puts the copies of these back, if they were copied with it: nothing here is a
+    closure.
+
     Args:
         roots: modules, containers, tensors.
         weights: without them only what is not trained: the state a forward starts from besides its weights. Hooks
@@ -150,22 +155,24 @@ class Snapshot:
             return value if kind in (tuple, frozenset) else [*value, *self._object(value, kind, depth)]
         elif issubclass(kind, self._generators):
             state = generator_state(value)
-            self._undo.append(lambda: set_generator_state(value, state))
+            self._undo.append(partial(set_generator_state, value, state))
             return self._object(value, kind, depth)
         elif is_array(value):
             if value.flags.writeable and not value.dtype.hasobject:
                 copied = value.copy()
-                self._undo.append(lambda: value.__setitem__(..., copied))
+                self._undo.append(partial(operator.setitem, value, ..., copied))
         elif kind in (bytearray, array):
             entries = value[:]
-            self._undo.append(lambda: value.__setitem__(slice(None), entries))
+            self._undo.append(partial(operator.setitem, value, slice(None), entries))
         elif issubclass(kind, Iterator):
             if not issubclass(kind, io.IOBase):
                 self.iterators.append(kind.__name__)
         elif is_looked_into(kind) or passed_on(value):
             return [*passed_on(value), *self._object(value, kind, depth)]
         elif is_data(value):
-            return self._container(vars(value))
+            attributes = Attributes(value)
+            self._undo.append(attributes)
+            return attributes.held()
         return ()
 
     def _object(self, value: Any, kind: type, depth: int) -> list[Any]:
@@ -186,34 +193,19 @@ class Snapshot:
         return held
 
     def _module(self, module: nn.Module) -> list[Any]:
-        space = vars(module)
-        weights, wrapper = frozenset(space.get("_parameters", ())), _is_fsdp1(module)
-
-        def users(key: str) -> bool:
-            # FSDP1 sets itself up in the first forward. Inside its forwards the whole weights are attributes too.
-            return key == "training" if wrapper else key not in _TORCH_OWN and key not in weights
-
-        plain = {key: value for key, value in space.items() if users(key)}
-
-        def undo() -> None:
-            for key in [key for key in space if key not in plain and users(key)]:
-                del space[key]
-            # What is a parameter by now (pruning that was made to last) would be hidden by an attribute of its name.
-            back = {key: value for key, value in plain.items() if key not in module._parameters}
-            space.update({key: value for key, value in back.items() if space.get(key, module) is not value})
-
-        self._undo.append(undo)
+        space, attributes = vars(module), _ModuleAttributes(module)
+        self._undo.append(attributes)
         own = (*module.buffers(recurse=False), *module.children())
         own = (*module.parameters(recurse=False), *own) if self._weights else own
         tables = _TABLES if self._weights else ("_buffers",)
         hooks = [space[key] for key in _HOOKS if key in space]
         self._undo.append(_Refilled(hooks) if self._weights else _WithoutNew(hooks))
-        return [*plain.values(), *own, *(space.get(table) for table in tables)]
+        return [*attributes.before.values(), *own, *(space.get(table) for table in tables)]
 
     def _container(self, box: Any) -> list[Any]:
         base = base_of(box)
         content = list(base.items(box) if issubclass(base, dict) else base.__iter__(box))
-        self._undo.append(lambda: refill(box, content))
+        self._undo.append(partial(refill, box, content))
         if len(content) > LARGE:
             return []
         return [value for _, value in content] if issubclass(base, dict) else content
@@ -259,6 +251,28 @@ class _TensorState:
             tensor.data = memory
         if self.trained and tensor.grad is not self.grad:
             tensor.grad = self.grad
+
+
+class _ModuleAttributes:
+    """The attributes of a module that are its own, not torch's, which come back when this is called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._weights, self._wrapper = frozenset(vars(module).get("_parameters", ())), _is_fsdp1(module)
+        self.before = {key: value for key, value in vars(module).items() if self._is_own(key)}
+
+    def _is_own(self, key: str) -> bool:
+        # FSDP1 sets itself up in the first forward. Inside its forwards the whole weights are attributes too.
+        return key == "training" if self._wrapper else key not in _TORCH_OWN and key not in self._weights
+
+    def __call__(self) -> None:
+        """Put the attributes back; what did not change is not written to."""
+        space = vars(self._module)
+        for key in [key for key in space if key not in self.before and self._is_own(key)]:
+            del space[key]
+        # What is a parameter by now (pruning that was made to last) would be hidden by an attribute of its name.
+        back = {key: value for key, value in self.before.items() if key not in self._module._parameters}
+        space.update({key: value for key, value in back.items() if space.get(key, self._module) is not value})
 
 
 class _Refilled:

@@ -5,9 +5,12 @@ The first ones are those that the walk through the package as a new user found m
 
 from __future__ import annotations
 
+import copy
 import pickle
+import random
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -162,11 +165,51 @@ def test_what_is_said_to_use_is_there(around):
             assert hasattr(sm, word)
 
 
-def test_a_probe_that_has_measured_weights_can_be_pickled():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    probe = sm.SpectralProbe(net, optimizer := torch.optim.SGD(net.parameters(), 0.1), quantities="light")
+class Counting(nn.Module):
+    """Its forward changes a buffer, a flag, a list, a dict, an array and a generator that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.calls, self.seen, self.facts = 0, [], {"draws": 0.0}
+        self.array, self.random = np.zeros(1), random.Random(0)
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.array += 1
+        self.facts["draws"] += self.random.random()
+        return self.last(self.norm(self.first(x)).relu() * (1 + self.facts["draws"]))
+
+    def held(self):
+        return (self.calls, list(self.seen), dict(self.facts), float(self.array[0]), self.random.getstate())
+
+
+def one_step(probe, model, optimizer, x):
     with probe.step():
-        net(torch.randn(4, 8)).square().mean().backward()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
         optimizer.step()
-    assert pickle.loads(pickle.dumps(probe)).latest.step == 1
+    return {key: value for key, value in probe.latest.scalars().items() if not key.endswith("overhead_ms")}
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda some: pickle.loads(pickle.dumps(some))], ids=["deep copy", "pickle"]
+)
+def test_a_copy_of_a_probe_and_its_model_goes_on_by_itself(duplicate):
+    """What the replay of its reference batch puts back are the attributes of the copy."""
+    torch.manual_seed(0)
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    some = (sm.SpectralProbe(model, optimizer, quantities="full", drift_every=1), model, optimizer)
+    for _ in range(2):
+        one_step(*some, torch.randn(16, 8))
+    twin = duplicate(some)
+    before, held, x = copy.deepcopy(model.state_dict()), model.held(), torch.randn(16, 8)
+    measured = one_step(*twin, x)
+    assert model.held() == held
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    expected = one_step(*some, x)
+    assert twin[1].held() == model.held() != held
+    assert measured["spectral/feature_drift/first"] > 0
+    assert measured == pytest.approx(expected, rel=1e-5, nan_ok=True)
