@@ -16,6 +16,11 @@ READ = frozenset(
 )
 """Quantities that verdicts and their causes are read off."""
 
+ROUNDED = 0.005
+"""A stable rank of weights that is no further from 1 is 1."""
+NOISE = 1.1
+"""That of an update is, where optimizers like Adam make rounding errors large."""
+
 Columns = Mapping[str, Mapping[str, float]]
 """Quantity -> layer -> value, of layers that have one."""
 
@@ -98,17 +103,23 @@ class Row:
         update = self.get("update_fro")
         return abs(self.get("contribution")) / (update * math.sqrt(entries)) if update > 0 else math.nan
 
+    def stable_rank(self, of: str) -> float:
+        """Return the stable rank of the ``"weight"`` or ``"update"``, of a convolution about that of the average tap;
+        NaN of zeros.
+        """
+        norm = self.get(f"{of}_natural") / self.taps / math.sqrt(self.info.fan_in / self.info.fan_out)
+        return self.get(f"{of}_fro") ** 2 / self.taps / norm**2 if norm > 0 else math.nan
+
     @property
-    def stable_rank(self) -> float:
-        """The stable rank of the weight, of a convolution about that of the average tap; NaN of zeros."""
-        norm = self.get("weight_natural") / self.taps / math.sqrt(self.info.fan_in / self.info.fan_out)
-        return self.get("weight_fro") ** 2 / self.taps / norm**2 if norm > 0 else math.nan
+    def alike(self) -> bool:
+        """Return whether both the weight and its update have rank 1, as where all units are alike and stay so."""
+        return abs(self.stable_rank("weight") - 1) < ROUNDED and self.stable_rank("update") < NOISE
 
     @property
     def randomness(self) -> float:
         """The stable rank of the weight over that of a Gaussian matrix of its shape."""
         m, n = self.info.fan_out, self.info.fan_in
-        return self.stable_rank / (m * n / (math.sqrt(m) + math.sqrt(n)) ** 2)
+        return self.stable_rank("weight") / (m * n / (math.sqrt(m) + math.sqrt(n)) ** 2)
 
     @property
     def taps(self) -> int:

@@ -33,8 +33,6 @@ FROZEN = "every layer is frozen"
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
 UNITS = 4
 """Of fewer inputs or outputs a random matrix may be next to rank 1 by chance."""
-ROUNDED = 0.005
-"""A stable rank that is no further from 1 is 1."""
 HARDLY = 0.1
 """Weights that have moved by more of their size are not held back."""
 USUAL_EPS = 3e-8
@@ -140,18 +138,13 @@ def _parametrization(network: Network) -> Iterator[Finding]:
 
 
 def _is_symmetric(network: Network) -> bool:
-    """Return whether a matrix of rank 1, as constants have, feeds another: the units between them stay alike.
+    """Return whether a matrix whose units are alike feeds another of that kind, as constants do: the units between them
+    learn the same.
 
     One such matrix does no harm: gradients that come through a random one tell its units apart.
     """
     large = [row for row in network.rows if row.dense and min(row.info.fan_in, row.info.fan_out) >= UNITS]
-    trained = {row.info.name for row in large if row.settings.owner >= 0 and not row.settings.frozen}
-    return any(
-        row.info.fan_out == after.info.fan_in
-        and abs(row.stable_rank - 1) < ROUNDED > abs(after.stable_rank - 1)
-        and trained & {row.info.name, after.info.name}
-        for row, after in pairwise(large)
-    )
+    return any(a.alike and b.alike and a.info.fan_out == b.info.fan_in for a, b in pairwise(large))
 
 
 def _certain(check: str, quantity: str, wrong: bool, against: str) -> Finding:

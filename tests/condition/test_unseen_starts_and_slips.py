@@ -381,7 +381,7 @@ def perceptron(constant):
     ("constant", "frozen", "told"),
     [
         *[((), (), False), ((1,), (), False), ((0, 2), (), False), ((0, 2), (1,), False)],
-        *[((1, 2), (), True), ((1, 2), (1,), True), ((1, 2), (1, 2), False)],
+        *[((1, 2), (), True), ((1, 2), (1,), False), ((1, 2, 3), (1,), True)],
     ],
 )
 def test_units_between_two_constant_matrices_stay_alike_and_that_is_told_at_once(constant, frozen, told):
@@ -398,11 +398,18 @@ def test_units_between_two_constant_matrices_stay_alike_and_that_is_told_at_once
         assert ("symmetric" in found) == told
         assert frozen or len(found) == told, "and nothing else is"
     units = model[2].weight.detach()
-    assert frozen or (float((units - units[0]).abs().max()) < 1e-3) == told, "it is so"
+    assert frozen or (float((units - units[0]).abs().max()) < 1e-3) == told, "and it is so"
 
 
-@pytest.mark.parametrize(("rank", "told"), [(1.0, True), (1.004, True), (1.006, False)])
-def test_a_matrix_of_constants_has_stable_rank_one(rank, told):
-    norms = {"b": 8.0 / rank**0.5 / 2, "c": 8.0 / rank**0.5 * 2}
-    found = {v.cause for v in verdicts_on(1, settings=set_by(), weight_natural=norms, condition={"band": None})}
-    assert ("symmetric" in found) == told
+@pytest.mark.parametrize(
+    ("of", "rank", "told"),
+    [
+        *[("weight", 0.996, True), ("weight", 1.004, True), ("weight", 1.006, False), ("weight", 0.994, False)],
+        *[("update", 0.996, True), ("update", 1.09, True), ("update", 1.11, False)],
+    ],
+)
+def test_units_are_alike_where_weights_and_updates_have_stable_rank_one(of, rank, told):
+    norms = {key: {"b": 8.0 / 2, "c": 8.0 * 2} for key in ("weight_natural", "update_natural")}
+    norms[f"{of}_natural"] = {name: norm / rank**0.5 for name, norm in norms[f"{of}_natural"].items()}
+    found = verdicts_on(1, **norms, update_fro={"b": 8.0, "c": 8.0}, condition={"band": None})
+    assert ("symmetric" in {verdict.cause for verdict in found}) == told
