@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting.text.table import WIDTH, measurement_rows, measurement_table
 from tests.reporting import gpt
 from tests.reporting.gpt import FOLLOWERS, LAYERS, MATRICES, ROOTS, measured, of_network, root
@@ -84,6 +85,28 @@ def test_a_small_network_has_a_row_for_each_layer():
     kept = [row[0] for row in cells(measurement_rows(few), "layer")]
     assert len(kept) == 8
     assert not any(name.startswith("+") for name in kept)
+
+
+@pytest.mark.parametrize(
+    ("count", "updates", "rows"),
+    [(3, math.nan, 8), (4, math.nan, 5), (4, 0.1, 8), (8, math.nan, 8)],
+    ids=["few", "many", "with an update", "all"],
+)
+def test_in_a_small_network_what_nothing_trains_shares_a_row(count, updates, rows):
+    """Such as a teacher or an average of weights; where nothing is judged every layer keeps its row."""
+    values = {key: value[:9].clone() for key, value in measured().values.items()}
+    values["update_natural"][9 - count - 1 :] = updates
+    states = {name: LayerState("healthy") for name in MATRICES[:8]}
+    states |= dict.fromkeys(MATRICES[8 - count : 8], LayerState("not judged", "frozen"))
+    few = replace(measured(), layers=LAYERS[:9], values=values, bands={}, states=states)
+    kept = cells(measurement_rows(few), "layer", "role")
+    assert len(kept) == rows
+    if rows == 5:
+        assert kept[-1] == ("+4 not judged", "hidden")
+        assert dict(cells(measurement_rows(few), "layer", "what"))["+4 not judged"].startswith(
+            "frozen: h.0.attn.v_proj"
+        )
+    assert len(cells(measurement_rows(few, folded=False), "layer")) == 8
 
 
 def test_layers_of_one_cause_share_a_row_when_they_are_many():

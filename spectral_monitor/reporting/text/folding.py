@@ -114,13 +114,17 @@ class _Rows:
         if not names and not seen:
             names = [info.name for info in infos]  # biases alone
         reasons = {name: reason for reason, some in self.count.not_judged.items() for name in some}
-        if not self.folded or len(names) + len(seen) <= SHOWN or len(names) <= FURTHEST:
-            return [self._other(name, reasons) for name in names]
-        candidates = [name for name in names if name not in reasons] or names
-        far = sorted(candidates, key=self._far)[:FURTHEST]
-        found = [self._other(name, reasons) for name in far]
+        if not self.folded:
+            alone = names
+        elif len(names) + len(seen) <= SHOWN or len(names) <= FURTHEST:
+            still = self._untrained()
+            alone = [name for name in names if name not in still]
+        else:
+            candidates = [name for name in names if name not in reasons] or names
+            alone = sorted(candidates, key=self._far)[:FURTHEST]
+        found = [self._other(name, reasons) for name in alone]
         for reason in (None, *self.count.not_judged):
-            rest = [name for name in names if reasons.get(name) == reason and name not in far]
+            rest = [name for name in names if reasons.get(name) == reason and name not in alone]
             if len(rest) == 1:
                 found.append(self._other(rest[0], reasons))
             elif rest and reason is None:
@@ -129,6 +133,13 @@ class _Rows:
                 what = ": ".join(filter(None, (reason, names_in(self.measurement, rest))))
                 found.append(self._fold(rest, NOT_JUDGED, NOT_JUDGED, what if self.count.judged else ""))
         return found
+
+    def _untrained(self) -> set[str]:
+        """Return the layers without an update that are many for one reason, such as those of a teacher, while others
+        are judged.
+        """
+        many = [some for some in self.count.not_judged.values() if self.count.judged and len(some) > MATES]
+        return {name for some in many if all(math.isnan(self.ratios[self.place[x]]) for x in some) for name in some}
 
     def _nodes(self) -> list[Row]:
         """Return the rows of modules that have features only, which nothing judges."""
