@@ -340,7 +340,7 @@ OTHERS = (
         layers=("logit_scale", "projection"),
         mend=biases("logit_scale", 2.66),
     ),
-    fault("keyword spotting, Adam", "dropout 0.95", dropped(0.95), "unknown", mend=dropped(0.2)),
+    fault("keyword spotting, Adam", "dropout 0.95", dropped(0.95), "dropout", mend=dropped(0.2)),
 )
 
 FAULTS: tuple[Fault, ...] = (*SINGLE, *OTHERS)
