@@ -21,7 +21,6 @@ from spectral_monitor.state.objects import (
     CONTAINERS,
     MAX_DEPTH,
     MAX_OBJECTS,
-    Attributes,
     base_of,
     generator_state,
     generator_types,
@@ -30,6 +29,8 @@ from spectral_monitor.state.objects import (
     is_data,
     is_looked_into,
     passed_on,
+    put_back,
+    read,
     refill,
     set_generator_state,
 )
@@ -178,11 +179,11 @@ class Snapshot:
                 where = f"more than {MAX_DEPTH} steps away" if depth > MAX_DEPTH else f"one of more than {MAX_OBJECTS}"
                 self._refuse(value, f"it is {where}")
             return []
-        attributes = Attributes(value)
-        held = attributes.held()
+        before = read(value)
+        held = list(before.values())
         if has_life(held):
             return [item for item in held if issubclass(type(item), self._generators)]
-        self._undo.append(attributes)
+        self._undo.append(lambda: put_back(value, before))
         return held
 
     def _module(self, module: nn.Module) -> list[Any]:
@@ -207,7 +208,11 @@ class Snapshot:
         own = (*module.parameters(recurse=False), *own) if self._weights else own
         tables = _TABLES if self._weights else ("_buffers",)
         hooks = [space[key] for key in _HOOKS if key in space]
-        self._undo.append(_Refilled(hooks) if self._weights else _WithoutNew(hooks))
+        if self._weights:
+            for hook_table in hooks:
+                self._container(hook_table)
+        else:
+            self._undo.append(_WithoutNew(hooks))
         return [*plain.values(), *own, *(space.get(table) for table in tables)]
 
     def _container(self, box: Any) -> list[Any]:
@@ -259,17 +264,6 @@ class _TensorState:
             tensor.data = memory
         if self.trained and tensor.grad is not self.grad:
             tensor.grad = self.grad
-
-
-class _Refilled:
-    """Gives some hook tables back what they held when it was made."""
-
-    def __init__(self, tables: list[dict[int, Any]]) -> None:
-        self._tables = [(table, list(table.items())) for table in tables]
-
-    def __call__(self) -> None:
-        for table, pairs in self._tables:
-            refill(table, pairs)
 
 
 class _WithoutNew:
