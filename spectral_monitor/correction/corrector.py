@@ -32,7 +32,7 @@ from spectral_monitor.correction.update_size import (
     remnant,
 )
 from spectral_monitor.correction.wanted import WantedUpdates
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.measurement import Measurement
