@@ -17,9 +17,8 @@ from spectral_monitor.condition.optimizers.hyperparameters import (
     hyperparameters,
     rectification,
 )
-from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.logit_clip import LogitClip
-from spectral_monitor.correction.multiplier import Multiplier
+from spectral_monitor.correction.multiplier import Change, Multiplier
 from spectral_monitor.correction.override.lr_override import INSTEAD, LRMultiplierOverride
 from spectral_monitor.correction.param_groups_code import param_groups_code
 from spectral_monitor.correction.peak_rates import Peaks, unmeasured

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 from spectral_monitor.fitting.power_law import Fit, fit_slope
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.parametrization.layer_position import LayerPosition
-from spectral_monitor.parametrization.network_slopes import Axis
 from spectral_monitor.parametrization.param_groups import Family
-from spectral_monitor.parametrization.prediction import predict
+from spectral_monitor.parametrization.prediction import Axis, predict
 from spectral_monitor.reporting.content.families import OTHERS, kind
 from spectral_monitor.scaling.sweeps.limit import How, WidthLimit, limits_of
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
