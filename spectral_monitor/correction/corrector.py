@@ -99,15 +99,13 @@ class Corrector:
         )
 
     def _held(self) -> dict[nn.Parameter, Optimizer]:
-        groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
-        return {p: optimizer for optimizer, group in groups for p in group["params"]}
+        return {p: owner for owner in self._optimizers for group in owner.param_groups for p in group["params"]}
 
     def see_groups(self) -> None:
         """Take in parameter groups that were added since, such as those of a thawed backbone: their learning rates
         beside those of others, and the kind of optimizer that their layers start under.
         """
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        if all(group["params"][0] in self._owners for group in groups if group["params"]):
+        if all(group["params"][0] in self._owners for group in self._groups() if group["params"]):
             return
         self._owners, before = self._held(), self.wanted.settings
         self.wanted.take(hyperparameters(self._layers, self._optimizers))
