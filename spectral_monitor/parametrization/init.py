@@ -131,9 +131,7 @@ def _normalizes(module: nn.Module) -> bool:
 def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
     """Rescale the weights of these layers; layers that are no matrices are left alone."""
     layers = [layer for layer in layers if layer.is_matrix]
-    spread = next((layer.info.name for layer in layers if _is_spread(layer)), None)
-    if spread is not None:
-        raise ValueError(f"{spread!r} is spread over processes: rescale the weights before the module is sharded")
+    refuse_spread(layers, ": rescale the weights before the module is sharded")
     factors: dict[str, float] = {}
     for unit in units(layers):
         done: set[int] = set()
@@ -153,6 +151,13 @@ def _placed(layer: Layer, flat: Mapping[int, ShardRegion]) -> Layer:
     """Return the layer with the layout that FSDP1 gave its parameter, if it did."""
     extent = flat.get(id(layer.sources[0]))
     return layer if extent is None else replace(layer, info=replace(layer.info, placement=extent.placement))
+
+
+def refuse_spread(layers: Iterable[Layer], what_to_do: str) -> None:
+    """Raise a ValueError that names the first layer which is sharded over processes, if there is one."""
+    for layer in layers:
+        if _is_spread(layer):
+            raise ValueError(f"{layer.info.name!r} is spread over processes{what_to_do}")
 
 
 def _is_spread(layer: Layer) -> bool:
