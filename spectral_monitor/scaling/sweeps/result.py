@@ -165,11 +165,10 @@ class _Group:
     def slope(self, recipe: SweepConfig, layer: str, quantity: str) -> Slope:
         """Return the slope of one layer and quantity, or why there is none."""
         found = {at: self._value(*at, layer, quantity) for at in ((x, seed) for seed in self.seeds for x in self.sizes)}
-        rows = [[found[size, seed][0] for size in self.sizes] for seed in self.seeds]
         excluded, reasons = self._left_out({at: why for at, (_, why) in found.items() if why})
-        finite = [value for row in rows for value in row if not math.isnan(value)]
-        if finite and max(finite) < 0:
-            rows = [[-value for value in row] for row in rows]
+        finite = [value for value, _ in found.values() if not math.isnan(value)]
+        sign = -1.0 if finite and max(finite) < 0 else 1.0
+        rows = [[sign * found[size, seed][0] for size in self.sizes] for seed in self.seeds]
         if finite and min(finite) < 0 < max(finite):
             fit = Fit(math.nan, math.nan, math.nan, (), "", "it is positive at some points and negative at others")
         else:
@@ -183,7 +182,6 @@ class _Group:
         shown = [rows[place] for place in fit.seeds] or rows
         columns = [[row[i] for row in shown if not math.isnan(row[i])] for i in range(len(self.sizes))]
         used = [size for size, column in zip(self.sizes, columns, strict=True) if column]
-        sign = -1.0 if finite and max(finite) < 0 else 1.0
         return Slope(
             layer=layer,
             quantity=quantity,
