@@ -134,6 +134,7 @@ class _Group:
         self.excluded: list[str] = []
         self.used: dict[tuple[int, int], Measurement] = {}
         self.places: dict[int, Mapping[str, LayerPosition]] = {}
+        self.infos: dict[int, tuple[LayerInfo, ...]] = {}
         for key in keys:
             point, size = points.get(key), _split(key, axis)[0]
             measurement = None if point is None else point.at(step)
@@ -143,23 +144,21 @@ class _Group:
             else:
                 self.used[size, key.seed] = measurement
                 self.places.setdefault(size, point.places)
+                self.infos.setdefault(size, measurement.layers)
         self.predictions: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
         self._drop_twins()
-        infos = {size: measurement.layers for (size, _), measurement in self.used.items()}
-        self.names = labels(infos, axis)
+        self.names = labels(self.infos, axis)
         self.layers = list(dict.fromkeys(label for size in reversed(self.sizes) for label in self.names.get(size, {})))
 
     def _drop_twins(self) -> None:
         """Networks that are the same at two sizes count once."""
         seen: dict[tuple[Any, ...], int] = {}
-        for size in self.sizes:
-            layers = next((m.layers for (other, _), m in self.used.items() if other == size), None)
-            if layers is None:
-                continue
-            shapes = tuple((info.name, info.shape) for info in layers)
+        for size, infos in sorted(self.infos.items()):
+            shapes = tuple((info.name, info.shape) for info in infos)
             if shapes in seen:
                 self.excluded.append(f"{self.axis} {size}: all shapes are as at {self.axis} {seen[shapes]}")
                 self.used = {at: m for at, m in self.used.items() if at[0] != size}
+                del self.infos[size]
             seen.setdefault(shapes, size)
 
     def slope(self, recipe: SweepConfig, layer: str, quantity: str) -> Slope:
@@ -224,21 +223,15 @@ class _Group:
             return math.nan, f"{value:g}"
         return value, ""
 
-    def _infos(self, layer: str) -> dict[int, LayerInfo]:
-        return {
-            size: info
-            for (size, _), measurement in self.used.items()
-            for info in measurement.layers
-            if info.name == self.names[size].get(layer)
-        }
-
     def _note(self, layer: str) -> str:
         """Sizes that leave the layer's shape as it is; other layers may change what it does all the same."""
         if self.axis != "width":
             return ""
         by_shape: dict[tuple[int, ...], list[int]] = {}
-        for size, info in sorted(self._infos(layer).items()):
-            by_shape.setdefault(info.shape, []).append(size)
+        for size, infos in sorted(self.infos.items()):
+            shape = next((info.shape for info in infos if info.name == self.names[size].get(layer)), None)
+            if shape is not None:
+                by_shape.setdefault(shape, []).append(size)
         if len(by_shape) == 1 and len(self.sizes) > 1:
             return "its shape does not change with the width"
         same = [" and ".join(map(str, sizes)) for sizes in by_shape.values() if len(sizes) > 1]
@@ -267,8 +260,8 @@ class _Group:
 
     def _labelled(self, size: int) -> tuple[list[LayerInfo], dict[str, LayerPosition]]:
         """Return the layers of a size and their places: against depth those that have labels, by these."""
-        infos = next(m.layers for (other, _), m in self.used.items() if other == size)
-        places, label = self.places[size], {name: label for label, name in self.names[size].items()}
+        infos, places = self.infos[size], self.places[size]
+        label = {name: label for label, name in self.names[size].items()}
         if self.axis == "width":
             return list(infos), dict(places)
         followed = [info for info in infos if info.name in label]
