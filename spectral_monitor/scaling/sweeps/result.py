@@ -14,9 +14,11 @@ from spectral_monitor.parametrization.layer_position import LayerPosition
 from spectral_monitor.parametrization.param_groups import Family
 from spectral_monitor.parametrization.prediction import Axis, predict
 from spectral_monitor.reporting.content.families import OTHERS, kind
+from spectral_monitor.scaling.sweeps.figure import sweep_figure
 from spectral_monitor.scaling.sweeps.limit import How, WidthLimit, limits_of
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.slope import Slope
+from spectral_monitor.scaling.sweeps.table import sweep_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,8 +75,6 @@ class SweepResult:
 
     def table(self) -> str:
         """Return one line that answers, then a row for each layer and quantity, offenders first."""
-        from spectral_monitor.scaling.sweeps.table import sweep_table
-
         return str(sweep_table(self))
 
     def figure(self) -> Figure:
@@ -83,8 +83,6 @@ class SweepResult:
         Raises:
             ModuleNotFoundError: matplotlib is not installed (``pip install spectral-monitor[plots]``).
         """
-        from spectral_monitor.scaling.sweeps.figure import sweep_figure
-
         return sweep_figure(self)
 
     def to_rows(self) -> list[dict[str, Any]]:
