@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
+from spectral_monitor.fitting.extrapolation import extrapolate
 from spectral_monitor.fitting.power_law import Fit, fit_slope
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.rules import Parametrization
@@ -131,8 +132,6 @@ def limits_of(result: SweepResult) -> dict[tuple[str, str], WidthLimit]:
 
 
 def _limit(result: SweepResult, slope: Any) -> WidthLimit:
-    from spectral_monitor.limits import extrapolate
-
     layer, quantity, seeds = slope.layer, slope.quantity, list(dict.fromkeys(key.seed for key in result.keys))
     found = {(p.key.width, p.key.seed): _value(p, result.step, quantity, layer) for p in result.points if not p.failure}
     rows = {seed: [found.get((width, seed), math.nan) for width in slope.sizes] for seed in seeds}
