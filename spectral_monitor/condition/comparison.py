@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spectral_monitor.condition.optimizers.rates import RULES
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 
 if TYPE_CHECKING:
     from spectral_monitor.condition.network import Network

@@ -14,7 +14,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyper
 from spectral_monitor.condition.optimizers.left_out import FRESH, cut_off, never_trained
 from spectral_monitor.condition.optimizers.rates import LEVEL, Rate, Rated, follows, rule_of
 from spectral_monitor.condition.row import Columns, Row
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.measurement import Measurement
 
 WIDE = 32

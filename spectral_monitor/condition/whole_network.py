@@ -16,7 +16,7 @@ from spectral_monitor.condition.trends.losses import LossTrend
 from spectral_monitor.condition.trends.outputs import OutputTrend
 from spectral_monitor.condition.trends.pace import PaceTrend
 from spectral_monitor.condition.verdict import NETWORK
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.measurement import NOT_FINITE, Measurement
 
 SIZE = 1e4

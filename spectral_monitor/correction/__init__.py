@@ -1,7 +1,7 @@
 """Learning-rate corrections, layer by layer."""
 
-from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.corrector import Corrector
+from spectral_monitor.correction.multiplier import Change
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.parametrization.init import looks_drawn, rescale, spectral_init_, starting_norm
 from spectral_monitor.parametrization.param_groups import spectral_param_groups

@@ -17,9 +17,8 @@ from spectral_monitor.condition.optimizers.hyperparameters import (
     hyperparameters,
     rectification,
 )
-from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.logit_clip import LogitClip
-from spectral_monitor.correction.multiplier import Multiplier
+from spectral_monitor.correction.multiplier import Change, Multiplier
 from spectral_monitor.correction.override.lr_override import INSTEAD, LRMultiplierOverride
 from spectral_monitor.correction.param_groups_code import param_groups_code
 from spectral_monitor.correction.peak_rates import Peaks, unmeasured
@@ -32,7 +31,7 @@ from spectral_monitor.correction.update_size import (
     remnant,
 )
 from spectral_monitor.correction.wanted import WantedUpdates
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.measurement import Measurement
@@ -100,15 +99,13 @@ class Corrector:
         )
 
     def _held(self) -> dict[nn.Parameter, Optimizer]:
-        groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
-        return {p: optimizer for optimizer, group in groups for p in group["params"]}
+        return {p: owner for owner in self._optimizers for group in owner.param_groups for p in group["params"]}
 
     def see_groups(self) -> None:
         """Take in parameter groups that were added since, such as those of a thawed backbone: their learning rates
         beside those of others, and the kind of optimizer that their layers start under.
         """
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        if all(group["params"][0] in self._owners for group in groups if group["params"]):
+        if all(group["params"][0] in self._owners for group in self._groups() if group["params"]):
             return
         self._owners, before = self._held(), self.wanted.settings
         self.wanted.take(hyperparameters(self._layers, self._optimizers))

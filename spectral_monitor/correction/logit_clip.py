@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spectral_monitor.correction.change import Change
+from spectral_monitor.correction.multiplier import Change
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.measurement import Measurement
 

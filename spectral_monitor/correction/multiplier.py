@@ -1,4 +1,4 @@
-"""The multiplier of a layer: what is known of its updates, and the learning rate that follows."""
+"""The multiplier of a layer: what is known of its updates, the learning rate that follows, and changes of it."""
 
 from __future__ import annotations
 
@@ -54,3 +54,29 @@ class Multiplier:
         """Return what goes on from :meth:`state`."""
         rate, lowest, since, *size = state
         return cls(rate, lowest, since, Tracker(*size), limited)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A multiplier that was changed.
+
+    Attributes:
+        layer: whose; where several layers share one, the one whose rule counts.
+        before, after: the multiplier.
+        observed, wanted: of the update, in the policy's quantity.
+        quantity: that quantity.
+        limited: whether it is now further off than the settings explain, and held there.
+    """
+
+    layer: str
+    before: float
+    after: float
+    observed: float
+    wanted: float
+    quantity: str
+    limited: bool = False
+
+    @property
+    def factor(self) -> float:
+        """Return by how much it was changed, whichever way."""
+        return max(self.after / self.before, self.before / self.after)

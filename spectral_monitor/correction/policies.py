@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.parametrization.tying import DENSE

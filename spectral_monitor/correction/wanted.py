@@ -14,7 +14,7 @@ from spectral_monitor.correction.multiplier import Multiplier
 from spectral_monitor.correction.policies import ALONE, balanced, explained, momentum_share, share, wanted_decrease
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.update_size import shows_contribution
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.layer_position import data_reader

@@ -1,1 +1,1 @@
-"""Fits to measured numbers: power laws with intervals, and limits of infinite width."""
+"""Fits to measured numbers: power laws with intervals, limits of infinite width, medians."""

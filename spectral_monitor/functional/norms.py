@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.functional.vector_norms import lengths
 from spectral_monitor.linalg import ShardedStack, SpectralEstimate, compute_dtype, run_local, spectral_estimate, tame
 

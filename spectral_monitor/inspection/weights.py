@@ -18,10 +18,9 @@ from spectral_monitor.inspection.checkpoint import skeleton, weights_in
 from spectral_monitor.layers.inspect_model import Layer, dissect
 from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.measurement import LayerInfo, Measurement
-from spectral_monitor.parametrization.init import largest_row
+from spectral_monitor.parametrization.init import largest_row, refuse_spread
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.text.roles import Roles
-from spectral_monitor.state.dtensor import is_distributed
 
 if TYPE_CHECKING:
     from spectral_monitor.reporting.text.lines import Table
@@ -132,11 +131,7 @@ def inspect(
     else:
         raise TypeError(f"inspect takes a module, a state_dict or the path of a checkpoint, got {type(model).__name__}")
     anatomy = dissect(root, roles=roles)
-    spread = next((layer.info.name for layer in anatomy.layers if any(map(is_distributed, layer.sources))), None)
-    if spread is not None:
-        raise ValueError(
-            f"{spread!r} is spread over processes: inspect the model before it is sharded, or a checkpoint"
-        )
+    refuse_spread(anatomy.layers, ": inspect the model before it is sharded, or a checkpoint")
     found = [_measured(layer) for layer in anatomy.layers]
     values = {key: torch.tensor([row[key] for row in found]) for key in MEASURED}
     return Inspection(Roles.of(anatomy), Measurement(0, anatomy.infos, values, {}))

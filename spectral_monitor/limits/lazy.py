@@ -152,7 +152,8 @@ def _descent(
     """Return the best score of ``f <- f - lr K chi`` from f = 0."""
     # Loss curvature is at most 1 / B for half the squared error, and 1 / (2 B) for cross entropy.
     slack, derivative = (1.0, square_derivative) if y.is_floating_point() else (2.0, softmax_derivative)
-    rate = slack * len(y) / _largest(own)
+    # The largest sum of a row's entries is an upper bound of the largest eigenvalue, close to it.
+    rate = slack * len(y) / own.abs().sum(1).max().item()
     q = torch.zeros(len(y), outputs)
     started, best, stopped = time.monotonic(), LazyScore(kernel, math.inf, math.nan, 0, len(y), False), False
     for step in range(steps + 1):
@@ -164,11 +165,6 @@ def _descent(
             break
         q = q - rate * derivative(own @ q, y)
     return replace(best, stopped=stopped)
-
-
-def _largest(K: Tensor) -> float:
-    """Return an upper bound of the largest eigenvalue, close to it: the largest sum of a row's entries."""
-    return K.abs().sum(1).max().item()
 
 
 def _loss(f: Tensor, target: Tensor) -> tuple[float, float]:

@@ -69,7 +69,11 @@ class WeightedNeurons:
     ) -> None:
         check_sizes(d=d, k=k, nodes=nodes)
         self.phi, self._rates = phi, rates_of(lr, 2)
-        points, self.weights = _rule(d + k, nodes) if d + k <= 3 else _drawn(d, k, seed)
+        if d + k <= 3:
+            points, self.weights = _rule(d + k, nodes)
+        else:
+            points = drawn_points(d, k, DRAWN, seed)
+            self.weights = torch.full((DRAWN,), 1 / DRAWN, dtype=torch.float64)
         self.U, self.V = su * points[:, :d], sv * points[:, d:]  # (N, d) and (N, k)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -121,12 +125,6 @@ def _rule(dimensions: int, nodes: int) -> tuple[Tensor, Tensor]:
     points = torch.cartesian_prod(*[z] * dimensions).reshape(-1, dimensions)
     weights = torch.cartesian_prod(*[w] * dimensions).reshape(-1, dimensions).prod(1)
     return points, weights
-
-
-def _drawn(d: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return points (N, d + k) for N(0, 1), and equal weights."""
-    points = drawn_points(d, k, DRAWN, seed)
-    return points, torch.full((len(points),), 1 / len(points), dtype=torch.float64)
 
 
 def drawn_points(d: int, k: int, count: int, seed: int) -> Tensor:

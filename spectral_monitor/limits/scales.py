@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.parametrization.rules import Parametrization, Power, Rule
+from spectral_monitor.parametrization.rules import Parametrization, Power
 
 GOES_WITH_WIDTH = frozenset({"weight_norm", "weight_fro", "update_norm", "update_fro", "lr", "backward_rms"})
 """Quantities that have no limit: they grow or vanish with the width."""
@@ -60,14 +61,26 @@ def limit_scales(parametrization: Parametrization, lr: float, fan_in: int, k: in
     """
     if not 0 < lr < math.inf:
         raise ValueError(f"lr must be a finite number > 0, got {lr!r}")
+    first, last = parametrization.input, parametrization.readout
+
+    def limit(what: str, powers: Sequence[Power], fans: Callable[[int], tuple[int, int]], power: int) -> float:
+        """Return the limit of the least value over ``n^power`` for widths n, or refuse a rule of another power."""
+        large, larger = (min(p.at(*fans(n), 2) for p in powers) / float(n) ** power for n in (2**40, 2**42))
+        if not math.isclose(large, larger, rel_tol=1e-6):
+            raise NoLimitError(
+                f"{parametrization.name} has no feature-learning limit: {what} must go as n^{power} in the width n, as "
+                "in MUP"
+            )
+        return larger
+
     # Entries of U stay, those of V go as 1/n, rates as n and 1/n.
     return Scales(
-        su=_limit(parametrization, "std", parametrization.input, "in", fan_in, power=0),
-        sv=_limit(parametrization, "std", parametrization.readout, "out", k, power=-1),
-        lr_u=lr * _limit(parametrization, "sgd", parametrization.input, "in", fan_in, power=1),
-        lr_b=lr * _limit(parametrization, "sgd", parametrization.input, "in", 1, power=1),
-        lr_v=lr * _limit(parametrization, "sgd", parametrization.readout, "out", k, power=-1),
-        lr_out=lr * parametrization.readout.sgd.at(1, k, 2),  # k numbers, which do not depend on the width
+        su=limit("std of the input", first.std, lambda n: (fan_in, n), 0),
+        sv=limit("std of the readout", last.std, lambda n: (n, k), -1),
+        lr_u=lr * limit("sgd of the input", [first.sgd], lambda n: (fan_in, n), 1),
+        lr_b=lr * limit("sgd of the input", [first.sgd], lambda n: (1, n), 1),
+        lr_v=lr * limit("sgd of the readout", [last.sgd], lambda n: (n, k), -1),
+        lr_out=lr * last.sgd.at(1, k, 2),  # k numbers, which do not depend on the width
     )
 
 
@@ -86,29 +99,3 @@ def of_limit(measured: Measurement, values: dict[str, Tensor]) -> Measurement:
     kept = ("loss_change", "loss_change_predicted", "contribution_spread", "readout_share")
     summary = {key: value for key, value in measured.summary.items() if key in kept}
     return Measurement(measured.step, measured.layers, values, summary, reasons=reasons)
-
-
-def _limit(
-    parametrization: Parametrization,
-    what: Literal["std", "sgd"],
-    rule: Rule,
-    side: Literal["in", "out"],
-    fan: int,
-    *,
-    power: int,
-) -> float:
-    """Return the limit of a rule's value over ``n^power`` for widths n, or refuse a rule of another power."""
-
-    def value(n: int) -> float:
-        fans = (fan, n) if side == "in" else (n, fan)
-        powers: tuple[Power, ...] = rule.std if what == "std" else (rule.sgd,)
-        return min(each.at(*fans, 2) for each in powers) / float(n) ** power
-
-    large, larger = value(2**40), value(2**42)
-    if not math.isclose(large, larger, rel_tol=1e-6):
-        place = "input" if side == "in" else "readout"
-        raise NoLimitError(
-            f"{parametrization.name} has no feature-learning limit: {what} of the {place} must go as n^{power} in the "
-            "width n, as in MUP"
-        )
-    return larger

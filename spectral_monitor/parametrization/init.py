@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from spectral_monitor.condition.optimizers.left_out import FRESH
 from spectral_monitor.layers import Layer, dissect
 from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.parametrization.tying import DENSE, units
@@ -20,10 +21,6 @@ NORMALIZING, PLAIN = 1.25, 2.0
 TORCH_OWN = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm)
 TOLERANCE = 1e-3
 """Of the norms that weights are divided by."""
-DRAWN = 0.6
-"""Stable rank of the median weight over that of a Gaussian matrix, from which weights look as they are drawn: 1 for
-those that were just drawn, 0.1 to 0.4 for those of trained networks.
-"""
 
 
 def spectral_init_(
@@ -105,7 +102,7 @@ def looks_drawn(layers: Sequence[Layer]) -> bool:
     if any(layer.compute is not None or not layer.sources[0].requires_grad for layer in dense):
         return False
     found = sorted(ratio for layer in dense if not _is_spread(layer) for ratio in _randomness(layer) if ratio > 0)
-    return not found or found[len(found) // 2] >= DRAWN
+    return not found or found[len(found) // 2] >= FRESH
 
 
 @torch.no_grad()
@@ -131,9 +128,7 @@ def _normalizes(module: nn.Module) -> bool:
 def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
     """Rescale the weights of these layers; layers that are no matrices are left alone."""
     layers = [layer for layer in layers if layer.is_matrix]
-    spread = next((layer.info.name for layer in layers if _is_spread(layer)), None)
-    if spread is not None:
-        raise ValueError(f"{spread!r} is spread over processes: rescale the weights before the module is sharded")
+    refuse_spread(layers, ": rescale the weights before the module is sharded")
     factors: dict[str, float] = {}
     for unit in units(layers):
         done: set[int] = set()
@@ -153,6 +148,13 @@ def _placed(layer: Layer, flat: Mapping[int, ShardRegion]) -> Layer:
     """Return the layer with the layout that FSDP1 gave its parameter, if it did."""
     extent = flat.get(id(layer.sources[0]))
     return layer if extent is None else replace(layer, info=replace(layer.info, placement=extent.placement))
+
+
+def refuse_spread(layers: Iterable[Layer], what_to_do: str) -> None:
+    """Raise a ValueError that names the first layer which is sharded over processes, if there is one."""
+    for layer in layers:
+        if _is_spread(layer):
+            raise ValueError(f"{layer.info.name!r} is spread over processes{what_to_do}")
 
 
 def _is_spread(layer: Layer) -> bool:

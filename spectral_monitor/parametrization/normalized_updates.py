@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from spectral_monitor.functional import natural_norm
 from spectral_monitor.layers import Layer, dissect
 from spectral_monitor.linalg import spectral_estimate
-from spectral_monitor.parametrization.init import by_entry, largest_row
+from spectral_monitor.parametrization.init import by_entry, largest_row, refuse_spread
 from spectral_monitor.parametrization.tying import units
-from spectral_monitor.state.dtensor import is_distributed
 
 Norm = Literal["spectral", "frobenius"]
 
@@ -69,9 +68,7 @@ class NormalizedUpdates(Optimizer):
             raise ValueError(f"unknown norm {norm!r}; valid norms: {', '.join(get_args(Norm))}")
         held = {p for group in optimizer.param_groups for p in group["params"]}
         layers = [layer for layer in dissect(module, roles=roles, blocks=blocks).layers if layer.compute is None]
-        spread = next((layer.info.name for layer in layers if any(map(is_distributed, layer.sources))), None)
-        if spread is not None:
-            raise ValueError(f"{spread!r} is spread over processes, which NormalizedUpdates cannot measure")
+        refuse_spread(layers, ", which NormalizedUpdates cannot measure")
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], dict(optimizer.defaults))
         self.optimizer, self.norm = optimizer, norm
         self.param_groups, self.state = optimizer.param_groups, optimizer.state

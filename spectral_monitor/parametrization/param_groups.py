@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -179,7 +179,7 @@ def _name(factor: Fraction | float) -> str:
     return f"x{factor.numerator}" + (f"_over_{factor.denominator}" if factor.denominator != 1 else "")
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a setting is a real number; a boolean is none."""
     return isinstance(value, Real) and not isinstance(value, bool)
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from spectral_monitor.measurement import LayerInfo
-from spectral_monitor.parametrization.layer_position import LayerPosition, kinds
-from spectral_monitor.parametrization.network_slopes import Axis, NetworkSlopes
+from spectral_monitor.parametrization.layer_position import Kind, LayerPosition, kinds
 from spectral_monitor.parametrization.param_groups import Family, check_family
-from spectral_monitor.parametrization.rules import Parametrization
+from spectral_monitor.parametrization.rules import Parametrization, Scale
 from spectral_monitor.parametrization.tying import DENSE
+
+Axis = Literal["width", "depth"]
+UPDATES = ("update_norm", "update_fro")
+DRIFTS = ("feature_change", "feature_drift")
+UNSTABLE = (
+    *("feature_change", "feature_change_local", "feature_drift"),
+    *("contribution", "sensitivity", "bfa_cos", "alignment"),
+)
+GROWS = 0.25
+"""A slope of updates from which on training is taken to blow up; exponents of parametrizations are halves."""
+SAME = 0.05
+"""Slopes this close are of one power; the sizes of layers are never in exact proportion."""
 
 
 def predict(
@@ -117,7 +130,7 @@ def predict(
         raise ValueError("depths need places=: layers alone do not tell how deep they are")
     if places is None:
         places = [_told(infos) for infos in layers]
-    network = NetworkSlopes(parametrization, optimizer, axis, sizes, layers, places, start)
+    network = _NetworkSlopes(parametrization, optimizer, axis, sizes, layers, places, start)
     return {name: network.slope(quantity, name) for name in network.names}
 
 
@@ -126,3 +139,193 @@ def _told(infos: Sequence[LayerInfo]) -> dict[str, LayerPosition]:
     dense = [info.name for info in infos if info.role in DENSE]
     index, depth, kind = {name: i for i, name in enumerate(dense)}, max(1, len(dense)), kinds(infos)
     return {i.name: LayerPosition(kind[i.name], i.fan_in, i.fan_out, index.get(i.name, 0), depth) for i in infos}
+
+
+class _NetworkSlopes:
+    """A network at all sizes; every number is a slope against the size, NaN where theory is silent."""
+
+    def __init__(
+        self,
+        p: Parametrization,
+        optimizer: Family,
+        axis: Axis,
+        sizes: Sequence[int],
+        layers: Sequence[Sequence[LayerInfo]],
+        places: Sequence[Mapping[str, LayerPosition]],
+        start: bool,
+    ) -> None:
+        self._p, self._sgd, self._start = p, optimizer == "sgd", start
+        self._deep, self._chain = axis == "depth", p.branch is None
+        self._logs = [math.log(size) for size in sizes]
+        by_name = [{info.name: info for info in infos} for infos in layers]
+        self.names = [info.name for info in layers[0] if all(info.name in found for found in by_name)]
+        self._infos = {name: [found[name] for found in by_name] for name in self.names}
+        self._kinds: dict[str, Kind] = kinds(layers[0])  # of gradients; whose rule holds, places say
+        self._places = {name: [some[name] for some in places if name in some] for name in self.names}
+        self._tied = any(
+            self._role(name) == "embedding" and place.kind == "readout"
+            for name, some in self._places.items()
+            for place in some
+        )
+        readouts = [name for name in self.names if self._role(name) == "readout"]
+        self._gradient = 0.0  # R
+        if readouts:
+            last = readouts[-1]
+            of_update = self._of(last, lambda s, n, m: s.sgd if self._sgd else s.adam)
+            self._gradient = self._of(last, lambda s, n, m: s.std)
+            if not start:
+                self._gradient = max(self._gradient, of_update)
+        if self._deep and not self._keeps_its_signal():
+            self._gradient = math.nan  # and with it all that has passed through features
+        self._updates = {name: self._update(name) for name in self.names}
+
+    def slope(self, quantity: str, name: str) -> float:
+        """Return the slope of one layer; NaN where nothing is predicted."""
+        matrix, operator = self._role(name) != "vector", self._role(name) == "operator"
+        if len({info.blocks for info in self._infos[name]}) > 1:
+            return math.nan
+        still = self._start and quantity == "alignment"  # what is about to blow up has not yet
+        if quantity in UNSTABLE and not still and not all(update <= GROWS for update in self._updates.values()):
+            return math.nan
+        if quantity == "update_natural":
+            return self._updates[name]
+        if quantity in ("update_stable_rank", "update_alignment"):
+            return 0.0 if matrix else math.nan
+        if quantity == "contribution":
+            return self._contribution(name)
+        if quantity == "weight_natural":
+            return self._weight(name)
+        if quantity in UPDATES and self._role(name) in DENSE:
+            return self._updates[name] + self._of(name, lambda s, n, m: math.sqrt(m / n))
+        if quantity in ("weight_norm", "weight_fro") and self._role(name) in DENSE:
+            spectral = quantity == "weight_norm"
+            return self._of(name, lambda s, n, m: s.std * (n**0.5 + m**0.5 if spectral else (n * m) ** 0.5))
+        if quantity == "weight_stable_rank" and self._role(name) in DENSE:
+            return self._of(name, lambda s, n, m: n * m / (n**0.5 + m**0.5) ** 2)
+        if quantity in ("update_ratio", "drift_ratio") and matrix:
+            if self._tied and self._role(name) == "embedding":
+                return math.nan
+            return self._updates[name] - self._weight(name)
+        if quantity == "drift_fro_ratio" and self._role(name) in DENSE:
+            return self.slope("update_fro", name) - self.slope("weight_fro", name)
+        return self._of_features(quantity, name) if operator or self._starts(name) else math.nan
+
+    def _starts(self, name: str) -> bool:
+        """Return whether it is a readout that has not moved."""
+        return self._start and self._role(name) == "readout"
+
+    def _of_features(self, quantity: str, name: str) -> float:
+        if quantity == "feature_rms":
+            return math.nan if self._tied else self._features(name)
+        if quantity == "alignment":
+            return self._of(name, lambda s, n, m: m**0.5 / (n**0.5 + m**0.5))
+        if self._starts(name):
+            return math.nan
+        if quantity == "feature_change_local":
+            return self._updates[name] - self._features(name)
+        if quantity in DRIFTS:
+            return self._change(name) - self._features(name)
+        if quantity == "sensitivity" and not self._tied:
+            return -self._of(name, lambda s, n, m: m) - self._backward(name) - self._cosine(name)
+        if quantity == "bfa_cos" and self._deep:
+            return self._cosine(name)
+        return math.nan
+
+    def _change(self, name: str) -> float:
+        """Return the slope of the change of a layer's outputs, the largest of all that updates up to it cause."""
+        before = self.names[: self.names.index(name) + 1]
+        return max(self._moves(other, name) for other in before if self._kinds[other] != "readout")
+
+    def _cosine(self, name: str) -> float:
+        """Return the slope of the cosine of the backward-feature angle."""
+        if not self._deep:
+            return 0.0
+        if self._chain:
+            return -0.5 * self._passed(name) + self._kept()
+        # A branch is no cut node: downhill is what its own update does. Of unlike powers, constants tell which leads.
+        own = self._updates[name] - self._change(name)
+        return own if abs(own) < SAME else math.nan
+
+    def _keeps_its_signal(self) -> bool:
+        """Return whether features and gradients are as large in deeper networks."""
+        hidden = [name for name in self.names if self._kinds[name] == "hidden" and self._role(name) == "operator"]
+        scales = [(self._p.scale(place), place.fan_in) for name in hidden for place in self._places[name]]
+        return not self._chain or all(math.isclose(s.std, math.sqrt(2 / n)) for s, n in scales)
+
+    def _kept(self) -> float:
+        """Return 0, or NaN if features and gradients depend on the depth in another way than by a power."""
+        return 0.0 if not self._deep or math.isfinite(self._gradient) else math.nan
+
+    def _update(self, name: str) -> float:
+        """Return the slope of the natural norm of an update."""
+        size = self._of(name, lambda s, n, m: n * (s.sgd if self._sgd else s.adam))
+        if self._sgd and self._tied:
+            return math.nan
+        return size + (self._backward(name) if self._sgd else 0.0)
+
+    def _backward(self, name: str) -> float:
+        """Return the slope of the gradient's entries at a layer's outputs."""
+        if self._kinds[name] == "readout":
+            return self._kept()
+        return self._gradient + self._branch(name)
+
+    def _branch(self, name: str) -> float:
+        """Return the slope of what a layer's outputs are multiplied by on their way to the stream."""
+        if not self._deep or self._p.branch is None or not all(place.on_branch for place in self._places[name]):
+            return 0.0
+        return self._line([self._p.branch.at(depth=place.branches) for place in self._places[name]])
+
+    def _passed(self, name: str) -> float:
+        """Return the slope of the number of operators that move a layer's outputs; of a branch those in its inputs.
+
+        The input layer counts twice, because no ReLU halves what it reads.
+        """
+        own = 1 if self._chain else 0
+        return self._line([place.index + 1 + own for place in self._places[name]])
+
+    def _moves(self, other: str, name: str) -> float:
+        """By how much an update changes what a later layer puts out; tokens in relation to what they are."""
+        own = self._updates[other] - (self._weight(other) if self._role(other) == "embedding" else 0.0)
+        if not self._deep:
+            return own
+        if self._chain:
+            return own + 1.5 * self._passed(name)
+        if other == name or self._kinds[other] != "hidden":
+            return own
+        return own + self._branch(other) + self._passed(name)  # of all branches up to there, which add up
+
+    def _contribution(self, name: str) -> float:
+        if self._tied:
+            return math.nan
+        size = self._of(name, lambda s, n, m: n * m * (s.sgd if self._sgd else s.adam))
+        return size + self._backward(name) * (2 if self._sgd else 1)
+
+    def _weight(self, name: str) -> float:
+        if self._role(name) == "vector":
+            return math.nan  # zero at the start
+        if self._role(name) == "embedding":
+            return self._of(name, lambda s, n, m: s.std)
+        return self._of(name, lambda s, n, m: s.std * math.sqrt(n / m) * (n**0.5 + m**0.5))
+
+    def _features(self, name: str) -> float:
+        return self._of(name, lambda s, n, m: s.std * math.sqrt(n)) + self._kept()
+
+    def _role(self, name: str) -> str:
+        return self._infos[name][0].role
+
+    def _of(self, name: str, value: Callable[[Scale, float, float], float]) -> float:
+        """Return the slope of a function's values over the sizes; NaN if there is no rule."""
+        infos, places = self._infos[name], self._places[name]
+        if len(places) < len(infos):
+            return math.nan
+        both = zip(infos, places, strict=True)
+        return self._line([value(self._p.scale(place), info.fan_in, info.fan_out) for info, place in both])
+
+    def _line(self, values: Sequence[float]) -> float:
+        """Return the slope of positive values over the sizes, by least squares on log-log axes."""
+        if len(values) < len(self._logs):
+            return math.nan
+        logs = [math.log(value) for value in values]
+        x, y = sum(self._logs) / len(logs), sum(logs) / len(logs)
+        pairs = zip(self._logs, logs, strict=True)
+        return sum((a - x) * (b - y) for a, b in pairs) / sum((a - x) ** 2 for a in self._logs)

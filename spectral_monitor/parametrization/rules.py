@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.layers import Layer, dissect
-from spectral_monitor.parametrization.init import by_entry
+from spectral_monitor.parametrization.init import by_entry, refuse_spread
 from spectral_monitor.parametrization.layer_position import Kind, LayerPosition, by_parameter
 from spectral_monitor.parametrization.param_groups import Family, check_family, grouped
-from spectral_monitor.state.dtensor import is_distributed
 
 Outputs = Literal["dense", "sparse"]
 
@@ -224,9 +223,7 @@ class Parametrization:
         _check_depth(depth)
         layers = dissect(module, roles=roles, blocks=blocks).layers
         places = by_parameter(module, layers, depth)
-        spread = next((layer.info.name for layer in layers if any(map(is_distributed, layer.sources))), None)
-        if spread is not None:
-            raise ValueError(f"{spread!r} is spread over processes: draw the weights before the module is sharded")
+        refuse_spread(layers, ": draw the weights before the module is sharded")
         layers = tuple(layer for layer in layers if layer.compute is None)
         stds: dict[nn.Parameter, tuple[Layer, list[float]]] = {}  # all before the first draw, for a rule may be missing
         for layer in layers:

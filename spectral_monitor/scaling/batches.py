@@ -152,7 +152,7 @@ def _own_workers(loader: Any) -> Iterator[None]:
 
 def moved(batch: Any, device: torch.device) -> Any:
     """Return the batch with its tensors on a device; tuples, lists and dicts are traversed."""
-    if isinstance(batch, Tensor):
+    if hasattr(batch, "to"):
         return batch.to(device)
     if isinstance(batch, tuple):
         items = [moved(item, device) for item in batch]
@@ -161,4 +161,4 @@ def moved(batch: Any, device: torch.device) -> Any:
         return [moved(item, device) for item in batch]
     if isinstance(batch, dict):
         return {key: moved(item, device) for key, item in batch.items()}
-    return batch.to(device) if hasattr(batch, "to") else batch
+    return batch

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -110,7 +111,7 @@ class Trial:
         calls: dict[tuple[int, int], int] = {}
         factors: dict[int, float] = {}
 
-        def rescale(layer: Layer, output: Tensor) -> Tensor:
+        def rescale(layer: Layer, module: nn.Module, args: Any, output: Tensor) -> Tensor:
             weight = id(layer.sources[0])
             call = calls[weight, self.batch] = calls.get((weight, self.batch), 0) + 1
             size = float(F.feature_rms(output))
@@ -125,7 +126,10 @@ class Trial:
             factors[weight] = math.sqrt(count / total)
             return output * factors[weight]
 
-        with self._hooked(layers, rescale):
+        with ExitStack() as hooks:
+            for layer in layers:
+                if layer.module is not None:
+                    hooks.enter_context(layer.module.register_forward_hook(partial(rescale, layer)))
             for _ in range(max(MOST_PASSES, len(layers) + 2)):
                 before = dict(factors)
                 calls.clear()
@@ -143,20 +147,6 @@ class Trial:
         return factors
 
     @contextmanager
-    def _hooked(self, layers: Sequence[Layer], see: Callable[[Layer, Tensor], Tensor]) -> Iterator[None]:
-        """Inside, what ``see`` returns takes the place of a layer's output."""
-
-        def hook(layer: Layer) -> Callable[..., Tensor]:
-            return lambda module, args, output: see(layer, output)
-
-        handles = [layer.module.register_forward_hook(hook(layer)) for layer in layers if layer.module is not None]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextmanager
     def _given(self, readout: nn.Module) -> Iterator[list[Tensor]]:
         """Inside, the inputs of a module are collected."""
         inputs: list[Tensor] = []
@@ -166,11 +156,8 @@ class Trial:
             if given is not None:
                 inputs.append(given)
 
-        handle = readout.register_forward_pre_hook(keep, with_kwargs=True)
-        try:
+        with readout.register_forward_pre_hook(keep, with_kwargs=True):
             yield inputs
-        finally:
-            handle.remove()
 
     @torch.enable_grad()
     def look(self, readout: Layer, parameters: Sequence[nn.Parameter]) -> GradientPass:

@@ -133,25 +133,14 @@ def remove(value: Any, name: str) -> None:
         del where.space.__get__(value)[name]
 
 
-class Attributes:
-    """The attributes of an object, which come back when this is called."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._before = read(value)
-
-    def held(self) -> list[Any]:
-        """Return the values of the attributes."""
-        return list(self._before.values())
-
-    def __call__(self) -> None:
-        """Put the attributes back; what did not change is not written to."""
-        now = read(self._value)
-        for name in now.keys() - self._before.keys():
-            remove(self._value, name)
-        for name, item in self._before.items():
-            if name not in now or now[name] is not item:
-                write(self._value, name, item)
+def put_back(value: Any, before: dict[str, Any]) -> None:
+    """Give an object the attributes that :func:`read` found; what did not change is not written to."""
+    now = read(value)
+    for name in now.keys() - before.keys():
+        remove(value, name)
+    for name, item in before.items():
+        if name not in now or now[name] is not item:
+            write(value, name, item)
 
 
 def is_looked_into(kind: type) -> bool:

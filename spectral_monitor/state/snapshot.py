@@ -23,7 +23,6 @@ from spectral_monitor.state.objects import (
     CONTAINERS,
     MAX_DEPTH,
     MAX_OBJECTS,
-    Attributes,
     base_of,
     generator_state,
     generator_types,
@@ -32,6 +31,8 @@ from spectral_monitor.state.objects import (
     is_data,
     is_looked_into,
     passed_on,
+    put_back,
+    read,
     refill,
     set_generator_state,
 )
@@ -170,9 +171,9 @@ class Snapshot:
         elif is_looked_into(kind) or passed_on(value):
             return [*passed_on(value), *self._object(value, kind, depth)]
         elif is_data(value):
-            attributes = Attributes(value)
-            self._undo.append(attributes)
-            return attributes.held()
+            before = read(value)
+            self._undo.append(partial(put_back, value, before))
+            return before.values()
         return ()
 
     def _object(self, value: Any, kind: type, depth: int) -> list[Any]:
@@ -185,11 +186,11 @@ class Snapshot:
                 where = f"more than {MAX_DEPTH} steps away" if depth > MAX_DEPTH else f"one of more than {MAX_OBJECTS}"
                 self._refuse(value, f"it is {where}")
             return []
-        attributes = Attributes(value)
-        held = attributes.held()
+        before = read(value)
+        held = list(before.values())
         if has_life(held):
             return [item for item in held if issubclass(type(item), self._generators)]
-        self._undo.append(attributes)
+        self._undo.append(partial(put_back, value, before))
         return held
 
     def _module(self, module: nn.Module) -> list[Any]:
@@ -199,7 +200,11 @@ class Snapshot:
         own = (*module.parameters(recurse=False), *own) if self._weights else own
         tables = _TABLES if self._weights else ("_buffers",)
         hooks = [space[key] for key in _HOOKS if key in space]
-        self._undo.append(_Refilled(hooks) if self._weights else _WithoutNew(hooks))
+        if self._weights:
+            for hook_table in hooks:
+                self._container(hook_table)
+        else:
+            self._undo.append(_WithoutNew(hooks))
         return [*attributes.before.values(), *own, *(space.get(table) for table in tables)]
 
     def _container(self, box: Any) -> list[Any]:
@@ -273,17 +278,6 @@ class _ModuleAttributes:
         # What is a parameter by now (pruning that was made to last) would be hidden by an attribute of its name.
         back = {key: value for key, value in self.before.items() if key not in self._module._parameters}
         space.update({key: value for key, value in back.items() if space.get(key, self._module) is not value})
-
-
-class _Refilled:
-    """Gives some hook tables back what they held when it was made."""
-
-    def __init__(self, tables: list[dict[int, Any]]) -> None:
-        self._tables = [(table, list(table.items())) for table in tables]
-
-    def __call__(self) -> None:
-        for table, pairs in self._tables:
-            refill(table, pairs)
 
 
 class _WithoutNew:

@@ -10,7 +10,7 @@ import torch
 from spectral_monitor import LRCorrection, SpectralCondition, SpectralProbe
 from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.findings import SMALLEST, Finding
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 
 
 def probe_of(mode="warn", **settings):

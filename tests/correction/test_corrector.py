@@ -12,8 +12,8 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, Measurement, SpectralCondition, SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.condition import save_profile
-from spectral_monitor.correction.change import Change
 from spectral_monitor.correction.corrector import Corrector
+from spectral_monitor.correction.multiplier import Change
 from spectral_monitor.correction.policies import GROWTH, LEAST, MOST, PIXELS, SHARES
 from spectral_monitor.correction.wanted import TRIAL
 from spectral_monitor.layers import dissect

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spectral_monitor.functional as F
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.functional.attention import (
     attention_numbers,
     bilinear_change_norm,
     bilinear_norm,
     product_bound,
 )
-from spectral_monitor.functional.medians import geometric_median
 from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.functional.standard_errors import STUDENT, standard_error
 from spectral_monitor.linalg.spectral_norms import SMALL

@@ -11,7 +11,7 @@ from spectral_monitor.condition.findings import SUSPECT, UPDATE_LIMIT, Finding
 from spectral_monitor.condition.network import MOVED, Network
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy, short
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 
 HEAVY = 5.0
 """Weights this many times the median are a cause."""

@@ -11,7 +11,7 @@ from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import GAINS, Network
 from spectral_monitor.condition.optimizers.rates import HEALTHY_STEP
 from spectral_monitor.condition.verdict import Remedy, short
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 
 ORDINARY = 0.1
 """Relative updates of the median layer that many healthy networks reach."""

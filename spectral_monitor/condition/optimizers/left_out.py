@@ -18,7 +18,9 @@ FEWEST = 3
 OTHERS = "the others"
 """What a layer without others in equal places is held against."""
 FRESH = 0.6
-"""Stable rank of the median weight over that of a Gaussian one; 1.02 and more for weights that were just drawn."""
+"""Stable rank of the median weight over that of a Gaussian one: 1.02 and more for weights that were just drawn, 0.1 to
+0.4 for those of trained networks.
+"""
 ABOUT_HALF = 0.4
 """Part of a new network's matrices from which on those without gradients are no spare ones."""
 

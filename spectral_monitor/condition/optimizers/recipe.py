@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.optimizers.rates import ON_PURPOSE, SAME, Rated, rates, rule_of
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import LayerInfo
 

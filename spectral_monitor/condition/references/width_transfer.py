@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.references.profile import Fans, Profile
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.measurement import Measurement
 
 GROWN = 2.0

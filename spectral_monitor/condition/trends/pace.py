@@ -15,7 +15,7 @@ from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import ALL, Network
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import NETWORK
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 
 SPEED_LIMIT = 1.1
 """Healthy weights have moved by less than this, times the root of the number of steps, of the size they began with."""

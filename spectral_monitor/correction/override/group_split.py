@@ -208,12 +208,10 @@ class Expansion:
         """
         key = (id(group), multiplier, places)
         if key not in self._made:
-            self._made[key] = GroupPart(group, places, multiplier, self._decay(group), self._watched)
+            decay = decay_option(group, self._owners) if self._keeps_decay else ""
+            self._made[key] = GroupPart(group, places, multiplier, decay, self._watched)
         self._made[key].fill()
         return self._made[key]
-
-    def _decay(self, group: Group) -> str:
-        return decay_option(group, self._owners) if self._keeps_decay else ""
 
     def _expanded(self, group: Group) -> list[Group]:
         return [part.options for part in self._open[id(group)]] if id(group) in self._open else [group]

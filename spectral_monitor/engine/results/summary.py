@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spectral_monitor.engine.results.raw import Raw
 from spectral_monitor.engine.results.reasons import CHANGE_MARGIN, StepContext
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import NODE, SUMMARY
 

@@ -6,7 +6,7 @@ import math
 from statistics import median_low
 
 from spectral_monitor.condition.verdict import short
-from spectral_monitor.functional.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.measurement import Measurement
 
 VS_TYPICAL = "vs. typical"

@@ -1,4 +1,4 @@
-"""Arguments of a sweep in plain types: integers, a number, and names of functions and data for a file."""
+"""Arguments of a sweep in plain types: integers, and names of functions and data for a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import operator
 import re
 from collections.abc import Mapping
-from numbers import Real
 from types import FunctionType
 from typing import Any
 
@@ -47,11 +46,6 @@ def integers(given: Any) -> list[int]:
     except TypeError:
         return []
     return [] if None in found else [item for item in found if item is not None]
-
-
-def number(given: Any) -> float | None:
-    """Return the value of a number; ``None`` for anything else, a bool included."""
-    return float(given) if not isinstance(given, bool) and isinstance(given, Real) else None
 
 
 def name_of(function: Any) -> str:

@@ -31,7 +31,7 @@ def sweep_figure(result: SweepResult) -> Figure:
     except ImportError:
         raise ModuleNotFoundError('a figure needs matplotlib: pip install "spectral-monitor[plots]"') from None
 
-    off = result.off
+    off, other = result.off, "depth" if result.axis == "width" else "width"
     besides = list(dict.fromkeys(slope.beside for slope in result.slopes)) or [None]
     panels = [(beside, quantity) for beside in besides for quantity in result.recipe.quantities]
     rows = len(besides) if len(besides) > 1 else math.ceil(len(panels) / COLUMNS)
@@ -48,18 +48,12 @@ def sweep_figure(result: SweepResult) -> Figure:
         for (layer, of), limit in result.limits.items():
             if of == quantity and not limit.reason:
                 axis.axhline(abs(limit.value), color=colours[layer], linestyle=(0, (2, 2)), linewidth=1, zorder=1)
-        axis.set_title(quantity + _beside(result, beside, len(besides)), fontsize=11)
+        axis.set_title(f"{quantity}, {other} {beside}" if len(besides) > 1 else quantity, fontsize=11)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     _legend(figure, result, colours)
     figure.suptitle(textwrap.fill(sweep_headline(result), 40 * columns + 10), fontsize=10)
     return figure
-
-
-def _beside(result: SweepResult, beside: int | None, count: int) -> str:
-    if beside is None or count == 1:
-        return ""
-    return f", {'depth' if result.axis == 'width' else 'width'} {beside}"
 
 
 def _panel(axis: Axes, slopes: Sequence[Slope], colours: dict[str, Any], off: Sequence[Slope]) -> None:

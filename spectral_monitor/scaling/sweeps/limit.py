@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from spectral_monitor.fitting.extrapolation import extrapolate
 from spectral_monitor.fitting.power_law import Fit, fit_slope
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.rules import Parametrization
@@ -17,12 +18,9 @@ from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 
 if TYPE_CHECKING:
-    from spectral_monitor.limits import Twin
-    from spectral_monitor.limits.neuron_twin import NeuronTwin
     from spectral_monitor.scaling.sweeps.result import SweepResult
 
 How = Literal["exact", "extrapolated"]
-HOWS = ("exact", "extrapolated")
 FLAT = 0.1
 """Slopes beyond this, with their whole interval, belong to quantities without a limit."""
 
@@ -73,7 +71,7 @@ def checked_limit(limit: How | None, axis: str, recipe: SweepConfig, depths: Any
     """
     if limit is None:
         return None
-    if limit not in HOWS:
+    if limit not in get_args(How):
         raise SweepError(f"limit must be 'exact' or 'extrapolated', got {limit!r}")
     if axis != "width" or depths is not None:
         raise SweepError("limit= is for sweeps over widths, without depths=")
@@ -121,11 +119,11 @@ def exact_points(recipe: SweepConfig, width: int, seeds: Sequence[int]) -> dict[
     at_infinity = replace(
         recipe, make_module=make, parametrization=None, optimizer=optimizer, lr=None, measured=list(recipe.at)
     )
-    return {seed: _converted(at_infinity.train(RunKey(width, None, seed)), held["twin"]) for seed in seeds}
-
-
-def _converted(point: Point, twin: Twin | NeuronTwin) -> Point:
-    return replace(point, measurements=tuple(twin.measurement(m) for m in point.measurements))
+    found: dict[int, Point | str] = {}
+    for seed in seeds:
+        point = at_infinity.train(RunKey(width, None, seed))
+        found[seed] = replace(point, measurements=tuple(map(held["twin"].measurement, point.measurements)))
+    return found
 
 
 def limits_of(result: SweepResult) -> dict[tuple[str, str], WidthLimit]:
@@ -134,8 +132,6 @@ def limits_of(result: SweepResult) -> dict[tuple[str, str], WidthLimit]:
 
 
 def _limit(result: SweepResult, slope: Any) -> WidthLimit:
-    from spectral_monitor.limits import extrapolate
-
     layer, quantity, seeds = slope.layer, slope.quantity, list(dict.fromkeys(key.seed for key in result.keys))
     found = {(p.key.width, p.key.seed): _value(p, result.step, quantity, layer) for p in result.points if not p.failure}
     rows = {seed: [found.get((width, seed), math.nan) for width in slope.sizes] for seed in seeds}

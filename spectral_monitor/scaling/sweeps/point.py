@@ -18,11 +18,11 @@ from spectral_monitor.layers import dissect
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.monitoring.probe import SpectralProbe
 from spectral_monitor.parametrization.layer_position import LayerPosition, by_parameter
-from spectral_monitor.parametrization.param_groups import FAMILIES, Family
+from spectral_monitor.parametrization.param_groups import FAMILIES, Family, is_number
 from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.quantities import resolve
 from spectral_monitor.scaling.batches import SweepError, batches, check_data, loss_of, moved, seeded
-from spectral_monitor.scaling.sweeps.arguments import data_name, integers, name_of, number, positive
+from spectral_monitor.scaling.sweeps.arguments import data_name, integers, name_of, positive
 from spectral_monitor.sharding import mean_over_processes, refuse_several
 
 MakeModule = Callable[..., nn.Module]
@@ -129,10 +129,9 @@ class SweepConfig:
         family = "sgd" if self.optimizer is None else self.optimizer
         if not isinstance(family, str) or family not in FAMILIES:
             raise SweepError(f"with parametrization=, optimizer= must be one of {', '.join(FAMILIES)}, got {family!r}")
-        lr = number(self.lr)
-        if lr is None or not 0 < lr < math.inf:
+        if not (is_number(self.lr) and 0 < self.lr < math.inf):
             raise SweepError(f"parametrization= needs lr=, a positive number, got {self.lr!r}")
-        object.__setattr__(self, "lr", lr)
+        object.__setattr__(self, "lr", float(self.lr))
         return family
 
     @property

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 from spectral_monitor.fitting.power_law import Fit, fit_slope
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.parametrization.layer_position import LayerPosition
-from spectral_monitor.parametrization.network_slopes import Axis
 from spectral_monitor.parametrization.param_groups import Family
-from spectral_monitor.parametrization.prediction import predict
+from spectral_monitor.parametrization.prediction import Axis, predict
 from spectral_monitor.reporting.content.families import OTHERS, kind
+from spectral_monitor.scaling.sweeps.figure import sweep_figure
 from spectral_monitor.scaling.sweeps.limit import How, WidthLimit, limits_of
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.slope import Slope
+from spectral_monitor.scaling.sweeps.table import sweep_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,8 +75,6 @@ class SweepResult:
 
     def table(self) -> str:
         """Return one line that answers, then a row for each layer and quantity, offenders first."""
-        from spectral_monitor.scaling.sweeps.table import sweep_table
-
         return str(sweep_table(self))
 
     def figure(self) -> Figure:
@@ -84,8 +83,6 @@ class SweepResult:
         Raises:
             ModuleNotFoundError: matplotlib is not installed (``pip install spectral-monitor[plots]``).
         """
-        from spectral_monitor.scaling.sweeps.figure import sweep_figure
-
         return sweep_figure(self)
 
     def to_rows(self) -> list[dict[str, Any]]:
@@ -135,6 +132,7 @@ class _Group:
         self.excluded: list[str] = []
         self.used: dict[tuple[int, int], Measurement] = {}
         self.places: dict[int, Mapping[str, LayerPosition]] = {}
+        self.infos: dict[int, tuple[LayerInfo, ...]] = {}
         for key in keys:
             point, size = points.get(key), _split(key, axis)[0]
             measurement = None if point is None else point.at(step)
@@ -144,33 +142,30 @@ class _Group:
             else:
                 self.used[size, key.seed] = measurement
                 self.places.setdefault(size, point.places)
+                self.infos.setdefault(size, measurement.layers)
         self.predictions: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
         self._drop_twins()
-        infos = {size: measurement.layers for (size, _), measurement in self.used.items()}
-        self.names = labels(infos, axis)
+        self.names = labels(self.infos, axis)
         self.layers = list(dict.fromkeys(label for size in reversed(self.sizes) for label in self.names.get(size, {})))
 
     def _drop_twins(self) -> None:
         """Networks that are the same at two sizes count once."""
         seen: dict[tuple[Any, ...], int] = {}
-        for size in self.sizes:
-            layers = next((m.layers for (other, _), m in self.used.items() if other == size), None)
-            if layers is None:
-                continue
-            shapes = tuple((info.name, info.shape) for info in layers)
+        for size, infos in sorted(self.infos.items()):
+            shapes = tuple((info.name, info.shape) for info in infos)
             if shapes in seen:
                 self.excluded.append(f"{self.axis} {size}: all shapes are as at {self.axis} {seen[shapes]}")
                 self.used = {at: m for at, m in self.used.items() if at[0] != size}
+                del self.infos[size]
             seen.setdefault(shapes, size)
 
     def slope(self, recipe: SweepConfig, layer: str, quantity: str) -> Slope:
         """Return the slope of one layer and quantity, or why there is none."""
         found = {at: self._value(*at, layer, quantity) for at in ((x, seed) for seed in self.seeds for x in self.sizes)}
-        rows = [[found[size, seed][0] for size in self.sizes] for seed in self.seeds]
         excluded, reasons = self._left_out({at: why for at, (_, why) in found.items() if why})
-        finite = [value for row in rows for value in row if not math.isnan(value)]
-        if finite and max(finite) < 0:
-            rows = [[-value for value in row] for row in rows]
+        finite = [value for value, _ in found.values() if not math.isnan(value)]
+        sign = -1.0 if finite and max(finite) < 0 else 1.0
+        rows = [[sign * found[size, seed][0] for size in self.sizes] for seed in self.seeds]
         if finite and min(finite) < 0 < max(finite):
             fit = Fit(math.nan, math.nan, math.nan, (), "", "it is positive at some points and negative at others")
         else:
@@ -184,7 +179,6 @@ class _Group:
         shown = [rows[place] for place in fit.seeds] or rows
         columns = [[row[i] for row in shown if not math.isnan(row[i])] for i in range(len(self.sizes))]
         used = [size for size, column in zip(self.sizes, columns, strict=True) if column]
-        sign = -1.0 if finite and max(finite) < 0 else 1.0
         return Slope(
             layer=layer,
             quantity=quantity,
@@ -227,21 +221,15 @@ class _Group:
             return math.nan, f"{value:g}"
         return value, ""
 
-    def _infos(self, layer: str) -> dict[int, LayerInfo]:
-        return {
-            size: info
-            for (size, _), measurement in self.used.items()
-            for info in measurement.layers
-            if info.name == self.names[size].get(layer)
-        }
-
     def _note(self, layer: str) -> str:
         """Sizes that leave the layer's shape as it is; other layers may change what it does all the same."""
         if self.axis != "width":
             return ""
         by_shape: dict[tuple[int, ...], list[int]] = {}
-        for size, info in sorted(self._infos(layer).items()):
-            by_shape.setdefault(info.shape, []).append(size)
+        for size, infos in sorted(self.infos.items()):
+            shape = next((info.shape for info in infos if info.name == self.names[size].get(layer)), None)
+            if shape is not None:
+                by_shape.setdefault(shape, []).append(size)
         if len(by_shape) == 1 and len(self.sizes) > 1:
             return "its shape does not change with the width"
         same = [" and ".join(map(str, sizes)) for sizes in by_shape.values() if len(sizes) > 1]
@@ -270,8 +258,8 @@ class _Group:
 
     def _labelled(self, size: int) -> tuple[list[LayerInfo], dict[str, LayerPosition]]:
         """Return the layers of a size and their places: against depth those that have labels, by these."""
-        infos = next(m.layers for (other, _), m in self.used.items() if other == size)
-        places, label = self.places[size], {name: label for label, name in self.names[size].items()}
+        infos, places = self.infos[size], self.places[size]
+        label = {name: label for label, name in self.names[size].items()}
         if self.axis == "width":
             return list(infos), dict(places)
         followed = [info for info in infos if info.name in label]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spectral_monitor.fitting.power_law import FEWEST
-from spectral_monitor.parametrization.network_slopes import Axis
+from spectral_monitor.parametrization.prediction import Axis
 from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps import storage as points_file

@@ -304,7 +304,7 @@ def _submitted(
 
 
 def _lost_sentence(lost: dict[RunKey, Exception], count: int, kept: str) -> str:
-    named = [str(key) for key in sorted(lost, key=lambda key: (key.width, key.depth or 0, key.seed))]
+    named = [str(key) for key in sorted(lost)]
     if len(named) > MAX_LOST_IN_MESSAGE:
         named = [*named[:MAX_LOST_IN_MESSAGE], "..."]
     error = next(iter(lost.values()))
