@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from spectral_monitor.quantities import questions
-from spectral_monitor.quantities.quantity import Quantity, Readings
+from spectral_monitor.quantities.quantity import Quantity
+from spectral_monitor.quantities.readings import Readings
 
 _ROTATION = frozenset({"W", "dW", "WdW"})
 

@@ -13,13 +13,13 @@ from spectral_monitor.engine.results.edge import NO_LOSS, OTHER_LOSS, edge
 from spectral_monitor.engine.results.loss_distance import loss_distance
 from spectral_monitor.engine.results.noise import settle_noise
 from spectral_monitor.engine.results.raw import LOSS, LOSS_CHANGE, NETWORK, REUSED, Raw
-from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row
-from spectral_monitor.engine.results.summary import equilibrium_steps, other_reasons, properties
-from spectral_monitor.engine.results.values import sound, summarize
+from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row, readings_of
+from spectral_monitor.engine.results.summary import equilibrium_steps, other_reasons, properties, summarize
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import SUMMARY, LayerInfo, Measurement
 from spectral_monitor.quantities import TIERS
+from spectral_monitor.quantities.readings import sound
 
 NO_TWO_STEPS = "it takes two steps in a row that are measured, of one process"
 
@@ -52,9 +52,10 @@ class Measured:
         rows, errors, missing = [], [], {}
         noise = settle_noise(raw, facts)
         for i, layer in enumerate(self.layers):
-            row, why = layer_row(i, layer, keys, raw, facts)
+            readings = readings_of(i, layer, raw, facts)
+            row, why = layer_row(i, layer, keys, readings, facts)
             rows.append(row)
-            errors.append(layer_errors(i, layer, row, raw, facts, self.asked.max_rows is None and not facts.sampled))
+            errors.append(layer_errors(row, readings, facts, self.asked.max_rows is None and not facts.sampled))
             missing.update({f"{key}/{layer.info.name}": reason for key, reason in why.items()})
         values = {key: torch.tensor([row[key] for row in rows], dtype=torch.float32) for key in keys}
         off = {
