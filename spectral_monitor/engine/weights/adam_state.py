@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from spectral_monitor.engine.results.raw import RawScalars
+from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.weights.gradients import gradient_here
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.functional.adam import adam_sums, dead_row_share
@@ -62,7 +63,7 @@ def adam_state(
     optimizer: Optimizer,
     members: Mapping[int, BatchMember],
     copies: Callable[[Tensor], int],
-    why_not: dict[int, str],
+    facts: StepContext,
     out: RawScalars,
 ) -> Coroutine[None]:
     """Put sums over the moments of some layers, and the shares of their dead rows.
@@ -71,7 +72,7 @@ def adam_state(
         optimizer: that has just stepped.
         members: layer index -> those it holds.
         copies: in how many processes the same part of a parameter is.
-        why_not: layer index -> why there are none, to be filled.
+        facts: of the step; are told why there are none.
         out: for the numbers.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -86,7 +87,7 @@ def adam_state(
         rows.append(torch.zeros(shape[across], dtype=torch.float64, device=device))
         found = COMPUTED if layer.compute is not None else Moments.of(optimizer, groups.get(id(p), {}), p)
         if isinstance(found, str):
-            why_not[i] = found
+            facts.why_not["state", i] = found
             continue
         table[k] = adam_sums(found.gradient, found.first, found.second, found.eps).to(device) / copies(p)
         box = extent_of(p).box[-len(shape) :]
@@ -96,7 +97,7 @@ def adam_state(
             rows[k][slice(*box[across])] = sums.to(device) / copies(p)
     table, *rows = yield [table, *rows]
     for i, sums, second in zip(layers, table, rows, strict=True):
-        if i not in why_not:
+        if ("state", i) not in facts.why_not:
             for name, value in zip(("n", "ratio", "eps", "mg", "mm", "gg"), sums, strict=True):
                 out.put(i, f"adam.{name}", value)
             out.put(i, "adam.dead", dead_row_share(second))
