@@ -27,7 +27,6 @@ from spectral_monitor.engine.guards import FailureGuard, ParameterTracker, check
 from spectral_monitor.engine.model_layout import ModelLayout
 from spectral_monitor.engine.observation import held_by, observe, settle_facts
 from spectral_monitor.engine.overhead_budget import budget_for
-from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.raw import NETWORK, REUSED, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import FEATURES, Settings
@@ -259,10 +258,9 @@ class Engine(EngineState):
         self.measured += 1
         self.drifts += "feature_drift" in self._reported.keys
         self.comparisons += bool(COMPARED & set(self._reported.keys))
-        measured = Measured(step, self.layers, tuple(layer.info for layer in self.layers), self._reported, facts)
         raw = out.fetch()
         self.attention.settle(raw, facts)
-        measurement = self._put_together(measured, raw)
+        measurement = self._put_together(step, self._reported, facts, raw)
         self._overwrites |= facts.rewritten
         self.features.settle(measurement)
         return measurement

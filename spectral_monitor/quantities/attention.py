@@ -52,7 +52,6 @@ ENTRIES = (
     Quantity(
         key="attention_logit_max",
         notation="max of s q.k + mask",
-        formula=lambda s: s.get("attention.logit_max"),
         needs=frozenset({"logits"}),
         tier="full",
         unit="logit",
@@ -68,7 +67,6 @@ ENTRIES = (
     Quantity(
         key="attention_entropy",
         notation="E[ -sum p log p / log(keys) ]",
-        formula=lambda s: s.get("attention.entropy"),
         needs=frozenset({"logits"}),
         tier="full",
         range="[0, 1]",
@@ -83,7 +81,6 @@ ENTRIES = (
     Quantity(
         key="attention_entropy_lowest",
         notation="the same of the head where it is lowest",
-        formula=lambda s: s.get("attention.lowest"),
         needs=frozenset({"logits"}),
         tier="full",
         range="[0, 1]",
@@ -98,7 +95,6 @@ ENTRIES = (
     Quantity(
         key="attention_sink",
         notation="E[ p of the first key ]",
-        formula=lambda s: s.get("attention.sink"),
         needs=frozenset({"logits"}),
         tier="full",
         range="[0, 1]",

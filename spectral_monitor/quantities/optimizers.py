@@ -143,7 +143,6 @@ ENTRIES = (
     Quantity(
         key="dead_rows",
         notation="share of outputs whose v is below 1e-3 of the median's",
-        formula=lambda s: s.get("adam.dead"),
         needs=frozenset({"state"}),
         tier="full",
         unit="share",

@@ -15,7 +15,8 @@ Values: TypeAlias = "list[float] | Tensor"
 
 RATIOS = frozenset(
     {"alignment", "update_alignment", "feature_change", "feature_drift", "feature_cancellation", "kernel_change"}
-    | {"activation_ratio", "sample_share", "linearity", "kernel_drift", "kernel_alignment", "kurtosis", "outliers"}
+    | {"activation_ratio", "sample_share", "linearity", "kernel_drift", "kernel_alignment"}
+    | {"feature_kurtosis", "outlier_ratio"}
     | {"output_drift_features", "output_drift_readout", "output_drift_joint"}
 )
 """Raw scalars that divide by a norm: NaN where that is zero, and then nothing is wrong."""

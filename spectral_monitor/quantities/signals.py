@@ -9,7 +9,6 @@ ENTRIES = (
     Quantity(
         key="noise_scale",
         notation="tr Sigma / |G|^2, G the mean over samples of the gradient of W, Sigma its covariance",
-        formula=lambda s: s.get("noise.scale"),
         needs=frozenset({"b", "h"}),
         tier="full",
         unit="samples",
@@ -81,7 +80,6 @@ ENTRIES = (
     Quantity(
         key="feature_kurtosis",
         notation="E_j[ s_j^4 ] / E_j[ s_j^2 ]^2, s_j the RMS of output j",
-        formula=lambda s: s.get("kurtosis"),
         needs=frozenset({"h"}),
         tier="full",
         range="[1, m]",
@@ -96,7 +94,6 @@ ENTRIES = (
     Quantity(
         key="outlier_ratio",
         notation="max_j p_j / median_j p_j, p_j the largest size of output j",
-        formula=lambda s: s.get("outliers"),
         needs=frozenset({"h"}),
         tier="full",
         range=">= 1",

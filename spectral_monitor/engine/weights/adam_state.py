@@ -100,4 +100,4 @@ def adam_state(
         if ("state", i) not in facts.why_not:
             for name, value in zip(("n", "ratio", "eps", "mg", "mm", "gg"), sums, strict=True):
                 out.put(i, f"adam.{name}", value)
-            out.put(i, "adam.dead", dead_row_share(second))
+            out.put(i, "dead_rows", dead_row_share(second))
