@@ -15,9 +15,8 @@ from spectral_monitor.capture.hooks.gradient_reuse import GradientReuse
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.condition.findings import COMPILED_STEP
-from spectral_monitor.engine.agreement.all_or_none import agreed
 from spectral_monitor.engine.agreement.output_layers import output_parameters
-from spectral_monitor.engine.agreement.rank_report import RankReports, StepObservation, census
+from spectral_monitor.engine.agreement.rank_report import RankReports, StepObservation, agreed, census
 from spectral_monitor.engine.attention.watch import AttentionWatch
 from spectral_monitor.engine.features.stage import RowStage
 from spectral_monitor.engine.features.step_inputs import StepInputs
@@ -244,7 +243,7 @@ class Engine(EngineState):
         self.features.explain(facts, seen)
         # Matrices and rows as the step saw them, then the forward again.
         rows = self.features.begin_rows(seen)
-        agreed(self._before_replay(rows, forward, facts), self.processes)
+        self._run(agreed(self._before_replay(rows, forward, facts), self.processes))
         if self.features.wanted:
             due = self._drift_due(self.asked.keys)
             self._run(self.features.changes(forward, seen, rows, facts, given, due, stage, self._parameters))

@@ -72,10 +72,10 @@ class Quantity:
     notation: str
     formula: Formula | None = None
     needs: frozenset[str]
-    tier: Tier
+    tier: Tier = "full"
     unit: str = "ratio"
     range: str = ">= 0"
-    source: str
+    source: str = ""
     meaning: str
     healthy: str
     misleads: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from spectral_monitor.linalg import Coroutine
+from spectral_monitor.linalg import Coroutine, rank_table, resume
 from spectral_monitor.sharding import ProcessGroup
 
 
@@ -249,3 +249,25 @@ def census(
         width = prints.shape[1]
         all_prints.append([tuple(row[start : start + width]) for start in range(end, len(row), width)])
     return RankReports(steps, all_observations, all_prints, processes)
+
+
+def agreed(routine: Coroutine[None], processes: ProcessGroup | None) -> Coroutine[None]:
+    """Run a routine that may fail here, but only before it first needs the others: then all give it up.
+
+    Raises:
+        RuntimeError: it failed in another process.
+    """
+    error: Exception | None = None
+    request: list[torch.Tensor] | None = None
+    try:
+        request = next(routine, None)
+    except Exception as raised:
+        error = raised
+    (failures,) = yield [rank_table(torch.tensor(float(error is not None)), processes)]
+    if error is not None:
+        raise error
+    if failures.any():
+        who = ", ".join(str(rank) for rank, failed in enumerate(failures.tolist()) if failed)
+        raise RuntimeError(f"process {who} could not, and says why")
+    if request is not None:
+        yield from resume(routine, request)
