@@ -133,7 +133,8 @@ class MatrixStage:
         shares: dict[int, Tensor] = {}
         inner: dict[int, Tensor] = {}
         factor = held.gradients.factor
-        self._measure_all(held.stacks, partial(self._changes, shares=shares, inner=inner, factor=factor))
+        needs = self.settings.needs
+        self._measure_all(held.stacks, partial(self._changes, needs, shares=shares, inner=inner, factor=factor))
         if inner:
             self._sum(self._inner_products(inner))
         if "state" in self.settings.needs:
@@ -157,6 +158,7 @@ class MatrixStage:
 
     def _changes(
         self,
+        needs: frozenset[str],
         found: Sequence[MatrixBatch],
         in_place: bool,
         shares: dict[int, Tensor],
@@ -167,8 +169,8 @@ class MatrixStage:
 
         ``factor``: by which gradients were larger before they were clipped, if they were.
         """
-        needs = self.settings.needs
-        self._weights(found, in_place)
+        if "W" in needs:
+            self._measure("W", found, in_place)
         if "dW" in needs:
             found = [stack.change(in_place=in_place) for stack in found]
             self._measure("dW", found, in_place)
@@ -191,20 +193,15 @@ class MatrixStage:
     @torch.no_grad()
     def rest(self) -> None:
         """Measure the weights and the drift of what no optimizer has stepped."""
-        if self.settings.needs & {"W", "W0"}:
+        if needs := self.settings.needs & {"W", "W0"}:
             found = self._stacks({i: m for i, m in self._there() if i not in self._facts.stepped})
             for stack in found:
                 stack.load()
-            self._measure_all(found, self._unchanged)
+            self._measure_all(found, partial(self._changes, needs, shares={}, inner={}, factor=None))
 
     def _there(self) -> list[tuple[int, BatchMember]]:
         """Return the layers whose weights can be had: what one was computed by may be gone."""
         return [(i, m) for i, m in self.members.items() if i not in self._facts.replaced or m.layer.compute is None]
-
-    def _unchanged(self, found: Sequence[MatrixBatch], in_place: bool) -> None:
-        self._weights(found, in_place)
-        if "W0" in self.settings.needs:
-            self._measure("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
 
     def routine(self) -> Coroutine[None]:
         """Measure what waits for other processes."""
@@ -245,10 +242,6 @@ class MatrixStage:
         else:
             self._waiting.append(routine)
 
-    def _weights(self, found: Sequence[MatrixBatch], in_place: bool) -> None:
-        if "W" in self.settings.needs:
-            self._measure("W", found, in_place)
-
     def _inner_products(self, inner: dict[int, Tensor]) -> Coroutine[None]:
         """Put the products of weights and updates, in one order on every process."""
         layers = sorted(inner)
@@ -265,15 +258,13 @@ def start_norms(
     norms = MatrixNorms(settings, lambda i: None, out)
     weights = {i: member for i, member in enumerate(members) if member.layer.sources}
     found = matrix_batches(weights, exchange, single=settings.low_memory)
-    if exchange is not None and not settings.low_memory:
-        for stack in found:
+    together = exchange is not None and not settings.low_memory
+    for some in [found] if together else [[stack] for stack in found]:
+        for stack in some:
             stack.load_start(start)
-        yield from norms.measure([Job(stack.here(), "W0") for stack in found])
-        return out
-    for stack in found:
-        stack.load_start(start)
-        yield from norms.measure([Job(stack.here(), "W0")])
-        stack.buffers = []
+        yield from norms.measure([Job(stack.here(), "W0") for stack in some])
+        for stack in some:
+            stack.buffers = []
     return out
 
 
