@@ -114,20 +114,19 @@ def start_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
 
 
+@dataclass(frozen=True)
 class Linearization:
     """Compares how far layers' outputs on the probe batch have come with where the linearization has them, and takes
     the change of a readout's outputs apart.
+
+    ``start``: parameters at the start of the run, by name; ``host``: whether copies are held by the host.
     """
 
-    def __init__(
-        self, model: nn.Module, features: FeatureCapture, start: Mapping[str, Tensor], host: bool, out: RawScalars
-    ) -> None:
-        """``start``: parameters at the start of the run, by name; ``host``: whether copies are held by the host."""
-        self._model = model
-        self._features = features
-        self._start = start
-        self._host = host
-        self._out = out
+    model: nn.Module
+    features: FeatureCapture
+    start: Mapping[str, Tensor]
+    host: bool
+    out: RawScalars
 
     def measure(
         self, keys: Collection[str], probe: Probe, context: Context, eps: Mapping[int, float]
@@ -162,16 +161,16 @@ class Linearization:
         return found
 
     def _unknown(self) -> str:
-        if not self._start:
+        if not self.start:
             return NO_START
-        trained = {name for name, p in self._model.named_parameters() if p.requires_grad and p.is_floating_point()}
-        return NEW_PARAMETERS if trained - self._start.keys() else ""
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad and p.is_floating_point()}
+        return NEW_PARAMETERS if trained - self.start.keys() else ""
 
     def _begun(self, moving: bool) -> dict[str, Tensor]:
         """Return the parameters of the start; if they are ``moving``, with their change since as derivative."""
-        now = dict(self._model.named_parameters())
+        now = dict(self.model.named_parameters())
         found = {}
-        for name, old in self._start.items():
+        for name, old in self.start.items():
             p = now[name].detach()
             begin, dtype = old.to(p.device), compute_dtype(p.dtype)
             change = (p.to(dtype) - begin.to(dtype)).to(p.dtype) if moving else None
@@ -179,11 +178,11 @@ class Linearization:
         return found
 
     def _run(self, again: Replayable, context: Context, watcher: _Rows, parameters: Mapping[str, Tensor]) -> None:
-        with preserved(self._model, host=self._host):
+        with preserved(self.model, host=self.host):
             again.rewind()
-            with context(), self._features.replaying(watcher):
+            with context(), self.features.replaying(watcher):
                 whole = {f"model.{name}": p for name, p in parameters.items()}
-                functional_call(_Whole(self._model), whole, (again,))
+                functional_call(_Whole(self.model), whole, (again,))
 
     def _compare(
         self, keys: Collection[str], i: int, kept: list[CallRows], begin: _Rows, now: _Rows, eps: float
@@ -203,23 +202,23 @@ class Linearization:
         if change and max(off, eps * size) > MARGIN * change:
             return dict.fromkeys(keys, ROUNDED)
         if "linearity" in keys:
-            self._out.put(i, "linearity", linearity(start, rows, tangent))
+            self.out.put(i, "linearity", linearity(start, rows, tangent))
         asked, x, weights = set(PARTS) & set(keys), (begin.inputs_of(i), now.inputs_of(i)), self._weights(i)
         if not asked or x[0] is None or x[1] is None or weights is None:
             return dict.fromkeys(asked, NO_MATRIX)
         for key, part in zip(PARTS, output_parts(*weights, x[0], x[1], rows.to(dtype) - start.to(dtype)), strict=True):
             if key in asked:
-                self._out.put(i, key, part)
+                self.out.put(i, key, part)
         return {}
 
     def _weights(self, i: int) -> tuple[Tensor, Tensor] | None:
         """Return a readout's matrix (m, n) at the start and now; ``None`` if it is not a parameter itself."""
-        layer = self._features.layers[i]
+        layer = self.features.layers[i]
         if layer.info.role != "readout" or layer.compute is not None or not is_pointwise(layer):
             return None
         now = layer.weight()
-        name = next((name for name, p in self._model.named_parameters() if p is layer.sources[0]), "")
-        begun = self._start.get(name)
+        name = next((name for name, p in self.model.named_parameters() if p is layer.sources[0]), "")
+        begun = self.start.get(name)
         both = (now if begun is None else begun.to(now.device), now)  # what is not trained is as it was
         begin, end = (layer.layout.stack(matrix).flatten(0, 2) for matrix in both)
         return begin, end

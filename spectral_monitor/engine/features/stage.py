@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -117,28 +118,22 @@ class _Chosen(NamedTuple):
             torch.index_select(self.rows, 0, self.kept, out=out)
 
 
+@dataclass
 class RowStage:
     """The stage of a measured step that measures rows of features; made for each step, when the forward is over.
 
     Rows are those of all processes. Where some share out a batch by features (tensor parallelism), each has columns.
+
+    ``samples``: layer index -> the input rows that its alignments are measured on, once they are known.
     """
 
-    def __init__(
-        self,
-        members: Sequence[BatchMember],
-        settings: Settings,
-        census: RankReports,
-        exchange: AllReduce | None,
-        picker: RowSampler,
-        out: RawScalars,
-    ) -> None:
-        self.members = members
-        self._settings = settings
-        self.census = census
-        self.exchange = exchange
-        self.out = out
-        self._picker = picker
-        self.samples: dict[int, Tensor] = {}
+    members: Sequence[BatchMember]
+    settings: Settings
+    census: RankReports
+    exchange: AllReduce | None
+    picker: RowSampler
+    out: RawScalars
+    samples: dict[int, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def forward(self, calls: Calls) -> Coroutine[None]:
@@ -156,13 +151,13 @@ class RowStage:
         common = {key: found for key, found in rows.items() if key[1] == "b" and key[0] in census.common}
         plain = {key: found for key, found in rows.items() if key not in common}
         run = sequence if exchange is None else gather
-        if {"backward_speed", "dual_bfa_cos", "backward_rms"} & set(self._settings.keys):
+        if {"backward_speed", "dual_bfa_cos", "backward_rms"} & set(self.settings.keys):
             sizes.update({key: _rows_size(found) for key, found in plain.items() if key[1] == "b"})
         yield from run([self._sizes(sizes), self._measured(plain), self._of_sums(common)])
 
     def _measured(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
         wanted = {"h_in": "input_stable_rank", "b": "backward_stable_rank"}
-        return self._spectra({key: found for key, found in rows.items() if wanted[key[1]] in self._settings.keys})
+        return self._spectra({key: found for key, found in rows.items() if wanted[key[1]] in self.settings.keys})
 
     def _of_sums(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
         """Return the rows of the sums over batches of output gradients, where outputs are the same for all batches."""
@@ -190,13 +185,13 @@ class RowStage:
     def _chosen(self, i: int, name: str, found: Tensor | None, room: int) -> _Chosen:
         """Return the rows of a layer to measure, at most ``room`` over all processes."""
         place = self.census.rows(i, self._which(name))
-        total = place.total if self._settings.max_rows is None else min(place.total, room)
+        total = place.total if self.settings.max_rows is None else min(place.total, room)
         if found is None or (self.cols(i, name) is None and not place.speaks):
             return _Chosen(0, total, None, None, place.holders)
         if self.exchange is None and len(found) < place.count:
             return _Chosen(0, total, found, None, place.holders)  # chosen when they were seen
         last = place.offset + place.count
-        before, kept = self._picker.share(place.total, room, place.offset, last, found.device)
+        before, kept = self.picker.share(place.total, room, place.offset, last, found.device)
         return _Chosen(before, total, found, kept, place.holders)
 
     def cols(self, i: int, name: str) -> Range | None:
@@ -315,7 +310,7 @@ class RowStage:
 
     def sample(self, calls: Calls) -> Coroutine[None]:
         """Input rows of all processes that alignments are measured on, into ``samples``."""
-        if not {"alignment", "update_alignment", "feature_change_local"} & set(self._settings.keys):
+        if not {"alignment", "update_alignment", "feature_change_local"} & set(self.settings.keys):
             return
         assert self.exchange is not None
         fed = sorted(self.census.wherever_called("fed"))
