@@ -28,11 +28,11 @@ from spectral_monitor.engine.observation import held_by, observe, settle_facts
 from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.results.raw import NETWORK, REUSED, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
+from spectral_monitor.engine.schedule import Turns
 from spectral_monitor.engine.settings import FEATURES, Settings
 from spectral_monitor.engine.state import CLEARED, COMPARED, START, STEP_LOSS, TURN, EngineState
 from spectral_monitor.engine.weights.gradients import gradient_norms
 from spectral_monitor.engine.weights.stage import MatrixStage
-from spectral_monitor.engine.weights.turns import Turns
 from spectral_monitor.layers.training_mode import TrainingModes
 from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
@@ -92,7 +92,7 @@ class Engine(EngineState):
         found = partial(ModelLayout.of, model, self._wrapper, optimizers, settings, processes, whole_steps)
         layout = (found() if processes is None else processes.all_or_none(found)).placed(processes)
         self.anatomy, self.layers, self.members = layout.anatomy, layout.layers, layout.members
-        self.attention = AttentionWatch(layout.hidden, layout.attention, self.members, processes, self._guard)
+        self.attention = AttentionWatch(layout, processes, self._guard)
         self._tracker = ParameterTracker(model, () if layout.flat else self.anatomy.layers)
         self._flat = layout.flat
         self._copies = partial(copies, flat=layout.flat, processes=processes)

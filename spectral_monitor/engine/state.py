@@ -111,7 +111,7 @@ class EngineState:
                 error: Exception | None = None
                 try:
                     held = {i: m for i, m in enumerate(self.members) if m.layer.sources}
-                    start = {i: host_copies(m.contents(m.layer.weight())) for i, m in held.items()}
+                    start = {i: host_copies(m.now()) for i, m in held.items()}
                 except Exception as raised:
                     error = raised
                 reason = self.said_anywhere("" if error is None else str(error) or type(error).__name__)

@@ -20,7 +20,7 @@ from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.features.changes import ChangeStage
-from spectral_monitor.engine.features.full_tier import ALONE, FullStage
+from spectral_monitor.engine.features.full_tier import ALONE, SEVERAL, FullStage
 from spectral_monitor.engine.features.kernels import BACKWARD, GraphPasses
 from spectral_monitor.engine.features.outputs import OF_ROWS, measure_noise, measure_outputs
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
@@ -266,7 +266,11 @@ class FeatureWatch:
             self._out.note(NETWORK, LOSS, seen.begun)
         elif forward.begun is not None:
             self._out.put(NETWORK, LOSS, forward.begun)
-        full = FullStage(self._model, self.capture, self._asked, self._alone, facts, self._out, stage.old)
+        asked, host = ALONE & self._keys, self._asked.low_memory
+        if not self._alone:
+            facts.why_not |= {(key, NETWORK): SEVERAL for key in asked}
+            asked = frozenset()
+        full = FullStage(self._model, self.capture, asked, host, facts, self._out, stage.old)
         full.checks()
         slices = self.replays.slices
         alike = slices.agree([int(some.samples) for some in seen.steps])
@@ -290,8 +294,7 @@ class FeatureWatch:
         if after.probe_lost:
             self.replays.probe = None
         with self._harmless("running the forward again with a graph"):
-            host = self._asked.low_memory
-            graphs = GraphPasses(self._model, self.capture, full.keys, host, facts, self._out, self._warn)
+            graphs = GraphPasses(self._model, self.capture, asked, host, facts, self._out, self._warn)
             graphs.measure(again, given, forward.outputs, stage.rates)
             full.linearized(self.replays.probe, start, given.context)
 

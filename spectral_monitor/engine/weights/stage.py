@@ -261,7 +261,7 @@ def start_norms(
     together = exchange is not None and not settings.low_memory
     for some in [found] if together else [[stack] for stack in found]:
         for stack in some:
-            stack.load_start(start)
+            stack.load(start=start)
         yield from norms.measure([Job(stack.here(), "W0") for stack in some])
         for stack in some:
             stack.buffers = []
@@ -275,7 +275,7 @@ def _with_weights(stack: MatrixBatch) -> dict[int, Tensor]:
     """
     pairs = []
     for i, member in stack.members.items():
-        now = member.contents(member.layer.weight()) if member.holding.rectangles else []
+        now = member.now() if member.holding.rectangles else []
         pairs.append(list(zip(now, stack.entries(i), strict=True)))
     return dict(zip(stack.members, inner_sums(pairs, stack.like.dtype).to(stack.like.device), strict=True))
 
