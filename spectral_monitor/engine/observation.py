@@ -54,7 +54,6 @@ def settle_facts(facts: StepContext, seen: RankReports, given: StepInputs) -> No
     facts.stepped, facts.unused = seen.anywhere("stepped"), seen.everywhere("unused")
     facts.accumulated, facts.loss_scale = given.accumulated, given.loss_scale * seen.batch_count
     facts.loss_parts, facts.unfit_loss_input = given.loss_parts, given.unfit_loss_input
-    facts.moved = any(some.moved for some in seen.steps)
     facts.closures = int(max(some.closures for some in seen.steps))
     facts.called = seen.anywhere("called")
     facts.hidden = {i: WHY_HIDDEN[int(max(why))] for i, why in enumerate(seen.layers("hidden")) if max(why)}

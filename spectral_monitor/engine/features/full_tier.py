@@ -87,8 +87,10 @@ class FullStage:
                 self.out.put(i, "feature_cancellation", ratios.clamp(max=1))
             if change is not None and change.pairs is not None:
                 self.out.put(i, "kernel_change", kernel_change(*change.pairs))
-        for i in replay.inputs.layers() if replay.inputs is not None else ():
-            change = replay.inputs.change(i) if replay.inputs is not None else None
+        if replay.inputs is None:
+            return
+        for i in replay.inputs.layers():
+            change = replay.inputs.change(i)
             if change is not None and change.size:
                 self.out.put(i, "x.norm", length(change.before))
                 self.out.put(i, "dx.norm", length(change.lengths))

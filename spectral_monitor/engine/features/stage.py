@@ -69,19 +69,16 @@ class _Kind(NamedTuple):
     like: tuple[torch.dtype, torch.device] | None
 
 
-class _Size(NamedTuple):
-    """Norm of all entries of a layer's rows, and how many entries."""
-
-    norm: Tensor
-    entries: int
+_Size = tuple[Tensor, int]
+"""Norm of all entries of a layer's rows, and how many entries."""
 
 
-def _size(calls: Sequence[tuple[Tensor, int]]) -> _Size | None:
+def _size(calls: Sequence[_Size]) -> _Size | None:
     """Return the size of several calls; ``None`` if there is nothing in them."""
     entries = sum(some for _, some in calls)
     if entries and len(calls) == 1:
-        return _Size(calls[0][0], entries)
-    return _Size(torch.linalg.vector_norm(torch.stack([norm for norm, _ in calls])), entries) if entries else None
+        return calls[0]
+    return (torch.linalg.vector_norm(torch.stack([norm for norm, _ in calls])), entries) if entries else None
 
 
 def _rows_size(rows: Tensor | None) -> _Size | None:
@@ -227,8 +224,9 @@ class RowStage:
         norms, counts = [], []
         for (i, name), found in sizes.items():
             speaks = self.cols(i, name) is not None or self.census.rows(i, "outputs").speaks
-            norms.append(found.norm if found is not None and speaks else torch.zeros(()))
-            counts.append(found.entries if found is not None and speaks else 0)
+            norm, entries = found if found is not None and speaks else (torch.zeros(()), 0)
+            norms.append(norm)
+            counts.append(entries)
         if not norms:
             return
         device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)

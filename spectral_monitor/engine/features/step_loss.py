@@ -14,7 +14,7 @@ from spectral_monitor.capture.replay.eager_pass import undecorated
 from spectral_monitor.capture.replay.replay import Repeatable, RootCall, why_not
 from spectral_monitor.engine.agreement.rank_report import RankReports
 from spectral_monitor.engine.features.step_inputs import Context, StepInputs
-from spectral_monitor.engine.results.edge import why_unknown
+from spectral_monitor.engine.results.loss import why_unknown
 from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.layers.compiled import compiled_modules

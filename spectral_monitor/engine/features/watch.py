@@ -32,7 +32,7 @@ from spectral_monitor.engine.results.measurement import known_errors, relative_e
 from spectral_monitor.engine.results.noise import DIVIDED
 from spectral_monitor.engine.results.noise import KEY as NOISE
 from spectral_monitor.engine.results.raw import LOSS, NETWORK, RawScalars
-from spectral_monitor.engine.results.reasons import StepContext
+from spectral_monitor.engine.results.reasons import MOVED, StepContext
 from spectral_monitor.engine.settings import FEATURES, Settings
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
@@ -209,7 +209,8 @@ class FeatureWatch:
     def explain(self, facts: StepContext, seen: RankReports) -> None:
         """Put what is known of features that were not seen, or of some samples only."""
         capture = self.capture
-        facts.unseen, facts.shared = self.replays.unseen, capture.shared
+        facts.unseen = self.replays.unseen or (MOVED if any(some.moved for some in seen.steps) else "")
+        facts.shared = capture.shared
         facts.sampled = bool(capture.looked_at)
         facts.halved = capture.halved and capture.looked is None and self._asked.replay_samples is not None
         if seen.batch_count < len(seen.batches):

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from spectral_monitor.engine.results.edge import NO_LOSS, OTHER_LOSS, edge
-from spectral_monitor.engine.results.loss_distance import loss_distance
+from spectral_monitor.engine.results.loss import NO_LOSS, OTHER_LOSS, edge, loss_distance
 from spectral_monitor.engine.results.noise import settle_noise
 from spectral_monitor.engine.results.raw import LOSS, LOSS_CHANGE, NETWORK, REUSED, Raw
 from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row, readings_of

@@ -63,7 +63,7 @@ class StepContext:
         replayed: layers whose outputs after the step are known.
         unchosen: layers whose outputs were computed again, but none of the rows that are compared.
         held: layer index -> why steps of the optimizer that has it cannot be seen; empty if they can.
-        unseen: why calls of layers were not; empty if they were.
+        unseen: why calls of layers were not, or of no use; empty if they were.
         sampled: whether features are of some samples only, which were run beside the step.
         halved: whether features are those of autocast, though a forward beside the step could be in full precision.
         shared: layers whose outputs all samples have in common, where only some samples were run.
@@ -76,7 +76,6 @@ class StepContext:
         accumulated: what the loss was divided by before the backward pass.
         loss_scale: what it was multiplied by.
         loss_parts: of how many losses like the model's that of the step is the sum; 1 if it is their mean.
-        moved: whether the weights of the forward are not those before the update.
         no_loss: why the loss after the step is not known, where it was asked for by itself, which is that of all
             micro-batches; ``None`` if it was not.
         loss_eps: rounding of that loss, if it was.
@@ -114,7 +113,6 @@ class StepContext:
     accumulated: int = 1
     loss_scale: float = 1.0
     loss_parts: int = 1
-    moved: bool = False
     no_loss: str | None = None
     loss_eps: float | None = None
     multipliers: Mapping[int, float] = field(default_factory=dict)
@@ -249,8 +247,8 @@ def _no_features(key: str, i: int, layer: Layer, readings: Readings, facts: Step
     needs = entry.needs
     if layer.no_features:
         return layer.no_features
-    if facts.unseen or facts.moved:
-        return facts.unseen or MOVED
+    if facts.unseen:
+        return facts.unseen
     if layer.info.role == "embedding" and entry.of_inputs:
         return ONE_HOT
     if i in facts.hidden:
