@@ -26,9 +26,8 @@ def observe(forward: WatchedForward, watch: FeatureWatch, facts: StepContext, pr
     prints = row_hashes({i: calls for some in apart for i, calls in features.inputs(some).items()})
     for i in range(layers):
         recorded = features.calls.get(i, ())
-        observation = LayerObservation(stepped=i in facts.stepped, unused=i in facts.unused, called=bool(recorded))
+        observation = LayerObservation(i in facts.stepped, i in facts.unused, bool(recorded), features.hidden.get(i, 0))
         forward.layers[i] = observation
-        observation.hidden = features.hidden.get(i, 0)
         if recorded:
             x, b = inputs(recorded), gradients(recorded)
             observation.fed = all(h is not None for h in x)

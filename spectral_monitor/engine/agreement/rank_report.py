@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from spectral_monitor.linalg import Coroutine, rank_table, resume
+from spectral_monitor.linalg import Coroutine, all_reduce_norm, rank_table, resume
 from spectral_monitor.sharding import ProcessGroup
 
 
@@ -271,3 +271,16 @@ def agreed(routine: Coroutine[None], processes: ProcessGroup | None) -> Coroutin
         raise RuntimeError(f"process {who} could not, and says why")
     if request is not None:
         yield from resume(routine, request)
+
+
+def mean_of_batches(
+    pair: torch.Tensor | None, flags: Sequence[float], seen: RankReports, processes: ProcessGroup | None
+) -> Coroutine[tuple[torch.Tensor | None, list[float]]]:
+    """Return the mean over the batches of two numbers, ``None`` if a process does not know them, and sums of flags."""
+    if processes is None:
+        return pair, list(flags)
+    mine = torch.tensor([0.0, 0.0, float(pair is None), *flags])
+    if pair is not None and seen.first_of_batch:
+        mine[:2] = pair
+    first, second, missing, *sums = (yield from all_reduce_norm(mine, 1, processes)).tolist()
+    return None if missing else torch.tensor([first, second]) / seen.batch_count, sums

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.replay.feature_change import Change, Replay
+from spectral_monitor.engine.agreement.rank_report import mean_of_batches
 from spectral_monitor.engine.features.full_tier import FullStage
 from spectral_monitor.engine.features.replays import ReplayOutcome
 from spectral_monitor.engine.features.stage import RowStage
@@ -19,7 +20,7 @@ from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, one_each
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.functional.features import row_ratios
 from spectral_monitor.functional.standard_errors import GROUPS, standard_error
-from spectral_monitor.linalg import Coroutine, all_reduce_norm, gather, rank_table, reduce_table, sequence, to_device
+from spectral_monitor.linalg import Coroutine, gather, rank_table, reduce_table, sequence, to_device
 from spectral_monitor.sharding import ProcessGroup
 
 ELSEWHERE = "the forward could not be run again in another process"
@@ -62,11 +63,12 @@ class ChangeStage:
     off: bool = False
     unchosen: set[int] = field(default_factory=set)
 
-    def measure(self, done: ReplayOutcome, facts: StepContext, before: Tensor | None) -> Coroutine[None]:
+    def measure(self, done: ReplayOutcome, off: bool, facts: StepContext, before: Tensor | None) -> Coroutine[None]:
         """Put everything, with the change of the loss, if it is known; tell ``facts`` what could be seen.
 
         Args:
             done: what was run again in this process.
+            off: whether it has seen that forwards must be of all samples.
             facts: of the step.
             before: the loss before the step, where all processes know it.
         """
@@ -81,17 +83,9 @@ class ChangeStage:
         losses = None if before is None or after is None else (after.double(), before.double())
         change = None if losses is None else torch.stack([losses[0] - losses[1], losses[1]]) * facts.loss_parts
         lost = [float(ran is not None and ran.replay is None) for ran in (done.same, done.drift)]
-        off = float(done.off)
-        if self.processes is None:
-            found = yield from sequence(routines)
-        else:
-            mine = torch.tensor([0.0, 0.0, float(change is None), off, *lost])
-            if change is not None and census.first_of_batch:
-                mine[:2] = change
-            *found, summed = yield from gather([*routines, all_reduce_norm(mine, 1, self.processes)])
-            total, level, missing, off, *lost = summed.tolist()
-            change = None if missing else torch.tensor([total, level]) / census.batch_count
-        self.off = bool(off)
+        routines.append(mean_of_batches(change, [float(off), *lost], census, self.processes))
+        *found, (change, (some_off, *lost)) = yield from (sequence if self.processes is None else gather)(routines)
+        self.off = bool(some_off)
         if lost[0]:
             facts.no_replay = facts.no_replay or ELSEWHERE
         if lost[1]:

@@ -57,14 +57,12 @@ class ReplayResult:
 class ReplayOutcome:
     """Forwards that were run: on the same batch, on the probe batch; ``None`` if there was nothing to run.
 
-    ``first``: whether the batch has just become the probe batch; ``off``: whether forwards must be of all samples from
-    now on, if they were to be of some.
+    ``first``: whether the batch has just become the probe batch.
     """
 
     same: ReplayResult | None = None
     drift: ReplayResult | None = None
     first: bool = False
-    off: bool = False
 
 
 class Replays:
@@ -210,7 +208,6 @@ class Replays:
             facts.no_drift = facts.no_replay
         elif due and probe is not None:
             self.done = replace(self.done, drift=self._probe_batch(probe, replay.keys, facts, context))
-        self.done = replace(self.done, off=self.slices.off)
 
     def _same_batch(
         self, again: Replayable, part: int, replay: Replay, facts: StepContext, context: Context

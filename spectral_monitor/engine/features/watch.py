@@ -287,7 +287,7 @@ class FeatureWatch:
         done, self.replays.done = self.replays.done, ReplayOutcome()
         known = all(some.loss for some in seen.steps)
         after = ChangeStage(rows, self._processes, full)
-        yield from after.measure(done, facts, forward.loss if known else None)
+        yield from after.measure(done, slices.off, facts, forward.loss if known else None)
         if after.off and not slices.off:
             slices.give_up()
             if not slices.automatic:
