@@ -35,7 +35,8 @@ class AttentionWatch:
         processes: ProcessGroup | None,
         harmless: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self.blocks, self._members = blocks, members = layout.attention, layout.members
+        blocks, members = layout.attention, layout.members
+        self.blocks, self._members = blocks, members
         self._processes = processes
         shut = {id(part) for module in layout.hidden for part in module.modules()}
         self._heads = _shared_out(blocks, processes, lambda i: members[i].holding.rows(members[i].layer))
