@@ -95,7 +95,7 @@ ENTRIES = (
     Quantity(
         key="adam_rms",
         notation="rms(g / max(sqrt(v), eps))",
-        formula=lambda s: _root(_divide(s.get("adam.ratio"), s.get("adam.n"))),
+        formula=lambda s: _root(s.quotient("adam.ratio", "adam.n")),
         needs=frozenset({"state"}),
         source="Wortsman et al. 2023, RMS_t",
         meaning="gradients of this step next to what Adam expects them to be; v is its second moment, bias corrected",
@@ -108,7 +108,7 @@ ENTRIES = (
     Quantity(
         key="eps_share",
         notation="share of entries with sqrt(v) < eps",
-        formula=lambda s: _divide(s.get("adam.eps"), s.get("adam.n")),
+        formula=lambda s: s.quotient("adam.eps", "adam.n"),
         needs=frozenset({"state"}),
         unit="share",
         range="[0, 1]",

@@ -167,8 +167,7 @@ class Readings:
 
     def speed(self, name: str) -> float:
         """Length of a change over that of what changed."""
-        before = self.get(f"{name}.norm")
-        return self.get(f"d{name}.norm") / before if before else math.nan
+        return self.quotient(f"d{name}.norm", f"{name}.norm")
 
     def kernel_ratio(self, name: str = "K") -> float:
         """First moment of a kernel over the root of the second."""
