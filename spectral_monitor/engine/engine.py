@@ -15,27 +15,24 @@ from spectral_monitor.capture.hooks.gradient_reuse import GradientReuse
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.condition.findings import COMPILED_STEP
-from spectral_monitor.engine.agreement.all_or_none import agreed
 from spectral_monitor.engine.agreement.output_layers import output_parameters
-from spectral_monitor.engine.agreement.rank_report import RankReports, StepObservation, census
+from spectral_monitor.engine.agreement.rank_report import RankReports, StepObservation, agreed, census
 from spectral_monitor.engine.attention.watch import AttentionWatch
 from spectral_monitor.engine.features.stage import RowStage
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import StepLoss
 from spectral_monitor.engine.features.watch import FeatureWatch, WatchedForward
-from spectral_monitor.engine.guards import FailureGuard, check_supported, full_precision, replaced
+from spectral_monitor.engine.guards import FailureGuard, ParameterTracker, check_supported, full_precision
 from spectral_monitor.engine.model_layout import ModelLayout
-from spectral_monitor.engine.observation import held_by, observe, step_facts
+from spectral_monitor.engine.observation import held_by, observe, settle_facts
 from spectral_monitor.engine.overhead_budget import budget_for
-from spectral_monitor.engine.parameter_tracker import ParameterTracker
-from spectral_monitor.engine.results.measurement import Measured
 from spectral_monitor.engine.results.raw import NETWORK, REUSED, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
+from spectral_monitor.engine.schedule import Turns
 from spectral_monitor.engine.settings import FEATURES, Settings
 from spectral_monitor.engine.state import CLEARED, COMPARED, START, STEP_LOSS, TURN, EngineState
 from spectral_monitor.engine.weights.gradients import gradient_norms
 from spectral_monitor.engine.weights.stage import MatrixStage
-from spectral_monitor.engine.weights.turns import Turns
 from spectral_monitor.layers.training_mode import TrainingModes
 from spectral_monitor.linalg import Coroutine, gather, sequence
 from spectral_monitor.measurement import Measurement
@@ -95,9 +92,8 @@ class Engine(EngineState):
         found = partial(ModelLayout.of, model, self._wrapper, optimizers, settings, processes, whole_steps)
         layout = (found() if processes is None else processes.all_or_none(found)).placed(processes)
         self.anatomy, self.layers, self.members = layout.anatomy, layout.layers, layout.members
-        self.attention = AttentionWatch(layout.hidden, layout.attention, self.members, processes, self._guard)
-        self._tracker = None if layout.flat else ParameterTracker(model, self.anatomy.layers)
-        self._replaced: set[int] = set()
+        self.attention = AttentionWatch(layout, processes, self._guard)
+        self._tracker = ParameterTracker(model, () if layout.flat else self.anatomy.layers)
         self._flat = layout.flat
         self._copies = partial(copies, flat=layout.flat, processes=processes)
         if settings.needs & FEATURES:
@@ -118,16 +114,22 @@ class Engine(EngineState):
         self.idle = False
         self._reported: Settings | None = settings  # None: nothing of the step that is watched
         self.multipliers: Mapping[int, float] = {}
-        self._in_force: Mapping[int, float] = {}  # in the step that is watched
         self.embedding_scales: Mapping[int, float] | None = {}  # None: they are asked for
         self._clear()
 
     def _clear(self) -> None:
         self._guard.begin()
         self._apart: float | None = None
-        self._out = RawScalars()
+        self._out, self._facts = RawScalars(), StepContext()
         self._stage = MatrixStage(
-            self.members, self.asked, self._start, self.features.sample, self._copies, self.processes, self._out
+            self.members,
+            self.asked,
+            self._start,
+            self.features.sample,
+            self._copies,
+            self.processes,
+            self._facts,
+            self._out,
         )
         self._stage.contributions.overwrites = self._overwrites
         self.attention.clear(self.asked, self._out)
@@ -159,14 +161,14 @@ class Engine(EngineState):
         self._reported = self.settings.only(wanted) if wanted else None
         wanted |= {"feature_drift"} if START in keys else set()
         self.asked = self.settings.only(wanted or {"lr"})  # which nothing is recorded for
-        self._in_force = self.multipliers
         self.disarm()
         self.armed = True
         self.idle = False
         self._before_forward = before_forward
+        self._facts.multipliers = self.multipliers
         self.step_loss.begin(STEP_LOSS in keys)
         with self._guard("setting up"):
-            self._replaced = self._stage.replaced = replaced(self._tracker, self.anatomy.layers, self._warn)
+            self._facts.replaced = self._tracker.moved(self._warn)
             self.features.arm()
             if not self.features.capture.hidden_layers:
                 self.attention.arm(self.asked)
@@ -229,9 +231,8 @@ class Engine(EngineState):
                 self.turns.missed()
             return None
         self.correct_roles(self.features.readouts.settle(seen))
-        stage, out = self._stage, self._out
-        facts = step_facts(seen, stage, given)
-        facts.multipliers, facts.replaced = self._in_force, self._replaced
+        stage, out, facts = self._stage, self._out, self._facts
+        settle_facts(facts, seen, given)
         facts.held, facts.modes = held_by(self.layers, self.optimizers), self._modes.look()
         if self._awaited:
             self.turns.taken(facts.stepped)
@@ -240,10 +241,9 @@ class Engine(EngineState):
         if self.optimizers.compiled:
             self._warn(COMPILED_STEP)
         self.features.explain(facts, seen)
-        stage.unused &= facts.unused  # in place, for contributions go by it too
         # Matrices and rows as the step saw them, then the forward again.
         rows = self.features.begin_rows(seen)
-        agreed(self._before_replay(rows, forward, facts), self.processes)
+        self._run(agreed(self._before_replay(rows, forward, facts), self.processes))
         if self.features.wanted:
             due = self._drift_due(self.asked.keys)
             self._run(self.features.changes(forward, seen, rows, facts, given, due, stage, self._parameters))
@@ -257,10 +257,9 @@ class Engine(EngineState):
         self.measured += 1
         self.drifts += "feature_drift" in self._reported.keys
         self.comparisons += bool(COMPARED & set(self._reported.keys))
-        measured = Measured(step, self.layers, tuple(layer.info for layer in self.layers), self._reported, facts)
         raw = out.fetch()
         self.attention.settle(raw, facts)
-        measurement = self._put_together(measured, raw)
+        measurement = self._put_together(step, self._reported, facts, raw)
         self._overwrites |= facts.rewritten
         self.features.settle(measurement)
         return measurement
@@ -271,11 +270,11 @@ class Engine(EngineState):
         self.attention.rest()
         forward.whole = self.step_loss.can_run(given)
         self.features.look(forward, given)
-        observe(forward, self.features, self._stage, self.processes)
+        observe(forward, self.features, self._facts, self.processes)
 
     def _observed(self, forward: WatchedForward, given: StepInputs) -> StepObservation:
         """Return what this process has to say of the step, after a failure too."""
-        stepped, awaited = self._stage.stepped, self._awaited
+        stepped, awaited = self._facts.stepped, self._awaited
         begun, again = forward.begun, forward.again
         return StepObservation(
             failed=self._guard.failed,
@@ -349,4 +348,4 @@ class Engine(EngineState):
             if not self._guard.failed:
                 self._stage.after(optimizer)
             self._reuse.stepped(optimizer)
-            self.features.capture.settled |= self._stage.stepped
+            self.features.capture.settled |= self._facts.stepped

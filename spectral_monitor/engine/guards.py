@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import LBFGS, Optimizer
 
-from spectral_monitor.engine.parameter_tracker import ParameterTracker
 from spectral_monitor.engine.results.reasons import REPLACED
 from spectral_monitor.layers import Layer
+from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.messages import WarnOnce, some
 from spectral_monitor.quantities import TIERS
+from spectral_monitor.state.dtensor import is_distributed
 
 MAX_NAMES = 5
 """Layers that a warning names."""
@@ -65,13 +69,36 @@ def check_supported(optimizers: Sequence[Optimizer]) -> None:
             raise ValueError(f"{type(optimizer).__name__} runs the forward several times in a step. {light}")
 
 
-def replaced(tracker: ParameterTracker | None, layers: Sequence[Layer], warn: Callable[[str], None]) -> set[int]:
-    """Layers that are not what they were when training began; says so."""
-    found = set() if tracker is None else tracker.moved()
-    if found:
-        names = [layers[i].info.name for i in sorted(found)]
-        hint = "Another fit, or another probe, measures it as it is then"
-        warn(f"not measured any more: {some(names, MAX_NAMES)}; {REPLACED}. {hint}")
+class ParameterTracker:
+    """The places of the layers' parameters in a model, at first and now.
+
+    Parameters that are spread over processes are not followed, for whoever spreads them puts others in their place.
+    """
+
+    def __init__(self, root: nn.Module, layers: Sequence[Layer]) -> None:
+        self._root, self._layers = root, layers
+        self._first = _places(root)
+
+    def moved(self, warn: Callable[[str], None]) -> set[int]:
+        """Layers whose weight comes from somewhere else by now; says so."""
+        now = _places(self._root)
+        sources = ((i, p) for i, layer in enumerate(self._layers) for p in layer.sources if not is_distributed(p))
+        found = {i for i, p in sources if not self._first[id(p)] <= now[id(p)]}
+        if found:
+            names = [self._layers[i].info.name for i in sorted(found)]
+            hint = "Another fit, or another probe, measures it as it is then"
+            warn(f"not measured any more: {some(names, MAX_NAMES)}; {REPLACED}. {hint}")
+        return found
+
+
+def _places(root: nn.Module) -> defaultdict[int, set[tuple[str, ...]]]:
+    """Parameter's id -> for each place the module, the name in it, and what a parametrization makes of it."""
+    found: defaultdict[int, set[tuple[str, ...]]] = defaultdict(set)
+    for owner, module in named_modules(root):
+        steps = [type(step).__qualname__ for step in module] if isinstance(module, ParametrizationList) else []
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                found[id(parameter)].add((owner, key, *steps))
     return found
 
 

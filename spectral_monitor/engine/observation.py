@@ -14,12 +14,11 @@ from spectral_monitor.engine.features.stage import gradients, inputs
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.watch import FeatureWatch, WatchedForward
 from spectral_monitor.engine.results.reasons import StepContext
-from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers import Layer
 from spectral_monitor.sharding import ProcessGroup
 
 
-def observe(forward: WatchedForward, watch: FeatureWatch, stage: MatrixStage, processes: ProcessGroup | None) -> None:
+def observe(forward: WatchedForward, watch: FeatureWatch, facts: StepContext, processes: ProcessGroup | None) -> None:
     """Fill in this process's observation of each layer, and what other processes compare with theirs."""
     layers, features = len(forward.layers), watch.capture
     noise, outputs = watch.replays.slices.noise, forward.outputs
@@ -27,9 +26,8 @@ def observe(forward: WatchedForward, watch: FeatureWatch, stage: MatrixStage, pr
     prints = row_hashes({i: calls for some in apart for i, calls in features.inputs(some).items()})
     for i in range(layers):
         recorded = features.calls.get(i, ())
-        observation = LayerObservation(stepped=i in stage.stepped, unused=i in stage.unused, called=bool(recorded))
+        observation = LayerObservation(i in facts.stepped, i in facts.unused, bool(recorded), features.hidden.get(i, 0))
         forward.layers[i] = observation
-        observation.hidden = features.hidden.get(i, 0)
         if recorded:
             x, b = inputs(recorded), gradients(recorded)
             observation.fed = all(h is not None for h in x)
@@ -44,25 +42,22 @@ def observe(forward: WatchedForward, watch: FeatureWatch, stage: MatrixStage, pr
             observation.input_features = there[0].shape[1] if there else 0
             observation.output_features = recorded[0].features
     if features.traced:
-        for i, said in watch.readouts.see(features, stage.unused).items():
+        for i, said in watch.readouts.see(features, facts.unused).items():
             forward.layers[i].place = said
     if processes is not None:
         forward.prints = as_table(row_hashes(outputs), layers, processes.device)
 
 
-def step_facts(seen: RankReports, stage: MatrixStage, given: StepInputs) -> StepContext:
-    """Return what all processes know of the step."""
-    facts = StepContext(stage.lr, seen.anywhere("stepped"), seen.everywhere("unused"), stage.divided)
-    facts.decay, facts.no_moments, facts.no_gradient = stage.decay, stage.no_moments, stage.no_gradient
+def settle_facts(facts: StepContext, seen: RankReports, given: StepInputs) -> None:
+    """Fill in what all processes know of the step."""
+    facts.stepped, facts.unused = seen.anywhere("stepped"), seen.everywhere("unused")
     facts.accumulated, facts.loss_scale = given.accumulated, given.loss_scale * seen.batch_count
     facts.loss_parts, facts.unfit_loss_input = given.loss_parts, given.unfit_loss_input
-    facts.moved = any(some.moved for some in seen.steps)
     facts.closures = int(max(some.closures for some in seen.steps))
     facts.called = seen.anywhere("called")
     facts.hidden = {i: WHY_HIDDEN[int(max(why))] for i, why in enumerate(seen.layers("hidden")) if max(why)}
     facts.fed, facts.lasted, facts.graded = (seen.wherever_called(name) for name in ("fed", "lasted", "graded"))
     facts.eps = {i: max(values) for i, values in enumerate(seen.layers("eps")) if i in facts.called}
-    return facts
 
 
 def held_by(layers: Sequence[Layer], optimizers: OptimizerCapture) -> dict[int, str]:

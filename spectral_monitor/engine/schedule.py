@@ -1,4 +1,7 @@
-"""The schedule: which steps are measured, and which quantities at each."""
+"""The schedule: which steps are measured, and which quantities at each.
+
+Optimizers may take turns, as those of a GAN do: even intervals would only ever meet one of them.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ Interval = int | str
 
 DEFAULT_SCHEDULE = "1, 2, 4, ..., every 100"
 """Most happens in the first steps, and a fault is best known at once."""
+
+PATIENCE = 32
+"""Steps after a measured one that are watched in vain."""
 
 VALID = 'an integer >= 1, or steps in words such as "1, 2, 4, 8, ..., every 100" or "1, 10, every 1000"'
 
@@ -138,6 +144,46 @@ class Timetable:
     def with_key(self, key: str) -> tuple[Schedule, frozenset[str]]:
         """Return the schedule of a measured key, and all keys that share it."""
         return next((schedule, keys) for schedule, keys in self.groups.items() if key in keys)
+
+
+class Turns:
+    """Waits, after a measured step, for the turn of those optimizers that did not step in it.
+
+    Attributes:
+        awaited: layers of these; empty if there are none.
+
+    Example:
+        >>> turns, held = Turns(), {0: "", 1: ""}
+        >>> turns.measured(held, {0}), sorted(turns.awaited)
+        (None, [1])
+        >>> turns.taken({1}), sorted(turns.awaited)
+        (None, [])
+    """
+
+    def __init__(self) -> None:
+        self.awaited: frozenset[int] = frozenset()
+        self._absent: frozenset[int] = frozenset()
+        self._waited = 0
+
+    def measured(self, held: Mapping[int, str], stepped: Collection[int]) -> None:
+        """Take in a step that was measured because it was due.
+
+        Args:
+            held: layer index -> why steps of its optimizer cannot be seen; empty if they can.
+            stepped: layers whose optimizer has stepped.
+        """
+        self._waited, self._absent = 0, self._absent - frozenset(stepped)
+        self.awaited = frozenset(i for i, unseen in held.items() if not unseen and i not in stepped) - self._absent
+
+    def taken(self, stepped: Collection[int]) -> None:
+        """Take in a step that was measured because some of those that are awaited have stepped."""
+        self._waited, self.awaited = 0, self.awaited - frozenset(stepped)
+
+    def missed(self) -> None:
+        """Take in a step in which none of those that are awaited has stepped."""
+        self._waited += 1
+        if self._waited >= PATIENCE:  # until they are seen to step, nobody waits for them again
+            self._waited, self._absent, self.awaited = 0, self._absent | self.awaited, frozenset()
 
 
 def _not_measured(name: object, valid: Collection[str]) -> str:

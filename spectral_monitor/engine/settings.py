@@ -19,6 +19,10 @@ def _are_texts(values: object) -> bool:
     return isinstance(values, Sequence) and not isinstance(values, str) and all(isinstance(v, str) for v in values)
 
 
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1
+
+
 @dataclass(frozen=True)
 class Settings:
     """Arguments shared by every way into the monitor; :class:`~spectral_monitor.SpectralProbe` says what they mean.
@@ -53,23 +57,19 @@ class Settings:
     needs: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "replay_samples", "drift_every", "history"):
-            value = getattr(self, name)
-            if (value is None and name in ("max_rows", "replay_samples")) or (name, value) == (
-                "replay_samples",
-                "auto",
-            ):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                others = {"replay_samples": ", None or 'auto'", "max_rows": " or None"}.get(name, "")
-                raise ValueError(f"{name} must be an integer >= 1{others}, got {value!r}")
-        tol = self.tol
-        if isinstance(tol, bool) or not isinstance(tol, int | float) or not 0 < tol < 1:
-            raise ValueError(f"tol must be a number in (0, 1), got {tol!r}")
-        share = self.max_overhead
-        if share not in (None, "auto") and (
-            isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1
+        for name, others, said in (
+            ("max_rows", (None,), " or None"),
+            ("replay_samples", (None, "auto"), ", None or 'auto'"),
+            ("drift_every", (), ""),
+            ("history", (), ""),
         ):
+            value = getattr(self, name)
+            if value not in others and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer >= 1{said}, got {value!r}")
+        if not _is_share(self.tol):
+            raise ValueError(f"tol must be a number in (0, 1), got {self.tol!r}")
+        share = self.max_overhead
+        if share not in (None, "auto") and not _is_share(share):
             raise ValueError(
                 f"max_overhead must be a share of training time in (0, 1), such as 0.01, 'auto' or None; got {share!r}"
             )

@@ -14,8 +14,9 @@ from spectral_monitor.engine.features.linearization import start_parameters
 from spectral_monitor.engine.features.watch import FeatureWatch
 from spectral_monitor.engine.guards import FailureGuard, full_precision
 from spectral_monitor.engine.overhead_budget import Budget
-from spectral_monitor.engine.results.measurement import Measured
+from spectral_monitor.engine.results.measurement import measurement_of
 from spectral_monitor.engine.results.raw import Raw
+from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.state_dict import (
     VERSION,
@@ -110,7 +111,7 @@ class EngineState:
                 error: Exception | None = None
                 try:
                     held = {i: m for i, m in enumerate(self.members) if m.layer.sources}
-                    start = {i: host_copies(m.contents(m.layer.weight())) for i, m in held.items()}
+                    start = {i: host_copies(m.now()) for i, m in held.items()}
                 except Exception as raised:
                     error = raised
                 reason = self.said_anywhere("" if error is None else str(error) or type(error).__name__)
@@ -132,10 +133,10 @@ class EngineState:
         self._start = start
         self._start_norms = self._run(start_norms(self.members, start, self.settings, self.processes)).fetch()
 
-    def _put_together(self, measured: Measured, raw: Raw) -> Measurement:
+    def _put_together(self, step: int, asked: Settings, facts: StepContext, raw: Raw) -> Measurement:
         for i, norms in self._start_norms.items():
             raw.setdefault(i, {}).update(norms)
-        measurement = measured.table(raw, self._reasons, self.skipped_updates)
+        measurement = measurement_of(step, self.layers, asked, facts, raw, self._reasons, self.skipped_updates)
         self.skipped_updates = int(measurement.summary["skipped_updates"])
         return measurement
 

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.capture.unwrap import unwrap_model
-from spectral_monitor.engine.results.values import LayerScalars
 from spectral_monitor.inspection.checkpoint import skeleton, weights_in
 from spectral_monitor.layers.inspect_model import Layer, dissect
 from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.parametrization.init import largest_row, refuse_spread
-from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.quantities import QUANTITIES, Readings
 from spectral_monitor.reporting.text.roles import Roles
 
 if TYPE_CHECKING:
@@ -153,5 +152,5 @@ def _measured(layer: Layer) -> dict[str, float]:
     raw = {"W.sigma": estimate.sigma, "W.fro": estimate.fro}
     if layer.info.role == "embedding":
         raw["W.row"] = torch.tensor([largest_row(layer, weight)])
-    scalars = LayerScalars(layer, raw)
-    return {key: QUANTITIES[key].value(scalars) for key in MEASURED}
+    readings = Readings(raw, layer.info.role, layer.layout.fan_in, layer.layout.fan_outs)
+    return {key: QUANTITIES[key].value(readings) for key in MEASURED}

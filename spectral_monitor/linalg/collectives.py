@@ -95,8 +95,10 @@ def _driven(routine: Coroutine[T], answer: Callable[[list[Tensor]], list[Tensor]
         return result
 
 
-def rank_table(values: Tensor, exchange: AllReduce) -> Tensor:
+def rank_table(values: Tensor, exchange: AllReduce | None) -> Tensor:
     """(processes, ...) this process's values in its row, 0 in those of others: what a sum makes a table of."""
+    if exchange is None:
+        return values[None]
     table = values.new_zeros(exchange.size, *values.shape)
     table[exchange.rank] = values
     return table

@@ -17,7 +17,7 @@ from spectral_monitor.condition.optimizers.plans import Plan
 from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Corrector, LRCorrection, looks_drawn, rescale, starting_norm
 from spectral_monitor.engine import CLEARED, START, STEP_LOSS, TURN, Engine
-from spectral_monitor.engine.results.edge import UPHILL
+from spectral_monitor.engine.results.loss import UPHILL
 from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.monitoring.correction_report import CorrectionReport, held

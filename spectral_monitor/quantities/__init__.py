@@ -6,7 +6,8 @@ A quantity is an entry of :mod:`~spectral_monitor.quantities.weights`, :mod:`~sp
 :mod:`~spectral_monitor.quantities.signals`, or is added with :func:`register`.
 """
 
-from spectral_monitor.quantities.quantity import Column, Formula, Quantity, Readings, Tier
+from spectral_monitor.quantities.quantity import Column, Formula, Quantity, Tier
+from spectral_monitor.quantities.readings import Readings
 from spectral_monitor.quantities.registry import QUANTITIES, TIERS, needs, register, resolve, unregister
 
 __all__ = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from spectral_monitor.quantities import questions
-from spectral_monitor.quantities.quantity import Quantity, Readings
+from spectral_monitor.quantities.quantity import Quantity
+from spectral_monitor.quantities.readings import Readings
 
 _ROTATION = frozenset({"W", "dW", "WdW"})
 
@@ -40,7 +41,6 @@ ENTRIES = (
         notation="angle between W and W + dW",
         formula=_angle,
         needs=_ROTATION,
-        tier="full",
         unit="rad",
         range="[0, pi]",
         source="Kosson et al. 2023",
@@ -56,7 +56,6 @@ ENTRIES = (
         notation="<W, dW> / (|W|F |dW|F)",
         formula=lambda s: _divide(s.radial_change(), s.whole("dW")),
         needs=_ROTATION,
-        tier="full",
         range="[-1, 1]",
         source="Kosson et al. 2023",
         meaning="does the update make the weight longer (above 0) or shorter; -1 is nothing but decay",
@@ -71,7 +70,6 @@ ENTRIES = (
         notation="lr wd |W|F / |dW|F",
         formula=lambda s: _divide(s.get("lr") * s.get("weight_decay") * s.whole("W"), s.whole("dW")),
         needs=frozenset({"W", "dW"}),
-        tier="full",
         source="Kosson et al. 2023",
         meaning="how much of the update is weight decay",
         healthy="well below 1: at 1 nothing but decay is left",
@@ -86,7 +84,6 @@ ENTRIES = (
         notation="update_angle / sqrt(2 lr wd (1 - beta1) / (1 + beta1))",
         formula=_equilibrium,
         needs=_ROTATION,
-        tier="full",
         source="Kosson et al. 2023, Table 1",
         meaning="is weight decay in balance with the updates: 1 it is; then decay sets how fast the layer turns",
         healthy="towards 1 within some summary/equilibrium_steps",
@@ -98,9 +95,8 @@ ENTRIES = (
     Quantity(
         key="adam_rms",
         notation="rms(g / max(sqrt(v), eps))",
-        formula=lambda s: _root(_divide(s.get("adam.ratio"), s.get("adam.n"))),
+        formula=lambda s: _root(s.quotient("adam.ratio", "adam.n")),
         needs=frozenset({"state"}),
-        tier="full",
         source="Wortsman et al. 2023, RMS_t",
         meaning="gradients of this step next to what Adam expects them to be; v is its second moment, bias corrected",
         healthy="about 1; above 2 the second moment is stale, and a spike of the loss may follow",
@@ -112,9 +108,8 @@ ENTRIES = (
     Quantity(
         key="eps_share",
         notation="share of entries with sqrt(v) < eps",
-        formula=lambda s: _divide(s.get("adam.eps"), s.get("adam.n")),
+        formula=lambda s: s.quotient("adam.eps", "adam.n"),
         needs=frozenset({"state"}),
-        tier="full",
         unit="share",
         range="[0, 1]",
         source="Everett et al. 2024",
@@ -129,7 +124,6 @@ ENTRIES = (
         notation="<m, g> / (|m|F |g|F)",
         formula=lambda s: _divide(s.get("adam.mg"), _root(s.get("adam.mm") * s.get("adam.gg"))),
         needs=frozenset({"state"}),
-        tier="full",
         unit="cosine",
         range="[-1, 1]",
         source="Kingma and Ba 2015: m is the first moment",
@@ -142,9 +136,7 @@ ENTRIES = (
     Quantity(
         key="dead_rows",
         notation="share of outputs whose v is below 1e-3 of the median's",
-        formula=lambda s: s.get("adam.dead"),
         needs=frozenset({"state"}),
-        tier="full",
         unit="share",
         range="[0, 1]",
         source="Lu et al. 2019, dying ReLU",

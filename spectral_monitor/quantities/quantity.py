@@ -5,83 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
+
+from spectral_monitor.quantities.readings import Readings
 
 Tier = Literal["light", "standard", "full"]
-Norm = Literal["sigma", "fro"]
-
-
-class Readings(Protocol):
-    """Measured numbers of one layer; NaN where something was not measured.
-
-    The names are those of the notation: ``W``, ``dW``, ``drift`` (of ``W - W0``), ``W0``, ``W1`` (after the step),
-    ``h``, ``dh``, ``b``, ``h_in``.
-    """
-
-    def get(self, name: str) -> float:
-        """Return a single number."""
-
-    def largest(self, name: str) -> float:
-        """Return the largest of several numbers."""
-
-    def place_of_largest(self, name: str) -> float:
-        """Return the position, from 0, of the largest of several numbers."""
-
-    def norm(self, name: str, norm: Norm = "sigma") -> float:
-        """Return the spectral or the Frobenius norm of a matrix."""
-
-    def natural(self, name: str) -> float:
-        """Return the natural norm of a matrix."""
-
-    def gradient_natural(self) -> float:
-        """Return the natural norm of the gradient."""
-
-    def whole(self, name: str) -> float:
-        """Return the Frobenius norm of a matrix, all taps and blocks together."""
-
-    def radial_change(self) -> float:
-        """Return the update's part along the weight, all taps and blocks together."""
-
-    def ratio(self, above: str, below: str, norm: Norm = "sigma") -> float:
-        """Return a norm over a norm."""
-
-    def stable_rank(self, name: str) -> float:
-        """Return the stable rank of a matrix."""
-
-    def alignment(self, name: str) -> float:
-        """Return an alignment, the mean over the taps of a convolution."""
-
-    def row_stable_rank(self, name: str) -> float:
-        """Return the stable rank of a matrix of feature rows."""
-
-    def cancellation(self, after: str, before: str, change: str) -> float:
-        """Return the norm of a sum over the sum of the norms."""
-
-    def speed(self, name: str) -> float:
-        """Return the length of a change over that of what changed."""
-
-    def kernel_ratio(self, name: str = "K") -> float:
-        """Return the first moment of a kernel over the root of the second."""
-
-    def quotient(self, above: str, below: str) -> float:
-        """Return a single number over another."""
-
-    def root_mean_square(self, name: str) -> float:
-        """Return the RMS of the entries of a matrix of rows."""
-
-    def cosine(self) -> float:
-        """Return the cosine of the backward-feature angle."""
-
-    def part_of_change(self, name: str) -> float:
-        """Return the RMS length of ``dW.h``, ``W.dh`` or ``dW.dh`` over that of ``h``."""
-
-    def dual_cosine(self) -> float:
-        """Return the cosine of the angle between the features and minus the change of their gradients."""
-
-    def sensitivity(self) -> float:
-        """Return the feature change per loss decrease."""
-
-
 Formula = Callable[[Readings], float]
 
 
@@ -144,10 +72,10 @@ class Quantity:
     notation: str
     formula: Formula | None = None
     needs: frozenset[str]
-    tier: Tier
+    tier: Tier = "full"
     unit: str = "ratio"
     range: str = ">= 0"
-    source: str
+    source: str = ""
     meaning: str
     healthy: str
     misleads: str

@@ -19,7 +19,7 @@ def register(*entries: Quantity) -> None:
 
     Args:
         entries: those whose :attr:`~Quantity.needs` the monitor captures already, and whose formula reads what it
-            measures of them (:class:`~spectral_monitor.quantities.quantity.Readings`).
+            measures of them (:class:`~spectral_monitor.quantities.readings.Readings`).
 
     Raises:
         ValueError: there is a quantity of this key.

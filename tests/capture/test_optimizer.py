@@ -14,6 +14,7 @@ from spectral_monitor import SpectralProbe
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.engine import Settings
 from spectral_monitor.engine.results.raw import RawScalars
+from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers import dissect
@@ -167,7 +168,7 @@ def test_the_measured_update_is_the_difference_of_the_weights(name, flags):
         members = [BatchMember(layer, held) for layer, held in zip(layers, plan(layers, {}, None), strict=True)]
         start = {i: member.contents(member.layer.weight().clone()) for i, member in enumerate(members)}
         settings = Settings(quantities="light")
-        stage = KeptUpdates(members, settings, start, lambda i: None, lambda p: 1, None, RawScalars())
+        stage = KeptUpdates(members, settings, start, lambda i: None, lambda p: 1, None, StepContext(), RawScalars())
         capture = OptimizerCapture([optimizer], lambda o: None, stage.before, stage.ready, stage.after)
         closure_for(model, optimizer)()
         start = snapshot(model)

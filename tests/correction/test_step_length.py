@@ -28,7 +28,7 @@ from spectral_monitor.correction.smoothing import (
     UPHILL_EDGE,
     StepLength,
 )
-from spectral_monitor.engine.results import edge as of_line
+from spectral_monitor.engine.results import loss as of_line
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.measurement import SUMMARY, Measurement
 

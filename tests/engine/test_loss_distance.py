@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.engine.results.loss_distance import loss_distance
+from spectral_monitor.engine.results.loss import loss_distance
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.layers import dissect
 

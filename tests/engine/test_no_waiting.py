@@ -51,7 +51,7 @@ class Watch:
     def note(self, tensor):
         frame = sys._getframe(2)
         file = frame.f_code.co_filename.replace("\\", "/")
-        host = file.endswith("engine/results/values.py") or "/condition/" in file
+        host = file.endswith(("quantities/readings.py", "engine/results/summary.py")) or "/condition/" in file
         inside = "/spectral_monitor/" in file and not host
         # What is counted on the host, such as indices, is no one's to wait for.
         inside &= frame.f_code.co_name not in ON_HOST

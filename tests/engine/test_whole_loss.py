@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.engine.results.edge import OTHER_LOSS
+from spectral_monitor.engine.results.loss import OTHER_LOSS
 
 
 class Model(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.engine import CLEARED, TURN, Engine, still_due
 from spectral_monitor.engine.overhead_budget import Budget
-from spectral_monitor.engine.weights.turns import PATIENCE
+from spectral_monitor.engine.schedule import PATIENCE
 from spectral_monitor.measurement import HEALTHY, NOT_STEPPED
 from spectral_monitor.reporting.content.headline import headline
 

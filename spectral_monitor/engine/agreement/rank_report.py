@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from spectral_monitor.linalg import Coroutine
+from spectral_monitor.linalg import Coroutine, all_reduce_norm, rank_table, resume
 from spectral_monitor.sharding import ProcessGroup
 
 
@@ -249,3 +249,38 @@ def census(
         width = prints.shape[1]
         all_prints.append([tuple(row[start : start + width]) for start in range(end, len(row), width)])
     return RankReports(steps, all_observations, all_prints, processes)
+
+
+def agreed(routine: Coroutine[None], processes: ProcessGroup | None) -> Coroutine[None]:
+    """Run a routine that may fail here, but only before it first needs the others: then all give it up.
+
+    Raises:
+        RuntimeError: it failed in another process.
+    """
+    error: Exception | None = None
+    request: list[torch.Tensor] | None = None
+    try:
+        request = next(routine, None)
+    except Exception as raised:
+        error = raised
+    (failures,) = yield [rank_table(torch.tensor(float(error is not None)), processes)]
+    if error is not None:
+        raise error
+    if failures.any():
+        who = ", ".join(str(rank) for rank, failed in enumerate(failures.tolist()) if failed)
+        raise RuntimeError(f"process {who} could not, and says why")
+    if request is not None:
+        yield from resume(routine, request)
+
+
+def mean_of_batches(
+    pair: torch.Tensor | None, flags: Sequence[float], seen: RankReports, processes: ProcessGroup | None
+) -> Coroutine[tuple[torch.Tensor | None, list[float]]]:
+    """Return the mean over the batches of two numbers, ``None`` if a process does not know them, and sums of flags."""
+    if processes is None:
+        return pair, list(flags)
+    mine = torch.tensor([0.0, 0.0, float(pair is None), *flags])
+    if pair is not None and seen.first_of_batch:
+        mine[:2] = pair
+    first, second, missing, *sums = (yield from all_reduce_norm(mine, 1, processes)).tolist()
+    return None if missing else torch.tensor([first, second]) / seen.batch_count, sums

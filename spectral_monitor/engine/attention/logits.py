@@ -28,8 +28,10 @@ SHARP = 10.0
 then a wrong one has to show.
 """
 WRONG, UNSOUND = 1e30, 1e31
-NAMES = ("seen", "off", "logit_max", "entropy", "lowest", "sink")
-"""Columns of the table of a block, which has a row for each way: ``off`` is at most 1 where it is the module's."""
+COLUMNS = 6
+"""Of the table of a block, which has a row for each way: whether it was seen; how far it is off, at most 1 where it is
+the module's; the largest logit, the mean entropy, the lowest one of a head, and the weight of the first key.
+"""
 UNKNOWN = (
     "its queries and keys do not give what it returned: the mask, the rotation, the scale or the heads of this module "
     "are not known"
@@ -65,12 +67,9 @@ class AttentionStage:
         if not self._blocks:
             return
         device = next((table.device for table in self._tables.values()), torch.device("cpu"))
-        nothing = torch.zeros(WAYS, len(NAMES), dtype=torch.float64, device=device)
+        nothing = torch.zeros(WAYS, COLUMNS, dtype=torch.float64, device=device)
         mine = torch.stack([self._tables.get(block.layer, nothing) for block in self._blocks])
-        if self._processes is None:
-            self._total = mine[None]
-        else:
-            (self._total,) = yield [rank_table(mine, self._processes)]
+        (self._total,) = yield [rank_table(mine, self._processes)]
 
     def settle(self, raw: Raw) -> dict[int, str]:
         """Put the numbers of every block that are proved; return layer index -> why there are none."""
@@ -93,16 +92,16 @@ class AttentionStage:
 def _joined(seen: Tensor) -> dict[str, list[float]]:
     """Return the numbers of all processes as one: extremes, or means."""
     found = {
-        "logit_max": seen[:, 2].amax(),
-        "entropy": seen[:, 3].mean(),
-        "lowest": seen[:, 4].amin(),
-        "sink": seen[:, 5].mean(),
+        "attention_logit_max": seen[:, 2].amax(),
+        "attention_entropy": seen[:, 3].mean(),
+        "attention_entropy_lowest": seen[:, 4].amin(),
+        "attention_sink": seen[:, 5].mean(),
     }
-    return {f"attention.{name}": [float(value)] for name, value in found.items()}
+    return {key: [float(value)] for key, value in found.items()}
 
 
 def _empty() -> Tensor:
-    table = torch.full((WAYS, len(NAMES)), WRONG, dtype=torch.float64)
+    table = torch.full((WAYS, COLUMNS), WRONG, dtype=torch.float64)
     table[:, 0] = 1.0
     return table
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from torch import nn
 from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.attention import AttentionCall, AttentionCapture
 from spectral_monitor.engine.attention.logits import AttentionStage
 from spectral_monitor.engine.guards import full_precision
+from spectral_monitor.engine.model_layout import ModelLayout
 from spectral_monitor.engine.results.raw import Raw, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.query_key import QueryKeyStage, remarks, unmeasured
 from spectral_monitor.layers.attention import SPREAD, AttentionBlock, LocalHeads, local_heads
 from spectral_monitor.layers.compiled import REASON
@@ -32,17 +31,14 @@ class AttentionWatch:
 
     def __init__(
         self,
-        hidden: Sequence[nn.Module],
-        blocks: Sequence[AttentionBlock],
-        members: Sequence[BatchMember],
+        layout: ModelLayout,
         processes: ProcessGroup | None,
         harmless: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """``hidden``: compiled modules, whose calls are not seen."""
-        self.blocks = blocks
-        self._members = members
+        blocks, members = layout.attention, layout.members
+        self.blocks, self._members = blocks, members
         self._processes = processes
-        shut = {id(part) for module in hidden for part in module.modules()}
+        shut = {id(part) for module in layout.hidden for part in module.modules()}
         self._heads = _shared_out(blocks, processes, lambda i: members[i].holding.rows(members[i].layer))
         self._why = {block.layer: unmeasured(block, self._heads[block.layer]) for block in blocks}
         logits = [key for key, entry in QUANTITIES.items() if "logits" in entry.needs]

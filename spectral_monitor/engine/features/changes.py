@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from spectral_monitor.capture.replay.feature_change import Change, Replay
+from spectral_monitor.engine.agreement.rank_report import mean_of_batches
 from spectral_monitor.engine.features.full_tier import FullStage
 from spectral_monitor.engine.features.replays import ReplayOutcome
 from spectral_monitor.engine.features.stage import RowStage
@@ -18,7 +20,7 @@ from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, one_each
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.functional.features import row_ratios
 from spectral_monitor.functional.standard_errors import GROUPS, standard_error
-from spectral_monitor.linalg import Coroutine, all_reduce_norm, gather, rank_table, reduce_table, sequence, to_device
+from spectral_monitor.linalg import Coroutine, gather, rank_table, reduce_table, sequence, to_device
 from spectral_monitor.sharding import ProcessGroup
 
 ELSEWHERE = "the forward could not be run again in another process"
@@ -44,6 +46,7 @@ class Found(NamedTuple):
     graded: bool
 
 
+@dataclass
 class ChangeStage:
     """Puts what forwards after the step say of the rows that were measured before it.
 
@@ -53,18 +56,19 @@ class ChangeStage:
         unchosen: layers that were called as before, but with none of the rows that are compared.
     """
 
-    def __init__(self, rows: RowStage, processes: ProcessGroup | None, full: FullStage) -> None:
-        self._rows = rows
-        self._full = full
-        self._processes = processes
-        self.probe_lost = self.off = False
-        self.unchosen: set[int] = set()
+    rows: RowStage
+    processes: ProcessGroup | None
+    full: FullStage
+    probe_lost: bool = False
+    off: bool = False
+    unchosen: set[int] = field(default_factory=set)
 
-    def measure(self, done: ReplayOutcome, facts: StepContext, before: Tensor | None) -> Coroutine[None]:
+    def measure(self, done: ReplayOutcome, off: bool, facts: StepContext, before: Tensor | None) -> Coroutine[None]:
         """Put everything, with the change of the loss, if it is known; tell ``facts`` what could be seen.
 
         Args:
             done: what was run again in this process.
+            off: whether it has seen that forwards must be of all samples.
             facts: of the step.
             before: the loss before the step, where all processes know it.
         """
@@ -75,21 +79,13 @@ class ChangeStage:
             routines.append(self._change(done.drift.replay, "feature_drift", size=False))
         if not routines:
             return
-        census, after = self._rows.census, None if done.same is None else done.same.loss
+        census, after = self.rows.census, None if done.same is None else done.same.loss
         losses = None if before is None or after is None else (after.double(), before.double())
         change = None if losses is None else torch.stack([losses[0] - losses[1], losses[1]]) * facts.loss_parts
         lost = [float(ran is not None and ran.replay is None) for ran in (done.same, done.drift)]
-        off = float(done.off)
-        if self._processes is None:
-            found = yield from sequence(routines)
-        else:
-            mine = torch.tensor([0.0, 0.0, float(change is None), off, *lost])
-            if change is not None and census.first_of_batch:
-                mine[:2] = change
-            *found, summed = yield from gather([*routines, all_reduce_norm(mine, 1, self._processes)])
-            total, level, missing, off, *lost = summed.tolist()
-            change = None if missing else torch.tensor([total, level]) / census.batch_count
-        self.off = bool(off)
+        routines.append(mean_of_batches(change, [float(off), *lost], census, self.processes))
+        *found, (change, (some_off, *lost)) = yield from (sequence if self.processes is None else gather)(routines)
+        self.off = bool(some_off)
         if lost[0]:
             facts.no_replay = facts.no_replay or ELSEWHERE
         if lost[1]:
@@ -99,7 +95,7 @@ class ChangeStage:
         if done.same is not None:
             facts.replayed = found[0]
         if change is not None:
-            self._rows.out.put(NETWORK, LOSS_CHANGE, change)
+            self.rows.out.put(NETWORK, LOSS_CHANGE, change)
 
     @torch.no_grad()
     def _change(self, replay: Replay | None, name: str, *, size: bool) -> Coroutine[set[int]]:
@@ -111,9 +107,9 @@ class ChangeStage:
             name: of the mean relative change.
             size: whether dh itself is measured, and its inner product with b.
         """
-        layers = sorted(self._rows.census.wherever_called("lasted"))
+        layers = sorted(self.rows.census.wherever_called("lasted"))
         changes = {i: None if replay is None else replay.change(i) for i in layers}
-        if self._rows.exchange is None:
+        if self.rows.exchange is None:
             seen = {i: change for i, change in changes.items() if change is not None}
             there = {i: change for i, change in seen.items() if change.size}
             groups = GROUPS if replay is None else min(GROUPS, replay.samples or GROUPS)
@@ -130,12 +126,12 @@ class ChangeStage:
         for every in devices.values():
             self._put(every, [found[i] for i in every], name, size)
         if replay is not None:
-            self._full.compared(replay) if size else self._full.drifted(replay)
+            self.full.compared(replay) if size else self.full.drifted(replay)
         return set(found)
 
     def _put(self, layers: list[int], found: list[Found], name: str, size: bool) -> None:
         """Put what sums over rows say of some layers, and how far that may be from what all rows would say."""
-        out, census = self._rows.out, self._rows.census
+        out, census = self.rows.out, self.rows.census
         groups = torch.stack([some.sums for some in found])  # (L, G, 7)
         means, errors = statistics(groups.sum(1)), standard_error(groups, statistics)  # (L, 3)
         lengths = groups[..., DH:].sum(1).sqrt()  # (L, 3): dh, h, b
@@ -168,7 +164,7 @@ class ChangeStage:
 
     def _everywhere(self, changes: Mapping[int, Change | None], samples: int | None) -> Coroutine[dict[int, Found]]:
         """Return the changes of all processes as one, of layers that all have seen; ``samples``: those of this one."""
-        exchange, census = self._rows.exchange, self._rows.census
+        exchange, census = self.rows.exchange, self.rows.census
         assert exchange is not None
         if not changes:
             return {}
@@ -180,7 +176,7 @@ class ChangeStage:
         known = torch.zeros(len(changes), 4, device=exchange.device)  # missing, entries, rows compared, rows there are
         squares = []
         for k, (i, change) in enumerate(changes.items()):
-            place, across = census.rows(i, "outputs"), self._rows.cols(i, "h") is not None
+            place, across = census.rows(i, "outputs"), self.rows.cols(i, "h") is not None
             rows = sums.new_zeros(place.total if across else 0, 2)
             squares.append(rows)
             if change is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from spectral_monitor.engine.features.replays import Probe
 from spectral_monitor.engine.features.step_inputs import Context
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
-from spectral_monitor.engine.settings import Settings
 from spectral_monitor.functional.features import mean_ratio
 from spectral_monitor.functional.laziness import kernel_alignment, kernel_change
 from spectral_monitor.functional.vector_norms import length, lengths
@@ -31,66 +31,52 @@ NO_SOURCE = "its inputs are not a measured layer's outputs after elementwise ope
 NO_SHARE = "defined for a single matrix only, which is called once, and whose inputs and gradients are known"
 
 
+@dataclass(frozen=True)
 class FullStage:
     """The stage of a measured step for tier "full"; it notes why a quantity is missing.
 
-    Attributes:
-        keys: those of :data:`ALONE` that are measured.
+    ``keys``: those of :data:`ALONE` that are measured; ``host``: whether copies are held by the host; ``old``: layer
+    index -> its weight before the step, where that is asked for.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        features: FeatureCapture,
-        settings: Settings,
-        alone: bool,
-        facts: StepContext,
-        out: RawScalars,
-        old: Mapping[int, Tensor],
-    ) -> None:
-        """``alone``: whether no other process takes part, otherwise there is nothing to do; ``old``: layer index -> its
-        weight before the step, where that is asked for.
-        """
-        asked = ALONE & set(settings.keys)
-        self.keys = asked if alone else frozenset[str]()
-        self._host = settings.low_memory
-        self._model = model
-        self._features = features
-        self._facts = facts
-        self._out = out
-        self._old = old
-        facts.why_not.update({(key, NETWORK): SEVERAL for key in asked - self.keys})
+    model: nn.Module
+    features: FeatureCapture
+    keys: frozenset[str]
+    host: bool
+    facts: StepContext
+    out: RawScalars
+    old: Mapping[int, Tensor]
 
     def replay(self, outputs: Outputs, portion: BatchSlice | None) -> Replay:
         """To compare a forward after the step with; where parts of changes or all properties are asked for, inputs too.
 
         ``portion``: the samples it is run on, if that is not all.
         """
-        layers = self._features.layers
+        layers = self.features.layers
         tier = self.keys >= ALONE & set(TIERS["full"])
         read = {i for i, layer in layers.items() if layer.info.role == "readout"} if tier else set()
         read |= {i for i, layer in layers.items() if is_pointwise(layer)} if self.keys & PARTS else set()
-        inputs = {i: rows for k in sorted(read) for i, rows in self._features.inputs(k).items()} or None
+        inputs = {i: rows for k in sorted(read) for i, rows in self.features.inputs(k).items()} or None
         if portion is not None:
-            outputs = self._features.first(outputs, portion)
-            inputs = None if inputs is None else self._features.first(inputs, portion)
+            outputs = self.features.first(outputs, portion)
+            inputs = None if inputs is None else self.features.first(inputs, portion)
         return Replay(outputs, self.keys - PARTS, inputs, None if portion is None else portion.samples)
 
     def checks(self) -> None:
         """Put what the step's own passes showed, if they were observed."""
-        if self._features.checks is None:
+        if self.features.checks is None:
             return
-        for i, recorded in self._features.calls.items():
+        for i, recorded in self.features.calls.items():
             found = [call.checked for call in recorded if call.checked is not None]
             pairs = [(c.input, c.source) for c in found if c.input is not None and c.source is not None]
             if pairs and len(pairs) == len(recorded):
-                self._out.put(i, "activation_ratio", mean_ratio(*map(torch.cat, zip(*pairs, strict=True))))
+                self.out.put(i, "activation_ratio", mean_ratio(*map(torch.cat, zip(*pairs, strict=True))))
             else:
-                self._facts.why_not["activation_ratio", i] = NO_SOURCE
+                self.facts.why_not["activation_ratio", i] = NO_SOURCE
             if len(recorded) == len(found) == recorded[0].b_count == 1 and found[0].share is not None:
-                self._out.put(i, "sample_share", found[0].share)
+                self.out.put(i, "sample_share", found[0].share)
             else:
-                self._facts.why_not["sample_share", i] = NO_SHARE
+                self.facts.why_not["sample_share", i] = NO_SHARE
 
     def compared(self, replay: Replay) -> None:
         """Put what the forward after the step showed."""
@@ -98,34 +84,36 @@ class FullStage:
             change = replay.change(i)
             if change is not None and change.after is not None:
                 ratios = mean_ratio(change.after, change.before + change.lengths)
-                self._out.put(i, "feature_cancellation", ratios.clamp(max=1))
+                self.out.put(i, "feature_cancellation", ratios.clamp(max=1))
             if change is not None and change.pairs is not None:
-                self._out.put(i, "kernel_change", kernel_change(*change.pairs))
-        for i in replay.inputs.layers() if replay.inputs is not None else ():
-            change = replay.inputs.change(i) if replay.inputs is not None else None
+                self.out.put(i, "kernel_change", kernel_change(*change.pairs))
+        if replay.inputs is None:
+            return
+        for i in replay.inputs.layers():
+            change = replay.inputs.change(i)
             if change is not None and change.size:
-                self._out.put(i, "x.norm", length(change.before))
-                self._out.put(i, "dx.norm", length(change.lengths))
-                self._out.note(i, "dx.size", float(change.size))
-                if change.pairs is not None and i in self._old and is_pointwise(self._features.layers[i]):
+                self.out.put(i, "x.norm", length(change.before))
+                self.out.put(i, "dx.norm", length(change.lengths))
+                self.out.note(i, "dx.size", float(change.size))
+                if change.pairs is not None and i in self.old and is_pointwise(self.features.layers[i]):
                     self._parts(i, *change.pairs)
 
     def _parts(self, i: int, before: Tensor, after: Tensor) -> None:
         """Put mean squares of what a layer's old weight, and its update, make of the change of its inputs."""
-        layer = self._features.layers[i]
+        layer = self.features.layers[i]
         dtype = compute_dtype(before.dtype)
-        dx, old, now = after.to(dtype) - before.to(dtype), self._old[i].to(after.device), layer.weight()
+        dx, old, now = after.to(dtype) - before.to(dtype), self.old[i].to(after.device), layer.weight()
         for name, matrix in (("W.dh", old.to(dtype)), ("dW.dh", now.to(dtype) - old.to(dtype))):
             rows = dx @ layer.layout.stack(matrix).flatten(0, 2).T
-            self._out.put(i, name, lengths(rows).square().mean())
+            self.out.put(i, name, lengths(rows).square().mean())
 
     def drifted(self, replay: Replay) -> None:
         """Put what the forward of the probe batch showed."""
         for i in replay.layers() if self.keys & {"kernel_drift", "kernel_alignment"} else ():
             change = replay.change(i)
             if change is not None and change.pairs is not None:
-                self._out.put(i, "kernel_drift", kernel_change(*change.pairs))
-                self._out.put(i, "kernel_alignment", kernel_alignment(*change.pairs))
+                self.out.put(i, "kernel_drift", kernel_change(*change.pairs))
+                self.out.put(i, "kernel_alignment", kernel_alignment(*change.pairs))
 
     def linearized(self, probe: Probe | None, start: Mapping[str, Tensor], context: Context) -> None:
         """Compare the probe batch's outputs with those of the start and their linearization, if they are due.
@@ -133,15 +121,15 @@ class FullStage:
         ``start``: parameters then, by name.
         """
         keys = SINCE_START & self.keys
-        found = Linearization(self._model, self._features, start, self._host, self._out)
-        while keys and not self._facts.no_drift and probe is not None:
+        found = Linearization(self.model, self.features, start, self.host, self.out)
+        while keys and not self.facts.no_drift and probe is not None:
             failed = {"linearity"} & keys or keys
             try:
-                self._facts.why_not.update(found.measure(keys, probe, context, self._facts.eps))
+                self.facts.why_not.update(found.measure(keys, probe, context, self.facts.eps))
                 return
             except Exception as error:
                 said = f"{type(error).__name__}: {error}".splitlines()[0]
                 way = "has no derivative in forward mode" if "linearity" in failed else "could not be run again"
                 why = f"the probe batch {way} ({said})"
-                self._facts.why_not.update({(key, NETWORK): why for key in failed})
+                self.facts.why_not.update({(key, NETWORK): why for key in failed})
             keys -= failed  # the others take no derivative

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -53,27 +54,20 @@ Rates = Sequence[tuple[nn.Parameter, float]]
 """The parameters that are trained, and their learning rates."""
 
 
+@dataclass(frozen=True)
 class GraphPasses:
-    """Passes through the graph of a step's forward, run again at the weights after the step."""
+    """Passes through the graph of a step's forward, run again at the weights after the step.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        features: FeatureCapture,
-        keys: frozenset[str],
-        host: bool,
-        facts: StepContext,
-        out: RawScalars,
-        warn: WarnOnce,
-    ) -> None:
-        """``keys``: quantities that are measured; ``host``: whether copies are held by the host."""
-        self._model = model
-        self._features = features
-        self._keys = keys
-        self._host = host
-        self._facts = facts
-        self._out = out
-        self._warn = warn
+    ``keys``: quantities that are measured; ``host``: whether copies are held by the host.
+    """
+
+    model: nn.Module
+    features: FeatureCapture
+    keys: frozenset[str]
+    host: bool
+    facts: StepContext
+    out: RawScalars
+    warn: WarnOnce
 
     def measure(self, again: Replayable | None, given: StepInputs, outputs: Outputs, rates: Rates) -> None:
         """Measure what takes forwards with a graph, and passes through it.
@@ -84,24 +78,24 @@ class GraphPasses:
             outputs: of the layers, before it, with their gradients.
             rates: the parameters that are trained, and their learning rates.
         """
-        accumulated = ACCUMULATED if self._facts.accumulated > 1 else ""
+        accumulated = ACCUMULATED if self.facts.accumulated > 1 else ""
         trained = [(p, rate) for p, rate in rates if p.requires_grad]
-        if (MOMENTS | EXTREMES) & self._keys:
+        if (MOMENTS | EXTREMES) & self.keys:
             self._kernels(again, accumulated, rates, trained, given.context)
-        if not BACKWARD & self._keys:
+        if not BACKWARD & self.keys:
             return
         run, start = given.up_to_loss(again)
         reason = NO_LOSS if again is not None and run is None else ""
-        if not reason and isinstance(self._features.looked, RootCall) and self._features.looked.halves:
+        if not reason and isinstance(self.features.looked, RootCall) and self.features.looked.halves:
             reason = HALVED
-        if CHANGES & self._keys:
+        if CHANGES & self.keys:
             self._backwards(run, start, reason, given.context, outputs, [p for p, _ in rates])
-        if DUAL in self._keys:
+        if DUAL in self.keys:
             self._dual_kernels(run, start, accumulated or reason, given.context, trained)
 
     def _kernels(self, again: Replayable | None, reason: str, rates: Rates, trained: Rates, context: Context) -> None:
         """Moments and extreme eigenvalues of backward-to-feature kernels, at the weights after the step."""
-        keys = (MOMENTS | EXTREMES) & self._keys
+        keys = (MOMENTS | EXTREMES) & self.keys
 
         def work(graph: Graph, loss: Tensor | None) -> None:
             for i in self._as_before(keys, graph):
@@ -111,7 +105,7 @@ class GraphPasses:
             self._trace(keys, again, reason, [p for p, _ in rates], context, Graph(copies=True), work)
 
     def _kernel(self, i: int, outputs: Sequence[Tensor], trained: Rates) -> None:
-        keys = (MOMENTS | EXTREMES) & self._keys
+        keys = (MOMENTS | EXTREMES) & self.keys
         if not all(out.requires_grad for out in outputs):
             self._missing(keys, i, NO_GRAPH)
             return
@@ -127,7 +121,7 @@ class GraphPasses:
             self._missing(keys, i, f"no second derivatives ({type(error).__name__}: {error})")
             return
         for name, value in found.items():
-            self._out.put(i, name, value)
+            self.out.put(i, name, value)
 
     def _backwards(
         self,
@@ -139,14 +133,14 @@ class GraphPasses:
         parameters: Sequence[nn.Parameter],
     ) -> None:
         """Measure how far the gradients of the layers' outputs and weights have moved."""
-        keys, seen = self._keys & CHANGES, self._features.weight_gradients
+        keys, seen = self.keys & CHANGES, self.features.weight_gradients
 
         def work(graph: Graph, loss: Tensor | None) -> None:
             loss = _differentiable(loss)
             layers = self._as_before(keys, graph)
             edges = [edge for i in layers for edge in graph.edges[i] if edge is not None]
             before = {i: g for i in layers if (g := seen.get(i)) is not None}
-            weights = [get_gradient_edge(self._features.layers[i].sources[0]) for i in before]
+            weights = [get_gradient_edge(self.features.layers[i].sources[0]) for i in before]
             begin = torch.as_tensor(start).to(loss)
             found = iter(torch.autograd.grad(loss, [*edges, *weights], begin, allow_unused=True) if edges else ())
             for i in layers:
@@ -156,8 +150,8 @@ class GraphPasses:
             for i, g in zip(before, found, strict=bool(edges)):
                 self._gradient(i, before[i], g)
 
-        self._facts.why_not.update(
-            {("gradient_change", i): NO_WEIGHT for i in self._features.layers if seen.get(i) is None}
+        self.facts.why_not.update(
+            {("gradient_change", i): NO_WEIGHT for i in self.features.layers if seen.get(i) is None}
         )
         self._trace(keys, run, reason, parameters, context, Graph(copies=False), work)
 
@@ -180,14 +174,14 @@ class GraphPasses:
                 except Exception as error:
                     self._missing({DUAL}, i, f"no second derivatives ({type(error).__name__}: {error})")
                     continue
-                self._out.put(i, "dual.1", first)
-                self._out.put(i, "dual.2", second)
+                self.out.put(i, "dual.1", first)
+                self.out.put(i, "dual.2", second)
 
         with sdpa_kernel(SDPBackend.MATH):
             self._trace({DUAL}, run, reason, parameters, context, Graph(copies=True), work)
 
     def _backward(self, i: int, after: Sequence[Tensor | None], outputs: Outputs) -> None:
-        layer, parts = self._features.layers[i], []
+        layer, parts = self.features.layers[i], []
         for b, seen in zip(after, outputs[i], strict=True):
             if b is None or seen.b is None:
                 self._missing(OF_OUTPUTS, i, NO_GRAPH)
@@ -200,29 +194,29 @@ class GraphPasses:
             db, h = new.to(dtype) - seen.b.to(dtype), seen.h.to(new.device, dtype)
             parts.append(torch.stack([length(db), length(h), (db * h).sum(dtype=torch.float64).to(dtype)]))
         sizes, features, inner = torch.stack(parts).unbind(1)
-        self._out.put(i, "db.norm", length(sizes))
-        self._out.put(i, "h.beside_db", length(features))
-        self._out.put(i, "db.h", inner.sum())
+        self.out.put(i, "db.norm", length(sizes))
+        self.out.put(i, "h.beside_db", length(features))
+        self.out.put(i, "db.h", inner.sum())
 
     def _gradient(self, i: int, before: Tensor, after: Tensor | None) -> None:
         if after is None:
-            self._facts.why_not["gradient_change", i] = NO_GRAPH
+            self.facts.why_not["gradient_change", i] = NO_GRAPH
             return
         dtype = compute_dtype(before.dtype)
         old, new = (g.to_dense().to(dtype) for g in (before, after))
-        self._out.put(i, "dg.norm", whole_length(new - old))
-        self._out.put(i, "g.norm", whole_length(old))
+        self.out.put(i, "dg.norm", whole_length(new - old))
+        self.out.put(i, "g.norm", whole_length(old))
 
     def _as_before(self, keys: Collection[str], graph: Graph) -> list[int]:
         """Layers that were called as often as in the step; the others have a reason."""
-        calls = self._features.calls
+        calls = self.features.calls
         other = {i for i, some in calls.items() if len(graph.edges.get(i, ())) != len(some)}
         for i in other:
             self._missing(keys, i, DIFFERENTLY)
         return [i for i in graph.edges if i not in other]
 
     def _missing(self, keys: Collection[str], i: int, reason: str) -> None:
-        self._facts.why_not.update({(key, i): reason for key in keys})
+        self.facts.why_not.update({(key, i): reason for key in keys})
 
     def _trace(
         self,
@@ -235,21 +229,21 @@ class GraphPasses:
         work: Work,
     ) -> None:
         """Run a forward again with its graph, and ``work`` on that, unless there is a reason not to."""
-        reason = self._facts.no_replay or reason or sees_all_modules()
+        reason = self.facts.no_replay or reason or sees_all_modules()
         if again is None or reason:
             self._missing(keys, NETWORK, reason)
             return
         try:
-            with preserved(self._model, host=self._host), unseen(self._model, parameters):
+            with preserved(self.model, host=self.host), unseen(self.model, parameters):
                 again.rewind()
-                with self._features.replaying(graph):
+                with self.features.replaying(graph):
                     with context():
                         loss = again()
                     work(graph, loss)
         except Exception as error:
             reason = f"the forward could not be run again with a graph ({type(error).__name__}: {error})"
             self._missing(keys, NETWORK, reason)
-            self._warn(f"{reason}; {', '.join(sorted(keys))} is left out", error)
+            self.warn(f"{reason}; {', '.join(sorted(keys))} is left out", error)
 
 
 def _probes(outputs: Sequence[Tensor]) -> list[list[Tensor]]:

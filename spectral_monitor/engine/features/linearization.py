@@ -51,50 +51,48 @@ class _Rows:
 
     Attributes:
         kept: what was kept of the calls.
-        found: layer index -> of each call rows (R, m) and their derivatives; ``None`` if it was called differently.
-        inputs: readout's index -> of each call the inputs (R, n) of these rows; ``None`` if there are none.
+        found: layer index -> of each call rows (R, m), their derivatives and, of a readout, their inputs (R, n), if
+            there are any; ``None`` if it was called differently.
     """
 
     kept: Outputs
-    found: dict[int, list[tuple[Tensor, Tensor] | None]] = field(default_factory=dict)
-    inputs: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    found: dict[int, list[tuple[Tensor, Tensor, Tensor | None] | None]] = field(default_factory=dict)
 
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
         """Copy rows of one more call of layer ``i``."""
         calls, before = self.found.setdefault(i, []), self.kept.get(i, [])
         kept = before[len(calls)] if len(calls) < len(before) else None
-        calls.append(None if kept is None else self._rows(out, layer, kept))
-        if layer.info.role == "readout" and is_pointwise(layer):
-            self.inputs.setdefault(i, []).append(self._inputs(given, layer, kept))
+        calls.append(None if kept is None else self._rows(given, out, layer, kept))
 
-    def _inputs(self, given: Tensor | None, layer: Layer, kept: CallRows | None) -> Tensor | None:
-        if given is None or kept is None or not given.is_floating_point():
+    def _inputs(self, given: Tensor | None, layer: Layer, kept: CallRows) -> Tensor | None:
+        of_matrix = layer.info.role == "readout" and is_pointwise(layer)
+        if not of_matrix or given is None or not given.is_floating_point():
             return None
         value = forward_ad.unpack_dual(given).primal
         return rows_of(value, *layer.features_of(value), kept.index)[: len(kept.h)].clone()
 
-    def _rows(self, out: Tensor, layer: Layer, kept: CallRows) -> tuple[Tensor, Tensor] | None:
+    def _rows(
+        self, given: Tensor | None, out: Tensor, layer: Layer, kept: CallRows
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         value, derivative = forward_ad.unpack_dual(out)
         form = layer.features_of(value)
         rows = rows_of(value, *form, kept.index)[: len(kept.h)]
         if rows.shape != kept.h.shape:
             return None
         if derivative is None:  # nothing before it has moved
-            return rows.clone(), torch.zeros_like(rows)
-        return rows.clone(), rows_of(derivative, *form, kept.index)[: len(kept.h)].clone()
+            moved = torch.zeros_like(rows)
+        else:
+            moved = rows_of(derivative, *form, kept.index)[: len(kept.h)].clone()
+        return rows.clone(), moved, self._inputs(given, layer, kept)
 
-    def of(self, i: int) -> tuple[Tensor, Tensor] | None:
-        """Return rows and derivatives of all calls of a layer, if they were as before."""
+    def of(self, i: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return rows, derivatives and, if they are known, inputs of all calls of a layer, if they were as before."""
         calls = [call for call in self.found.get(i, ()) if call is not None]
         if not calls or not len(calls) == len(self.found[i]) == len(self.kept[i]):
             return None
-        rows, derivatives = zip(*calls, strict=True)
-        return torch.cat(rows), torch.cat(derivatives)
-
-    def inputs_of(self, i: int) -> Tensor | None:
-        """Return the inputs of all calls of a readout, if they are known."""
-        calls = [call for call in self.inputs.get(i, ()) if call is not None]
-        return torch.cat(calls) if calls and len(calls) == len(self.inputs[i]) else None
+        rows, derivatives, inputs = zip(*calls, strict=True)
+        known = [x for x in inputs if x is not None]
+        return torch.cat(rows), torch.cat(derivatives), torch.cat(known) if len(known) == len(calls) else None
 
 
 class _Whole(nn.Module):
@@ -108,26 +106,28 @@ class _Whole(nn.Module):
         return again()
 
 
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+
+
 def start_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return copies in host memory of the parameters that are trained."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
-    return {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
+    return {name: p.detach().to("cpu", copy=True) for name, p in _trained(model).items()}
 
 
+@dataclass(frozen=True)
 class Linearization:
     """Compares how far layers' outputs on the probe batch have come with where the linearization has them, and takes
     the change of a readout's outputs apart.
+
+    ``start``: parameters at the start of the run, by name; ``host``: whether copies are held by the host.
     """
 
-    def __init__(
-        self, model: nn.Module, features: FeatureCapture, start: Mapping[str, Tensor], host: bool, out: RawScalars
-    ) -> None:
-        """``start``: parameters at the start of the run, by name; ``host``: whether copies are held by the host."""
-        self._model = model
-        self._features = features
-        self._start = start
-        self._host = host
-        self._out = out
+    model: nn.Module
+    features: FeatureCapture
+    start: Mapping[str, Tensor]
+    host: bool
+    out: RawScalars
 
     def measure(
         self, keys: Collection[str], probe: Probe, context: Context, eps: Mapping[int, float]
@@ -162,16 +162,15 @@ class Linearization:
         return found
 
     def _unknown(self) -> str:
-        if not self._start:
+        if not self.start:
             return NO_START
-        trained = {name for name, p in self._model.named_parameters() if p.requires_grad and p.is_floating_point()}
-        return NEW_PARAMETERS if trained - self._start.keys() else ""
+        return NEW_PARAMETERS if _trained(self.model).keys() - self.start.keys() else ""
 
     def _begun(self, moving: bool) -> dict[str, Tensor]:
         """Return the parameters of the start; if they are ``moving``, with their change since as derivative."""
-        now = dict(self._model.named_parameters())
+        now = dict(self.model.named_parameters())
         found = {}
-        for name, old in self._start.items():
+        for name, old in self.start.items():
             p = now[name].detach()
             begin, dtype = old.to(p.device), compute_dtype(p.dtype)
             change = (p.to(dtype) - begin.to(dtype)).to(p.dtype) if moving else None
@@ -179,11 +178,11 @@ class Linearization:
         return found
 
     def _run(self, again: Replayable, context: Context, watcher: _Rows, parameters: Mapping[str, Tensor]) -> None:
-        with preserved(self._model, host=self._host):
+        with preserved(self.model, host=self.host):
             again.rewind()
-            with context(), self._features.replaying(watcher):
+            with context(), self.features.replaying(watcher):
                 whole = {f"model.{name}": p for name, p in parameters.items()}
-                functional_call(_Whole(self._model), whole, (again,))
+                functional_call(_Whole(self.model), whole, (again,))
 
     def _compare(
         self, keys: Collection[str], i: int, kept: list[CallRows], begin: _Rows, now: _Rows, eps: float
@@ -192,7 +191,7 @@ class Linearization:
         first, second = begin.of(i), now.of(i)
         if first is None or second is None:
             return dict.fromkeys(keys, DIFFERENTLY)
-        (start, tangent), (rows, _) = first, second
+        (start, tangent, x_start), (rows, _, x) = first, second
         dtype = compute_dtype(rows.dtype)
         before = torch.cat([call.h for call in kept]).to(rows.device, dtype)
         lengths = [whole_length(x) for x in (rows.to(dtype) - before, start.to(dtype) - before, before)]
@@ -203,23 +202,23 @@ class Linearization:
         if change and max(off, eps * size) > MARGIN * change:
             return dict.fromkeys(keys, ROUNDED)
         if "linearity" in keys:
-            self._out.put(i, "linearity", linearity(start, rows, tangent))
-        asked, x, weights = set(PARTS) & set(keys), (begin.inputs_of(i), now.inputs_of(i)), self._weights(i)
-        if not asked or x[0] is None or x[1] is None or weights is None:
+            self.out.put(i, "linearity", linearity(start, rows, tangent))
+        asked, weights = set(PARTS) & set(keys), self._weights(i)
+        if not asked or x_start is None or x is None or weights is None:
             return dict.fromkeys(asked, NO_MATRIX)
-        for key, part in zip(PARTS, output_parts(*weights, x[0], x[1], rows.to(dtype) - start.to(dtype)), strict=True):
+        for key, part in zip(PARTS, output_parts(*weights, x_start, x, rows.to(dtype) - start.to(dtype)), strict=True):
             if key in asked:
-                self._out.put(i, key, part)
+                self.out.put(i, key, part)
         return {}
 
     def _weights(self, i: int) -> tuple[Tensor, Tensor] | None:
         """Return a readout's matrix (m, n) at the start and now; ``None`` if it is not a parameter itself."""
-        layer = self._features.layers[i]
+        layer = self.features.layers[i]
         if layer.info.role != "readout" or layer.compute is not None or not is_pointwise(layer):
             return None
         now = layer.weight()
-        name = next((name for name, p in self._model.named_parameters() if p is layer.sources[0]), "")
-        begun = self._start.get(name)
+        name = next((name for name, p in self.model.named_parameters() if p is layer.sources[0]), "")
+        begun = self.start.get(name)
         both = (now if begun is None else begun.to(now.device), now)  # what is not trained is as it was
         begin, end = (layer.layout.stack(matrix).flatten(0, 2) for matrix in both)
         return begin, end

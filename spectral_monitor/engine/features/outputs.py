@@ -58,12 +58,11 @@ def _channels(rows: RowStage, features: Mapping[int, Tensor | None]) -> Coroutin
         if h is not None:
             table = table.to(h.dtype)
             table[:, slice(*(rows.cols(i, "h") or (0, table.shape[1])))] = channel_sizes(h)
-        tables.append(table[None] if rows.exchange is None else rank_table(table, rows.exchange))
-    if rows.exchange is not None:
-        tables = yield tables
+        tables.append(rank_table(table, rows.exchange))
+    tables = yield tables
     for i, table in zip(features, tables, strict=True):
-        rows.out.put(i, "kurtosis", feature_kurtosis(table[:, 0].sum(0)))
-        rows.out.put(i, "outliers", outlier_ratio(table[:, 1].amax(0)))
+        rows.out.put(i, "feature_kurtosis", feature_kurtosis(table[:, 0].sum(0)))
+        rows.out.put(i, "outlier_ratio", outlier_ratio(table[:, 1].amax(0)))
 
 
 def _means(rows: RowStage, name: str, found: Mapping[int, Tensor | None]) -> Coroutine[None]:
@@ -78,8 +77,7 @@ def _means(rows: RowStage, name: str, found: Mapping[int, Tensor | None]) -> Cor
             for x in found.values()
         ]
     )
-    if rows.exchange is not None:
-        (sums,) = yield [sums]
+    (sums,) = yield [sums]
     for i, (total, count) in zip(found, sums, strict=True):
         rows.out.put(i, name, total / count)
 

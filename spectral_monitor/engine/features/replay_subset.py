@@ -112,16 +112,16 @@ class ReplaySubset:
         counts = [((i, n), call.outputs) for i, some in calls.items() for n, call in enumerate(some)]
         return (unseen if any(portion.rows(*call) is None for call in counts) else YES), ""
 
-    def settle(self, rehearsal: IndependenceCheck | ExchangeCheck) -> str:
+    def settle(self, check: IndependenceCheck | ExchangeCheck) -> str:
         """Remember what was seen; why the first samples will not do, empty if they will or it could not be told."""
-        why = rehearsal.verdict()
+        why = check.verdict()
         if why:
             self.give_up()
         elif why is not None and self.portion is not None:
-            common = frozenset(rehearsal.common)
+            common = frozenset(check.common)
             self.portion = replace(self.portion, common=common)
             self._remember(common)
-            for i, noise in rehearsal.differences.noise.items():
+            for i, noise in check.differences.noise.items():
                 self.noise[i] = max(self.noise.get(i, 0.0), noise)
             return ""
         self.portion = None

@@ -57,14 +57,12 @@ class ReplayResult:
 class ReplayOutcome:
     """Forwards that were run: on the same batch, on the probe batch; ``None`` if there was nothing to run.
 
-    ``first``: whether the batch has just become the probe batch; ``off``: whether forwards must be of all samples from
-    now on, if they were to be of some.
+    ``first``: whether the batch has just become the probe batch.
     """
 
     same: ReplayResult | None = None
     drift: ReplayResult | None = None
     first: bool = False
-    off: bool = False
 
 
 class Replays:
@@ -210,21 +208,16 @@ class Replays:
             facts.no_drift = facts.no_replay
         elif due and probe is not None:
             self.done = replace(self.done, drift=self._probe_batch(probe, replay.keys, facts, context))
-        self.done = replace(self.done, off=self.slices.off)
 
     def _same_batch(
         self, again: Replayable, part: int, replay: Replay, facts: StepContext, context: Context
     ) -> ReplayResult:
-        rehearsal: IndependenceCheck | ExchangeCheck | None = None
-        if part == UNSEEN:
-            rehearsal = self._rehearsal(again, context)
-        elif part == DRAWN:
-            rehearsal = self._exchange(again, context)
+        check = self._check_samples(again, part, context) if part in (DRAWN, UNSEEN) else None
         may_draw = self._draws_alike(again)  # asked before it is run again
         what, portion = f"the forward of {self._name(again)}", self.slices.portion
         try:
             run = again.part(slice(portion.samples)) if part == YES and portion is not None else again
-            watchers = [replay, rehearsal] if isinstance(rehearsal, IndependenceCheck) else [replay]
+            watchers = [replay, check] if isinstance(check, IndependenceCheck) else [replay]
             loss = self.run_again(run, context, *watchers)
             if part == YES:
                 _check_part(run, replay, may_draw)
@@ -236,8 +229,8 @@ class Replays:
                 further = "; from the next measured step on the whole batch is run again"
             self._warn(f"{facts.no_replay}; what needs the features after the step is left out{further}", error)
             return ReplayResult(None, None)
-        if rehearsal is not None:
-            why = self.slices.settle(rehearsal)
+        if check is not None:
+            why = self.slices.settle(check)
             if why and not self.slices.automatic:
                 self._warn(f"replay_samples is of no use: {why}; the whole batch is run again")
         if self.probe is None and "probe" in self.needs:
@@ -251,37 +244,27 @@ class Replays:
             self.probe = Probe(run, kept, run is not again, *self._pack(run))
         return ReplayResult(replay, None if part == YES else loss)
 
-    def _rehearsal(self, again: Replayable, context: Context) -> IndependenceCheck:
+    def _check_samples(self, again: Replayable, part: int, context: Context) -> IndependenceCheck | ExchangeCheck:
         """Return what the first and the last samples give by themselves, for comparison with what they give among the
-        others.
+        others; where random numbers are drawn, what they give beside others.
 
         As many forwards are run as there are in every other process, whatever goes wrong.
         """
         portion = self.slices.portion
         assert portion is not None
-        parts, wrong = [], ""
-        for which in (slice(portion.samples), slice(-portion.samples, None)):
-            seen = SeparateRun()
-            parts.append(seen)
-            try:
-                part = again.part(which)
-                self.run_again(part, context, seen)
-                wrong = wrong or (DRAWS if part.drew else "")
-            except Exception as error:
-                wrong = wrong or f"the forward of {portion.samples} samples fails ({type(error).__name__}: {error})"
-        return IndependenceCheck(parts[0], parts[1], portion, wrong)
-
-    def _exchange(self, again: Replayable, context: Context) -> ExchangeCheck:
-        """Return what the first and the last samples give beside others, where random numbers are drawn."""
-        portion = self.slices.portion
-        assert portion is not None
+        ends = (slice(portion.samples), slice(-portion.samples, None))
         runs, wrong = [], ""
-        for which in ExchangeCheck.choices(portion):
+        for which in ExchangeCheck.choices(portion) if part == DRAWN else ends:
             runs.append(SeparateRun())
+            count = portion.samples if isinstance(which, slice) else len(which)
             try:
-                self.run_again(again.part(which), context, runs[-1])
+                some = again.part(which)
+                self.run_again(some, context, runs[-1])
+                wrong = wrong or (DRAWS if some.drew and part == UNSEEN else "")
             except Exception as error:
-                wrong = wrong or f"the forward of {len(which)} samples fails ({type(error).__name__}: {error})"
+                wrong = wrong or f"the forward of {count} samples fails ({type(error).__name__}: {error})"
+        if part == UNSEEN:
+            return IndependenceCheck(runs[0], runs[1], portion, wrong)
         rows = {(i, n): call.outputs for i, calls in self._features.calls.items() for n, call in enumerate(calls)}
         return ExchangeCheck(runs, portion, rows, wrong)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -68,19 +69,16 @@ class _Kind(NamedTuple):
     like: tuple[torch.dtype, torch.device] | None
 
 
-class _Size(NamedTuple):
-    """Norm of all entries of a layer's rows, and how many entries."""
-
-    norm: Tensor
-    entries: int
+_Size = tuple[Tensor, int]
+"""Norm of all entries of a layer's rows, and how many entries."""
 
 
-def _size(calls: Sequence[tuple[Tensor, int]]) -> _Size | None:
+def _size(calls: Sequence[_Size]) -> _Size | None:
     """Return the size of several calls; ``None`` if there is nothing in them."""
     entries = sum(some for _, some in calls)
     if entries and len(calls) == 1:
-        return _Size(calls[0][0], entries)
-    return _Size(torch.linalg.vector_norm(torch.stack([norm for norm, _ in calls])), entries) if entries else None
+        return calls[0]
+    return (torch.linalg.vector_norm(torch.stack([norm for norm, _ in calls])), entries) if entries else None
 
 
 def _rows_size(rows: Tensor | None) -> _Size | None:
@@ -117,28 +115,22 @@ class _Chosen(NamedTuple):
             torch.index_select(self.rows, 0, self.kept, out=out)
 
 
+@dataclass
 class RowStage:
     """The stage of a measured step that measures rows of features; made for each step, when the forward is over.
 
     Rows are those of all processes. Where some share out a batch by features (tensor parallelism), each has columns.
+
+    ``samples``: layer index -> the input rows that its alignments are measured on, once they are known.
     """
 
-    def __init__(
-        self,
-        members: Sequence[BatchMember],
-        settings: Settings,
-        census: RankReports,
-        exchange: AllReduce | None,
-        picker: RowSampler,
-        out: RawScalars,
-    ) -> None:
-        self.members = members
-        self._settings = settings
-        self.census = census
-        self.exchange = exchange
-        self.out = out
-        self._picker = picker
-        self.samples: dict[int, Tensor] = {}
+    members: Sequence[BatchMember]
+    settings: Settings
+    census: RankReports
+    exchange: AllReduce | None
+    picker: RowSampler
+    out: RawScalars
+    samples: dict[int, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def forward(self, calls: Calls) -> Coroutine[None]:
@@ -156,13 +148,13 @@ class RowStage:
         common = {key: found for key, found in rows.items() if key[1] == "b" and key[0] in census.common}
         plain = {key: found for key, found in rows.items() if key not in common}
         run = sequence if exchange is None else gather
-        if {"backward_speed", "dual_bfa_cos", "backward_rms"} & set(self._settings.keys):
+        if {"backward_speed", "dual_bfa_cos", "backward_rms"} & set(self.settings.keys):
             sizes.update({key: _rows_size(found) for key, found in plain.items() if key[1] == "b"})
         yield from run([self._sizes(sizes), self._measured(plain), self._of_sums(common)])
 
     def _measured(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
         wanted = {"h_in": "input_stable_rank", "b": "backward_stable_rank"}
-        return self._spectra({key: found for key, found in rows.items() if wanted[key[1]] in self._settings.keys})
+        return self._spectra({key: found for key, found in rows.items() if wanted[key[1]] in self.settings.keys})
 
     def _of_sums(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
         """Return the rows of the sums over batches of output gradients, where outputs are the same for all batches."""
@@ -190,13 +182,13 @@ class RowStage:
     def _chosen(self, i: int, name: str, found: Tensor | None, room: int) -> _Chosen:
         """Return the rows of a layer to measure, at most ``room`` over all processes."""
         place = self.census.rows(i, self._which(name))
-        total = place.total if self._settings.max_rows is None else min(place.total, room)
+        total = place.total if self.settings.max_rows is None else min(place.total, room)
         if found is None or (self.cols(i, name) is None and not place.speaks):
             return _Chosen(0, total, None, None, place.holders)
         if self.exchange is None and len(found) < place.count:
             return _Chosen(0, total, found, None, place.holders)  # chosen when they were seen
         last = place.offset + place.count
-        before, kept = self._picker.share(place.total, room, place.offset, last, found.device)
+        before, kept = self.picker.share(place.total, room, place.offset, last, found.device)
         return _Chosen(before, total, found, kept, place.holders)
 
     def cols(self, i: int, name: str) -> Range | None:
@@ -232,8 +224,9 @@ class RowStage:
         norms, counts = [], []
         for (i, name), found in sizes.items():
             speaks = self.cols(i, name) is not None or self.census.rows(i, "outputs").speaks
-            norms.append(found.norm if found is not None and speaks else torch.zeros(()))
-            counts.append(found.entries if found is not None and speaks else 0)
+            norm, entries = found if found is not None and speaks else (torch.zeros(()), 0)
+            norms.append(norm)
+            counts.append(entries)
         if not norms:
             return
         device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
@@ -315,7 +308,7 @@ class RowStage:
 
     def sample(self, calls: Calls) -> Coroutine[None]:
         """Input rows of all processes that alignments are measured on, into ``samples``."""
-        if not {"alignment", "update_alignment", "feature_change_local"} & set(self._settings.keys):
+        if not {"alignment", "update_alignment", "feature_change_local"} & set(self.settings.keys):
             return
         assert self.exchange is not None
         fed = sorted(self.census.wherever_called("fed"))

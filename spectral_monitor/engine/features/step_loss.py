@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from spectral_monitor.capture.hooks.returned_losses import ReturnedLosses
 from spectral_monitor.capture.replay.eager_pass import undecorated
 from spectral_monitor.capture.replay.replay import Repeatable, RootCall, why_not
-from spectral_monitor.engine.agreement.rank_report import RankReports
+from spectral_monitor.engine.agreement.rank_report import RankReports, mean_of_batches
 from spectral_monitor.engine.features.step_inputs import Context, StepInputs
-from spectral_monitor.engine.results.edge import why_unknown
+from spectral_monitor.engine.results.loss import why_unknown
 from spectral_monitor.engine.results.raw import LOSS_CHANGE, NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.layers.compiled import compiled_modules
-from spectral_monitor.linalg import Coroutine, all_reduce_norm
+from spectral_monitor.linalg import Coroutine
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import ProcessGroup
 from spectral_monitor.state.rng import AutocastState
@@ -164,17 +164,10 @@ class StepLoss:
         whole = all(some.whole for some in seen.steps)
         self._why = self._why or why_unknown(optimizers, facts, whole) or ("" if whole else NOT_WHOLE)
         change = None if self._why else self._change(given)
-        if processes is not None:
-            mine = torch.zeros(3)
-            mine[2] = float(change is None)
-            if change is not None and seen.first_of_batch:
-                mine[:2] = change * facts.loss_parts
-            total, level, missing = (yield from all_reduce_norm(mine, 1, processes)).tolist()
-            self._why = self._why or (ELSEWHERE if missing else "")
-            change = None if missing else torch.tensor([total, level]) / seen.batch_count
-        elif change is not None:
-            change = change * facts.loss_parts
-        facts.no_loss = "" if change is not None else self._why or NOT_WHOLE
+        change = None if change is None else change * facts.loss_parts
+        change, _ = yield from mean_of_batches(change, (), seen, processes)
+        unknown = self._why or (NOT_WHOLE if processes is None else ELSEWHERE)
+        facts.no_loss = unknown if change is None else ""
         kinds = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
         facts.loss_eps = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
         if change is not None:

@@ -20,7 +20,7 @@ from spectral_monitor.capture.row_sampling import RowSampler
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.features.changes import ChangeStage
-from spectral_monitor.engine.features.full_tier import ALONE, FullStage
+from spectral_monitor.engine.features.full_tier import ALONE, SEVERAL, FullStage
 from spectral_monitor.engine.features.kernels import BACKWARD, GraphPasses
 from spectral_monitor.engine.features.outputs import OF_ROWS, measure_noise, measure_outputs
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
@@ -32,7 +32,7 @@ from spectral_monitor.engine.results.measurement import known_errors, relative_e
 from spectral_monitor.engine.results.noise import DIVIDED
 from spectral_monitor.engine.results.noise import KEY as NOISE
 from spectral_monitor.engine.results.raw import LOSS, NETWORK, RawScalars
-from spectral_monitor.engine.results.reasons import StepContext
+from spectral_monitor.engine.results.reasons import MOVED, StepContext
 from spectral_monitor.engine.settings import FEATURES, Settings
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
@@ -209,7 +209,8 @@ class FeatureWatch:
     def explain(self, facts: StepContext, seen: RankReports) -> None:
         """Put what is known of features that were not seen, or of some samples only."""
         capture = self.capture
-        facts.unseen, facts.shared = self.replays.unseen, capture.shared
+        facts.unseen = self.replays.unseen or (MOVED if any(some.moved for some in seen.steps) else "")
+        facts.shared = capture.shared
         facts.sampled = bool(capture.looked_at)
         facts.halved = capture.halved and capture.looked is None and self._asked.replay_samples is not None
         if seen.batch_count < len(seen.batches):
@@ -266,7 +267,11 @@ class FeatureWatch:
             self._out.note(NETWORK, LOSS, seen.begun)
         elif forward.begun is not None:
             self._out.put(NETWORK, LOSS, forward.begun)
-        full = FullStage(self._model, self.capture, self._asked, self._alone, facts, self._out, stage.old)
+        asked, host = ALONE & self._keys, self._asked.low_memory
+        if not self._alone:
+            facts.why_not |= {(key, NETWORK): SEVERAL for key in asked}
+            asked = frozenset()
+        full = FullStage(self._model, self.capture, asked, host, facts, self._out, stage.old)
         full.checks()
         slices = self.replays.slices
         alike = slices.agree([int(some.samples) for some in seen.steps])
@@ -282,7 +287,7 @@ class FeatureWatch:
         done, self.replays.done = self.replays.done, ReplayOutcome()
         known = all(some.loss for some in seen.steps)
         after = ChangeStage(rows, self._processes, full)
-        yield from after.measure(done, facts, forward.loss if known else None)
+        yield from after.measure(done, slices.off, facts, forward.loss if known else None)
         if after.off and not slices.off:
             slices.give_up()
             if not slices.automatic:
@@ -290,8 +295,7 @@ class FeatureWatch:
         if after.probe_lost:
             self.replays.probe = None
         with self._harmless("running the forward again with a graph"):
-            host = self._asked.low_memory
-            graphs = GraphPasses(self._model, self.capture, full.keys, host, facts, self._out, self._warn)
+            graphs = GraphPasses(self._model, self.capture, asked, host, facts, self._out, self._warn)
             graphs.measure(again, given, forward.outputs, stage.rates)
             full.linearized(self.replays.probe, start, given.context)
 

@@ -46,7 +46,7 @@ def settle_noise(raw: Raw, facts: StepContext) -> dict[str, tuple[float, str]]:
         elif why or math.isnan(found.value):
             facts.why_not[KEY, i] = why or NO_SIGNAL
         else:
-            scalars["noise.scale"] = [found.value]
+            scalars[KEY] = [found.value]
     return whole
 
 

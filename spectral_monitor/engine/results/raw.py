@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spectral_monitor.quantities.readings import Values
+
 NETWORK = -1
 """Stands for a layer's index where a value is of the whole network."""
 
@@ -22,9 +24,6 @@ REUSED = "g.reused"
 
 MANY = 64
 """Values beyond which they are kept as a tensor: of a depthwise convolution there are thousands."""
-
-Values = list[float] | Tensor
-"""Numbers on the host; many of them as a float64 tensor."""
 
 Raw = dict[int, dict[str, Values]]
 """Layer index -> name -> values."""

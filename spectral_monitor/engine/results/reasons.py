@@ -12,11 +12,11 @@ from spectral_monitor.capture.replay.feature_change import PARTS
 from spectral_monitor.condition.findings import DIVIDED, NO_STEP
 from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay
 from spectral_monitor.engine.results.raw import NETWORK, Raw
-from spectral_monitor.engine.results.values import LayerScalars
 from spectral_monitor.engine.settings import FEATURES
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import LOST, NODE, NOT_CALLED, NOT_FINITE, NOT_STEPPED, UNUSED, ZERO
-from spectral_monitor.quantities import QUANTITIES, attention
+from spectral_monitor.quantities import QUANTITIES, Readings, attention
+from spectral_monitor.quantities.readings import sound
 
 ROUNDED = "its change is too close to the rounding of its outputs"
 HALF = f"{ROUNDED}, which are of half precision: replay_samples=None runs the forward in full precision"
@@ -33,6 +33,8 @@ CHANGE_MARGIN = 2.0
 roundings are spread over a third of their bound. Angles need more: see ``Quantity.margin``.
 """
 
+SMALL_FEATURES, SMALL_CHANGE = 1e-12, 1e-17
+"""Float32 ends at 1e-38, so squares of entries below 1e-17 lose digits or are 0."""
 DRIFTS = ("feature_drift", "kernel_drift")
 """Changes since the start, relative to what was there."""
 OVER_OUTPUTS = PARTS | {"feature_change_local"}
@@ -45,7 +47,7 @@ ATTENTION = frozenset(entry.key for entry in attention.ENTRIES)
 
 @dataclass
 class StepContext:
-    """Facts about one step on the host.
+    """Facts about one step on the host, filled in as they become known: those of this process, then those of all.
 
     Attributes:
         lr: layer index -> learning rate, for layers some optimizer owns.
@@ -61,7 +63,7 @@ class StepContext:
         replayed: layers whose outputs after the step are known.
         unchosen: layers whose outputs were computed again, but none of the rows that are compared.
         held: layer index -> why steps of the optimizer that has it cannot be seen; empty if they can.
-        unseen: why calls of layers were not; empty if they were.
+        unseen: why calls of layers were not, or of no use; empty if they were.
         sampled: whether features are of some samples only, which were run beside the step.
         halved: whether features are those of autocast, though a forward beside the step could be in full precision.
         shared: layers whose outputs all samples have in common, where only some samples were run.
@@ -74,23 +76,20 @@ class StepContext:
         accumulated: what the loss was divided by before the backward pass.
         loss_scale: what it was multiplied by.
         loss_parts: of how many losses like the model's that of the step is the sum; 1 if it is their mean.
-        moved: whether the weights of the forward are not those before the update.
         no_loss: why the loss after the step is not known, where it was asked for by itself, which is that of all
             micro-batches; ``None`` if it was not.
         loss_eps: rounding of that loss, if it was.
         multipliers: layer index -> what a correction multiplied the learning rate with.
         decay: layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter.
         attention: layer index -> what must be known of the values of the attention block reported there, by quantity.
-        no_moments: layer index -> why its optimizer has no moments like Adam's.
-        no_gradient: layer index -> why its gradient is no matrix.
         unfit_loss_input: whether the loss is given what is no input for it; ``None`` where it was not seen.
         modes: values of the whole network that modules' modes have.
-        why_not: (quantity, layer index or NETWORK for all of them) -> why it is missing.
+        why_not: (quantity or what it needs, layer index or NETWORK for all of them) -> why it is missing.
     """
 
-    lr: dict[int, float]
-    stepped: set[int]
-    unused: set[int]
+    lr: dict[int, float] = field(default_factory=dict)
+    stepped: set[int] = field(default_factory=set)
+    unused: set[int] = field(default_factory=set)
     divided: set[int] = field(default_factory=set)
     called: set[int] = field(default_factory=set)
     hidden: Mapping[int, str] = field(default_factory=dict)
@@ -114,25 +113,18 @@ class StepContext:
     accumulated: int = 1
     loss_scale: float = 1.0
     loss_parts: int = 1
-    moved: bool = False
     no_loss: str | None = None
     loss_eps: float | None = None
     multipliers: Mapping[int, float] = field(default_factory=dict)
     decay: dict[int, WeightDecay] = field(default_factory=dict)
     attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    no_moments: Mapping[int, str] = field(default_factory=dict)
-    no_gradient: Mapping[int, str] = field(default_factory=dict)
     unfit_loss_input: bool | None = None
     modes: Mapping[str, float] = field(default_factory=dict)
     why_not: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
-def layer_row(
-    i: int, layer: Layer, keys: Sequence[str], raw: Raw, facts: StepContext
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Quantity -> value and, for every value that is NaN, quantity -> reason; also for a contribution of exactly 0 that
-    is not for want of a gradient, and for what is a bound.
-    """
+def readings_of(i: int, layer: Layer, raw: Raw, facts: StepContext) -> Readings:
+    """Return the numbers of one layer, and the settings of its optimizer."""
     decay = facts.decay.get(i, NO_DECAY)
     settings = {
         "lr": facts.lr.get(i, math.nan),
@@ -140,34 +132,39 @@ def layer_row(
         "weight_decay": decay.factor,
         "beta1": decay.beta1,
     }
-    scalars = LayerScalars(layer, raw.get(i, {}), settings)
+    return Readings(raw.get(i, {}), layer.info.role, layer.layout.fan_in, layer.layout.fan_outs, settings)
+
+
+def layer_row(
+    i: int, layer: Layer, keys: Sequence[str], readings: Readings, facts: StepContext
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Quantity -> value and, for every value that is NaN, quantity -> reason; also for a contribution of exactly 0 that
+    is not for want of a gradient, and for what is a bound.
+    """
     row, reasons = {}, {}
     for key in keys:
-        reason = _missing(key, i, layer, scalars, facts)
-        value = math.nan if reason else _value(key, scalars, facts)
+        reason = _missing(key, i, layer, readings, facts)
+        value = math.nan if reason else _value(key, readings, facts)
         if math.isnan(value):
-            reasons[key] = reason or _undefined(scalars)
+            reasons[key] = reason or (ZERO if sound(readings.raw) else NOT_FINITE)
         elif key in ATTENTION and (remark := facts.attention[i].get(key, "")):
             reasons[key] = remark
-        elif key == "contribution" and value == 0 and scalars.get("g.arrives") > 0:
+        elif key == "contribution" and value == 0 and readings.get("g.arrives") > 0:
             reasons[key] = LOST
         row[key] = value
     return row, reasons
 
 
-def _value(key: str, scalars: LayerScalars, facts: StepContext) -> float:
-    value = QUANTITIES[key].value(scalars)
+def _value(key: str, readings: Readings, facts: StepContext) -> float:
+    value = QUANTITIES[key].value(readings)
     # b was the gradient of the divided and scaled loss.
     if key == "backward_rms":
         return value * facts.accumulated / facts.loss_scale
     return value * facts.loss_scale / facts.accumulated if key == "sensitivity" else value
 
 
-def layer_errors(
-    i: int, layer: Layer, values: Mapping[str, float], raw: Raw, facts: StepContext, exact: bool
-) -> dict[str, float]:
+def layer_errors(values: Mapping[str, float], readings: Readings, facts: StepContext, exact: bool) -> dict[str, float]:
     """Return the standard errors of those of the values that are known of some rows; 0 if all rows were used."""
-    scalars = LayerScalars(layer, raw.get(i, {}))
     errors = {}
     for key in values:
         entry = QUANTITIES[key]
@@ -175,17 +172,11 @@ def layer_errors(
             continue
         scale = facts.loss_scale / facts.accumulated if key == "sensitivity" else 1.0
         known = math.nan if math.isnan(values[key]) else 0.0
-        errors[key] = known if math.isnan(known) or (exact and entry.of_inputs) else abs(entry.error(scalars) * scale)
+        errors[key] = known if math.isnan(known) or (exact and entry.of_inputs) else abs(entry.error(readings) * scale)
     return errors
 
 
-def _undefined(scalars: LayerScalars) -> str:
-    if not scalars.sound():
-        return NOT_FINITE
-    return ZERO
-
-
-def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepContext) -> str:
+def _missing(key: str, i: int, layer: Layer, readings: Readings, facts: StepContext) -> str:
     """Return why a quantity is missing for a layer; empty if it is not."""
     role, needs = layer.info.role, QUANTITIES[key].needs
     if i in facts.replaced:
@@ -210,7 +201,7 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
     if key in ATTENTION:
         return facts.why_not.get((key, i), "")
     if "state" in needs:
-        return facts.no_moments.get(i, "")
+        return facts.why_not.get(("state", i), "")
     if i in facts.divided and (needs & {"dW", "g"} or key == "lr"):
         return DIVIDED
     if key == "lr" and math.isnan(facts.lr[i]):
@@ -220,11 +211,11 @@ def _missing(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepC
     if key == "contribution":
         return f"counted at {layer.tied_to}, whose parameter it is" if layer.tied_to else _no_gradient(facts)
     if key == "gradient_natural":
-        return ONE_HOT if role == "embedding" else facts.no_gradient.get(i, "") or _no_gradient(facts)
+        return ONE_HOT if role == "embedding" else facts.why_not.get(("|g|", i), "") or _no_gradient(facts)
     if key in ("decay_share", "equilibrium"):
         return _no_decay(key, i, layer, facts)
     if needs & {"h", "b", "dh", "probe"}:
-        return _no_features(key, i, layer, scalars, facts)
+        return _no_features(key, i, layer, readings, facts)
     return ""
 
 
@@ -251,13 +242,13 @@ def _no_decay(key: str, i: int, layer: Layer, facts: StepContext) -> str:
     return ""
 
 
-def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: StepContext) -> str:
+def _no_features(key: str, i: int, layer: Layer, readings: Readings, facts: StepContext) -> str:
     entry = QUANTITIES[key]
     needs = entry.needs
     if layer.no_features:
         return layer.no_features
-    if facts.unseen or facts.moved:
-        return facts.unseen or MOVED
+    if facts.unseen:
+        return facts.unseen
     if layer.info.role == "embedding" and entry.of_inputs:
         return ONE_HOT
     if i in facts.hidden:
@@ -269,11 +260,11 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
         return known
     if entry.of_inputs and i not in facts.fed:
         return "its inputs are not a tensor of numbers, or were overwritten"
-    small = facts.eps[i] >= torch.finfo(torch.float32).eps and scalars.underflows()
+    small = facts.eps[i] >= torch.finfo(torch.float32).eps and _underflows(readings)
     tiny = "its outputs are so small that the squares of their change leave float32's range" if small else ""
     missed = UNCHOSEN if i in facts.unchosen else ""
     if "probe" in needs:
-        rounded = key in DRIFTS and 0 < scalars.get(key) < CHANGE_MARGIN * facts.eps[i]
+        rounded = key in DRIFTS and 0 < readings.get(key) < CHANGE_MARGIN * facts.eps[i]
         return facts.no_drift or missed or tiny or (ROUNDED if rounded else "")
     if key == "feature_change_local" and layer.layout.taps > 1:
         return "the taps of a convolution overlap: what one adds, another may take away"
@@ -284,7 +275,7 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     if "b" in needs and i not in facts.graded:
         return "no gradient arrived at its output, or more than one, or it was overwritten"
     changed = {"backward_speed": "b", "dual_bfa_cos": "b", "gradient_change": "g"}.get(key, "")
-    if changed and 0 < scalars.get(f"d{changed}.norm") < entry.margin * facts.eps[i] * scalars.get(f"{changed}.norm"):
+    if changed and 0 < readings.get(f"d{changed}.norm") < entry.margin * facts.eps[i] * readings.get(f"{changed}.norm"):
         return "its change is too close to the rounding of its gradients"
     if "dh" not in needs:
         return ""
@@ -295,15 +286,21 @@ def _no_features(key: str, i: int, layer: Layer, scalars: LayerScalars, facts: S
     if tiny:
         return tiny
     if key in PARTS:
-        return _no_part(scalars, facts.eps[i])
+        return _no_part(readings, facts.eps[i])
     if key == "feature_cancellation":
         return ""  # a change that is rounded away cancels nothing
-    if scalars.get("dh.norm") > 0 and not scalars.above_rounding(facts.eps[i], entry.margin):
+    if 0 < readings.get("dh.norm") < entry.margin * facts.eps[i] * readings.get("h.compared"):
         return HALF if facts.halved else ROUNDED
     return ""
 
 
-def _no_part(scalars: LayerScalars, eps: float) -> str:
-    if math.isnan(scalars.get("W.dh")) and scalars.sound():
+def _underflows(readings: Readings) -> bool:
+    """Return whether squares of the features' change are too small for float32, where the features are small."""
+    small, change = (readings.root_mean_square(name) for name in ("h", "dh"))
+    return 0 < small < SMALL_FEATURES and change < SMALL_CHANGE
+
+
+def _no_part(readings: Readings, eps: float) -> str:
+    if math.isnan(readings.get("W.dh")) and sound(readings.raw):
         return "defined for a single trained matrix only, whose inputs are known before and after the step"
-    return ROUNDED if 0 < scalars.get("dx.norm") < CHANGE_MARGIN * eps * scalars.get("x.norm") else ""
+    return ROUNDED if 0 < readings.get("dx.norm") < CHANGE_MARGIN * eps * readings.get("x.norm") else ""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from spectral_monitor.engine.results.raw import Raw
 from spectral_monitor.engine.results.reasons import CHANGE_MARGIN, StepContext
 from spectral_monitor.fitting.medians import geometric_median
+from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import NODE, SUMMARY
+from spectral_monitor.parametrization.tying import contribution_blocks
 
 OF_READOUTS = {"final_layer_alignment": "alignment", "linearity": "linearity"}
 """Values that are those of a readout."""
@@ -31,6 +34,58 @@ WITHOUT = {
     "property_bs": "no layer has a backward_speed",
 }
 """Why a value is NaN, where nothing else was found to be the reason."""
+
+
+def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -> dict[str, float]:
+    """Values of the whole network that follow from what was measured, NaN where they are not defined.
+
+    ``loss_change_predicted`` counts every parameter with a gradient, measured or not, each once.
+    ``contribution_spread`` is of the blocks of :func:`contribution_blocks`. Of several readouts
+    ``final_layer_alignment`` is the smallest, of those that were called.
+    """
+    summary: dict[str, float] = {}
+    operators = [i for i, layer in enumerate(layers) if layer.info.role in ("operator", "readout")]
+    if "contribution" in values:
+        parts = [
+            float(v[0]) for some in raw.values() for name, v in some.items() if name.partition(".")[0] == "contribution"
+        ]
+        known = bool(parts) and not bool(values["contribution"].isinf().any())
+        summary["loss_change_predicted"] = -sum(parts) if known else math.nan
+        shares = block_contributions(values["contribution"].tolist(), layers)
+        downhill = bool(shares) and min(shares) > 0
+        taken = _of_readouts(values["contribution"].tolist(), layers)
+        decrease = -summary["loss_change_predicted"]
+        summary["readout_share"] = taken / decrease if decrease > 0 else math.nan
+        summary["contribution_spread"] = max(shares) / min(shares) if downhill else math.nan
+    for name, key, end in (("final_layer_alignment", "alignment", min), ("linearity", "linearity", max)):
+        if key in values:
+            heads = [float(values[key][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
+            summary[name] = end((head for head in heads if not math.isnan(head)), default=math.nan)
+    if "update_natural" in values:
+        off = balance_ratios(values["update_natural"][operators])
+        off = torch.maximum(off, 1 / off)
+        summary["worst_layer_ratio"] = max((x for x in off.tolist() if not math.isnan(x)), default=math.nan)
+    return summary
+
+
+def block_contributions(contributions: Sequence[float], layers: Sequence[Layer]) -> list[float]:
+    """Return what the blocks contribute of which something is known, from what their layers do."""
+    found = []
+    for block in contribution_blocks(layers):
+        known = [x for i in block.members if not math.isnan(x := contributions[i])]
+        found += [sum(known)] if known else []
+    return found
+
+
+def _of_readouts(contributions: Sequence[float], layers: Sequence[Layer]) -> float:
+    """Return what the readouts contribute, their biases included; NaN where a readout is an embedding too."""
+    readouts = [layer for layer in layers if layer.info.role == "readout"]
+    names = {layer.info.name for layer in readouts}
+    if any(layer.tied_to for layer in readouts) or any(layer.tied_to in names for layer in layers):
+        return math.nan
+    blocks = {layer.block for layer in readouts}
+    known = [x for x, layer in zip(contributions, layers, strict=True) if layer.block in blocks and not math.isnan(x)]
+    return sum(known) if known else math.nan
 
 
 def other_reasons(summary: Mapping[str, float], layers: Sequence[Layer], known: Mapping[str, str]) -> dict[str, str]:

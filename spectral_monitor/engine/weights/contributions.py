@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars, one_each
+from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.weights.gradients import (
     Clipping,
     clipping_since,
@@ -64,16 +65,14 @@ class ContributionStage:
         copies: Callable[[Tensor], int],
         host: bool,
         several: bool,
-        divided: Collection[int],
-        unused: Collection[int],
+        facts: StepContext,
         out: RawScalars,
     ) -> None:
         """``copies``: on how many processes a parameter is; ``host``: whether copies are held by the host; ``several``:
-        whether there are other processes; ``divided``, ``unused``: layers that several optimizers step, and that have
-        no gradient, which are added as they are seen.
+        whether there are other processes; ``facts``: of the step, as far as they are known.
         """
         self._members, self._copies, self._host, self._several = members, copies, host, several
-        self._divided, self._unused, self._out = divided, unused, out
+        self._facts, self._out = facts, out
         self._originals: dict[int, list[tuple[nn.Parameter, Tensor, int]]] = {}  # with how many copies it is counted in
         self._steps = 0
         self.overwrites = False
@@ -86,11 +85,11 @@ class ContributionStage:
             mine: the layers it trains.
         """
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        measured = {id(p) for i, m in mine.items() for p in m.layer.sources if i not in self._divided}
+        measured = {id(p) for i, m in mine.items() for p in m.layer.sources if i not in self._facts.divided}
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for i, member in mine.items():
             layer = member.layer
-            if layer.compute is not None and not layer.tied_to and i not in self._divided:
+            if layer.compute is not None and not layer.tied_to and i not in self._facts.divided:
                 sources = [p for p in layer.sources if id(p) in owned and member.holding.rectangles]
                 self._originals[i] = [(p, kept(p.detach(), self._host), 1) for p in sources]
         return Gradients([(p, kept(local_part(p), self._host)) for p in parameters if id(p) not in measured])
@@ -111,7 +110,7 @@ class ContributionStage:
             held.clipping = clipping_since(arrived, held.trained, held.norms)
         for i, member in mine.items():
             p = member.layer.sources[0]
-            if member.layer.compute is None and i not in self._divided and summed_over(p):
+            if member.layer.compute is None and i not in self._facts.divided and summed_over(p):
                 self._originals[i] = [(p, kept(local_part(p), self._host), self._copies(p))]
 
     def after(self, held: Gradients, shares: dict[int, Tensor]) -> list[Coroutine[None]]:
@@ -144,7 +143,7 @@ class ContributionStage:
             for i in (i for i, member in stack.members.items() if self._is_known(i, member)):
                 layer, gradient = stack.members[i].layer, None
                 parts: list[Tensor] = []
-                if layer.tied_to or i in self._unused:
+                if layer.tied_to or i in self._facts.unused:
                     pass
                 elif layer.compute is not None or i in self._originals:  # to first order this is the same
                     kept_here = [(p, old, n) for p, old, n in self._originals.pop(i, ()) if p.grad is not None]
@@ -181,7 +180,7 @@ class ContributionStage:
         here = here if factor is None else here * factor.to(here)
         total, arrived = yield [here, arrivals]
         places = one_each(shares)
-        spans = {i: places[i] for i in shares if not self._members[i].layer.tied_to and i not in self._unused}
+        spans = {i: places[i] for i in shares if not self._members[i].layer.tied_to and i not in self._facts.unused}
         self._out.put_each("contribution", spans, total)
         self._out.put_each("g.arrives", spans, arrived)
 

@@ -67,6 +67,10 @@ class BatchMember:
         """Return the entries (count, rows, cols) of each rectangle of a tensor that is sharded as the parameter is."""
         return self.holding.contents(self.layer, tensor)
 
+    def now(self) -> list[Tensor]:
+        """Return the same of the weight as it is now."""
+        return self.contents(self.layer.weight())
+
 
 class MatrixBatch:
     """Matrices of some layers; ``spans`` says which are a layer's, among those of all processes.
@@ -147,16 +151,11 @@ class MatrixBatch:
         """Yield the same with the rectangles that they are."""
         yield from zip((rectangle for rectangle, _, _ in self.places[i]), self.entries(i), strict=True)
 
-    def load(self, host: bool = False) -> None:
-        """Fill with the weights as they are now, in memory of its own: the ``host``'s or the device's."""
+    def load(self, host: bool = False, start: Start | None = None) -> None:
+        """Fill memory of its own, the ``host``'s or the device's, with the weights as they are now, or at the start."""
         self.buffers = [room(size, self.dtype, self.like.device, host) for size in self.sizes]
         self._host = host
-        self._refill(lambda i: self.members[i].contents(self.members[i].layer.weight()))
-
-    def load_start(self, start: Start) -> None:
-        """Fill with the weights of the start."""
-        self.buffers = [room(size, self.dtype, self.like.device, False) for size in self.sizes]
-        self._refill(lambda i: start[i])
+        self._refill(lambda i: self.members[i].now() if start is None else start[i])
 
     def _refill(self, contents: Callable[[int], Sequence[Tensor]]) -> None:
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -170,7 +169,7 @@ class MatrixBatch:
     def now(self, *, in_place: bool) -> MatrixBatch:
         """Return the weights as they are now; ``in_place``: in this memory."""
         stack = self._target(in_place)
-        stack._refill(lambda i: self.members[i].contents(self.members[i].layer.weight()))
+        stack._refill(lambda i: self.members[i].now())
         return stack
 
     def gradients(self, *, in_place: bool) -> MatrixBatch:
@@ -196,8 +195,7 @@ class MatrixBatch:
         for i, places in self.places.items():
             if not places:
                 continue
-            member = self.members[i]
-            new = member.contents(member.layer.weight())
+            new = self.members[i].now()
             for k, (_, buffer, place) in enumerate(places):
                 old = self.buffers[buffer][place] if start is None else start[i][k]
                 out = target.buffers[buffer][place]

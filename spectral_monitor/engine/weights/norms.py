@@ -125,8 +125,7 @@ class MatrixNorms:
                 first, last = rectangle.index, rectangle.index + rectangle.count
                 rows[first:last, slice(*rectangle.rows)] = lengths(part).square() if across else lengths(part)
             found.append(rows)
-        if stack.exchange is not None:
-            found = yield found
+        found = yield found
         for i, rows in zip(tables, found, strict=True):
             longest = rows.amax().sqrt() if across else rows.amax()
             if stack.members[i].layer.info.role == "readout":
@@ -143,8 +142,7 @@ class MatrixNorms:
         for k, i in enumerate(stack.members):
             if stack.places[i]:
                 shares[k] = torch.stack([underflow_share(stack.entries(i), torch.float8_e4m3fn), shares.new_ones(())])
-        if stack.exchange is not None:
-            (shares,) = yield [shares]
+        (shares,) = yield [shares]
         for i, (total, count) in zip(stack.members, shares, strict=True):
             self._out.put(i, "underflow_weights", total / count)
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay, learning_rate, weight_decay
+from spectral_monitor.condition.optimizers.hyperparameters import learning_rate, weight_decay
 from spectral_monitor.engine.results.raw import RawScalars, one_each
+from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.adam_state import COMPUTED, adam_state
 from spectral_monitor.engine.weights.contributions import ContributionStage, Gradients, given_back
@@ -44,15 +45,7 @@ class MatrixStage:
     ``inputs``: layer index -> chosen rows of its input, those of all processes, if there are any.
 
     Attributes:
-        lr: layer index -> learning rate at the update.
-        decay: layer index -> weight decay at the update.
-        replaced: layers that are not what they were when training began.
-        stepped: layers whose optimizer has stepped.
-        unused: layers that had no gradient.
-        divided: layers whose parameters are stepped by several optimizers.
         contributions: measures what gradients say.
-        no_moments: layer index -> why its optimizer has no moments like Adam's, where those are asked for.
-        no_gradient: layer index -> why its gradient is no matrix, where norms of gradients are asked for.
         old: layer index -> its weight before the step, where parts of changes are asked for.
         rates: every parameter that is trained and the learning rate it meets, where kernels are asked for.
     """
@@ -65,6 +58,7 @@ class MatrixStage:
         inputs: Callable[[int], Tensor | None],
         copies: Callable[[Tensor], int],
         exchange: AllReduce | None,
+        facts: StepContext,
         out: RawScalars,
     ) -> None:
         self.members = {i: member for i, member in enumerate(members) if member.layer.sources}
@@ -73,6 +67,7 @@ class MatrixStage:
         self.norms = MatrixNorms(settings, inputs, out)
         self._copies = copies
         self._exchange = exchange
+        self._facts = facts
         self._out = out
         self._held: dict[int, _Held] = {}
         self._host = settings.low_memory
@@ -80,20 +75,10 @@ class MatrixStage:
         self._slots: dict[torch.device, Tensor] = {}
         self._jobs: list[Job] = []
         self._waiting: list[Coroutine[None]] = []
-        self.lr: dict[int, float] = {}
-        self.decay: dict[int, WeightDecay] = {}
-        self.replaced: set[int] = set()
-        self.stepped: set[int] = set()
-        self.unused: set[int] = set()
-        self.divided: set[int] = set()
-        self.no_moments: dict[int, str] = {}
-        self.no_gradient: dict[int, str] = {}
         self.old: dict[int, Tensor] = {}
         self.rates: list[tuple[nn.Parameter, float]] = []
         self._stepper: dict[int, int] = {}
-        self.contributions = ContributionStage(
-            self.members, copies, self._host, exchange is not None, self.divided, self.unused, out
-        )
+        self.contributions = ContributionStage(self.members, copies, self._host, exchange is not None, facts, out)
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
@@ -102,7 +87,7 @@ class MatrixStage:
         mine = {i: m for i, m in self._there() if any(id(p) in owned for p in m.layer.sources)}
         for i in mine:
             if self._stepper.setdefault(i, id(optimizer)) != id(optimizer):
-                self.divided.add(i)
+                self._facts.divided.add(i)
         if "Wdh" in self.settings.needs and self._exchange is None:
             self.old.update({i: kept(m.layer.weight().detach(), self._host) for i, m in mine.items()})
         stacks = self._stacks(mine) if self.settings.needs & {"W", "dW", "W0", "|g|"} else []
@@ -122,16 +107,16 @@ class MatrixStage:
         decay = {id(group): weight_decay(optimizer, group) for group in optimizer.param_groups}
         for i, member in held.members.items():
             rates = {learning_rate(owned[id(p)]) for p in member.layer.sources if id(p) in owned}
-            self.lr[i] = rates.pop() if len(rates) == 1 else math.nan
+            self._facts.lr[i] = rates.pop() if len(rates) == 1 else math.nan
             if member.layer.compute is None:
-                self.decay[i] = decay[id(owned[id(member.layer.sources[0])])]
+                self._facts.decay[i] = decay[id(owned[id(member.layer.sources[0])])]
             if "|g|" in self.settings.needs and (
                 member.layer.compute is not None or summed_over(member.layer.sources[0])
             ):
-                self.no_gradient[i] = SUMMED if member.layer.compute is None else COMPUTED
+                self._facts.why_not["|g|", i] = SUMMED if member.layer.compute is None else COMPUTED
         if {"J", "K", "B"} & self.settings.needs:
             self.rates += [(p, learning_rate(group)) for group in optimizer.param_groups for p in group["params"]]
-        self.unused.update(i for i, m in held.members.items() if all(p.grad is None for p in m.layer.sources))
+        self._facts.unused.update(i for i, m in held.members.items() if all(p.grad is None for p in m.layer.sources))
         # A fused optimizer takes the loss scale out of the gradients by itself, in place; they are then the loss's.
         if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
             self.contributions.ready(optimizer, held.members, held.gradients, arrived)
@@ -140,7 +125,7 @@ class MatrixStage:
     def after(self, optimizer: Optimizer) -> None:
         """Measure weights, then, in the same memory, the update, then the drift; or keep what that takes."""
         held = self._held.pop(id(optimizer))
-        self.stepped.update(held.members)
+        self._facts.stepped.update(held.members)
         with given_back(held.gradients):
             self._after(optimizer, held)
 
@@ -148,11 +133,12 @@ class MatrixStage:
         shares: dict[int, Tensor] = {}
         inner: dict[int, Tensor] = {}
         factor = held.gradients.factor
-        self._measure_all(held.stacks, partial(self._changes, shares=shares, inner=inner, factor=factor))
+        needs = self.settings.needs
+        self._measure_all(held.stacks, partial(self._changes, needs, shares=shares, inner=inner, factor=factor))
         if inner:
             self._sum(self._inner_products(inner))
         if "state" in self.settings.needs:
-            self._sum(adam_state(optimizer, held.members, self._copies, self.no_moments, self._out))
+            self._sum(adam_state(optimizer, held.members, self._copies, self._facts, self._out))
         if "g" in self.settings.needs:
             for routine in self.contributions.after(held.gradients, shares):
                 self._sum(routine)
@@ -172,6 +158,7 @@ class MatrixStage:
 
     def _changes(
         self,
+        needs: frozenset[str],
         found: Sequence[MatrixBatch],
         in_place: bool,
         shares: dict[int, Tensor],
@@ -182,8 +169,8 @@ class MatrixStage:
 
         ``factor``: by which gradients were larger before they were clipped, if they were.
         """
-        needs = self.settings.needs
-        self._weights(found, in_place)
+        if "W" in needs:
+            self._measure("W", found, in_place)
         if "dW" in needs:
             found = [stack.change(in_place=in_place) for stack in found]
             self._measure("dW", found, in_place)
@@ -206,20 +193,15 @@ class MatrixStage:
     @torch.no_grad()
     def rest(self) -> None:
         """Measure the weights and the drift of what no optimizer has stepped."""
-        if self.settings.needs & {"W", "W0"}:
-            found = self._stacks({i: m for i, m in self._there() if i not in self.stepped})
+        if needs := self.settings.needs & {"W", "W0"}:
+            found = self._stacks({i: m for i, m in self._there() if i not in self._facts.stepped})
             for stack in found:
                 stack.load()
-            self._measure_all(found, self._unchanged)
+            self._measure_all(found, partial(self._changes, needs, shares={}, inner={}, factor=None))
 
     def _there(self) -> list[tuple[int, BatchMember]]:
         """Return the layers whose weights can be had: what one was computed by may be gone."""
-        return [(i, m) for i, m in self.members.items() if i not in self.replaced or m.layer.compute is None]
-
-    def _unchanged(self, found: Sequence[MatrixBatch], in_place: bool) -> None:
-        self._weights(found, in_place)
-        if "W0" in self.settings.needs:
-            self._measure("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
+        return [(i, m) for i, m in self.members.items() if i not in self._facts.replaced or m.layer.compute is None]
 
     def routine(self) -> Coroutine[None]:
         """Measure what waits for other processes."""
@@ -260,10 +242,6 @@ class MatrixStage:
         else:
             self._waiting.append(routine)
 
-    def _weights(self, found: Sequence[MatrixBatch], in_place: bool) -> None:
-        if "W" in self.settings.needs:
-            self._measure("W", found, in_place)
-
     def _inner_products(self, inner: dict[int, Tensor]) -> Coroutine[None]:
         """Put the products of weights and updates, in one order on every process."""
         layers = sorted(inner)
@@ -280,15 +258,13 @@ def start_norms(
     norms = MatrixNorms(settings, lambda i: None, out)
     weights = {i: member for i, member in enumerate(members) if member.layer.sources}
     found = matrix_batches(weights, exchange, single=settings.low_memory)
-    if exchange is not None and not settings.low_memory:
-        for stack in found:
-            stack.load_start(start)
-        yield from norms.measure([Job(stack.here(), "W0") for stack in found])
-        return out
-    for stack in found:
-        stack.load_start(start)
-        yield from norms.measure([Job(stack.here(), "W0")])
-        stack.buffers = []
+    together = exchange is not None and not settings.low_memory
+    for some in [found] if together else [[stack] for stack in found]:
+        for stack in some:
+            stack.load(start=start)
+        yield from norms.measure([Job(stack.here(), "W0") for stack in some])
+        for stack in some:
+            stack.buffers = []
     return out
 
 
@@ -299,7 +275,7 @@ def _with_weights(stack: MatrixBatch) -> dict[int, Tensor]:
     """
     pairs = []
     for i, member in stack.members.items():
-        now = member.contents(member.layer.weight()) if member.holding.rectangles else []
+        now = member.now() if member.holding.rectangles else []
         pairs.append(list(zip(now, stack.entries(i), strict=True)))
     return dict(zip(stack.members, inner_sums(pairs, stack.like.dtype).to(stack.like.device), strict=True))
 

@@ -1,28 +1,25 @@
-"""On the host: raw scalars of a layer, put together over its parts, and values of the whole network."""
+"""Measured numbers of one layer, as formulas read them; commands that only name quantities import no torch for it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from spectral_monitor.engine.results.raw import Raw, Values
-from spectral_monitor.functional.norms import balance_ratios
-from spectral_monitor.layers import Layer
-from spectral_monitor.parametrization.tying import contribution_blocks
-from spectral_monitor.quantities.quantity import Norm
+Norm = Literal["sigma", "fro"]
+Values: TypeAlias = "list[float] | Tensor"
+"""Numbers on the host; many of them as a float64 tensor."""
 
 RATIOS = frozenset(
     {"alignment", "update_alignment", "feature_change", "feature_drift", "feature_cancellation", "kernel_change"}
-    | {"activation_ratio", "sample_share", "linearity", "kernel_drift", "kernel_alignment", "kurtosis", "outliers"}
+    | {"activation_ratio", "sample_share", "linearity", "kernel_drift", "kernel_alignment"}
+    | {"feature_kurtosis", "outlier_ratio"}
     | {"output_drift_features", "output_drift_readout", "output_drift_joint"}
 )
 """Raw scalars that divide by a norm: NaN where that is zero, and then nothing is wrong."""
-
-SMALL_FEATURES, SMALL_CHANGE = 1e-12, 1e-17
-"""Float32 ends at 1e-38, so squares of entries below 1e-17 lose digits or are 0."""
 
 
 def sound(raw: Mapping[str, Values]) -> bool:
@@ -31,64 +28,72 @@ def sound(raw: Mapping[str, Values]) -> bool:
 
 
 def _finite(values: Values) -> bool:
-    return bool(values.isfinite().all()) if isinstance(values, Tensor) else all(map(math.isfinite, values))
+    return all(map(math.isfinite, values)) if isinstance(values, list) else bool(values.isfinite().all())
 
 
 def _largest(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values, default=math.nan)
 
 
-class LayerScalars:
-    """Raw scalars of one layer and how they combine over taps and blocks.
+class Readings:
+    """Measured numbers of one layer and how they combine over taps and blocks; NaN where something was not measured.
 
-    Norms of a convolution's taps add up (an upper bound on the whole); of several blocks the largest value counts.
-    Plain numbers: there are thousands, and a tensor operation on each would cost more than all the matrices.
+    Names are those of the notation: ``W``, ``dW``, ``drift`` (of ``W - W0``), ``W0``, ``W1`` (after the step), ``h``,
+    ``dh``, ``b``, ``h_in``. Norms of a convolution's taps add up (an upper bound on the whole); of several blocks the
+    largest value counts. Plain numbers: there are thousands, and a tensor operation on each would cost more than all
+    the matrices.
     """
 
-    def __init__(self, layer: Layer, raw: Mapping[str, Values], settings: Mapping[str, float] | None = None) -> None:
-        self.layer = layer
-        self._raw = raw
+    def __init__(
+        self,
+        raw: Mapping[str, Values],
+        role: str,
+        fan_in: int,
+        fan_outs: Sequence[int],
+        settings: Mapping[str, float] | None = None,
+    ) -> None:
+        """``fan_outs``: of each block; ``settings``: of the optimizer, which :meth:`get` returns too."""
+        self.raw = raw
+        self._role, self._fan_in, self._fan_outs = role, fan_in, fan_outs
         self._settings = settings or {}
-        self._blocks = layer.layout.blocks
+        self._blocks = len(fan_outs)
 
     def get(self, name: str) -> float:
         """Return a single number, or a setting of the optimizer; NaN if it was not measured."""
         if name in self._settings:
             return self._settings[name]
-        value = self._raw.get(name)
+        value = self.raw.get(name)
         return math.nan if value is None else float(value[0])
-
-    def sound(self) -> bool:
-        """Return whether everything measured of this layer is finite, but for ratios to zero."""
-        return sound(self._raw)
 
     def largest(self, name: str) -> float:
         """Return the largest of several numbers, NaN if one of them is or they were not measured."""
-        values = self._raw.get(name, [])
-        return float(values.amax()) if isinstance(values, Tensor) else _largest(values)
+        values = self.raw.get(name, [])
+        return _largest(values) if isinstance(values, list) else float(values.amax())
 
     def place_of_largest(self, name: str) -> float:
         """Return the position of the largest of several numbers, NaN if one of them is or they were not measured."""
-        values = list(map(float, self._raw.get(name, [])))
+        values = list(map(float, self.raw.get(name, [])))
         known = values and not any(map(math.isnan, values))
         return float(values.index(max(values))) if known else math.nan
 
     def _by_block(self, name: str) -> Tensor:
         """Return values (taps, blocks), NaN if not measured."""
-        values = self._raw.get(name)
+        import torch
+
+        values = self.raw.get(name)
         if values is None:
             return torch.full((1, self._blocks), math.nan, dtype=torch.float64)
         return torch.as_tensor(values, dtype=torch.float64).view(-1, self._blocks)
 
     def _norms(self, name: str, norm: Norm) -> list[float]:
         """Return the norm of each block."""
-        values = self._raw.get(f"{name}.{norm}")
+        values = self.raw.get(f"{name}.{norm}")
         if values is None:
             return [math.nan] * self._blocks
         if len(values) == self._blocks:  # a single tap
-            return values.tolist() if isinstance(values, Tensor) else values
+            return values if isinstance(values, list) else values.tolist()
         taps = self._by_block(f"{name}.{norm}")
-        blocks = taps.sum(0) if norm == "sigma" else torch.linalg.vector_norm(taps, dim=0)
+        blocks = taps.sum(0) if norm == "sigma" else _length(taps, dim=0)
         found: list[float] = blocks.tolist()
         return found
 
@@ -98,23 +103,22 @@ class LayerScalars:
 
     def gradient_natural(self) -> float:
         """Spectral norm of the gradient in the units that are dual to those of the natural norm."""
-        pairs = zip(self.layer.layout.fan_outs, self._norms("g", "sigma"), strict=True)
-        return _largest([math.sqrt(fan_out / self.layer.layout.fan_in) * norm for fan_out, norm in pairs])
+        pairs = zip(self._fan_outs, self._norms("g", "sigma"), strict=True)
+        return _largest([math.sqrt(fan_out / self._fan_in) * norm for fan_out, norm in pairs])
 
     def natural(self, name: str) -> float:
         """Natural norm by the layer's role; of each block by its own fans."""
-        if self.layer.info.role == "embedding":
+        if self._role == "embedding":
             return self.get(f"{name}.row")
-        layout = self.layer.layout
-        pairs = zip(layout.fan_outs, self._norms(name, "sigma"), strict=True)
-        return _largest([math.sqrt(layout.fan_in / fan_out) * norm for fan_out, norm in pairs])
+        pairs = zip(self._fan_outs, self._norms(name, "sigma"), strict=True)
+        return _largest([math.sqrt(self._fan_in / fan_out) * norm for fan_out, norm in pairs])
 
     def whole(self, name: str) -> float:
         """Frobenius norm of all taps and blocks together."""
-        values = self._raw.get(f"{name}.fro")
-        if isinstance(values, Tensor):
-            return float(torch.linalg.vector_norm(values))
-        return math.nan if values is None else math.hypot(*values)
+        values = self.raw.get(f"{name}.fro")
+        if values is None:
+            return math.nan
+        return math.hypot(*values) if isinstance(values, list) else float(_length(values))
 
     def radial_change(self) -> float:
         """Part of the update along the weight: what was summed is its product with the weight after the step."""
@@ -128,9 +132,9 @@ class LayerScalars:
 
     def stable_rank(self, name: str) -> float:
         """Return the stable rank; zero taps and blocks have none and are left out."""
-        if len(self._raw.get(f"{name}.sigma", ())) == 1:
+        if len(self.raw.get(f"{name}.sigma", ())) == 1:
             return self.row_stable_rank(name)
-        sigma, fro = (self._raw.get(f"{name}.{norm}", ()) for norm in ("sigma", "fro"))
+        sigma, fro = (self.raw.get(f"{name}.{norm}", ()) for norm in ("sigma", "fro"))
         if isinstance(sigma, list) and isinstance(fro, list):  # few: without an operator
             few = [(f / s) ** 2 for s, f in zip(sigma, fro, strict=True) if s != 0]
             return _largest(few)
@@ -140,7 +144,7 @@ class LayerScalars:
 
     def alignment(self, name: str) -> float:
         """Return the mean over taps; taps and blocks without one are left out."""
-        values: Values = self._raw.get(name, [])
+        values: Values = self.raw.get(name, [])
         if len(values) == 1:
             return float(values[0])
         if isinstance(values, list) and values:
@@ -163,8 +167,7 @@ class LayerScalars:
 
     def speed(self, name: str) -> float:
         """Length of a change over that of what changed."""
-        before = self.get(f"{name}.norm")
-        return self.get(f"d{name}.norm") / before if before else math.nan
+        return self.quotient(f"d{name}.norm", f"{name}.norm")
 
     def kernel_ratio(self, name: str = "K") -> float:
         """First moment of a kernel over the root of the second."""
@@ -189,7 +192,7 @@ class LayerScalars:
     def part_of_change(self, name: str) -> float:
         """RMS length of ``dW h'``, ``W dh'`` or ``dW dh'`` over that of ``h``."""
         length = self.get("h.norm") / math.sqrt(rows) if (rows := self.get("h.rows")) else math.nan
-        squares = self._raw.get(name, [math.nan])  # of each block, the mean over rows
+        squares = self.raw.get(name, [math.nan])  # of each block, the mean over rows
         return math.sqrt(float(sum(squares))) / length if length else math.nan
 
     def dual_cosine(self) -> float:
@@ -202,62 +205,9 @@ class LayerScalars:
         decrease = -self.get("b.dh") / self.get("dh.share")
         return self.root_mean_square("dh") / decrease if decrease else math.nan
 
-    def underflows(self) -> bool:
-        """Return whether squares of the features' change are too small for float32, where the features are small."""
-        return 0 < self.root_mean_square("h") < SMALL_FEATURES and self.root_mean_square("dh") < SMALL_CHANGE
 
-    def above_rounding(self, eps: float, margin: float) -> bool:
-        """Return whether the change of the features is ``margin`` times larger than their rounding."""
-        return self.get("dh.norm") >= margin * eps * self.get("h.compared")
+def _length(values: Tensor, dim: int | None = None) -> Tensor:
+    import torch
 
-
-def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -> dict[str, float]:
-    """Values of the whole network that follow from what was measured, NaN where they are not defined.
-
-    ``loss_change_predicted`` counts every parameter with a gradient, measured or not, each once.
-    ``contribution_spread`` is of the blocks of :func:`contribution_blocks`. Of several readouts
-    ``final_layer_alignment`` is the smallest, of those that were called.
-    """
-    summary: dict[str, float] = {}
-    operators = [i for i, layer in enumerate(layers) if layer.info.role in ("operator", "readout")]
-    if "contribution" in values:
-        parts = [
-            float(v[0]) for some in raw.values() for name, v in some.items() if name.partition(".")[0] == "contribution"
-        ]
-        known = bool(parts) and not bool(values["contribution"].isinf().any())
-        summary["loss_change_predicted"] = -sum(parts) if known else math.nan
-        shares = block_contributions(values["contribution"].tolist(), layers)
-        downhill = bool(shares) and min(shares) > 0
-        taken = _of_readouts(values["contribution"].tolist(), layers)
-        decrease = -summary["loss_change_predicted"]
-        summary["readout_share"] = taken / decrease if decrease > 0 else math.nan
-        summary["contribution_spread"] = max(shares) / min(shares) if downhill else math.nan
-    for name, key, end in (("final_layer_alignment", "alignment", min), ("linearity", "linearity", max)):
-        if key in values:
-            heads = [float(values[key][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
-            summary[name] = end((head for head in heads if not math.isnan(head)), default=math.nan)
-    if "update_natural" in values:
-        off = balance_ratios(values["update_natural"][operators])
-        off = torch.maximum(off, 1 / off)
-        summary["worst_layer_ratio"] = max((x for x in off.tolist() if not math.isnan(x)), default=math.nan)
-    return summary
-
-
-def block_contributions(contributions: Sequence[float], layers: Sequence[Layer]) -> list[float]:
-    """Return what the blocks contribute of which something is known, from what their layers do."""
-    found = []
-    for block in contribution_blocks(layers):
-        known = [x for i in block.members if not math.isnan(x := contributions[i])]
-        found += [sum(known)] if known else []
-    return found
-
-
-def _of_readouts(contributions: Sequence[float], layers: Sequence[Layer]) -> float:
-    """Return what the readouts contribute, their biases included; NaN where a readout is an embedding too."""
-    readouts = [layer for layer in layers if layer.info.role == "readout"]
-    names = {layer.info.name for layer in readouts}
-    if any(layer.tied_to for layer in readouts) or any(layer.tied_to in names for layer in layers):
-        return math.nan
-    blocks = {layer.block for layer in readouts}
-    known = [x for x, layer in zip(contributions, layers, strict=True) if layer.block in blocks and not math.isnan(x)]
-    return sum(known) if known else math.nan
+    length: Tensor = torch.linalg.vector_norm(values, dim=dim)
+    return length
