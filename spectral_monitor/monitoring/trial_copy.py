@@ -6,6 +6,8 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from inspect import Parameter
 from time import perf_counter
 from typing import Any
 
@@ -68,7 +70,7 @@ class TrialCopy:
             self.notes.append("the model is in evaluation mode; the copy was trained in training mode")
         self._raise_rates()
         self._steps_itself = loss is None and hasattr(self.model, "training_step")
-        self.root = _Whole(self.model, self._training_step) if self._steps_itself else self.model
+        self.root = _Whole(self.model, partial(training_step, self.model)) if self._steps_itself else self.model
 
     def step(self) -> Tensor:
         """Train on the batch once; return the loss before it.
@@ -126,11 +128,6 @@ class TrialCopy:
                 f"{HOW}. Without a loss a tuple is arguments, (batch,) a single one, and a mapping keywords"
             ) from error
 
-    def _training_step(self, batch: Any) -> Any:
-        step: Any = self.model.training_step
-        names = [p.name for p in inspect.signature(step).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        return step(batch, 0) if len(names) > 1 else step(batch)
-
     def _raise_rates(self) -> None:
         """Set learning rates that a schedule has lowered to their peak: the first steps of a warm-up tell nothing."""
         for group in (group for one in self.optimizers for group in one.param_groups):
@@ -138,6 +135,14 @@ class TrialCopy:
             if peak > learning_rate(group):
                 self.notes.append("learning rates that a schedule has lowered were taken at their peak")
                 group["lr"] = peak
+
+
+def training_step(model: nn.Module, batch: Any, index: int = 0) -> Any:
+    """Return what a module's ``training_step`` returns; it may do without the batch's index, as under Lightning."""
+    step: Any = model.training_step
+    kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
+    places = sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    return step(batch, index) if places > 1 or Parameter.VAR_POSITIONAL in kinds else step(batch)
 
 
 class _Whole(nn.Module):

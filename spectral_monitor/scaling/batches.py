@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from spectral_monitor.monitoring.trial_copy import training_step
 from spectral_monitor.state.rng import RandomState
 
 T = TypeVar("T")
@@ -29,8 +29,8 @@ def loss_of(module: nn.Module, batch: Any, index: int) -> Any:
     of a dict the entry ``"loss"``.
     """
     found: Any
-    if callable(step := getattr(module, "training_step", None)):
-        found = step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
+    if callable(getattr(module, "training_step", None)):
+        found = training_step(module, batch, index)
     elif isinstance(batch, Mapping):
         found = module(**batch)
     else:

@@ -604,6 +604,15 @@ def test_of_what_the_loss_is_made():
         def training_step(self, batch):
             return {"loss": squared_error(self.net, batch)}
 
+    class Flexible(Lightning):
+        def training_step(self, batch, *, scale=1.0, **more):
+            return scale * squared_error(self.net, batch)
+
+    class Passing(Lightning):
+        def training_step(self, *args):
+            batch, index = args
+            return squared_error(self.net, batch) + index
+
     class Called(Lightning):
         training_step = None
 
@@ -622,6 +631,8 @@ def test_of_what_the_loss_is_made():
     expected = calibrate(net, [batch], loss=squared_error)
     for module, given in (
         (Lightning(net), batch),
+        (Flexible(net), batch),
+        (Passing(net), batch),
         (Called(net), list(batch)),
         (Called(net), dict(zip("xy", batch, strict=True))),
         (Consuming(net), dict(zip("xy", batch, strict=True))),

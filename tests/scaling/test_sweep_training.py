@@ -324,3 +324,5 @@ def test_batches_go_where_the_module_is():
     assert [t.device.type for t in (there[0], there[1][0], there[1][1]["x"], there[2].x)] == ["meta"] * 4
     assert there[1][1]["name"] == "a"
     assert batch[0].device.type == "cpu"
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    assert moved(packed, torch.device("meta")).data.device.type == "meta"
