@@ -16,7 +16,12 @@ from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs, Replay
 from spectral_monitor.capture.replay.graph_replay import sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import Repeatable, Replayable, RootCall, why_not
-from spectral_monitor.capture.replay.sample_independence import ExchangeCheck, IndependenceCheck, SeparateRun
+from spectral_monitor.capture.replay.sample_independence import (
+    ExchangeCheck,
+    IndependenceCheck,
+    SampleCheck,
+    SeparateRun,
+)
 from spectral_monitor.engine.features.replay_subset import DRAWN, DRAWS, NO, UNSEEN, YES, ReplaySubset
 from spectral_monitor.engine.features.step_inputs import Context, StepInputs
 from spectral_monitor.engine.results.reasons import MOVED, StepContext
@@ -215,7 +220,7 @@ class Replays:
     def _same_batch(
         self, again: Replayable, part: int, replay: Replay, facts: StepContext, context: Context
     ) -> ReplayResult:
-        rehearsal: IndependenceCheck | ExchangeCheck | None = None
+        rehearsal: SampleCheck | None = None
         if part == UNSEEN:
             rehearsal = self._rehearsal(again, context)
         elif part == DRAWN:
