@@ -10,6 +10,9 @@ from torch import Tensor
 
 Kind = Literal["linear", "transposed", "experts", "experts_transposed", "conv", "patches", "conv_transposed", "vector"]
 
+_AXES = {"transposed": (1, 0), "experts": (1, 2), "experts_transposed": (2, 1), "conv_transposed": (1, 0)}
+"""Dimensions of outputs and inputs, where they are not the first two."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -49,11 +52,13 @@ class Layout:
     def _fan_out_total(self) -> int:
         if self.kind == "vector":
             return max(1, math.prod(self.shape))
-        if self.kind == "transposed":
-            return self.shape[1]
-        if self.kind.startswith("experts"):
-            return self.shape[0] * self.shape[2 if self.kind == "experts_transposed" else 1]
-        return self.shape[1] * self.groups if self.kind == "conv_transposed" else self.shape[0]
+        apart = self.kind.startswith("experts") or self.kind == "conv_transposed"
+        return self.shape[self.axes[0]] * (self.groups if apart else 1)
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """Dimensions of outputs and inputs; not of a vector."""
+        return _AXES.get(self.kind, (0, 1))
 
     @property
     def fan_out(self) -> int:
@@ -74,11 +79,7 @@ class Layout:
             return 1
         if self.kind == "patches":
             return math.prod(self.shape[1:])
-        if self.kind == "conv_transposed":
-            return self.shape[0] // self.groups
-        if self.kind.startswith("experts"):
-            return self.shape[1 if self.kind == "experts_transposed" else 2]
-        return self.shape[0] if self.kind == "transposed" else self.shape[1]
+        return self.shape[self.axes[1]] // (self.groups if self.kind == "conv_transposed" else 1)
 
     @property
     def taps(self) -> int:

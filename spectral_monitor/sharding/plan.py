@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from spectral_monitor.layers import Layer
 from spectral_monitor.sharding.fsdp1 import flat_slices
 from spectral_monitor.sharding.process_group import ProcessGroup
-from spectral_monitor.sharding.rectangles import Rectangle, contents, rectangles, unfit
+from spectral_monitor.sharding.rectangles import Rectangle, aligned, contents, rectangles, unfit
 from spectral_monitor.sharding.shard_region import Range, ShardRegion, extent_of, whole_extent
 from spectral_monitor.state.dtensor import is_distributed, local_part
 
@@ -173,10 +173,10 @@ def _features(layer: Layer, processes: ProcessGroup) -> tuple[Range | None, Rang
         return None, None
     mesh = source.device_mesh  # type: ignore[attr-defined]
     dims = [_same_batch(mesh, dim, processes) for dim in range(mesh.ndim)]
-    extent = extent_of(source, dims)
-    box = extent.box[::-1] if layer.layout.kind == "transposed" else extent.box
-    sizes = extent.shape[::-1] if layer.layout.kind == "transposed" else extent.shape
-    outputs, inputs = (None if part == (0, size) else part for part, size in zip(box, sizes, strict=True))
+    layout = layer.layout
+    box = aligned(layout, extent_of(source, dims).box)
+    sides = ((box[axis], layout.shape[axis]) for axis in layout.axes)
+    outputs, inputs = (None if part == (0, size) else part for part, size in sides)
     return (inputs, None) if layer.info.role == "embedding" else (outputs, inputs)  # a table's rows are tokens
 
 
