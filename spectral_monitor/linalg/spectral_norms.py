@@ -262,13 +262,11 @@ class _Look(NamedTuple):
     """A look at the undecided matrices.
 
     Attributes:
-        places: in the basis.
         T: projected.
         sigma: their norms, in units.
         done: which of them are decided.
     """
 
-    places: list[int]
     T: Tensor
     sigma: Tensor
     done: Tensor
@@ -299,7 +297,7 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
                 continue
         if look is None:
             continue
-        places = _decided(look)
+        places = [place for place, done in zip(space.undecided, look.done.tolist(), strict=True) if done]
         decided = [space.members[place] for place in places]
         found[:, decided] = _ritz(look) if bounds else torch.stack([look.sigma[look.done]] * 3)
         for member in decided:
@@ -313,14 +311,9 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
 
 
 def _look(space: KrylovSpace, tol: float) -> _Look:
-    places = space.undecided
-    T = space.projected(places)
-    doubt, sigma = space.doubt(T, places, tol)
-    return _Look(places, T, sigma, (doubt <= DOUBT) | (space.steps == MAX_STEPS))
-
-
-def _decided(look: _Look) -> list[int]:
-    return [place for place, done in zip(look.places, look.done.tolist(), strict=True) if done]
+    T = space.projected()
+    doubt, sigma = space.doubt(T, tol)
+    return _Look(T, sigma, (doubt <= DOUBT) | (space.steps == MAX_STEPS))
 
 
 def _ritz(look: _Look) -> Tensor:
