@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+
+from spectral_monitor.state.snapshot import in_place_of_forward
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -145,29 +148,17 @@ def call_through(wrapper: nn.Module, module: nn.Module, function: Callable[..., 
     """
     if wrapper is module:
         return function(*args, **kwargs)
-    space = vars(module)
-    missing = object()
-    before = space.get("forward", missing)
     called = False
+    with ExitStack() as stack:
 
-    def back() -> None:
-        if before is missing:
-            space.pop("forward", None)
-        else:
-            space["forward"] = before
+        def once(*args: Any, **kwargs: Any) -> T:
+            nonlocal called
+            called = True
+            stack.close()  # the function may call the module
+            return function(*args, **kwargs)
 
-    def once(*args: Any, **kwargs: Any) -> T:
-        nonlocal called
-        called = True
-        back()  # the function may call the module
-        return function(*args, **kwargs)
-
-    space["forward"] = once
-    try:
+        stack.enter_context(in_place_of_forward(module, once))
         result: T = wrapper(*args, **kwargs)
-    finally:
-        if space.get("forward") is once:
-            back()
     if not called:
         raise RuntimeError(f"{type(wrapper).__name__} did not call {type(module).__name__}")
     return result
