@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from spectral_monitor.state.dtensor import local_part
 from spectral_monitor.state.snapshot import has_memory
+
+Marks = dict[int, tuple[int, int]]
+"""Parameter's id -> its version and where it lies: what all writes change but those through ``.data``."""
 
 SAMPLE_ENTRIES, SAMPLE_ROWS = 1 << 16, 256
 """Rows that spectra of features take: of layers with fewer features than 256 more, up to so many entries."""
@@ -113,6 +116,15 @@ class GuardedTensor:
         """Some of the rows, copied; of rows that were overwritten nothing."""
         rows = self.get()
         return self if rows is None else GuardedTensor(rows.index_select(0, index))
+
+
+def marks(parameters: Iterable[Tensor]) -> Marks:
+    """Return the present marks."""
+    return {id(p): (p._version, _place(local_part(p))) for p in parameters}
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
 def count_rows(x: Tensor, channels_first: bool, spatial: int) -> int:
