@@ -1,5 +1,5 @@
-"""What the graph of a loss tells: whether its inputs are what it takes, logits say, and not outputs that went through an
-activation; and what constants a network multiplies embeddings with.
+"""Read off the graph of a loss: inputs that went through an activation where it takes logits, say, and the constants
+that a network multiplies embeddings with.
 """
 
 from __future__ import annotations
