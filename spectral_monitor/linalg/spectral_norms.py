@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -165,31 +165,29 @@ def _solve(stacks: Sequence[ShardedStack], tol: float, exact: bool, bounds: bool
     counts = [A.shape[0] for A in tamed]
     fros = fro.split(counts)
     # Which stacks are measured how.
-    trivial: list[int] = []
+    norms: dict[int, _Norms] = {}
     small: dict[int, ShardedStack] = {}
     large: dict[float, dict[int, ShardedStack]] = defaultdict(dict)  # by tolerance
     for k, A in enumerate(tamed):
         short = A if A.shape[1] < A.shape[2] else A.mT  # its rows are the short side
         if short.shape[1] == 1:
-            trivial.append(k)
+            norms[k] = _Norms.exact(fros[k], [0])
         elif exact or (short.shape[1] <= SMALL and not short.split[0]):
             small[k] = short
         elif short.shape[1] <= SMALL:  # elsewhere the norm of such a matrix is exact
             large[EXACT][k] = short.mT if short.split[1] else short
         else:
             large[tol][k] = short.mT
-    bases = [(wanted, basis) for wanted, some in large.items() for basis in _bases(some)]
-    gram = _svd if exact else _gram
-    routines = [gram(list(small.values()))] if small else []
-    routines += [_lanczos(list(some.values()), [fros[k] for k in some], wanted, bounds) for wanted, some in bases]
-    found = yield from gather(routines)
+    solves: list[tuple[Iterable[int], Coroutine[_Norms]]] = []
+    if small:
+        solves.append((small, (_svd if exact else _gram)(list(small.values()))))
+    for wanted, some in large.items():
+        for basis in _bases(some):
+            solves.append((basis, _lanczos(list(basis.values()), [fros[k] for k in basis], wanted, bounds)))
+    found = yield from gather(routine for _, routine in solves)
     # Back in the order of the stacks.
-    if trivial:
-        found.append(_Norms.exact(torch.cat([fros[k] for k in trivial]), [0] * len(trivial)))
-    norms: dict[int, _Norms] = {}
-    solved = [*([small] if small else []), *(basis for _, basis in bases), *([trivial] if trivial else [])]
-    for some, result in zip(solved, found, strict=True):
-        norms.update(zip(some, result.split([counts[k] for k in some]), strict=True))
+    for (which, _), result in zip(solves, found, strict=True):
+        norms.update(zip(which, result.split([counts[k] for k in which]), strict=True))
     ordered = [norms[k] for k in range(len(tamed))]
     columns = _certain(tamed, ordered, fro, scale) if bounds else _plain(ordered, fro, scale)
     passes = [first + sum(some.passes) for first, some in zip(read, ordered, strict=True)]
