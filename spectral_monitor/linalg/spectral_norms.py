@@ -122,15 +122,14 @@ def _dealt(stacks: Sequence[ShardedStack], tol: float, bounds: bool) -> Coroutin
     columns = [A.like.new_zeros(5, A.shape[0]) for A in stacks]
     passes = [0] * len(stacks)
     for (k, part), e in zip(held, estimates, strict=True):
-        members = slice(None) if part.members is None else part.members
-        columns[k][:, members] = torch.stack([e.sigma, e.sigma_low, e.error_bound, e.sigma_high, e.fro])
+        found = torch.stack([e.sigma, e.sigma_low, e.error_bound, e.sigma_high, e.fro])
+        columns[k][:, part.at(found.device)] = found
         passes[k] = max(passes[k], e.passes)
     columns = yield columns
-    found = []
-    for rows, reads in zip(columns, passes, strict=True):
-        sigma, low, error, high, fro = rows
-        found.append(SpectralEstimate(sigma, low, error, high, fro, reads))
-    return found
+    return [
+        SpectralEstimate(sigma, low, error, high, fro, reads)
+        for (sigma, low, error, high, fro), reads in zip(columns, passes, strict=True)
+    ]
 
 
 class _Norms(NamedTuple):
