@@ -70,7 +70,7 @@ def contents(layout: Layout, extent: ShardRegion, local: Tensor) -> list[Tensor]
         filled[skipped : skipped + local.numel()] = local.reshape(-1)
         local = filled
     box = aligned(layout, box)
-    canonical = _canonical(layout, local, box)
+    canonical = layout.canonical(local.reshape([stop - start for start, stop in box]))
     found = []
     for _, tap, group, segments in _cuts(layout, box):
         outputs = canonical[tap, group]
@@ -93,20 +93,6 @@ def aligned(layout: Layout, box: tuple[Range, ...]) -> tuple[Range, ...]:
     return box[len(box) - len(layout.shape) :]
 
 
-def _canonical(layout: Layout, local: Tensor, box: tuple[Range, ...]) -> Tensor:
-    """(taps, groups, outputs, inputs) of what is held."""
-    local = local.reshape([stop - start for start, stop in box])
-    kind = layout.kind
-    if kind == "vector":
-        return local.reshape(1, 1, -1, 1)
-    if kind.startswith("conv"):  # a transposed one is of one group
-        return local.flatten(2).permute(2, *layout.axes).unsqueeze(1)
-    if kind == "patches":
-        local = local.flatten(1)
-    outputs = local.mT if kind.endswith("transposed") else local
-    return outputs.unsqueeze(0) if kind.startswith("experts") else outputs[None, None]
-
-
 def _cuts(layout: Layout, box: tuple[Range, ...]) -> Iterator[tuple[Rectangle, int, int, list[Range]]]:
     """Yield every rectangle that is held, its tap and group in the canonical tensor, and the outputs it belongs to."""
     kind, shape = layout.kind, layout.shape
@@ -119,7 +105,7 @@ def _cuts(layout: Layout, box: tuple[Range, ...]) -> Iterator[tuple[Rectangle, i
     if kind == "patches":
         taps = math.prod(shape[2:])
         inputs = inputs[0] * taps, inputs[1] * taps
-    per_group = layout.blocks // layout.groups if kind.startswith("experts") else layout.blocks
+    per_group = layout.blocks // layout.outer_groups
     sizes = layout.sizes or (layout.fan_out // layout.repeats,) * per_group
     for tap in range(layout.taps):
         for group in range(*groups):
