@@ -81,12 +81,10 @@ def patches_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
         kernel: sides of a patch.
     """
     spatial = len(kernel)
-    for k, side in enumerate(kernel):  # (..., in, n_1, k_1, n_2, k_2, ...)
-        dim = x.ndim - (spatial - k)
-        x = x.narrow(dim, 0, x.shape[dim] // side * side).unflatten(dim, (-1, side))
-    first = x.ndim - 2 * spatial
-    positions, taps = range(first, x.ndim, 2), range(first + 1, x.ndim, 2)
-    return x.permute(*range(first - 1), *positions, first - 1, *taps).flatten(-spatial - 1)
+    first = x.ndim - spatial
+    for dim, side in enumerate(kernel, first):
+        x = x.unfold(dim, side, side)  # (..., in, n_1, n_2, ..., k_1, k_2, ...) in the end
+    return x.movedim(first - 1, -spatial - 1).flatten(-spatial - 1)
 
 
 class GuardedTensor:
