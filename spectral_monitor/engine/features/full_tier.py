@@ -94,14 +94,14 @@ class FullStage:
 
     def compared(self, replay: Replay) -> None:
         """Put what the forward after the step showed."""
-        for i in replay.layers():
+        for i in replay.outputs:
             change = replay.change(i)
             if change is not None and change.after is not None:
                 ratios = mean_ratio(change.after, change.before + change.lengths)
                 self._out.put(i, "feature_cancellation", ratios.clamp(max=1))
             if change is not None and change.pairs is not None:
                 self._out.put(i, "kernel_change", kernel_change(*change.pairs))
-        for i in replay.inputs.layers() if replay.inputs is not None else ():
+        for i in replay.inputs.outputs if replay.inputs is not None else ():
             change = replay.inputs.change(i) if replay.inputs is not None else None
             if change is not None and change.size:
                 self._out.put(i, "x.norm", length(change.before))
@@ -121,7 +121,7 @@ class FullStage:
 
     def drifted(self, replay: Replay) -> None:
         """Put what the forward of the probe batch showed."""
-        for i in replay.layers() if self.keys & {"kernel_drift", "kernel_alignment"} else ():
+        for i in replay.outputs if self.keys & {"kernel_drift", "kernel_alignment"} else ():
             change = replay.change(i)
             if change is not None and change.pairs is not None:
                 self._out.put(i, "kernel_drift", kernel_change(*change.pairs))
