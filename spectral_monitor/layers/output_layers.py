@@ -86,12 +86,9 @@ def guess_readouts(
         operators: in registration order.
         optimized: ids of the parameters that each optimizer holds; empty if the optimizers are not known.
     """
-    known = any(operator.parameters & set(held) for operator in operators for held in optimized)
-    trained = [
-        operator
-        for operator in operators
-        if operator.trainable and (not known or any(operator.parameters & set(held) for held in optimized))
-    ]
+    held = frozenset(parameter for some in optimized for parameter in some)
+    known = any(operator.parameters & held for operator in operators)
+    trained = [operator for operator in operators if operator.trainable and (not known or operator.parameters & held)]
     found, told = _said(root, operators, trained)
     rest = [operator for operator in trained if id(operator.module) not in told]
     for network in _networks(root, rest, optimized if known else ()):
