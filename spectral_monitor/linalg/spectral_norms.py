@@ -294,7 +294,7 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
                 continue
         if look is None:
             continue
-        places = [place for place, done in zip(space.undecided, look.done.tolist(), strict=True) if done]
+        places = _decided(space, look)
         decided = [space.members[place] for place in places]
         found[:, decided] = _ritz(look) if bounds else torch.stack([look.sigma[look.done]] * 3)
         for member in decided:
@@ -311,6 +311,10 @@ def _look(space: KrylovSpace, tol: float) -> _Look:
     T = space.projected()
     doubt, sigma = space.doubt(T, tol)
     return _Look(T, sigma, (doubt <= DOUBT) | (space.steps == MAX_STEPS))
+
+
+def _decided(space: KrylovSpace, look: _Look) -> list[int]:
+    return [place for place, done in zip(space.undecided, look.done.tolist(), strict=True) if done]
 
 
 def _ritz(look: _Look) -> Tensor:
