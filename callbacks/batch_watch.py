@@ -8,9 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
-from spectral_monitor.capture.replay.embedding_scale import embedding_scales
 from spectral_monitor.capture.replay.loss_flow import loss_in
-from spectral_monitor.capture.replay.loss_input import has_unfit_input
+from spectral_monitor.capture.replay.loss_graph import embedding_scales, has_unfit_input
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch

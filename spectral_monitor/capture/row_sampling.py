@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from spectral_monitor.state.dtensor import local_part
 from spectral_monitor.state.snapshot import has_memory
+
+Marks = dict[int, tuple[int, int]]
+"""Parameter's id -> its version and where it lies: what all writes change but those through ``.data``."""
 
 SAMPLE_ENTRIES, SAMPLE_ROWS = 1 << 16, 256
 """Rows that spectra of features take: of layers with fewer features than 256 more, up to so many entries."""
@@ -78,12 +81,10 @@ def patches_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
         kernel: sides of a patch.
     """
     spatial = len(kernel)
-    for k, side in enumerate(kernel):  # (..., in, n_1, k_1, n_2, k_2, ...)
-        dim = x.ndim - (spatial - k)
-        x = x.narrow(dim, 0, x.shape[dim] // side * side).unflatten(dim, (-1, side))
-    first = x.ndim - 2 * spatial
-    positions, taps = range(first, x.ndim, 2), range(first + 1, x.ndim, 2)
-    return x.permute(*range(first - 1), *positions, first - 1, *taps).flatten(-spatial - 1)
+    first = x.ndim - spatial
+    for dim, side in enumerate(kernel, first):
+        x = x.unfold(dim, side, side)  # (..., in, n_1, n_2, ..., k_1, k_2, ...) in the end
+    return x.movedim(first - 1, -spatial - 1).flatten(-spatial - 1)
 
 
 class GuardedTensor:
@@ -113,6 +114,15 @@ class GuardedTensor:
         """Some of the rows, copied; of rows that were overwritten nothing."""
         rows = self.get()
         return self if rows is None else GuardedTensor(rows.index_select(0, index))
+
+
+def marks(parameters: Iterable[Tensor]) -> Marks:
+    """Return the present marks."""
+    return {id(p): (p._version, _place(local_part(p))) for p in parameters}
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
 def count_rows(x: Tensor, channels_first: bool, spatial: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+from spectral_monitor.layers.naming import PARALLEL
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -23,7 +23,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         True
     """
     inside = getattr(model, "module", None)
-    wraps = isinstance(model, _PARALLEL) or isinstance(getattr(type(model), "module", None), property)
+    wraps = isinstance(model, PARALLEL) or isinstance(getattr(type(model), "module", None), property)
     if not wraps or not isinstance(inside, nn.Module) or inside is model:
         return model
     if {id(p) for p in model.parameters()} - {id(p) for p in inside.parameters()}:

@@ -58,10 +58,10 @@ class Layer:
     sources: tuple[nn.Parameter, ...]
     layout: Layout
     module: nn.Module | None
-    channels_first: bool
-    no_features: str
-    tied_to: str
-    note: str
+    channels_first: bool = False
+    no_features: str = ""
+    tied_to: str = ""
+    note: str = ""
     compute: Callable[[], Tensor] | None = None
     given: bool = False
     doubted: bool = False

@@ -10,6 +10,9 @@ from torch import Tensor
 
 Kind = Literal["linear", "transposed", "experts", "experts_transposed", "conv", "patches", "conv_transposed", "vector"]
 
+_AXES = {"transposed": (1, 0), "experts": (1, 2), "experts_transposed": (2, 1), "conv_transposed": (1, 0)}
+"""Dimensions of outputs and inputs, where they are not the first two."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -49,11 +52,17 @@ class Layout:
     def _fan_out_total(self) -> int:
         if self.kind == "vector":
             return max(1, math.prod(self.shape))
-        if self.kind == "transposed":
-            return self.shape[1]
-        if self.kind.startswith("experts"):
-            return self.shape[0] * self.shape[2 if self.kind == "experts_transposed" else 1]
-        return self.shape[1] * self.groups if self.kind == "conv_transposed" else self.shape[0]
+        return self.shape[self.axes[0]] * self.outer_groups
+
+    @property
+    def outer_groups(self) -> int:
+        """Groups that do not lie along the dimension of outputs."""
+        return self.groups if self.kind.startswith("experts") or self.kind == "conv_transposed" else 1
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """Dimensions of outputs and inputs; not of a vector."""
+        return _AXES.get(self.kind, (0, 1))
 
     @property
     def fan_out(self) -> int:
@@ -74,16 +83,25 @@ class Layout:
             return 1
         if self.kind == "patches":
             return math.prod(self.shape[1:])
-        if self.kind == "conv_transposed":
-            return self.shape[0] // self.groups
-        if self.kind.startswith("experts"):
-            return self.shape[1 if self.kind == "experts_transposed" else 2]
-        return self.shape[0] if self.kind == "transposed" else self.shape[1]
+        return self.shape[self.axes[1]] // (self.groups if self.kind == "conv_transposed" else 1)
 
     @property
     def taps(self) -> int:
         """Spatial positions of a convolution kernel that are a matrix each."""
         return math.prod(self.shape[2:]) if self.kind.startswith("conv") else 1
+
+    def canonical(self, box: Tensor) -> Tensor:
+        """Return a box of the parameter as (taps, outer groups, outputs, inputs), a view."""
+        if self.kind == "vector":
+            return box.reshape(1, 1, -1, 1)
+        if self.kind.startswith("conv"):
+            outputs, inputs = self.axes
+            by_group: Tensor = box.flatten(2).unflatten(0, (self.outer_groups, -1))
+            return by_group.permute(3, 0, 1 + outputs, 1 + inputs)
+        if self.kind == "patches":
+            box = box.flatten(1)
+        matrices = box.mT if self.kind.endswith("transposed") else box
+        return matrices.unsqueeze(0) if self.kind.startswith("experts") else matrices[None, None]
 
     def stack(self, parameter: Tensor) -> Tensor:
         """Return the matrices (taps, blocks, fan_out, fan_in) of a tensor of the parameter's size.
@@ -92,24 +110,14 @@ class Layout:
         norm and no inner product.
         """
         parameter = parameter.reshape(self.shape)
-        if self.kind == "vector":
-            return parameter.reshape(1, 1, -1, 1)
         if self.kind == "linear" and self.blocks == 1:  # most of all
             return parameter[None, None]
-        if self.kind == "conv_transposed":  # (groups, in, out, taps) -> (taps, groups, out, in)
-            by_group = _split(parameter.flatten(2), 0, self.groups).permute(3, 0, 2, 1)
-            return _split(by_group, 2, self.blocks // self.groups).flatten(1, 2)
-        if self.kind == "conv":
-            return _split(parameter.flatten(2).permute(2, 0, 1), 1, self.blocks)
-        outputs = parameter.mT if self.kind.endswith("transposed") else parameter
-        if self.kind == "patches":
-            outputs = parameter.flatten(1)
-        turns = _split(outputs.reshape(self.groups, -1, self.fan_in), 1, self.repeats)  # (groups, repeats, out, in)
+        turns: Tensor = self.canonical(parameter).unflatten(2, (self.repeats, -1))
         if not self.sizes:
-            by_block = _split(turns, 2, self.blocks // self.groups).transpose(1, 2)
-            return by_block.flatten(2, 3).flatten(0, 1).unsqueeze(0)
+            by_block: Tensor = turns.unflatten(3, (self.blocks // self.outer_groups, -1)).transpose(2, 3)
+            return by_block.flatten(3, 4).flatten(1, 2)
         padded = turns.new_zeros(1, self.blocks, self.fan_out, self.fan_in)
-        for block, rows in enumerate(turns[0].split(self.sizes, dim=1)):
+        for block, rows in enumerate(turns[0, 0].split(self.sizes, dim=1)):
             padded[0, block, : self.fan_outs[block]] = rows.flatten(0, 1)
         return padded
 
@@ -117,11 +125,5 @@ class Layout:
         """Input rows (rows, in) as each block sees them: (blocks or 1, rows, fan_in)."""
         if self.groups == 1 or not self.kind.startswith("conv"):
             return rows.unsqueeze(0)
-        by_group = _split(rows, 1, self.groups).transpose(0, 1)
+        by_group: Tensor = rows.unflatten(1, (self.groups, -1)).transpose(0, 1)
         return by_group.repeat_interleave(self.blocks // self.groups, dim=0)
-
-
-def _split(x: Tensor, dim: int, parts: int) -> Tensor:
-    """Dimension ``dim`` as (parts, rest)."""
-    split: Tensor = x.unflatten(dim, (parts, -1))
-    return split

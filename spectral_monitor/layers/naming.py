@@ -16,7 +16,7 @@ T = TypeVar("T")
 # Containers that wrap a user's module under these names; the names never reach a log.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ADAPTED = "base_layer"  # what peft calls the layer it adapts
-_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -29,7 +29,7 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         seen.add(id(module))
         yield name, module
         for child_name, child in module.named_children():
-            hidden = child_name in _WRAPPERS or (child_name == "module" and isinstance(module, _PARALLEL))
+            hidden = child_name in _WRAPPERS or (child_name == "module" and isinstance(module, PARALLEL))
             yield from walk(child, name if hidden else join(name, child_name))
 
     return walk(root, "")
@@ -40,11 +40,16 @@ def places(root: nn.Module) -> dict[int, tuple[nn.Module, str]]:
     found: dict[int, tuple[nn.Module, str]] = {}
     for module in root.modules():
         for name, child in module.named_children():
-            hidden = name in _WRAPPERS or name == _ADAPTED or (name == "module" and isinstance(module, _PARALLEL))
+            hidden = name in _WRAPPERS or name == _ADAPTED or (name == "module" and isinstance(module, PARALLEL))
             place = found.get(id(module)) if hidden else (module, name)
             if place is not None:
                 found.setdefault(id(child), place)
     return found
+
+
+def wrapped(module: nn.Module) -> nn.Module | None:
+    """Return the module that another one wraps or adapts; ``None`` if it does neither."""
+    return next((child for name, child in module.named_children() if name in {*_WRAPPERS, _ADAPTED}), None)
 
 
 def label(name: str, module: nn.Module) -> str:

@@ -34,7 +34,7 @@ def node_layers(
     containers = (nn.ModuleList, nn.ModuleDict)  # which are never called
     modules = {name: module for name, module in named_modules(root) if name and not isinstance(module, containers)}
     for pattern in patterns:
-        if not any(_as_deep(pattern, name) and matches([pattern], name) for name in modules):
+        if not any(_names(pattern, name) for name in modules):
             others = [name for name in modules if not matches([pattern], name)]
             check_patterns("nodes", [pattern], others or ["none"], "module")
     return tuple(
@@ -43,16 +43,14 @@ def node_layers(
             sources=(),
             layout=Layout("vector", ()),
             module=None if why_not else module,
-            channels_first=False,
             no_features=why_not,
-            tied_to="",
             note=f"features: {why_not}" if why_not else "",
         )
         for name, module in modules.items()
-        if name not in measured and any(_as_deep(pattern, name) and matches([pattern], name) for pattern in patterns)
+        if name not in measured and any(_names(pattern, name) for pattern in patterns)
     )
 
 
-def _as_deep(pattern: str, name: str) -> bool:
-    """Return whether a name has as many parts as a pattern, so that ``blocks.*`` means blocks and not their parts."""
-    return pattern.count(".") == name.count(".")
+def _names(pattern: str, name: str) -> bool:
+    """Return whether a pattern fits a name of as many parts, so that ``blocks.*`` means blocks and not their parts."""
+    return pattern.count(".") == name.count(".") and matches([pattern], name)

@@ -86,12 +86,9 @@ def guess_readouts(
         operators: in registration order.
         optimized: ids of the parameters that each optimizer holds; empty if the optimizers are not known.
     """
-    known = any(operator.parameters & set(held) for operator in operators for held in optimized)
-    trained = [
-        operator
-        for operator in operators
-        if operator.trainable and (not known or any(operator.parameters & set(held) for held in optimized))
-    ]
+    held = frozenset(parameter for some in optimized for parameter in some)
+    known = any(operator.parameters & held for operator in operators)
+    trained = [operator for operator in operators if operator.trainable and (not known or operator.parameters & held)]
     found, told = _said(root, operators, trained)
     rest = [operator for operator in trained if id(operator.module) not in told]
     for network in _networks(root, rest, optimized if known else ()):
@@ -143,7 +140,7 @@ def _networks(
     """
     node = _branching(root, operators)
     parts = _parts(node, operators)
-    groups = _Groups(range(len(parts)))
+    groups = Groups(range(len(parts)))
     children = {id(module): child for child in reversed(list(node.children())) for module in child.modules()}
     for held in optimized:
         ids = set(held)
@@ -164,7 +161,7 @@ def _apart(parts: Sequence[list[Operator]]) -> list[list[Operator]]:
 
     Parts that look apart may also be concatenated on the way to another one, which then reads something else.
     """
-    groups = _Groups(range(len(parts)))
+    groups = Groups(range(len(parts)))
     # Of thousands of parts most have the same shape at an end, and feed the same parts.
     writers, readers = _alike(part[-1].written for part in parts), _alike(part[0].read for part in parts)
     for first in writers.values():
@@ -226,7 +223,7 @@ def _composes(node: nn.Module) -> bool:
     return forward != "_forward_unimplemented" and not hasattr(node, "training_step")
 
 
-class _Groups:
+class Groups:
     """Sets of numbers that are joined one after the other."""
 
     def __init__(self, numbers: Iterable[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def feature_to_backward(
     if len(parameters) != len(rates):
         raise ValueError(f"{len(rates)} rates for {len(parameters)} parameters")
     places = [get_gradient_edge(out) if isinstance(out, Tensor) else out for out in outputs]
-    before = _leading_to(places)
+    before = {id(getattr(node, "variable", None)) for node in nodes_before(place.node for place in places)}  # leaves
     behind = [(p, rate) for p, rate in zip(parameters, rates, strict=True) if rate and id(p) not in before]
     with torch.enable_grad(), torch.autocast(loss.device.type, enabled=False):
         wanted = [*places, *(get_gradient_edge(p) for p, _ in behind)]
@@ -124,16 +125,16 @@ def _grad(
     return torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, allow_unused=True)
 
 
-def _leading_to(places: Sequence[GradientEdge]) -> set[int]:
-    """Return the identities of the leaves of the graph before some places in it."""
-    nodes, seen, leaves = [place.node for place in places], set(), set()
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
+def nodes_before(nodes: Iterable[Any]) -> set[Any]:
+    """Return some nodes of a graph and all that they are computed from."""
+    seen: set[Any] = set()
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
             seen.add(node)
-            leaves.add(id(getattr(node, "variable", None)))
-            nodes += [source for source, _ in node.next_functions if source is not None]
-    return leaves
+            left += [source for source, _ in node.next_functions]
+    return seen
 
 
 def _sum(parts: Iterable[Tensor], like: Sequence[Tensor]) -> Tensor:

@@ -173,16 +173,16 @@ class KrylovSpace:
             self.undecided = list(range(len(left)))
         self.runs = list(self._undecided_runs())
 
-    def projected(self, places: list[int]) -> Tensor:
-        """Return ``T`` of some (indices into :attr:`members`) and, below it, its coupling to the newest block.
+    def projected(self) -> Tensor:
+        """Return ``T`` of the undecided and, below it, its coupling to the newest block.
 
-        (members, end + b, end), float64 on the CPU: one copy from the device.
+        (undecided, end + b, end), float64 on the CPU: one copy from the device.
         """
         end = self.steps * BLOCK
         T = self.T[:, : end + BLOCK, :end].to("cpu").double()
-        return T if len(places) == len(T) else T[places]
+        return T if len(self.undecided) == len(T) else T[self.undecided]
 
-    def doubt(self, T: Tensor, places: list[int], tol: float) -> tuple[Tensor, Tensor]:
+    def doubt(self, T: Tensor, tol: float) -> tuple[Tensor, Tensor]:
         """Return a bound on how probable a start is that hides a singular value above ``(1 + tol) sigma``; and sigma.
 
         The components of its vector along the first block are a known b x b matrix G times those along the newest
@@ -190,8 +190,7 @@ class KrylovSpace:
         probability of at most ``(n/2)^(b/2) / Gamma(b/2 + 1) |G|^b``. (For b = 1: Hochstenbach 2013.)
 
         Args:
-            T: of these members, as :meth:`projected` returns it.
-            places: indices into :attr:`members`.
+            T: as :meth:`projected` returns it.
             tol: relative tolerance.
         """
         b, end = BLOCK, T.shape[2]
@@ -199,7 +198,7 @@ class KrylovSpace:
         beyond = (1 + tol) ** 2 * square[:, None, None] * torch.eye(end, dtype=T.dtype) - T[:, :end]
         lower, _ = torch.linalg.cholesky_ex(beyond)
         G = torch.cholesky_solve(T[:, end:].mT, lower)[:, :b]
-        n = torch.tensor([self._sizes[self.members[place]] for place in places], dtype=torch.float64)
+        n = torch.tensor([self._sizes[self.members[place]] for place in self.undecided], dtype=torch.float64)
         bound = (n / 2) ** (b / 2) / math.gamma(b / 2 + 1) * torch.linalg.vector_norm(G, dim=(1, 2)) ** b
         return bound, square.sqrt()
 

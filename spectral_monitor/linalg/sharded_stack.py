@@ -26,6 +26,10 @@ class Shard:
     cols: slice
     A: Tensor
 
+    def at(self, device: torch.device) -> slice | Tensor:
+        """Return the index of the members in a tensor on a device."""
+        return slice(None) if self.members is None else self.members.to(device)
+
 
 @dataclass(frozen=True)
 class ShardedStack:
@@ -89,23 +93,15 @@ class ShardedStack:
             return torch.bmm(x, part.A.mT)  # rows times matrices: the fast order
         y = x.new_zeros(K, b, self.shape[1])
         for part in self.parts:
-            mine = x if part.members is None else x[part.members.to(x.device)]
-            product = torch.bmm(mine[:, :, part.cols], part.A.mT)
-            if part.members is None:
-                y[:, :, part.rows] += product
-            else:
-                y[part.members.to(x.device), :, part.rows] = product
+            at = part.at(x.device)
+            y[at, :, part.rows] = torch.bmm(x[at][:, :, part.cols], part.A.mT)
         return y
 
     def gram(self) -> Tensor:
         """Return this process's share of ``A A^T``, (K, m, m), where rows are not split."""
         total = self.like.new_zeros(self.shape[0], self.shape[1], self.shape[1])
         for part in self.parts:
-            product = torch.bmm(part.A, part.A.mT)
-            if part.members is None:
-                total += product
-            else:
-                total[part.members.to(total.device)] = product
+            total[part.at(total.device)] = torch.bmm(part.A, part.A.mT)
         return total
 
     def combined(self, measure: Callable[[Tensor], Tensor], order: float) -> Coroutine[Tensor]:
@@ -116,5 +112,5 @@ class ShardedStack:
         else:
             mine = self.like.new_zeros(self.shape[0])
             for part in self.parts:
-                mine[slice(None) if part.members is None else part.members.to(mine.device)] = measure(part.A)
+                mine[part.at(mine.device)] = measure(part.A)
         return (yield from all_reduce_norm(mine, order, self.exchange))

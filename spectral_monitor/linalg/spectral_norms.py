@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -122,15 +122,14 @@ def _dealt(stacks: Sequence[ShardedStack], tol: float, bounds: bool) -> Coroutin
     columns = [A.like.new_zeros(5, A.shape[0]) for A in stacks]
     passes = [0] * len(stacks)
     for (k, part), e in zip(held, estimates, strict=True):
-        members = slice(None) if part.members is None else part.members
-        columns[k][:, members] = torch.stack([e.sigma, e.sigma_low, e.error_bound, e.sigma_high, e.fro])
+        found = torch.stack([e.sigma, e.sigma_low, e.error_bound, e.sigma_high, e.fro])
+        columns[k][:, part.at(found.device)] = found
         passes[k] = max(passes[k], e.passes)
     columns = yield columns
-    found = []
-    for rows, reads in zip(columns, passes, strict=True):
-        sigma, low, error, high, fro = rows
-        found.append(SpectralEstimate(sigma, low, error, high, fro, reads))
-    return found
+    return [
+        SpectralEstimate(sigma, low, error, high, fro, reads)
+        for (sigma, low, error, high, fro), reads in zip(columns, passes, strict=True)
+    ]
 
 
 class _Norms(NamedTuple):
@@ -165,31 +164,29 @@ def _solve(stacks: Sequence[ShardedStack], tol: float, exact: bool, bounds: bool
     counts = [A.shape[0] for A in tamed]
     fros = fro.split(counts)
     # Which stacks are measured how.
-    trivial: list[int] = []
+    norms: dict[int, _Norms] = {}
     small: dict[int, ShardedStack] = {}
     large: dict[float, dict[int, ShardedStack]] = defaultdict(dict)  # by tolerance
     for k, A in enumerate(tamed):
         short = A if A.shape[1] < A.shape[2] else A.mT  # its rows are the short side
         if short.shape[1] == 1:
-            trivial.append(k)
+            norms[k] = _Norms.exact(fros[k], [0])
         elif exact or (short.shape[1] <= SMALL and not short.split[0]):
             small[k] = short
         elif short.shape[1] <= SMALL:  # elsewhere the norm of such a matrix is exact
             large[EXACT][k] = short.mT if short.split[1] else short
         else:
             large[tol][k] = short.mT
-    bases = [(wanted, basis) for wanted, some in large.items() for basis in _bases(some)]
-    gram = _svd if exact else _gram
-    routines = [gram(list(small.values()))] if small else []
-    routines += [_lanczos(list(some.values()), [fros[k] for k in some], wanted, bounds) for wanted, some in bases]
-    found = yield from gather(routines)
+    solves: list[tuple[Iterable[int], Coroutine[_Norms]]] = []
+    if small:
+        solves.append((small, (_svd if exact else _gram)(list(small.values()))))
+    for wanted, some in large.items():
+        for basis in _bases(some):
+            solves.append((basis, _lanczos(list(basis.values()), [fros[k] for k in basis], wanted, bounds)))
+    found = yield from gather(routine for _, routine in solves)
     # Back in the order of the stacks.
-    if trivial:
-        found.append(_Norms.exact(torch.cat([fros[k] for k in trivial]), [0] * len(trivial)))
-    norms: dict[int, _Norms] = {}
-    solved = [*([small] if small else []), *(basis for _, basis in bases), *([trivial] if trivial else [])]
-    for some, result in zip(solved, found, strict=True):
-        norms.update(zip(some, result.split([counts[k] for k in some]), strict=True))
+    for (which, _), result in zip(solves, found, strict=True):
+        norms.update(zip(which, result.split([counts[k] for k in which]), strict=True))
     ordered = [norms[k] for k in range(len(tamed))]
     columns = _certain(tamed, ordered, fro, scale) if bounds else _plain(ordered, fro, scale)
     passes = [first + sum(some.passes) for first, some in zip(read, ordered, strict=True)]
@@ -262,13 +259,11 @@ class _Look(NamedTuple):
     """A look at the undecided matrices.
 
     Attributes:
-        places: in the basis.
         T: projected.
         sigma: their norms, in units.
         done: which of them are decided.
     """
 
-    places: list[int]
     T: Tensor
     sigma: Tensor
     done: Tensor
@@ -299,7 +294,7 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
                 continue
         if look is None:
             continue
-        places = _decided(look)
+        places = _decided(space, look)
         decided = [space.members[place] for place in places]
         found[:, decided] = _ritz(look) if bounds else torch.stack([look.sigma[look.done]] * 3)
         for member in decided:
@@ -313,14 +308,13 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
 
 
 def _look(space: KrylovSpace, tol: float) -> _Look:
-    places = space.undecided
-    T = space.projected(places)
-    doubt, sigma = space.doubt(T, places, tol)
-    return _Look(places, T, sigma, (doubt <= DOUBT) | (space.steps == MAX_STEPS))
+    T = space.projected()
+    doubt, sigma = space.doubt(T, tol)
+    return _Look(T, sigma, (doubt <= DOUBT) | (space.steps == MAX_STEPS))
 
 
-def _decided(look: _Look) -> list[int]:
-    return [place for place, done in zip(look.places, look.done.tolist(), strict=True) if done]
+def _decided(space: KrylovSpace, look: _Look) -> list[int]:
+    return [place for place, done in zip(space.undecided, look.done.tolist(), strict=True) if done]
 
 
 def _ritz(look: _Look) -> Tensor:

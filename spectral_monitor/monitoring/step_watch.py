@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_backward, in_transform
 from spectral_monitor.capture.replay.eager_pass import precisely
-from spectral_monitor.capture.replay.embedding_scale import embedding_scales
 from spectral_monitor.capture.replay.graph_replay import gradients_kept
 from spectral_monitor.capture.replay.loss_flow import loss_in, tensors_in
-from spectral_monitor.capture.replay.loss_input import has_unfit_input
+from spectral_monitor.capture.replay.loss_graph import embedding_scales, has_unfit_input
 from spectral_monitor.capture.replay.replay import Repeatable
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs

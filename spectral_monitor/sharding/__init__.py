@@ -1,7 +1,7 @@
 """Sharding: which process holds which weights, and which of them measures each."""
 
-from spectral_monitor.sharding.fsdp1 import call_through, reshard
-from spectral_monitor.sharding.plan import NOTHING, Holding, copies, flat_extents, placed, plan
+from spectral_monitor.sharding.fsdp1 import call_through, flat_extents, reshard
+from spectral_monitor.sharding.plan import NOTHING, Holding, copies, placed, plan
 from spectral_monitor.sharding.process_group import ProcessGroup
 from spectral_monitor.sharding.rectangles import Rectangle
 from spectral_monitor.sharding.shard_region import Range, ShardRegion

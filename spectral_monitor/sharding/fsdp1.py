@@ -10,54 +10,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from spectral_monitor.sharding.shard_region import ShardRegion, whole_extent
+from spectral_monitor.state.snapshot import in_place_of_forward
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class FlatSlice:
-    """The part of a parameter that this process holds, as a one-dimensional tensor of ``stop - start`` numbers.
+def flat_extents(model: nn.Module) -> dict[int, ShardRegion]:
+    """By ``id``, what this process holds of every parameter that FSDP1 manages in a model, its wrapper included.
 
-    Attributes:
-        shape: of the whole parameter.
-        start: the part's first place in the whole parameter, flattened.
-        stop: the place after its last; ``start`` where this process holds nothing.
-        group: the processes that hold the other parts; ``None`` if every process holds the whole, in its own shape.
-        stride: of the whole parameter: flattened is as it lay in memory, ``flat.as_strided(shape, stride)`` is the
-            parameter. Row by row unless the user made it otherwise: see :attr:`row_major`.
-    """
-
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    group: ProcessGroup | None
-    stride: tuple[int, ...]
-
-    @property
-    def row_major(self) -> bool:
-        """True if flattened means row by row, that is, if ``flat.reshape(shape)`` is the parameter."""
-        return torch.empty(self.shape, device="meta").as_strided(self.shape, self.stride).is_contiguous()
-
-
-def flat_slices(root: nn.Module) -> dict[int, FlatSlice]:
-    """By ``id``, what this process holds of every parameter that FSDP1 manages in ``root``.
-
-    The parameters are those in the optimizers' groups, which are also those of ``root.parameters()`` except while a
+    The parameters are those in the optimizers' groups, which are also those of ``model.parameters()`` except while a
     forward runs. Parameters that FSDP1 ignores are not here. Every process has the same parameters in the same order.
 
     Raises:
-        ValueError: naming a module wrapped with ``use_orig_params=False``, where the parameters are gone.
+        ValueError: naming a module wrapped with ``use_orig_params=False``, where the parameters are gone; a parameter
+            does not lie row by row.
     """
-    slices: dict[int, FlatSlice] = {}
-    for name, module in instances(root, "FullyShardedDataParallel"):
+    found: dict[int, ShardRegion] = {}
+    for name, module in instances(model, "FullyShardedDataParallel"):
         handle = module._handle
         if handle is None:  # nothing inside but other FSDP modules
             continue
@@ -65,16 +42,23 @@ def flat_slices(root: nn.Module) -> dict[int, FlatSlice]:
         if flat._params is None:
             where = f"the module {name!r}" if name else f"the model ({type(module.module).__name__})"
             raise ValueError(f"{where} is wrapped by FSDP with use_orig_params=False; use use_orig_params=True")
-        group = handle.process_group if handle.uses_sharded_strategy else None
-        owners: dict[tuple[int, str], FlatSlice] = {}
+        size = handle.process_group.size() if handle.uses_sharded_strategy else 1
+        words = f"flat on {size}" if size > 1 else "local"
+        owners: dict[tuple[int, str], ShardRegion] = {}
         metadata = (flat._params, flat._param_infos, flat._shapes, flat._strides, flat._shard_param_infos)
         for parameter, info, shape, stride, held in zip(*metadata, strict=True):
-            start, stop = (held.intra_param_start_idx, held.intra_param_end_idx + 1) if held.in_shard else (0, 0)
-            part = FlatSlice(tuple(shape), start, stop, group, tuple(stride))
-            slices[id(parameter)] = owners[id(info.module), info.param_name] = part
+            if not torch.empty(shape, device="meta").as_strided(shape, stride).is_contiguous():
+                raise ValueError(
+                    f"a parameter of shape {tuple(shape)} does not lie row by row (strides {tuple(stride)})"
+                )
+            region = whole_extent(shape)
+            if handle.uses_sharded_strategy:
+                stretch = (held.intra_param_start_idx, held.intra_param_end_idx + 1) if held.in_shard else (0, 0)
+                region = replace(region, stretch=stretch, placement=words, spread=size)
+            found[id(parameter)] = owners[id(info.module), info.param_name] = region
         for parameter, info in zip(flat._shared_params, flat._shared_param_infos, strict=True):
-            slices[id(parameter)] = owners[id(info.prim_module), info.prim_param_name]
-    return slices
+            found[id(parameter)] = owners[id(info.prim_module), info.prim_param_name]
+    return found
 
 
 def reshard(root: nn.Module) -> None:
@@ -145,29 +129,17 @@ def call_through(wrapper: nn.Module, module: nn.Module, function: Callable[..., 
     """
     if wrapper is module:
         return function(*args, **kwargs)
-    space = vars(module)
-    missing = object()
-    before = space.get("forward", missing)
     called = False
+    with ExitStack() as stack:
 
-    def back() -> None:
-        if before is missing:
-            space.pop("forward", None)
-        else:
-            space["forward"] = before
+        def once(*args: Any, **kwargs: Any) -> T:
+            nonlocal called
+            called = True
+            stack.close()  # the function may call the module
+            return function(*args, **kwargs)
 
-    def once(*args: Any, **kwargs: Any) -> T:
-        nonlocal called
-        called = True
-        back()  # the function may call the module
-        return function(*args, **kwargs)
-
-    space["forward"] = once
-    try:
+        stack.enter_context(in_place_of_forward(module, once))
         result: T = wrapper(*args, **kwargs)
-    finally:
-        if space.get("forward") is once:
-            back()
     if not called:
         raise RuntimeError(f"{type(wrapper).__name__} did not call {type(module).__name__}")
     return result

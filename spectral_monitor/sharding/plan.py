@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectral_monitor.layers import Layer
-from spectral_monitor.sharding.fsdp1 import flat_slices
 from spectral_monitor.sharding.process_group import ProcessGroup
-from spectral_monitor.sharding.rectangles import Rectangle, contents, rectangles, unfit
+from spectral_monitor.sharding.rectangles import Rectangle, aligned, contents, rectangles, unfit
 from spectral_monitor.sharding.shard_region import Range, ShardRegion, extent_of, whole_extent
 from spectral_monitor.state.dtensor import is_distributed, local_part
 
@@ -52,23 +51,6 @@ class Holding:
 
 NOTHING = Holding(whole_extent(()), ())
 """The work for a layer without a weight."""
-
-
-def flat_extents(model: nn.Module) -> dict[int, ShardRegion]:
-    """By ``id``, what is held of the parameters that FSDP1 manages in a model, its wrapper included.
-
-    Raises:
-        ValueError: the model is wrapped in a way that is not known, or a parameter does not lie row by row.
-    """
-    found = {}
-    for key, part in flat_slices(model).items():
-        if not part.row_major:
-            raise ValueError(f"a parameter of shape {part.shape} does not lie row by row (strides {part.stride})")
-        size = 1 if part.group is None else part.group.size()
-        stretch = None if part.group is None else (part.start, part.stop)
-        box = tuple((0, side) for side in part.shape)
-        found[key] = ShardRegion(part.shape, box, stretch, f"flat on {size}" if size > 1 else "local", size)
-    return found
 
 
 def copies(parameter: Tensor, flat: Mapping[int, ShardRegion], processes: ProcessGroup | None) -> int:
@@ -173,10 +155,10 @@ def _features(layer: Layer, processes: ProcessGroup) -> tuple[Range | None, Rang
         return None, None
     mesh = source.device_mesh  # type: ignore[attr-defined]
     dims = [_same_batch(mesh, dim, processes) for dim in range(mesh.ndim)]
-    extent = extent_of(source, dims)
-    box = extent.box[::-1] if layer.layout.kind == "transposed" else extent.box
-    sizes = extent.shape[::-1] if layer.layout.kind == "transposed" else extent.shape
-    outputs, inputs = (None if part == (0, size) else part for part, size in zip(box, sizes, strict=True))
+    layout = layer.layout
+    box = aligned(layout, extent_of(source, dims).box)
+    sides = ((box[axis], layout.shape[axis]) for axis in layout.axes)
+    outputs, inputs = (None if part == (0, size) else part for part, size in sides)
     return (inputs, None) if layer.info.role == "embedding" else (outputs, inputs)  # a table's rows are tokens
 
 

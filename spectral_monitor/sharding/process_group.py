@@ -22,22 +22,17 @@ class ProcessGroup:
         size: how many there are.
         device: where the tensors are that it sums.
         batches: rank -> number of the batch that process gets; tensor parallel processes share one.
-        collectives: sums made so far.
-        bytes: handed to them so far by this process.
     """
 
     def __init__(self, device: torch.device, batch: int) -> None:
         """``batch``: the number of the batch this process gets."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = device
-        self.collectives = self.bytes = 0
         self.batches: list[int] = self.gather(batch)
 
     def sum(self, flat: Tensor) -> None:
         """Replace a flat tensor by its sum over all processes, bit for bit the same in each."""
         dist.all_reduce(flat)
-        self.collectives += 1
-        self.bytes += flat.numel() * flat.element_size()
 
     def gather(self, value: Any) -> list[Any]:
         """Return a picklable value of every process, by rank; for the start, not for measured steps."""

@@ -35,7 +35,7 @@ def unfit(layout: Layout, extent: ShardRegion) -> str:
         return ""
     if layout.kind == "conv_transposed" and layout.groups > 1:
         return "a grouped transposed convolution that is spread over processes"
-    box = _aligned(layout, _filled_box(extent))
+    box = aligned(layout, _filled_box(extent))
     has_kernel = layout.kind.startswith("conv") or layout.kind == "patches"
     inner = box[2:] if has_kernel else box[1:] if layout.kind == "vector" else ()
     sizes = layout.shape[len(layout.shape) - len(inner) :]
@@ -50,7 +50,7 @@ def rectangles(layout: Layout, extent: ShardRegion) -> list[Rectangle]:
         return [Rectangle(0, (0, layout.fan_out), (0, layout.fan_in), layout.taps * layout.blocks)]
     if not extent.count:
         return []
-    return [rectangle for rectangle, *_ in _cuts(layout, _aligned(layout, _filled_box(extent)))]
+    return [rectangle for rectangle, *_ in _cuts(layout, aligned(layout, _filled_box(extent)))]
 
 
 def contents(layout: Layout, extent: ShardRegion, local: Tensor) -> list[Tensor]:
@@ -69,8 +69,8 @@ def contents(layout: Layout, extent: ShardRegion, local: Tensor) -> list[Tensor]
         filled = local.new_zeros((box[0][1] - box[0][0]) * slab)
         filled[skipped : skipped + local.numel()] = local.reshape(-1)
         local = filled
-    box = _aligned(layout, box)
-    canonical = _canonical(layout, local, box)
+    box = aligned(layout, box)
+    canonical = layout.canonical(local.reshape([stop - start for start, stop in box]))
     found = []
     for _, tap, group, segments in _cuts(layout, box):
         outputs = canonical[tap, group]
@@ -88,54 +88,25 @@ def _filled_box(extent: ShardRegion) -> tuple[Range, ...]:
     return ((first, last), *((0, size) for size in extent.shape[1:]))
 
 
-def _aligned(layout: Layout, box: tuple[Range, ...]) -> tuple[Range, ...]:
-    """Without the leading dimensions of 1 that the layout leaves out."""
+def aligned(layout: Layout, box: tuple[Range, ...]) -> tuple[Range, ...]:
+    """Return a box without the leading dimensions of 1 that the layout leaves out."""
     return box[len(box) - len(layout.shape) :]
-
-
-def _canonical(layout: Layout, local: Tensor, box: tuple[Range, ...]) -> Tensor:
-    """(taps, groups, outputs, inputs) of what is held."""
-    local = local.reshape([stop - start for start, stop in box])
-    kind = layout.kind
-    if kind == "vector":
-        return local.reshape(1, 1, -1, 1)
-    if kind == "conv":
-        return local.flatten(2).permute(2, 0, 1).unsqueeze(1)
-    if kind == "conv_transposed":  # of one group
-        return local.flatten(2).permute(2, 1, 0).unsqueeze(1)
-    if kind == "patches":
-        local = local.flatten(1)
-    outputs = local.mT if kind.endswith("transposed") else local
-    return outputs.unsqueeze(0) if kind.startswith("experts") else outputs[None, None]
 
 
 def _cuts(layout: Layout, box: tuple[Range, ...]) -> Iterator[tuple[Rectangle, int, int, list[Range]]]:
     """Yield every rectangle that is held, its tap and group in the canonical tensor, and the outputs it belongs to."""
     kind, shape = layout.kind, layout.shape
-    groups: Range = (0, 1)
+    groups: Range = box[0] if kind.startswith("experts") else (0, 1)
     if kind == "vector":
-        trailing = math.prod(shape[1:])
-        outputs, inputs, total = (
-            (box[0][0] * trailing, box[0][1] * trailing) if shape else (0, 1),
-            (0, 1),
-            math.prod(shape),
-        )
-    elif kind == "conv":
-        outputs, inputs, total = box[0], box[1], shape[0]
-    elif kind == "patches":
-        taps = math.prod(shape[2:])
-        outputs, inputs, total = box[0], (box[1][0] * taps, box[1][1] * taps), shape[0]
-    elif kind == "conv_transposed":
-        outputs, inputs, total = box[1], box[0], shape[1]
-    elif kind.startswith("experts"):
-        groups = box[0]
-        first, second = (2, 1) if kind == "experts_transposed" else (1, 2)
-        outputs, inputs, total = box[first], box[second], shape[first]
+        trailing, inputs = math.prod(shape[1:]), (0, 1)
+        outputs = (box[0][0] * trailing, box[0][1] * trailing) if shape else (0, 1)
     else:
-        first, second = (1, 0) if kind == "transposed" else (0, 1)
-        outputs, inputs, total = box[first], box[second], shape[first]
-    per_group = layout.blocks // layout.groups if kind.startswith("experts") else layout.blocks
-    sizes = layout.sizes or (total // layout.repeats // per_group,) * per_group
+        outputs, inputs = (box[axis] for axis in layout.axes)
+    if kind == "patches":
+        taps = math.prod(shape[2:])
+        inputs = inputs[0] * taps, inputs[1] * taps
+    per_group = layout.blocks // layout.outer_groups
+    sizes = layout.sizes or (layout.fan_out // layout.repeats,) * per_group
     for tap in range(layout.taps):
         for group in range(*groups):
             offset = 0

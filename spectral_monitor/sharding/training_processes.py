@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -125,8 +124,7 @@ def _ambiguous(model: nn.Module) -> str:
     FSDP shards along the last dimension of its mesh and replicates along those before it. Further dimensions belong to
     tensor or expert parallelism, and so do shards of modules that FSDP does not manage.
     """
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    managed = {id(p) for m in model.modules() if isinstance(m, fsdp) for p in m.parameters()}
+    managed = {id(p) for _, module in instances(model, "FSDPModule") for p in module.parameters()}
     for name, parameter in model.named_parameters():
         if not is_distributed(parameter):
             continue

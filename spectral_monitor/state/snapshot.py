@@ -62,6 +62,19 @@ def preserved(*roots: object, host: bool = False) -> Iterator[None]:
         state.restore()
 
 
+@contextmanager
+def in_place_of_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a module's calls go to another function."""
+    space = vars(module)
+    before = {key: space[key] for key in ("forward",) if key in space}
+    space["forward"] = forward
+    try:
+        yield
+    finally:
+        del space["forward"]
+        space.update(before)
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Return whether there is memory behind all of a tensor: FSDP frees gathered weights, and views of them, as
     recurrent layers keep, must not be read.

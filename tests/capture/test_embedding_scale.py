@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spectral_monitor.capture.replay.embedding_scale import embedding_scales
+from spectral_monitor.capture.replay.loss_graph import embedding_scales
 
 IDS = torch.tensor([[1, 2, 3], [4, 5, 0]])
 ROOT = math.sqrt(16)

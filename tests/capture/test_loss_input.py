@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spectral_monitor.capture.replay.loss_input import has_unfit_input
+from spectral_monitor.capture.replay.loss_graph import has_unfit_input
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])

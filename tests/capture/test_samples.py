@@ -139,7 +139,7 @@ def test_outputs_that_are_the_ends_of_all_are_the_samples():
     rehearsal = rehearsed(whole, whole[:2], whole[-2:])
     assert rehearsal.verdict() == ""
     assert rehearsal.common == set()
-    assert rehearsal.differences.noise == {0: 0.0}
+    assert rehearsal.noise == {0: 0.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -153,7 +153,7 @@ def test_outputs_may_differ_by_roundings_and_no_more(dtype, end):
         rehearsal = rehearsed(whole, parts["first"], parts["last"])
         assert (rehearsal.verdict() == "") is safe
         if safe:
-            assert rehearsal.differences.noise == {0: pytest.approx(off, rel=1e-5)}
+            assert rehearsal.noise == {0: pytest.approx(off, rel=1e-5)}
 
 
 def test_half_precision_may_differ_by_its_own_rounding():

@@ -268,7 +268,7 @@ def test_where_samples_depend_on_each_other_all_are_run_again(make):
 def test_they_would_have_given_other_numbers(make, monkeypatch):
     """If the samples were run alone all the same, or not at all for their errors."""
     whole, _, _ = trained(make)
-    monkeypatch.setattr(slices.IndependenceCheck, "verdict", lambda self: "")
+    monkeypatch.setattr(slices.SampleCheck, "verdict", lambda self: "")
     few, _, _ = trained(make, replay_samples=FEW)
     assert any(not same(values(a), values(b)) for a, b in zip(whole.measurements, few.measurements, strict=True))
 

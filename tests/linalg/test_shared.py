@@ -365,8 +365,8 @@ def test_only_the_first_process_decides(monkeypatch, shape, how, lie):
     honest, room = measured([A], how, 4)
     sizes, true = room.sizes, lanczos.KrylovSpace.doubt
 
-    def doubt(self, T, members, tol):
-        found, sigma = true(self, T, members, tol)
+    def doubt(self, T, tol):
+        found, sigma = true(self, T, tol)
         return (found if threading.current_thread() is first[0] else torch.full_like(found, lie)), sigma
 
     first = []
@@ -391,8 +391,8 @@ def test_what_the_first_process_sees_counts(monkeypatch, lie, steps):
     true = lanczos.KrylovSpace.doubt
     room = Room(3, patience=10)
 
-    def doubt(self, T, members, tol):
-        found, sigma = true(self, T, members, tol)
+    def doubt(self, T, tol):
+        found, sigma = true(self, T, tol)
         return (torch.full_like(found, lie) if room.rank == 0 else found), sigma
 
     monkeypatch.setattr(lanczos.KrylovSpace, "doubt", doubt)

@@ -196,8 +196,7 @@ def test_doubt_is_the_probability_of_a_start_that_hides_a_larger_value(tol):
     space = KrylovSpace([ShardedStack.whole(A), ShardedStack.whole(wide)], fro, 6)
     for _ in range(6):
         run_local(space.step(torch.empty(0)))
-        places = [0, 1, 2]
-        bound, sigma = space.doubt(space.projected(places), places, tol)
+        bound, sigma = space.doubt(space.projected(), tol)
         end = BLOCK * space.steps
         for place, (B, n) in enumerate([(A[0], 100), (A[1], 100), (wide[0], 140)]):
             V = space.V[place, : end + BLOCK, :n].numpy()

@@ -197,6 +197,8 @@ def refusals(count):
     partial = nn.Sequential(nn.Linear(4, 3, bias=False))
     whole = mesh_of(count)
     partial[0].weight = nn.Parameter(DTensor.from_local(torch.ones(3, 4), whole, [Partial()]))
+    deep = nn.Module()
+    deep.w = nn.Parameter(distribute_tensor(numbered(1, 6, 4), whole, [Shard(1)]))
     first = DeviceMesh("cpu", [0])
     elsewhere = DTensor.from_local(torch.ones(2, 2), first, [Replicate()]) if rank == 0 else None
 
@@ -224,6 +226,7 @@ def refusals(count):
         "same": of(nn.Sequential(nn.Linear(3, 4))),
         "kernel": of(conv),
         "partial": of(partial),
+        "leading 1": of(deep),
         "partial alone": refusal(lambda: extent_of(partial[0].weight)),
         "missing": refusal(half),
         "one fails": refusal(lambda: processes.all_or_none(fail(count - 1))),
@@ -362,7 +365,7 @@ def test_all_refuse_what_one_cannot_measure(launch):
         assert all(word in result[key] for result in found), key
     assert all("0 is spread" in result["kernel"] for result in found)
     assert all("known are Replicate and Shard" in result["partial alone"] for result in found)
-    assert {result["same"] for result in found} == {""}
+    assert {result["same"] for result in found} == {result["leading 1"] for result in found} == {""}
     assert [result["one fails"] for result in found] == [f"process {last}: {last} has none"] * last + [
         f"{last} has none"
     ]

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.optim import AdamW
 
-from spectral_monitor.sharding.fsdp1 import call_through, flat_slices, reshard
+from spectral_monitor.sharding.fsdp1 import call_through, flat_extents, reshard
 from tests.gloo import on_processes
 
 CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """Sizes that no number of processes divides, a tied weight, a frozen one, one that lies column by column."""
+    """Sizes that no number of processes divides, a tied weight, a frozen one; one may lie column by column."""
 
-    def __init__(self):
+    def __init__(self, turned=False):
         super().__init__()
         self.embed = nn.Embedding(9, 7)
         self.body = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 5))
-        self.turned = nn.Parameter(torch.randn(5, 7).t())
+        self.turned = nn.Parameter(torch.randn(5, 7).t() if turned else torch.randn(7, 5))
         self.scale = nn.Parameter(torch.tensor([1.0]))
         self.head = nn.Linear(7, 9, bias=False)
         self.head.weight = self.embed.weight
@@ -79,34 +78,31 @@ WAYS = [
 WHOLE = ("NO_SHARD", "two replicas")
 
 
-def held(slices, names, full, tensors):
-    """Whether each tensor holds exactly what its slice says, and which names have a slice."""
+def held(extents, names, full, tensors):
+    """Whether each tensor holds exactly what its extent says."""
     for tensor in tensors:
-        part = slices.get(id(tensor))
+        part = extents.get(id(tensor))
         if part is None:
             continue
         whole = full[names[id(tensor)]]
         assert part.shape == tuple(whole.shape), names[id(tensor)]
-        flat = whole.as_strided((whole.numel(),), (1,)) if not part.row_major else whole.reshape(-1)
-        assert torch.equal(flat.as_strided(part.shape, part.stride), whole)
-        if part.group is None:
-            assert (part.start, part.stop) == (0, whole.numel())
+        if part.stretch is None:
+            assert part.whole
             assert torch.equal(tensor, whole)
         else:
-            assert torch.equal(tensor, flat[part.start : part.stop]), names[id(tensor)]
+            assert torch.equal(tensor, whole.reshape(-1)[slice(*part.stretch)]), names[id(tensor)]
 
 
 def check(way):
     model, names, full = wrapped(way)
-    slices = flat_slices(model)
+    extents = flat_extents(model)
     parameters = list(model.parameters())
-    held(slices, names, full, parameters)
+    held(extents, names, full, parameters)
     result = {
-        "names": sorted(names[i] for i in slices),
-        "parts": {names[i]: (part.start, part.stop) for i, part in slices.items()},
-        "sizes": {names[i]: full[names[i]].numel() for i in slices},
-        "turned": all((names[i] == "turned") != part.row_major for i, part in slices.items()),
-        "groups": {None if part.group is None else dist.get_world_size(part.group) for part in slices.values()},
+        "names": sorted(names[i] for i in extents),
+        "parts": {names[i]: part.stretch or (0, part.count) for i, part in extents.items()},
+        "sizes": {names[i]: full[names[i]].numel() for i in extents},
+        "groups": {None if part.stretch is None else part.spread for part in extents.values()},
     }
     if way == "nothing left outside":
         return result
@@ -114,14 +110,14 @@ def check(way):
     seen = []
 
     def at_step(*_):
-        now = flat_slices(model)
+        now = flat_extents(model)
         objects = {id(p): p for p in model.parameters()}
         for p in parameters:
             assert objects[id(p)] is p
             if id(p) in now and p.grad is not None:
                 assert p.grad.shape == p.shape
             seen.append(p.detach().clone())
-        assert now == slices
+        assert now == extents
 
     optimizer.register_step_pre_hook(at_step)
     for step in range(2):
@@ -131,21 +127,23 @@ def check(way):
         optimizer.step()
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         full = {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in model.named_parameters()}
-    held(flat_slices(model), names, full, parameters)
-    assert flat_slices(model) == slices
+    held(flat_extents(model), names, full, parameters)
+    assert flat_extents(model) == extents
     assert len(seen) == 2 * len(parameters)
     return result
 
 
-def refused(nested):
-    net = Net()
-    if nested:
+def refused(what):
+    net = Net(turned=what == "turned")
+    if what == "turned":
+        model = FullyShardedDataParallel(net, use_orig_params=True, device_id=CPU)
+    elif what == "nested":
         net.free = FullyShardedDataParallel(net.free, use_orig_params=False, device_id=CPU)
         model = net
     else:
         model = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 3)), use_orig_params=False, device_id=CPU)
     try:
-        flat_slices(model)
+        flat_extents(model)
     except ValueError as error:
         return str(error)
     return ""
@@ -213,7 +211,7 @@ def cast():
 
 def process():
     results = {way: check(way) for way in WAYS}
-    results["refused"] = [refused(False), refused(True)]
+    results["refused"] = [refused("root"), refused("nested"), refused("turned")]
     results["through"] = [through(False), through(True)]
     results["cast"] = cast()
     return results
@@ -234,8 +232,6 @@ def test_parts_are_those_of_the_whole_weights(results, way):
     if way == "ignored":
         names = [name for name in names if not name.startswith("free")]
     assert one["names"] == two["names"] == sorted(names)
-    assert one["turned"]
-    assert two["turned"]
     cut = 0
     for name, size in one["sizes"].items():
         (start, stop), (then, end) = one["parts"][name], two["parts"][name]
@@ -258,9 +254,14 @@ def test_parts_are_those_of_the_whole_weights(results, way):
 
 
 def test_without_original_parameters_the_module_is_named(results):
-    for root, nested in (result["refused"] for result in results):
+    for root, nested, _ in (result["refused"] for result in results):
         assert "the model (Sequential)" in root
         assert "'free'" in nested
+
+
+def test_a_parameter_that_lies_column_by_column_is_refused(results):
+    for *_, turned in (result["refused"] for result in results):
+        assert turned == "a parameter of shape (7, 5) does not lie row by row (strides (1, 7))"
 
 
 def test_a_function_runs_inside_the_wrapper(results):
@@ -270,4 +271,4 @@ def test_a_function_runs_inside_the_wrapper(results):
 
 
 def test_a_model_without_fsdp_has_no_parts():
-    assert flat_slices(Net()) == {}
+    assert flat_extents(Net()) == {}

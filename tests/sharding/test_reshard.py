@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from spectral_monitor.sharding.fsdp1 import call_through, flat_slices, reshard
+from spectral_monitor.sharding.fsdp1 import call_through, flat_extents, reshard
 from tests.gloo import on_processes
 
 pytestmark = pytest.mark.slow
@@ -153,8 +153,8 @@ def new_weights(way, cleaned):
             if any(isinstance(module, FSDPModule) for module in model.modules()):
                 assert all(isinstance(p, DTensor) for p in net.parameters() if not way.endswith("layers"))
             for p in model.parameters():
-                part = flat_slices(model).get(id(p))
-                assert part is None or part.group is None or p.shape == (part.stop - part.start,)
+                part = flat_extents(model).get(id(p))
+                assert part is None or part.stretch is None or p.shape == (part.count,)
         for p in sharded(model):
             local(p).mul_(1.5)
         after = model(x).clone()

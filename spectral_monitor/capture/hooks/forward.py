@@ -22,11 +22,11 @@ from spectral_monitor.capture.hooks.registration import (
     in_backward,
     in_transform,
 )
-from spectral_monitor.capture.hooks.tensor_version import Marks, marks
 from spectral_monitor.capture.replay.batch_slicing import batch_size
 from spectral_monitor.capture.replay.eager_pass import LossGradient, OutputGradients
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.capture.replay.replay import Replayable, RootCall, why_not
+from spectral_monitor.capture.row_sampling import Marks, marks
 from spectral_monitor.layers import Layer
 from spectral_monitor.state.rng import RandomState
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from spectral_monitor.capture.hooks.closures import Closure, with_closure
 from spectral_monitor.capture.hooks.registration import Hooks, Removable
 
 Moment = Callable[[Optimizer], None]
+Closure = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class OptimizerCapture:
@@ -113,3 +114,20 @@ class OptimizerCapture:
 def _inner(optimizer: Optimizer) -> list[Optimizer]:
     """Optimizers a wrapper holds, which its user may step themselves."""
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Closure], Closure]) -> Arguments | None:
+    """Return the arguments of a step with another closure, made of the one there is, wherever it stands; ``None`` if
+    there is none.
+
+    Example:
+        >>> args, kwargs = with_closure((), {"closure": lambda: 1}, lambda closure: lambda: closure() + 1)
+        >>> kwargs["closure"]()
+        2
+    """
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
+    place = next((i for i, arg in enumerate(args) if callable(arg)), None)
+    if place is None:
+        return None
+    return (*args[:place], wrap(args[place]), *args[place + 1 :]), kwargs

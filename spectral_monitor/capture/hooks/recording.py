@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.capture.hooks.registration import Removable, in_transform
-from spectral_monitor.capture.records.assumption_checks import CHECKED, Checks
+from spectral_monitor.capture.records.assumption_checks import CHECKED, Checks, is_linear
 from spectral_monitor.capture.records.calls import Call
-from spectral_monitor.capture.records.linearity_check import is_linear
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
 from spectral_monitor.capture.replay.eager_pass import Arrival
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs, first_outputs

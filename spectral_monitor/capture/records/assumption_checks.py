@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler, patches_of, rows_of
 from spectral_monitor.functional.kernels import sample_share
 from spectral_monitor.functional.noise import sample_products
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import compute_dtype
-from spectral_monitor.state.dtensor import local_part
+from spectral_monitor.state.dtensor import is_distributed, local_part
 
 SHARE_ROWS = 64
 """Rows that a share is the mean over; each is compared with the gradient of all rows."""
@@ -22,6 +22,11 @@ NOISE_SAMPLES = 256
 """Samples whose gradients are compared with each other."""
 CHECKED = frozenset({"activation_ratio", "sample_share", "noise_scale"})
 """Quantities for which calls and gradients are looked at here."""
+
+LINEAR_ROWS = 64
+"""Rows on which a module is compared with its weight."""
+TOLERANCE = 0.05
+"""Of the length of all outputs that are compared; half precision is off by less."""
 
 # What autograd calls operations that work on each entry by itself, or only arrange them in another way.
 _ACTIVATIONS = "Relu LeakyRelu PreluKernel RreluWithNoise Gelu Silu Mish Tanh Sigmoid Elu Celu Softplus Hardtanh"
@@ -175,3 +180,26 @@ def is_pointwise(layer: Layer) -> bool:
 
 def _is_one_matrix(layer: Layer) -> bool:
     return layer.info.role != "embedding" and layer.layout.kind in ("linear", "transposed")
+
+
+@torch.no_grad()
+def is_linear(layer: Layer, module: nn.Module, given: Tensor | None, out: Tensor) -> bool:
+    """Return whether ``out`` (..., fan_out) is ``given`` (..., fan_in) times the weight, with or without the bias.
+
+    Only shapes are compared where the weight is spread over processes.
+    """
+    fan_out, fan_in = sum(layer.layout.fan_outs), layer.layout.fan_in
+    if given is None or not given.is_floating_point() or given.shape[:-1] != out.shape[:-1]:
+        return False
+    if given.shape[-1] != fan_in or out.shape[-1] != fan_out:
+        return False
+    if any(is_distributed(part) for part in (*layer.sources, given, out)):
+        return True
+    with torch.autocast(out.device.type, enabled=False):
+        x, y = (rows.detach().reshape(-1, rows.shape[-1])[:LINEAR_ROWS].float() for rows in (given, out))
+        weight = layer.weight().float()
+        product = x @ (weight if layer.layout.kind == "transposed" else weight.mT)
+        bias = getattr(module, "bias", None)
+        sums = [product] if bias is None else [product, product + bias.detach().float()]
+        off = torch.stack([(some - y).norm() for some in sums]).amin()
+        return bool(off <= TOLERANCE * y.norm())

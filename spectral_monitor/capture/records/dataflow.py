@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from spectral_monitor.layers.output_layers import Groups
 
 Node = Any
 """A node of the autograd graph."""
@@ -54,22 +56,16 @@ def readouts(ran: Sequence[Ran], trainers: Mapping[int, Hashable]) -> dict[int, 
 
 
 def _networks(ran: Sequence[Ran], trainers: Mapping[int, Hashable]) -> list[list[Ran]]:
-    """Return the calls of each network, in order."""
-    networks: list[tuple[set[Hashable], list[Ran]]] = []
-    for call in ran:
-        marks: set[Hashable] = {("root", call.root)}
+    """Return the calls of each network, in order; the network of the last call is the last one."""
+    together: dict[Hashable, list[int]] = defaultdict(list)
+    for place, call in enumerate(ran):
+        together["root", call.root].append(place)
         if call.layer in trainers:
-            marks.add(("trainer", trainers[call.layer]))
-        calls = [call]
-        apart = []
-        for others in networks:
-            if others[0] & marks:
-                marks, calls = marks | others[0], [*others[1], *calls]
-            else:
-                apart.append(others)
-        networks = [*apart, (marks, calls)]
-    order = {id(call): place for place, call in enumerate(ran)}
-    return [sorted(calls, key=lambda call: order[id(call)]) for _, calls in networks]
+            together["trainer", trainers[call.layer]].append(place)
+    groups = Groups(range(len(ran)))
+    for places in together.values():
+        groups.join(places)
+    return [[ran[place] for place in group] for group in sorted(groups.sets(), key=max)]
 
 
 def _read(calls: Sequence[Ran]) -> set[int]:

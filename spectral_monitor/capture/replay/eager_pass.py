@@ -20,6 +20,7 @@ from spectral_monitor.capture.replay.batch_slicing import BatchSlice
 from spectral_monitor.capture.replay.loss_flow import loss_in, tensors_in
 from spectral_monitor.capture.row_sampling import GuardedTensor
 from spectral_monitor.state.rng import AutocastState
+from spectral_monitor.state.snapshot import in_place_of_forward
 
 AUTOCAST_DECORATOR = "decorate_autocast"
 """The function of torch's that calls a decorated one under autocast; decorated ones are told by it."""
@@ -35,7 +36,7 @@ def precisely(module: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(AutocastState.now(module).without().replayed())
         for part, forward in undecorated(module).items():
-            stack.enter_context(_in_place_of_forward(part, forward))
+            stack.enter_context(in_place_of_forward(part, forward))
         yield
 
 
@@ -53,19 +54,6 @@ def undecorated(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
         if inner is not None:
             found[module] = inner if hasattr(inner, "__self__") else MethodType(inner, module)
     return found
-
-
-@contextmanager
-def _in_place_of_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a module's calls go to another function."""
-    space = vars(module)
-    before = {key: space[key] for key in ("forward",) if key in space}
-    space["forward"] = forward
-    try:
-        yield
-    finally:
-        del space["forward"]
-        space.update(before)
 
 
 class OutputGradients:

@@ -164,10 +164,6 @@ class Replay:
             (torch.cat([old for old, _ in pairs]), torch.cat([new for _, new in pairs])) if pairs else None,
         )
 
-    def layers(self) -> list[int]:
-        """Layers that are compared."""
-        return list(self.outputs)
-
     def same_calls(self) -> bool:
         """Return whether the forward called what is compared as often, and with as much, as before."""
         return all(

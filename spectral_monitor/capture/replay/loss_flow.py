@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from spectral_monitor.linalg.kernel_products import nodes_before
 from spectral_monitor.state.dtensor import is_distributed, local_part
 
 SAMPLE = 4096
@@ -45,7 +46,7 @@ class LossFlow:
         number = {edge: i for i, edge in enumerate(others)}
         self.handles: list[RemovableHandle] = [loss.register_hook(self._begin)]
         self.handles += [other.register_hook(partial(self._arrive, number[edge])) for edge, other in others.items()]
-        for node in _graph(loss) if others else ():
+        for node in nodes_before([loss.grad_fn]) if others else ():
             edges = {i: number[edge] for i, edge in enumerate(node.next_functions) if edge in number}
             if edges:
                 self.handles.append(node.register_hook(partial(self._send, edges)))
@@ -119,15 +120,3 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         for item in vars(value).values():
             if isinstance(item, (Tensor, list, tuple)):
                 yield from tensors_in(item)
-
-
-def _graph(loss: Tensor) -> set[Any]:
-    """Return the nodes that a tensor was computed by."""
-    seen: set[Any] = set()
-    left = [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [following for following, _ in node.next_functions]
-    return seen

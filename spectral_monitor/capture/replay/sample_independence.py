@@ -7,6 +7,7 @@ draws others for fewer samples. There the other one exchanges the samples beside
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -47,19 +48,29 @@ class SeparateRun:
         self.names[i] = layer.info.name
         self.calls.setdefault(i, []).append((x, h))
 
+    @property
+    def numbers(self) -> set[tuple[int, int]]:
+        """The calls, as (layer index, number of the call)."""
+        return {(i, n) for i, calls in self.calls.items() for n in range(len(calls))}
 
-class Differences:
-    """Differences of rows from what they should be, relative to their norms; looked at once.
+
+class SampleCheck:
+    """Base of the two checks: runs of some samples, and how far rows are from what they should be; looked at once.
 
     Attributes:
-        noise: layer index -> that of its outputs; of :meth:`verdict`.
+        common: calls, as (layer index, number of the call), whose outputs have no entry for each sample.
+        noise: layer index -> difference of its outputs relative to their norm; known after :meth:`verdict`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runs: Sequence[SeparateRun], portion: BatchSlice, wrong: str) -> None:
+        """``portion``: which the first samples are; ``wrong``: why it is known already that they must not."""
+        self.common: set[tuple[int, int]] = set()
         self.noise: dict[int, float] = {}
+        self._runs, self._portion, self._wrong = runs, portion, wrong
+        self._calls: set[tuple[int, int]] = set()  # of the whole forward
         self._found: list[tuple[int, bool, float, Tensor]] = []
 
-    def add(self, i: int, is_output: bool, right: Tensor, rows: Tensor) -> None:
+    def _differ(self, i: int, is_output: bool, right: Tensor, rows: Tensor) -> None:
         """Add rows that go into a layer or come out of it."""
         dtype = compute_dtype(right.dtype)
         allowed = max(torch.finfo(right.dtype).eps, ROUNDINGS * torch.finfo(dtype).eps)
@@ -67,11 +78,18 @@ class Differences:
         norms = torch.stack([torch.linalg.vector_norm(rows - right), torch.linalg.vector_norm(right)])
         self._found.append((i, is_output, allowed, norms))
 
-    def __len__(self) -> int:
-        return len(self._found)
+    def _called_alike(self) -> bool:
+        """Return whether layers are called in every run as in the whole forward."""
+        return all(run.numbers == self._calls for run in self._runs)
 
-    def verdict(self, names: Mapping[int, str]) -> str | None:
-        """Return which rows depend on other samples; empty if none do, ``None`` if these numbers cannot tell."""
+    def verdict(self) -> str | None:
+        """Return why samples must not be run by themselves; empty if they may, ``None`` if this batch cannot tell."""
+        if self._wrong:
+            return self._wrong
+        if not self._called_alike():
+            return CALLED_DIFFERENTLY
+        if self._calls <= self.common or not self._found:
+            return NO_LESS
         device = self._found[0][3].device
         off = torch.stack([norms.to(device, torch.float64) for *_, norms in self._found]).tolist()
         if not all(math.isfinite(norm) for _, norm in off):
@@ -79,39 +97,30 @@ class Differences:
         for (i, is_output, allowed, _), (difference, norm) in zip(self._found, off, strict=True):
             if not difference <= allowed * norm:
                 what = "outputs" if is_output else "inputs"
-                return f"the {what} of {names[i]!r} for some samples depend on the others"
+                return f"the {what} of {self._runs[0].names[i]!r} for some samples depend on the others"
             if is_output and norm > 0:
                 self.noise[i] = max(self.noise.get(i, 0.0), difference / norm)
         return ""
 
 
-class IndependenceCheck:
+class IndependenceCheck(SampleCheck):
     """Compares a forward of the whole batch with those of its first and of its last samples, at the same weights.
 
     The last ones are there because the first may be right by chance: a sequence begins alike, however long it is.
     Inputs are compared because a weight of zero hides them.
-
-    Attributes:
-        common: calls, as (layer index, number of the call), whose outputs have no entry for each sample.
-        differences: of the rows; its noise is known after :meth:`verdict`.
     """
 
     def __init__(self, first: SeparateRun, last: SeparateRun, portion: BatchSlice, wrong: str = "") -> None:
-        """``portion``: which the first samples are; ``wrong``: why it is known already that they must not."""
-        self.common: set[tuple[int, int]] = set()
-        self.differences = Differences()
-        self._alone = (first, last)
-        self._portion = portion
-        self._count: dict[int, int] = {}
-        self._names: dict[int, str] = {}
-        self._wrong = wrong
+        super().__init__((first, last), portion, wrong)
+        self._count: Counter[int] = Counter()
 
     @torch.no_grad()
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
         """Record one more call of layer ``i`` in the whole forward."""
-        n, self._names[i] = self._count.get(i, 0), layer.info.name
-        self._count[i] = n + 1
-        alone = [part.calls.get(i, []) for part in self._alone]
+        n = self._count[i]
+        self._count[i] += 1
+        self._calls.add((i, n))
+        alone = [run.calls.get(i, []) for run in self._runs]
         if any(len(calls) <= n for calls in alone):
             return
         for which, x in enumerate((given, out)):
@@ -135,41 +144,25 @@ class IndependenceCheck:
         else:
             return False
         for whole, part in pairs:
-            self.differences.add(call[0], is_output, whole, part)
+            self._differ(call[0], is_output, whole, part)
         return True
 
-    def verdict(self) -> str | None:
-        """Return why samples must not be run by themselves; empty if they may, ``None`` if this batch cannot tell."""
-        if self._wrong:
-            return self._wrong
-        for part in self._alone:
-            if {i: len(calls) for i, calls in part.calls.items()} != self._count:
-                return CALLED_DIFFERENTLY
-        every = {(i, n) for i, count in self._count.items() for n in range(count)}
-        if every <= self.common or not len(self.differences):
-            return NO_LESS
-        return self.differences.verdict(self._names)
 
-
-class ExchangeCheck:
+class ExchangeCheck(SampleCheck):
     """Compares the first, and the last, samples of forwards in which other samples are beside them.
 
     All are of as many samples and begin with the same random state, so that the same numbers are drawn for the same
     places. What goes by the number of samples, and not by what they are, is not noticed.
-
-    Attributes:
-        common, differences: as of :class:`IndependenceCheck`.
     """
 
     def __init__(
         self, runs: Sequence[SeparateRun], portion: BatchSlice, rows: Mapping[tuple[int, int], int], wrong: str = ""
     ) -> None:
-        """``runs``: of the samples that :meth:`choices` names; ``portion``: which the first samples are; ``rows``: of
-        each call's output, as (layer index, number of the call), for the whole batch; ``wrong``: as there.
+        """``runs``: of the samples that :meth:`choices` names; ``rows``: of each call's output, as (layer index, number
+        of the call), for the whole batch.
         """
-        self.common: set[tuple[int, int]] = set()
-        self.differences = Differences()
-        self._runs, self._portion, self._rows, self._wrong = runs, portion, rows, wrong
+        super().__init__(runs, portion, wrong)
+        self._rows, self._calls = rows, set(rows)
 
     @staticmethod
     def choices(portion: BatchSlice) -> list[list[int]]:
@@ -191,19 +184,11 @@ class ExchangeCheck:
 
     @torch.no_grad()
     def verdict(self) -> str | None:
-        """Return why samples must not be run by themselves; empty if they may, ``None`` if this batch cannot tell."""
-        if self._wrong:
-            return self._wrong
-        for run in self._runs:
-            if {(i, n) for i, calls in run.calls.items() for n in range(len(calls))} != self._rows.keys():
-                return CALLED_DIFFERENTLY
-        names = self._runs[0].names
-        for call in self._rows:
-            if not self._compare(call):
-                return NOT_BY_SAMPLES.format(names[call[0]])
-        if self._rows.keys() <= self.common or not len(self.differences):
-            return NO_LESS
-        return self.differences.verdict(names)
+        """Compare the runs, then see what :meth:`SampleCheck.verdict` says."""
+        if not self._wrong and self._called_alike():
+            uneven = next((i for i, n in self._rows if not self._compare((i, n))), None)
+            self._wrong = "" if uneven is None else NOT_BY_SAMPLES.format(self._runs[0].names[uneven])
+        return super().verdict()
 
     def _compare(self, call: tuple[int, int]) -> bool:
         """Remember how far rows of the same samples differ; return whether their number goes by samples."""
@@ -227,6 +212,6 @@ class ExchangeCheck:
             if rest:
                 return False
             first, same, last, alike = there
-            self.differences.add(i, is_output, first[:kept], same[:kept])
-            self.differences.add(i, is_output, last[len(last) - kept :], alike[len(alike) - kept :])
+            self._differ(i, is_output, first[:kept], same[:kept])
+            self._differ(i, is_output, last[len(last) - kept :], alike[len(alike) - kept :])
         return True

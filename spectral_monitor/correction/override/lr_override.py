@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from spectral_monitor.capture.hooks.closures import Closure, with_closure
-from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
+from spectral_monitor.capture.hooks.optimizer import Closure, OptimizerCapture, with_closure
 from spectral_monitor.capture.hooks.registration import Hook
 from spectral_monitor.correction.override.group_split import Expansion, lists_of
 from spectral_monitor.parametrization.param_groups import is_number

@@ -80,7 +80,7 @@ class FullStage:
 
     def compared(self, replay: Replay) -> None:
         """Put what the forward after the step showed."""
-        for i in replay.layers():
+        for i in replay.outputs:
             change = replay.change(i)
             if change is not None and change.after is not None:
                 ratios = mean_ratio(change.after, change.before + change.lengths)
@@ -89,7 +89,7 @@ class FullStage:
                 self.out.put(i, "kernel_change", kernel_change(*change.pairs))
         if replay.inputs is None:
             return
-        for i in replay.inputs.layers():
+        for i in replay.inputs.outputs:
             change = replay.inputs.change(i)
             if change is not None and change.size:
                 self.out.put(i, "x.norm", length(change.before))
@@ -109,7 +109,7 @@ class FullStage:
 
     def drifted(self, replay: Replay) -> None:
         """Put what the forward of the probe batch showed."""
-        for i in replay.layers() if self.keys & {"kernel_drift", "kernel_alignment"} else ():
+        for i in replay.outputs if self.keys & {"kernel_drift", "kernel_alignment"} else ():
             change = replay.change(i)
             if change is not None and change.pairs is not None:
                 self.out.put(i, "kernel_drift", kernel_change(*change.pairs))

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice, batch_size, signature
 from spectral_monitor.capture.replay.replay import Replayable
-from spectral_monitor.capture.replay.sample_independence import ExchangeCheck, IndependenceCheck
+from spectral_monitor.capture.replay.sample_independence import ExchangeCheck, SampleCheck
 from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.state.serialize import fingerprint
 
@@ -112,7 +112,7 @@ class ReplaySubset:
         counts = [((i, n), call.outputs) for i, some in calls.items() for n, call in enumerate(some)]
         return (unseen if any(portion.rows(*call) is None for call in counts) else YES), ""
 
-    def settle(self, check: IndependenceCheck | ExchangeCheck) -> str:
+    def settle(self, check: SampleCheck) -> str:
         """Remember what was seen; why the first samples will not do, empty if they will or it could not be told."""
         why = check.verdict()
         if why:
@@ -121,7 +121,7 @@ class ReplaySubset:
             common = frozenset(check.common)
             self.portion = replace(self.portion, common=common)
             self._remember(common)
-            for i, noise in check.differences.noise.items():
+            for i, noise in check.noise.items():
                 self.noise[i] = max(self.noise.get(i, 0.0), noise)
             return ""
         self.portion = None

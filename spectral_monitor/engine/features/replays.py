@@ -16,7 +16,12 @@ from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs, Replay
 from spectral_monitor.capture.replay.graph_replay import sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import Repeatable, Replayable, RootCall, why_not
-from spectral_monitor.capture.replay.sample_independence import ExchangeCheck, IndependenceCheck, SeparateRun
+from spectral_monitor.capture.replay.sample_independence import (
+    ExchangeCheck,
+    IndependenceCheck,
+    SampleCheck,
+    SeparateRun,
+)
 from spectral_monitor.engine.features.replay_subset import DRAWN, DRAWS, NO, UNSEEN, YES, ReplaySubset
 from spectral_monitor.engine.features.step_inputs import Context, StepInputs
 from spectral_monitor.engine.results.reasons import MOVED, StepContext
@@ -244,7 +249,7 @@ class Replays:
             self.probe = Probe(run, kept, run is not again, *self._pack(run))
         return ReplayResult(replay, None if part == YES else loss)
 
-    def _check_samples(self, again: Replayable, part: int, context: Context) -> IndependenceCheck | ExchangeCheck:
+    def _check_samples(self, again: Replayable, part: int, context: Context) -> SampleCheck:
         """Return what the first and the last samples give by themselves, for comparison with what they give among the
         others; where random numbers are drawn, what they give beside others.
 

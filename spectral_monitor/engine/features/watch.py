@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.recording import nothing
-from spectral_monitor.capture.hooks.tensor_version import Marks, marks
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import Replayable
-from spectral_monitor.capture.row_sampling import RowSampler
+from spectral_monitor.capture.row_sampling import Marks, RowSampler, marks
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.features.changes import ChangeStage

@@ -23,11 +23,9 @@ from spectral_monitor.layers.attention.names import (
 )
 from spectral_monitor.layers.fused import number
 from spectral_monitor.layers.inspect_model import Layer
-from spectral_monitor.layers.naming import check_counts, check_patterns, first_match, join, named_modules
+from spectral_monitor.layers.naming import check_counts, check_patterns, first_match, join, named_modules, wrapped
 
 ONE_HEAD = "how many heads it has is not known, so it is measured as one: heads={'pattern': number} says"
-_WRAPPED = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""What peft, torch and its checkpoints call the module that they wrap."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, i
         child = getattr(module, name, None)
         if not isinstance(child, nn.Module):
             return None
-        while id(child) not in by_module and (inner := _inside(child)) is not None:
+        while id(child) not in by_module and (inner := wrapped(child)) is not None:
             child = inner
         i = by_module.get(id(child))
         known = (
@@ -182,11 +180,6 @@ def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, i
         if (i := held(name)) is not None and (site := _fused(i, layers[i], module, name)) is not None:
             yield site
             return
-
-
-def _inside(module: nn.Module) -> nn.Module | None:
-    """Return the module that another one wraps; ``None`` if it wraps none."""
-    return next((module._modules[name] for name in _WRAPPED if module._modules.get(name) is not None), None)
 
 
 def _separate(layers: Sequence[Layer], parts: tuple[int, int, int | None]) -> _Site:
