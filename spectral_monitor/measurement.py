@@ -39,7 +39,9 @@ HEALTHY, OFF, NOT_JUDGED = "healthy", "off", "not judged"
 
 ROLE_NAMES = {"operator": "hidden", "readout": "output", "embedding": "embedding", "vector": "vector"}
 """What roles are called where people read them, and may be called where people give them."""
-MATRICES = frozenset({"operator", "readout", "embedding"})
+DENSE = frozenset({"operator", "readout"})
+"""Roles of layers that map dense features; which of them is the readout may be known only once the model has run."""
+MATRICES = DENSE | {"embedding"}
 """Roles of layers that have spectral norms."""
 NODE = "node"
 """Role of a module that has features only."""
@@ -86,6 +88,11 @@ class LayerInfo:
     def is_matrix(self) -> bool:
         """True if spectral quantities are defined."""
         return self.role in MATRICES
+
+    @property
+    def is_dense(self) -> bool:
+        """True if it maps dense features, and so is compared with others."""
+        return self.role in DENSE
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from spectral_monitor.condition.optimizers.left_out import FRESH, cut_off, never
 from spectral_monitor.condition.optimizers.rates import LEVEL, Rate, Rated, follows, rule_of
 from spectral_monitor.condition.row import Columns, Row
 from spectral_monitor.fitting.medians import geometric_median
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import DENSE, Measurement
 
 WIDE = 32
 """Fewer inputs than this tell entries of size 1 from entries of size 1/sqrt(fan_in) badly."""
@@ -104,7 +104,7 @@ class Network:
         """
         tied, settings = tied or {}, settings or {}
         roles = {info.name: info.role for info in measurement.layers}
-        read_by = {owner: name for name, owner in tied.items() if roles.get(name) in ("operator", "readout")}
+        read_by = {owner: name for name, owner in tied.items() if roles.get(name) in DENSE}
         hidden = (set(tied) - set(read_by.values())) | {
             owner for owner, name in read_by.items() if roles.get(owner) == "embedding"
         }

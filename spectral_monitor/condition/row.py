@@ -65,7 +65,7 @@ class Row:
     @property
     def dense(self) -> bool:
         """Return whether it maps dense features, and so is compared with others."""
-        return self.info.role in ("operator", "readout")
+        return self.info.is_dense
 
     @property
     def scaled(self) -> bool:

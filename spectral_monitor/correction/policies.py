@@ -9,7 +9,6 @@ from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameter
 from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import SUMMARY, Measurement
-from spectral_monitor.parametrization.tying import DENSE
 
 SHARES = {"operator": 1.0, "readout": 1.0, "embedding": 1.0, "vector": 0.04}
 """Policy ``"target"``: size of an update over the wanted size of an operator's, where weights began with size 1.
@@ -101,8 +100,8 @@ def explained(layer: Layer, family: str) -> tuple[float, float]:
     """
     info, inputs = layer.info, layer.layout.taps * layer.info.fan_in
     if family == "adam":
-        return (math.sqrt(inputs), float(inputs)) if info.role in DENSE else (1.0, 1.0)
-    if family == "muon" and info.role in DENSE:
+        return (math.sqrt(inputs), float(inputs)) if info.is_dense else (1.0, 1.0)
+    if family == "muon" and info.is_dense:
         shape = math.sqrt(info.fan_in / info.fan_out)
         ends = (max(1.0, shape), 0.2 * math.sqrt(max(info.fan_in, info.fan_out)) * shape)
         return min(ends), max(ends)

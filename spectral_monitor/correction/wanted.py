@@ -18,7 +18,6 @@ from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.layer_position import data_reader
-from spectral_monitor.parametrization.tying import DENSE
 
 TRIAL, TRIAL_RATE = 0.01, 1e-4
 """Multiplier of a layer's first step, or its largest learning rate where that has only a schedule's shape, under
@@ -87,7 +86,7 @@ class WantedUpdates:
     def first(self, layer: Layer) -> float:
         """Return the multiplier of the first step, when only the kind of optimizer is known."""
         policy = self._correction.policy
-        left = {"balance": True, "reference": layer.info.role not in DENSE, "fsc": not shows_contribution(layer)}
+        left = {"balance": True, "reference": not layer.info.is_dense, "fsc": not shows_contribution(layer)}
         if left.get(policy):
             return 1.0
         if policy == "fsc" or self.follows_gradients(layer):
@@ -151,7 +150,7 @@ class WantedUpdates:
         """Return what updates of matrices are meant to be over those of others, under policy ``"target"``."""
         if self._correction.policy != "target":
             return {}
-        matrices = [layer for layer in self.layers if layer.info.role in DENSE]
+        matrices = [layer for layer in self.layers if layer.info.is_dense]
         return {layer.info.name: self.share(layer) * self.relative.get(layer.info.name, 1.0) for layer in matrices}
 
     def per_rates(
@@ -179,7 +178,7 @@ class WantedUpdates:
             each = wanted_decrease(measurement, self._correction.polyak) / max(sum(known), 1)
             return [each if shows_contribution(layer) else math.nan for layer in leaders]
         if self._correction.policy == "balance":
-            operators = [layer.info.role in DENSE for layer in leaders]
+            operators = [layer.info.is_dense for layer in leaders]
             sizes = balanced([x if one else math.nan for x, one in zip(seen, operators, strict=True)], factors)
             pairs = zip(sizes, rates, factors, strict=True)
             return [size * m / rate if rate > 0 else math.nan for size, rate, m in pairs]
@@ -217,5 +216,5 @@ class WantedUpdates:
             return None
         roots = [verdict for verdict in measurement.roots if verdict.cause in MENDED and verdict.remedy is not None]
         if any(verdict.layer == NETWORK for verdict in roots):
-            return {layer.info.name for layer in self.layers if layer.info.role in DENSE}
+            return {layer.info.name for layer in self.layers if layer.info.is_dense}
         return {name for verdict in roots for name in verdict.layers}

@@ -14,6 +14,7 @@ from spectral_monitor.layers.layout import Kind, Layout
 from spectral_monitor.layers.recognition.bare_parameters import Use, use_of
 from spectral_monitor.layers.recognition.experts import experts_layout, is_experts_bias
 from spectral_monitor.layers.recognition.linear_lookalikes import InputsFirst, holds_one_matrix, linear_layout
+from spectral_monitor.measurement import DENSE
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONV_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -201,6 +202,6 @@ def cast_layout(name: str, shape: tuple[int, ...], guess: Guess, role: str) -> L
         if guess.channels_first or layout.blocks > 1:
             raise ValueError(f"roles: {name!r} of shape {shape} cannot be 'embedding': it is not a table (tokens, d)")
         return Layout("linear" if layout.kind == "transposed" else "transposed", shape)
-    if role in ("operator", "readout") and guess.role == "embedding":
+    if role in DENSE and guess.role == "embedding":
         return Layout("transposed", shape)  # a table (tokens, d) seen as a map from tokens to d
     return layout

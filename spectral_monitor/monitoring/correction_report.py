@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from spectral_monitor.correction import Change, Corrector
 from spectral_monitor.correction.policies import TRAINED
 from spectral_monitor.measurement import SUMMARY, Measurement
-from spectral_monitor.parametrization.tying import DENSE
 from spectral_monitor.reporting.content.headline import names_in
 
 NEARLY = 0.8
@@ -56,7 +55,7 @@ class CorrectionReport:
     def _trained(self, measurement: Measurement) -> str:
         """Return, once, whose weights an earlier training left, and what follows; empty else."""
         trained = self._corrector.wanted.trained
-        matrices = [info.name for info in measurement.layers if info.role in DENSE]
+        matrices = [info.name for info in measurement.layers if info.is_dense]
         found = [name for name in matrices if name in trained]
         if self._trained_told or not found:
             return ""

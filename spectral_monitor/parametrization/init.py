@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spectral_monitor.condition.optimizers.left_out import FRESH
 from spectral_monitor.layers import Layer, dissect
 from spectral_monitor.linalg import spectral_estimate
-from spectral_monitor.parametrization.tying import DENSE, units
+from spectral_monitor.parametrization.tying import units
 from spectral_monitor.sharding import ShardRegion, flat_extents
 from spectral_monitor.state.dtensor import is_distributed
 
@@ -98,7 +98,7 @@ def looks_drawn(layers: Sequence[Layer]) -> bool:
         >>> looks_drawn(dissect(fresh).layers), looks_drawn(dissect(fresh.requires_grad_(False)).layers)
         (True, False)
     """
-    dense = [layer for layer in layers if layer.info.role in DENSE]
+    dense = [layer for layer in layers if layer.info.is_dense]
     if any(layer.compute is not None or not layer.sources[0].requires_grad for layer in dense):
         return False
     found = sorted(ratio for layer in dense if not _is_spread(layer) for ratio in _randomness(layer) if ratio > 0)

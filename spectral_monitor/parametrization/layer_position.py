@@ -12,7 +12,7 @@ from torch import nn
 from spectral_monitor.layers import Layer
 from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.measurement import LayerInfo
-from spectral_monitor.parametrization.tying import DENSE, units
+from spectral_monitor.parametrization.tying import units
 
 Kind = Literal["input", "hidden", "readout"]
 NUMBERED = re.compile(r"(.*?\.)??\d+\.")
@@ -78,7 +78,7 @@ def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None =
     """
     layers = [layer for layer in layers if layer.compute is None]
     shared = units(layers)
-    dense = sorted(unit.leader for unit in shared if layers[unit.leader].info.role in DENSE)
+    dense = sorted(unit.leader for unit in shared if layers[unit.leader].info.is_dense)
     kind_of, outputs = kinds([layer.info for layer in layers]), _outputs(module, layers)
     hidden = [layers[i].info.name for i in dense if kind_of[layers[i].info.name] == "hidden"]
     parts = {part for name in hidden for part in _parts(name)}
@@ -89,7 +89,7 @@ def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None =
     for unit in shared:
         leader = layers[unit.leader]
         info, parameter = leader.info, id(leader.sources[0])
-        if info.role in DENSE:
+        if info.is_dense:
             fan_in, fan_out = leader.layout.fan_in * leader.layout.taps, all_outputs(leader)
         else:
             fan_in = 1

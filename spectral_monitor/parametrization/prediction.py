@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.measurement import DENSE, LayerInfo
 from spectral_monitor.parametrization.layer_position import Kind, LayerPosition, kinds
 from spectral_monitor.parametrization.param_groups import Family, check_family
 from spectral_monitor.parametrization.rules import Parametrization, Scale
-from spectral_monitor.parametrization.tying import DENSE
 
 Axis = Literal["width", "depth"]
 UPDATES = ("update_norm", "update_fro")
@@ -136,7 +135,7 @@ def predict(
 
 def _told(infos: Sequence[LayerInfo]) -> dict[str, LayerPosition]:
     """Places as far as layers tell them: none is tied, and each group of a convolution is alone."""
-    dense = [info.name for info in infos if info.role in DENSE]
+    dense = [info.name for info in infos if info.is_dense]
     index, depth, kind = {name: i for i, name in enumerate(dense)}, max(1, len(dense)), kinds(infos)
     return {i.name: LayerPosition(kind[i.name], i.fan_in, i.fan_out, index.get(i.name, 0), depth) for i in infos}
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spectral_monitor.layers import Layer
-
-DENSE = frozenset({"operator", "readout"})
+from spectral_monitor.measurement import DENSE
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class TiedLayers:
     def is_tied(self, layers: Sequence[Layer]) -> bool:
         """Return whether the leader's matrix is embedding and readout at once."""
         followers = (layers[i].info.role for i in self.followers)
-        return layers[self.leader].info.role in DENSE and "embedding" in followers
+        return layers[self.leader].info.is_dense and "embedding" in followers
 
 
 def units(layers: Sequence[Layer]) -> list[TiedLayers]:
@@ -54,7 +53,7 @@ def units(layers: Sequence[Layer]) -> list[TiedLayers]:
         members[streams.get(layer.info.fan_out, owner) if joins else owner].append(i)
     found = []
     for some in members.values():
-        leader = next((i for i in some if layers[i].info.role in DENSE), some[0])
+        leader = next((i for i in some if layers[i].info.is_dense), some[0])
         found.append(TiedLayers(leader, tuple(i for i in some if i != leader)))
     return found
 

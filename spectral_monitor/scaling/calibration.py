@@ -13,7 +13,6 @@ from torch import nn
 from spectral_monitor.layers import Anatomy, Layer, dissect
 from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.parametrization.param_groups import check_family
-from spectral_monitor.parametrization.tying import DENSE
 from spectral_monitor.scaling.readout_search import normalize_backward
 from spectral_monitor.scaling.trial import FAMILIES, Blocks, Family, Loss, Trial
 from spectral_monitor.state.dtensor import is_distributed
@@ -195,7 +194,7 @@ def calibrate(
 
 def _readout(anatomy: Anatomy) -> Layer:
     readouts = [layer for layer in anatomy.layers if layer.info.role == "readout"]
-    last = [layer for layer in anatomy.layers if layer.info.role in DENSE][-1:]
+    last = [layer for layer in anatomy.layers if layer.info.is_dense][-1:]
     if readouts and last and last[0] not in readouts and not last[0].sources[0].requires_grad:
         raise ValueError(f"the readout, {last[0].info.name!r}, is frozen: its scale is what Eq. 7 sets")
     if len(readouts) != 1:

@@ -50,7 +50,7 @@ def describe(layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters
     held: dict[tuple[int, str, str], list[Rated]] = defaultdict(list)
     for info in layers:
         of = settings.get(info.name)
-        if of is not None and of.peak > 0 and not of.frozen and info.role in ("operator", "readout"):
+        if of is not None and of.peak > 0 and not of.frozen and info.is_dense:
             held[of.owner, of.family, of.optimizer].append((info, of.peak))
     told = []
     for (_, kind, optimizer), rated in held.items():

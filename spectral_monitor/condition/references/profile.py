@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
-from spectral_monitor.measurement import LayerInfo, Measurement
+from spectral_monitor.measurement import DENSE, LayerInfo, Measurement
 from spectral_monitor.messages import some
 
 FORMAT, VERSION = "spectral_monitor profile", 2
@@ -25,8 +25,6 @@ READABLE = (1, 2)
 KEYS = ("weight_natural", "update_natural", "lr")
 EXACT, NUMBERS = ("optimizer", "family", "group"), ("peak", "eps", "momentum", "weight_decay")
 """Settings that a profile holds of each layer; numbers may be unknown."""
-DENSE = frozenset({"operator", "readout"})
-"""Roles that are one here: which layer is the readout may be known only once the model has run."""
 MAX_NAMES = 6
 """Layers that a refusal names of each kind."""
 EXPECTED = (
@@ -65,7 +63,7 @@ class Fans:
             >>> Fans.of(LayerInfo("conv", "operator", 16, 8, (32, 8, 3, 3), blocks=2))
             Fans(fan_in=8, fan_out=16, taps=9)
         """
-        if info.role not in ("operator", "readout"):
+        if not info.is_dense:
             return cls(info.fan_in, info.fan_out)
         entries = info.blocks * info.fan_in * info.fan_out  # more than there are, where blocks are not alike
         return cls(info.fan_in, info.fan_out, max(1, round(math.prod(info.shape) / max(1, entries))))

@@ -18,7 +18,6 @@ READOUT, OTHER, IDLE = 1.0, -1.0, -2.0
 """What a process says of an operator: it is a readout, it is none, or it was not used in a step of its network."""
 RAN_LAST = "readout: no other operator reads its output"
 GUESSED = "readout by its place"
-DENSE = ("operator", "readout")
 
 
 class Readouts:
@@ -34,7 +33,7 @@ class Readouts:
     def __init__(self, anatomy: Anatomy) -> None:
         layers = anatomy.layers
         self.layers = [*layers, *anatomy.nodes]
-        self._called = {i for i, x in enumerate(layers) if x.info.role in DENSE and x.module is not None}
+        self._called = {i for i, x in enumerate(layers) if x.info.is_dense and x.module is not None}
         given = {i for i in self._called if layers[i].given}
         settled = not anatomy.whole or any(x.given and x.info.role == "readout" for x in layers)
         self._free: set[int] = set() if settled else self._called - given

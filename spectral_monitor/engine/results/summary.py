@@ -44,7 +44,7 @@ def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -
     ``final_layer_alignment`` is the smallest, of those that were called.
     """
     summary: dict[str, float] = {}
-    operators = [i for i, layer in enumerate(layers) if layer.info.role in ("operator", "readout")]
+    operators = [i for i, layer in enumerate(layers) if layer.info.is_dense]
     if "contribution" in values:
         parts = [
             float(v[0]) for some in raw.values() for name, v in some.items() if name.partition(".")[0] == "contribution"

@@ -265,7 +265,7 @@ def _rows_of(stack: MatrixBatch, inputs: Callable[[int], Tensor | None], most: i
     """Return the input rows of a stack, at most so many of each layer; ``None`` if no layer has any."""
     found: dict[int, Tensor] = {}
     for i, member in stack.members.items():
-        rows = inputs(i) if member.layer.info.role in ("operator", "readout") else None
+        rows = inputs(i) if member.layer.info.is_dense else None
         if rows is not None and len(rows):
             found[i] = rows
     if not found:

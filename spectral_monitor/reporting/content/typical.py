@@ -11,8 +11,6 @@ from spectral_monitor.measurement import Measurement
 
 VS_TYPICAL = "vs. typical"
 """What the number is called, everywhere."""
-_COMPARED = ("operator", "readout")
-"""Roles of the layers that the median is taken of where nothing else is known."""
 
 
 def vs_typical(measurement: Measurement) -> list[float]:
@@ -32,7 +30,7 @@ def vs_typical(measurement: Measurement) -> list[float]:
     if any(map(math.isfinite, ratios)) or "update_natural" not in measurement.values:
         return ratios
     sizes = measurement.values["update_natural"].tolist()
-    compared = [info.role in _COMPARED for info in measurement.layers]
+    compared = [info.is_dense for info in measurement.layers]
     median = geometric_median(size for size, one in zip(sizes, compared, strict=True) if one)
     return [size / median if one and size > 0 else math.nan for size, one in zip(sizes, compared, strict=True)]
 

@@ -217,7 +217,7 @@ def _shares(drawn: Series, rows: Sequence[int], layers: Sequence[LayerInfo]) -> 
     if references.isfinite().any():
         return values / references, VS_TYPICAL
     ratios = torch.full_like(values, math.nan)
-    compared = [k for k, i in enumerate(rows) if layers[i].role in ("operator", "readout")]
+    compared = [k for k, i in enumerate(rows) if layers[i].is_dense]
     for step in range(values.shape[1]):
         ratios[compared, step] = balance_ratios(values[compared, step])
     return ratios, f"{VS_TYPICAL}: over the median"
