@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 
 from spectral_monitor.condition import NETWORK, Verdict
@@ -23,7 +24,6 @@ from spectral_monitor.reporting.html.limit_lines import limit_sentences
 from spectral_monitor.reporting.html.page import page
 from spectral_monitor.reporting.html.parts import (
     LOSS_HINT,
-    attribute,
     bar,
     by_step,
     contents,
@@ -135,7 +135,7 @@ def report(
 
 def _drawing(name: str, words: str) -> str:
     """Return the place of a figure, with its words for screen readers; it can be scrolled with the keyboard."""
-    said = attribute(words)
+    said = escape(words)
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="chart, can be scrolled: {said}">'
         f'<div class="figure" id="{name}" data-words="{said}"></div></div>'
@@ -210,7 +210,7 @@ def _verdict(root: Verdict, told: Measurement) -> str:
 
 
 def _of_layer(name: str) -> str:
-    return "" if name == NETWORK else f' data-layer="{attribute(escaped(name))}"'
+    return "" if name == NETWORK else f' data-layer="{escape(escaped(name))}"'
 
 
 def _overview(now: Measurement) -> str:
@@ -291,7 +291,7 @@ def _layers(now: Measurement) -> tuple[list[str], str]:
         meaning = f' title="{_meaning(column.quantity)}"' if column.quantity else ""
         head += f'<th{side}{meaning}><button type="button">{escaped(column.title)}</button></th>'
         of = VS_TYPICAL if column.title == VS_TYPICAL else column.quantity
-        data = f' data-title="{attribute(column.title)}" data-quantity="{of}"' if place else ""
+        data = f' data-title="{escape(column.title)}" data-quantity="{of}"' if place else ""
         for row, cell in enumerate(column.cells):
             bad = table.states[row] == OFF and (place == 0 or cell.endswith(ARROWS))
             shown = _name(cell) if place == 0 else escaped(cell)
