@@ -58,7 +58,9 @@ class MeasuredRun:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """The verdicts of the newest measurement that could be judged, roots first; empty if there are none."""
-        judged = self._judged()
+        from spectral_monitor.reporting.content.tally import latest_judged
+
+        judged = latest_judged(self.measurements)
         return () if judged is None else judged.verdicts
 
     def table(self) -> str:
@@ -125,9 +127,9 @@ class MeasuredRun:
             AssertionError: with the layers, causes and what to do.
         """
         from spectral_monitor.reporting.content.headline import headline
-        from spectral_monitor.reporting.content.tally import tally
+        from spectral_monitor.reporting.content.tally import latest_judged, tally
 
-        judged = self._judged()
+        judged = latest_judged(self.measurements)
         if judged is None:
             why = "nothing was measured" if self.latest is None else headline(self.latest)
             raise AssertionError(f"nothing is known about this run: {why}")
@@ -145,12 +147,6 @@ class MeasuredRun:
         if not isinstance(place, int):
             raise TypeError(f"a place is a number, such as -1; the newest numbers of a layer are latest[{place!r}]")
         return self.measurements[place]
-
-    def _judged(self) -> Measurement | None:
-        """Return the newest measurement that has what layers are judged by."""
-        from spectral_monitor.reporting.content.tally import is_judged
-
-        return next(filter(is_judged, reversed(self.measurements)), None)
 
     def _notes(self) -> Sequence[str]:
         """Return sentences for the foot of a page."""

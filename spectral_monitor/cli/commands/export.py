@@ -22,6 +22,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
         commands,
+        _export,
         "export",
         f"Write a row for each number: {', '.join(COLUMNS)}. Numbers that are NaN have no row.\n"
         "Parquet needs pandas and pyarrow.",
@@ -32,7 +33,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=".csv or .parquet; CSV on stdout without it")
     parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
     parser.add_argument("--quantity", metavar="PATTERN", help="these quantities only")
-    parser.set_defaults(run=_export)
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
         commands,
+        _watch,
         "watch",
         "Show the table of a run while it trains, and that of the next run in the folder when it begins.\n"
         "Ctrl-C stops it; training does not notice.",
@@ -31,7 +32,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--every", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks; default: %(default)s"
     )
-    parser.set_defaults(run=_watch)
 
 
 def _seconds(text: str) -> float:

@@ -13,15 +13,16 @@ from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.messages import some
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import following, headline, headlines
+from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.content.panels import PANELS, Panel
-from spectral_monitor.reporting.content.tally import is_judged, named_by, tally
+from spectral_monitor.reporting.content.tally import is_judged, latest_judged, named_by, tally
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend, vs_typical
 from spectral_monitor.reporting.files.run_facts import RunFacts
 from spectral_monitor.reporting.files.runs import settle
 from spectral_monitor.reporting.html.curves import FEW, LINES, curves, depth_colours
 from spectral_monitor.reporting.html.figures import Figure, escaped, overview
 from spectral_monitor.reporting.html.limit_lines import limit_sentences
-from spectral_monitor.reporting.html.page import page
+from spectral_monitor.reporting.html.page import need_plotly, page
 from spectral_monitor.reporting.html.parts import (
     LOSS_HINT,
     bar,
@@ -88,7 +89,7 @@ def report(
     if not run:
         raise ValueError("there is nothing to report on: no measurements")
     now = _judged(run)
-    told = next(filter(is_judged, reversed(run)), run[-1])
+    told = latest_judged(run) or run[-1]
     figures: dict[str, Figure] = {}
     steps: dict[str, Sequence[int]] = {}
     about = about or RunFacts()
@@ -131,6 +132,16 @@ def report(
     layers = [[escaped(info.name), info.name] for info in now.layers if info.is_matrix]
     title = f"{escaped(headlines(told)[0])} &middot; step {run[-1].step}"
     return page(title, body, figures, steps, {"layers": layers, "table": slides})
+
+
+def whole_page(history: History) -> str | None:
+    """Return the page from what a sink has kept; ``None`` without plotly, or where nothing was measured."""
+    try:
+        need_plotly("the page")
+    except ImportError:
+        return None
+    measurements = history.every()
+    return report(measurements) if measurements else None
 
 
 def _drawing(name: str, words: str) -> str:
