@@ -163,7 +163,6 @@ class _Chart:
         values = found.values(key)
         known = values.isfinite().any(1).tolist()
         rows, every = ([i for i in some if known[i]] for some in (rows, every))
-        colours = depth_colours(len(now.layers))
         self.key, self.steps = key, found.steps
         self.names, self.short = [now.layers[i].name for i in rows], labels(now)
         self.values, self.limits = values[rows], found.bands(key)[rows][..., :2]
@@ -177,10 +176,13 @@ class _Chart:
         self.of_every, self.every_name = values[every], [now.layers[i].name for i in every]
         self.families = {} if self.few else kinds(self.every_name)
         self.family = {self.every_name[k]: (n, of) for n, (of, some) in enumerate(self.families.items()) for k in some}
-        self.offs = set(self.every_name) & verdicts
-        if not self.few:  # the colours of their families
-            colours = [colour(self.family.get(info.name, (0, ""))[0]) for info in now.layers]
-        self.colours = ["@danger" if out else colours[i] for i, out in zip(rows, self.outside, strict=True)]
+        # Layers that are off have a red line.
+        self.inside = {
+            of: [k for k in some if self.every_name[k] not in verdicts] for of, some in self.families.items()
+        }
+        depth = depth_colours(len(now.layers))
+        colours = [depth[i] for i in rows] if few else [colour(self.family[name][0]) for name in self.names]
+        self.colours = ["@danger" if out else tint for out, tint in zip(self.outside, colours, strict=True)]
         finite = self.of_every[self.of_every.isfinite()]
         self.log = key not in LINEAR and bool((finite >= 0).all() and (finite > 0).any())
         self.low, self.high = self._range(finite)
@@ -256,15 +258,12 @@ class _Chart:
         first = {of: bare[self.every_name[some[0]]] for of, some in self.families.items()}
         names = {of: OTHERS if of == OTHERS else kind(name, OTHERS) for of, name in first.items()}
         short = shortened(tuple(names.values()))
-        for n, (of, some) in enumerate(self.families.items()):
-            count = len(some) - sum(self.family[name][1] == of for name in self.offs)
-            yield self._group(of, short[names[of]], count, colour(n), DASHES[n % len(DASHES)], 2000 + n)
+        for n, (of, some) in enumerate(self.inside.items()):
+            yield self._group(of, short[names[of]], len(some), colour(n), DASHES[n % len(DASHES)], 2000 + n)
 
     def family_bands(self) -> Iterator[Figure]:
         """Families of which the page shows the lowest, median and highest value, unless single layers are asked for."""
-        # Layers that are off have a red line.
-        inside = {of: [k for k in some if self.every_name[k] not in self.offs] for of, some in self.families.items()}
-        found = {of: some for of, some in inside.items() if some and of != OTHERS}
+        found = {of: some for of, some in self.inside.items() if some and of != OTHERS}
         yield from family_traces(self.key, self.of_every, found, self.log, self.low)
 
     def _group(self, of: str, name: str, count: int, colour: str, dash: str, rank: int) -> Figure:
