@@ -18,7 +18,7 @@ from spectral_monitor.reporting.content.headline import brief
 from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.content.tally import is_judged
 from spectral_monitor.reporting.files.jsonlines import JSONLinesSink, run_file_name
-from spectral_monitor.reporting.html.final_page import whole_page
+from spectral_monitor.reporting.html.report import whole_page
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks, is_remote, need_room
 from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink, can_write_to
 from spectral_monitor.reporting.wandb_sink.sink import WandbSink

@@ -210,9 +210,9 @@ class Measurement:
         Raises:
             ImportError: pandas is not installed.
         """
-        from spectral_monitor.reporting.files.long_format import frame
+        from spectral_monitor.reporting.files.long_format import frame, long_rows
 
-        return frame([self])
+        return frame(long_rows([self]))
 
     def scalars(self, prefix: str = "spectral") -> dict[str, float]:
         """Everything finite as one flat dict: ``spectral/<quantity>/<layer>``, ``spectral/summary/<name>`` and, of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -41,16 +42,22 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, description: str, epilog: str
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    run: Callable[[argparse.Namespace], int | None],
+    name: str,
+    description: str,
+    epilog: str,
 ) -> argparse.ArgumentParser:
-    """Add a command without arguments."""
-    return commands.add_parser(
+    """Add a command without arguments, which calls a function."""
+    parser = commands.add_parser(
         name,
         help=COMMANDS[name],
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_run(parser: argparse.ArgumentParser, name: str = "place", metavar: str = "RUN_DIR") -> None:

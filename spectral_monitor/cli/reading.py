@@ -10,7 +10,6 @@ from pathlib import Path
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.files.records import read_records
 from spectral_monitor.reporting.files.runs import run_file, settled_in
-from spectral_monitor.reporting.logged_run import Run, read_run
 from spectral_monitor.reporting.text.lines import printable
 from spectral_monitor.suggestions import did_you_mean, listed
 
@@ -40,14 +39,6 @@ def records(place: Path, *, quiet: bool = False) -> tuple[Measurement, ...]:
         for note in notes:
             say(note)
     return kept
-
-
-def measured(place: Path) -> Run:
-    """Return the same as :func:`records` with tensors, for tables and pages."""
-    run = read_run(found(place))
-    for note in run.notes:
-        say(note)
-    return run
 
 
 def found(place: Path, *, quiet: bool = False) -> Path:

@@ -70,14 +70,10 @@ class Inspection:
 
         m, whole = self.measurement, self.roles.table()
         places = [i for i, info in enumerate(m.layers) if info.is_matrix]
-        values = {key: m.values[key].tolist() for key in MEASURED}
-        numbers = (
-            ("|W|", [number(values["weight_norm"][i]) for i in places]),
-            ("|W| nat", [number(values["weight_natural"][i]) for i in places]),
-            ("srank W", [number(values["weight_stable_rank"][i]) for i in places]),
-            ("of", [str(_full_rank(m.layers[i])) for i in places]),
-        )
-        columns = [*whole.columns[:3], *(Column(title, tuple(cells)) for title, cells in numbers), *whole.columns[3:]]
+        titles = {"|W|": "weight_norm", "|W| nat": "weight_natural", "srank W": "weight_stable_rank"}
+        numbers = [Column(title, tuple(map(number, m.values[key][places].tolist()))) for title, key in titles.items()]
+        numbers.append(Column("of", tuple(str(_full_rank(m.layers[i])) for i in places)))
+        columns = [*whole.columns[:3], *numbers, *whole.columns[3:]]
         kept = [k for k, i in enumerate(places) if layers is None or m.layers[i].name in layers]
         columns = [replace(column, cells=tuple(column.cells[k] for k in kept)) for column in columns]
         foot = (

@@ -87,9 +87,8 @@ class ResumeFiles:
         own = checkpoint / SMALL.format(self._probe.rank)
         first = self._small(own if own.is_file() else checkpoint / SMALL.format(0))
         count: int = first["processes"]
-        if count == self._probe.processes:
-            return [self._with_tensors(self._small(own), checkpoint)]
-        return [self._with_tensors(self._small(checkpoint / SMALL.format(rank)), checkpoint) for rank in range(count)]
+        ranks = [self._probe.rank] if count == self._probe.processes else range(count)
+        return [self._with_tensors(self._small(checkpoint / SMALL.format(rank)), checkpoint) for rank in ranks]
 
     def _small(self, file: Path) -> State:
         if not file.is_file():

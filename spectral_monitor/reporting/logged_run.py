@@ -19,15 +19,12 @@ class Run(MeasuredRun):
 
     def __init__(self, measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> None:
         self._measurements = tuple(measurements)
-        self.notes = tuple(notes)
+        self.notes = self._notes = tuple(notes)
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
         """Return all of them, which are of the same layers."""
         return self._measurements
-
-    def _notes(self) -> Sequence[str]:
-        return self.notes
 
     def __iter__(self) -> Iterator[Measurement]:
         return iter(self._measurements)

@@ -45,6 +45,9 @@ class MeasuredRun:
     :func:`~spectral_monitor.load` returns have all of it.
     """
 
+    _notes: Sequence[str] = ()
+    """Sentences for the foot of a page."""
+
     @property
     def measurements(self) -> Sequence[Measurement]:
         """The measurements, steps rising; a monitor and a probe keep the newest ones."""
@@ -58,7 +61,9 @@ class MeasuredRun:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """The verdicts of the newest measurement that could be judged, roots first; empty if there are none."""
-        judged = self._judged()
+        from spectral_monitor.reporting.content.tally import latest_judged
+
+        judged = latest_judged(self.measurements)
         return () if judged is None else judged.verdicts
 
     def table(self) -> str:
@@ -83,9 +88,9 @@ class MeasuredRun:
         Raises:
             ImportError: pandas is not installed.
         """
-        from spectral_monitor.reporting.files.long_format import frame
+        from spectral_monitor.reporting.files.long_format import frame, long_rows
 
-        return frame(self.measurements)
+        return frame(long_rows(self.measurements))
 
     def plot(self, quantity: str = "update_natural", layers: str | Sequence[str] | None = None) -> Any:
         """Return a plotly figure of one quantity: a curve for each layer, over the band where it should be.
@@ -115,7 +120,7 @@ class MeasuredRun:
         """
         from spectral_monitor.reporting.html.report import write_report
 
-        write_report(tuple(self.measurements), path, self._notes())
+        write_report(tuple(self.measurements), path, self._notes)
         return Path(path)
 
     def assert_healthy(self) -> None:
@@ -125,9 +130,9 @@ class MeasuredRun:
             AssertionError: with the layers, causes and what to do.
         """
         from spectral_monitor.reporting.content.headline import headline
-        from spectral_monitor.reporting.content.tally import tally
+        from spectral_monitor.reporting.content.tally import latest_judged, tally
 
-        judged = self._judged()
+        judged = latest_judged(self.measurements)
         if judged is None:
             why = "nothing was measured" if self.latest is None else headline(self.latest)
             raise AssertionError(f"nothing is known about this run: {why}")
@@ -145,16 +150,6 @@ class MeasuredRun:
         if not isinstance(place, int):
             raise TypeError(f"a place is a number, such as -1; the newest numbers of a layer are latest[{place!r}]")
         return self.measurements[place]
-
-    def _judged(self) -> Measurement | None:
-        """Return the newest measurement that has what layers are judged by."""
-        from spectral_monitor.reporting.content.tally import is_judged
-
-        return next(filter(is_judged, reversed(self.measurements)), None)
-
-    def _notes(self) -> Sequence[str]:
-        """Return sentences for the foot of a page."""
-        return ()
 
     def _repr_html_(self) -> str:
         latest = self.latest

@@ -61,14 +61,11 @@ class Sinks:
             try:
                 do(sink)
             except Exception as error:
-                self._warn(f"{_name(sink)} {otherwise.format(f'{type(error).__name__}: {error}')}", error)
+                name = getattr(sink, "name", "") or type(sink).__name__
+                self._warn(f"{name} {otherwise.format(f'{type(error).__name__}: {error}')}", error)
 
     def __len__(self) -> int:
         return len(self._sinks)
-
-
-def _name(sink: Sink) -> str:
-    return getattr(sink, "name", "") or type(sink).__name__
 
 
 def checked_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:

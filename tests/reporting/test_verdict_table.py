@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
-from spectral_monitor.reporting.content.tally import unjudged
 from spectral_monitor.reporting.text.table import measurement_rows
 
 LAYERS = tuple(LayerInfo(name, "operator", 64, 64, (64, 64)) for name in ("a", "b", "c"))
@@ -101,7 +100,7 @@ def test_what_is_nan_is_not_inside():
     assert measurement_rows(lost).state == "not judged"
     some = replace(lost, values={"update_natural": torch.tensor([math.nan, 1.0, math.nan])})
     assert some.table().splitlines()[0] == "spectral monitor, step 500: all 3 layers healthy"
-    assert not unjudged(replace(lost, verdicts=(verdict("a", quantity="contribution"),)))
+    assert measurement_rows(replace(lost, verdicts=(verdict("a", quantity="contribution"),))).state == "off"
 
 
 def test_what_was_not_measured_is_not_inside():

@@ -7,12 +7,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from spectral_monitor.cli.commands.report import check_target, need_plotly, wrote
+from spectral_monitor.cli.commands.report import check_target, wrote
 from spectral_monitor.cli.parser import add_run, command
 from spectral_monitor.cli.reading import found, matching, records
 from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.reporting.content.tally import JUDGED_BY, is_judged
+from spectral_monitor.reporting.content.tally import JUDGED_BY, latest_judged, off
 from spectral_monitor.reporting.text.lines import Column, aligned, printable, text_column
 from spectral_monitor.suggestions import unknown
 
@@ -26,6 +26,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
         commands,
+        _compare,
         "compare",
         "Print one quantity of every layer in two runs and the ratio B / A, the largest difference first,\n"
         "at the last step that both have measured. The first line names the layer to look at.",
@@ -41,11 +42,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write a page with the curves of both; needs plotly"
     )
-    parser.set_defaults(run=_compare)
 
 
 def _compare(args: argparse.Namespace) -> None:
     if args.output is not None:
+        from spectral_monitor.reporting.html.page import need_plotly
+
         need_plotly("a page")
         check_target(args.output)
     runs = records(args.a), records(args.b)
@@ -54,10 +56,10 @@ def _compare(args: argparse.Namespace) -> None:
     pairs = _values(a, b, key)
     kept = matching(args.layer, list(pairs))
     pairs = {name: pair for name, pair in pairs.items() if name in kept}
-    judged = tuple(
-        next((r for r in reversed(run) if is_judged(r) and r.step <= of.step), of)
+    judged = [
+        latest_judged([record for record in run if record.step <= of.step]) or of
         for run, of in zip(runs, (a, b), strict=True)
-    )
+    ]
     names = sorted(pairs, key=lambda name: -_distance(pairs[name]))
     told = printable(answer(judged[0], judged[1], key, pairs, names))
     lines = [told, f"A: {args.a}", f"B: {args.b}", f"{key}, {said}"]
@@ -192,8 +194,8 @@ def _table(
     names: Sequence[str], pairs: dict[str, tuple[float, float]], judged: Sequence[Measurement], every: bool
 ) -> list[str]:
     shown = names if every else names[:SHOWN]
-    off = [{layer for root in record.roots for layer in (root.layers or (root.layer,))} for record in judged]
-    where = [" and ".join(run for run, layers in zip("AB", off, strict=True) if name in layers) for name in shown]
+    sides = [(run, set(off(record))) for run, record in zip("AB", judged, strict=True)]
+    where = [" and ".join(run for run, layers in sides if name in layers) for name in shown]
     a, b = zip(*(pairs[name] for name in shown), strict=True)
     ratios = [y / x if x else math.nan for x, y in zip(a, b, strict=True)]
     numbers = {"A": a, "B": b, "B / A": ratios}

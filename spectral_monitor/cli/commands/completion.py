@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from spectral_monitor.cli.parser import command
+from spectral_monitor.cli.parser import COMMANDS, command
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -14,13 +14,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
         commands,
+        _completion,
         "completion",
         "Print a script that completes commands, options and files.",
         'examples:\n  eval "$(spectral-monitor completion bash)"    # in ~/.bashrc; zsh likewise\n'
         "  spectral-monitor completion fish > ~/.config/fish/completions/spectral-monitor.fish",
     )
     parser.add_argument("shell", choices=SHELLS)
-    parser.set_defaults(run=_completion)
 
 
 def _completion(args: argparse.Namespace) -> None:
@@ -34,7 +34,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     commands = _commands(parser)
     if shell == "fish":
         return _fish(commands)
-    cases = "".join(f"    {name}) words={shlex.quote(' '.join(_words(of)))} ;;\n" for name, (_, of) in commands.items())
+    cases = "".join(f"    {name}) words={shlex.quote(' '.join(_words(of)))} ;;\n" for name, of in commands.items())
     lines = f"""\
 _spectral_monitor() {{
   local current="${{COMP_WORDS[COMP_CWORD]}}" words=""
@@ -53,10 +53,12 @@ complete -o default -F _spectral_monitor spectral-monitor
     return f"autoload -U +X bashcompinit && bashcompinit\n{lines}" if shell == "zsh" else lines
 
 
-def _fish(commands: dict[str, tuple[str, argparse.ArgumentParser]]) -> str:
+def _fish(commands: dict[str, argparse.ArgumentParser]) -> str:
     lines = []
-    for name, (brief, parser) in commands.items():
-        lines.append(f"complete -c spectral-monitor -n __fish_use_subcommand -a {name} -d {shlex.quote(brief)}")
+    for name, parser in commands.items():
+        lines.append(
+            f"complete -c spectral-monitor -n __fish_use_subcommand -a {name} -d {shlex.quote(COMMANDS[name])}"
+        )
         for action in parser._actions:
             options = [
                 f"{'-l' if text.startswith('--') else '-s'} {text.lstrip('-')}" for text in action.option_strings
@@ -68,11 +70,9 @@ def _fish(commands: dict[str, tuple[str, argparse.ArgumentParser]]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _commands(parser: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.ArgumentParser]]:
-    """Return command -> what it does, and its parser."""
-    action = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
-    briefs = {choice.dest: choice.help or "" for choice in action._choices_actions}
-    return {name: (briefs[name], of) for name, of in action.choices.items()}
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command."""
+    return dict(next(each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)))
 
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:

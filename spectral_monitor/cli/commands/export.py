@@ -13,7 +13,7 @@ from spectral_monitor.cli.commands.report import check_target
 from spectral_monitor.cli.parser import add_run, command
 from spectral_monitor.cli.reading import matching, records
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.reporting.files.long_format import COLUMNS, long_rows
+from spectral_monitor.reporting.files.long_format import COLUMNS, frame, long_rows
 
 SUFFIXES = (".csv", ".parquet")
 
@@ -22,6 +22,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
         commands,
+        _export,
         "export",
         f"Write a row for each number: {', '.join(COLUMNS)}. Numbers that are NaN have no row.\n"
         "Parquet needs pandas and pyarrow.",
@@ -32,7 +33,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=".csv or .parquet; CSV on stdout without it")
     parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
     parser.add_argument("--quantity", metavar="PATTERN", help="these quantities only")
-    parser.set_defaults(run=_export)
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -53,9 +53,7 @@ def _export(args: argparse.Namespace) -> None:
         with args.output.open("w", newline="", encoding="utf-8") as file:
             count = _write(rows, file)
     else:
-        import pandas as pd  # type: ignore[import-untyped, unused-ignore]
-
-        table = pd.DataFrame(list(rows), columns=list(COLUMNS))
+        table = frame(rows)
         table.to_parquet(args.output, index=False)
         count = len(table)
     print(f"wrote {args.output} ({count} rows of {described(run)})")
@@ -85,7 +83,7 @@ def need_parquet() -> None:
         ImportError: pandas or pyarrow is not installed.
     """
     try:
-        import pandas  # noqa: F401
+        import pandas  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
         import pyarrow  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
     except ImportError:
         raise ImportError("parquet needs pandas and pyarrow: pip install pandas pyarrow; CSV needs neither") from None

@@ -15,6 +15,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
         commands,
+        _inspect,
         "inspect",
         "Print the size and the stable rank of every weight in a checkpoint, without the model's code:\n"
         "a Lightning .ckpt, a state_dict that torch has saved, or .safetensors. Nothing in it is executed.\n"
@@ -24,7 +25,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="a checkpoint")
     parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
     parser.add_argument("--json", action="store_true", help="a list with an object for each layer, biases too")
-    parser.set_defaults(run=_inspect)
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from spectral_monitor.cli.parser import command
 from spectral_monitor.cli.reading import records, say
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.reporting.content.tally import is_judged
+from spectral_monitor.reporting.content.tally import latest_judged
 from spectral_monitor.reporting.content.typical import over_reference
 from spectral_monitor.reporting.files.records import RUN_FILE
 from spectral_monitor.reporting.files.runs import WHAT_TO_GIVE, run_files
@@ -20,6 +20,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
         commands,
+        _list,
         "list",
         "Print one line for each run in a folder, the newest last: steps, what is off, the worst layer.",
         "example:\n  spectral-monitor list lightning_logs",
@@ -27,7 +28,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "folder", type=Path, nargs="?", default=Path(), metavar="DIR", help="default: the current folder"
     )
-    parser.set_defaults(run=_list)
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -54,7 +54,7 @@ def _list(args: argparse.Namespace) -> None:
 
 def _row(path: Path, folder: Path) -> tuple[str, ...]:
     run = records(path, quiet=True)
-    judged = next(filter(is_judged, reversed(run)), None)
+    judged = latest_judged(run)
     name = path.parent if path.name == RUN_FILE else path
     shown = str(name.relative_to(folder))
     if shown == ".":

@@ -6,14 +6,15 @@ import argparse
 from pathlib import Path
 
 from spectral_monitor.cli.parser import add_run, command
-from spectral_monitor.cli.reading import measured
-from spectral_monitor.reporting.files.runs import run_file
+from spectral_monitor.cli.reading import found, say
+from spectral_monitor.reporting.logged_run import read_run
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
         commands,
+        _report,
         "report",
         "Write one HTML file about the whole run that opens in any browser, without a network:\n"
         "what is off and what to do, pictures of layer by step, curves. Needs plotly.",
@@ -23,31 +24,23 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s"
     )
-    parser.set_defaults(run=_report)
 
 
 def _report(args: argparse.Namespace) -> None:
+    from spectral_monitor.reporting.html.page import need_plotly
+
     need_plotly("a report")
     from spectral_monitor.reporting.files.run_facts import run_facts
     from spectral_monitor.reporting.html.report import write_report
     from spectral_monitor.reporting.limit_run import read_limit
 
     check_target(args.output)
-    run, file = measured(args.place), run_file(args.place)[0]
+    file = found(args.place)
+    run = read_run(file)
+    for note in run.notes:
+        say(note)
     write_report(run.measurements, args.output, run.notes, read_limit(file), run_facts(file))
     print(wrote(args.output))
-
-
-def need_plotly(what: str) -> None:
-    """Refuse to go on without plotly.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        import plotly  # type: ignore[import-untyped]  # noqa: F401
-    except ImportError:
-        raise ImportError(f'{what} needs plotly: pip install "spectral-monitor[plots]"') from None
 
 
 def check_target(path: Path) -> None:

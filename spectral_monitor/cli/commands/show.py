@@ -25,6 +25,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
         commands,
+        _show,
         "show",
         "Print what is off and what to do, then how all other layers compare. In a deep network layers that\n"
         "say little by themselves share a row.",
@@ -37,7 +38,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="all of it as one JSON object")
     form.add_argument("--csv", action="store_true", help="a row for each layer, biases too, a column for each quantity")
-    parser.set_defaults(run=_show)
 
 
 def add_view(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,9 @@ def _show(args: argparse.Namespace) -> None:
     if args.json or args.csv:
         rows = _sorted(_rows(measurement, args.layer), args.sort)
         if args.csv:
-            write_csv(rows)
+            writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")  # what is missing is empty
+            writer.writeheader()
+            writer.writerows(rows)
         else:
             print(json.dumps(_object(measurement, rows), indent=2, allow_nan=False))
         return
@@ -105,15 +107,18 @@ def _by(sort: str, table: Table, measurement: Measurement) -> list[Any]:
         numbers = vs_typical(measurement)
     elif sort in titles:
         cells = next(column.cells for column in table.columns if column.title == sort)
-        return [(cell == "", cell) for cell in cells]
+        return [_order(cell or None) for cell in cells]
     else:
         valid = [*titles, *measurement.values]
         raise ValueError(f"no column {sort!r}{did_you_mean(sort, valid) or ';'} columns: {', '.join(valid)}")
-    return [_falling(numbers[place[name]]) if name in place else _falling(math.nan) for name in names]
+    return [_order(numbers[place[name]] if name in place else None) for name in names]
 
 
-def _falling(number: float) -> tuple[bool, float]:
-    return (True, 0.0) if math.isnan(number) else (False, -number)
+def _order(value: float | str | None) -> tuple[Any, ...]:
+    """Return a key that sorts numbers from the largest, then texts from a to z, then what is missing."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return (2,)
+    return (1, value) if isinstance(value, str) else (0, -value)
 
 
 def _rows(measurement: Measurement, pattern: str | None) -> list[dict[str, Any]]:
@@ -143,11 +148,7 @@ def _sorted(rows: list[dict[str, Any]], sort: str | None) -> list[dict[str, Any]
         return rows
     if sort not in rows[0]:
         raise ValueError(f"no column {sort!r}{did_you_mean(sort, rows[0]) or ';'} columns: {', '.join(rows[0])}")
-    numbers = [row for row in rows if isinstance(row[sort], int | float)]
-    texts = [row for row in rows if isinstance(row[sort], str)]
-    missing = [row for row in rows if row[sort] is None]
-    numbers.sort(key=lambda row: -row[sort])
-    return [*numbers, *sorted(texts, key=lambda row: str(row[sort])), *missing]
+    return sorted(rows, key=lambda row: _order(row[sort]))
 
 
 def _object(measurement: Measurement, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -157,10 +158,3 @@ def _object(measurement: Measurement, rows: Sequence[dict[str, Any]]) -> dict[st
         "verdicts": [plain_row(verdict.to_row()) for verdict in measurement.verdicts],
         "layers": rows,
     }
-
-
-def write_csv(rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows of the same keys; what is missing is empty."""
-    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)

@@ -42,7 +42,7 @@ cluster; the same command without it then shows the table."""
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = command(commands, "sweep", _DESCRIPTION, _EPILOG)
+    parser = command(commands, _sweep, "sweep", _DESCRIPTION, _EPILOG)
     parser.add_argument("factory", metavar="FILE.py:FUNCTION", help="what makes a module of a width")
     parser.add_argument("--widths", type=_integers, required=True, metavar="N,N,...", help="at least three")
     parser.add_argument("--depths", type=_integers, metavar="N,N,...", help="passed to the function as well")
@@ -79,7 +79,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="keep the points in this file (JSON lines)")
     parser.add_argument("--part", type=_part, metavar="I/N", help="train the I-th of N shares only; needs -o")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="write a picture; needs matplotlib")
-    parser.set_defaults(run=_sweep, default_data=DATA)
+    parser.set_defaults(default_data=DATA)
 
 
 def _sweep(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import json
 
 from spectral_monitor.cli.parser import add_run, command
 from spectral_monitor.cli.reading import records
-from spectral_monitor.reporting.content.tally import is_judged
+from spectral_monitor.reporting.content.tally import latest_judged
 from spectral_monitor.reporting.files.json_values import plain_row
 
 
@@ -15,6 +15,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
         commands,
+        _verdicts,
         "verdicts",
         "Print what is off at the last measurement that could be judged, a line for each cause.\n"
         "The exit status is 0 if nothing is off, 1 if something is, 2 if that is not known.",
@@ -23,12 +24,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_run(parser)
     parser.add_argument("--json", action="store_true", help="a list of objects, with the layers that follow as well")
-    parser.set_defaults(run=_verdicts)
 
 
 def _verdicts(args: argparse.Namespace) -> int:
     run = records(args.place)
-    judged = next(filter(is_judged, reversed(run)), None)
+    judged = latest_judged(run)
     if judged is None:
         raise ValueError(f"nothing was judged in {len(run)} measurements: none of the quantities compared was measured")
     unjudged = bool(judged.states) and all(state.state == "not judged" for state in judged.states.values())

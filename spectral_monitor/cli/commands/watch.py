@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from spectral_monitor.cli.commands.show import add_view, shown
@@ -21,6 +21,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
         commands,
+        _watch,
         "watch",
         "Show the table of a run while it trains, and that of the next run in the folder when it begins.\n"
         "Ctrl-C stops it; training does not notice.",
@@ -31,7 +32,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--every", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks; default: %(default)s"
     )
-    parser.set_defaults(run=_watch)
 
 
 def _seconds(text: str) -> float:
@@ -76,21 +76,17 @@ def _page(path: Path, args: argparse.Namespace) -> str:
 @contextmanager
 def _screen() -> Iterator[Callable[[str], None]]:
     """Give what draws a text: over the last one on a terminal that rich can steer, else below it."""
+    below = partial(print, end="\n\n", flush=True)
     try:
         from rich.console import Console
         from rich.live import Live
         from rich.text import Text
     except ImportError:
-        yield _print
+        yield below
         return
     console = Console()
     if not console.is_terminal:
-        yield _print
+        yield below
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         yield lambda text: live.update(Text.from_ansi(text), refresh=True)
-
-
-def _print(text: str) -> None:
-    print(f"{text}\n", flush=True)
-    sys.stdout.flush()

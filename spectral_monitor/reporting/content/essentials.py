@@ -18,7 +18,7 @@ from spectral_monitor.layers.naming import matches
 from spectral_monitor.measurement import NODE, LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.families import OTHERS, kinds
-from spectral_monitor.reporting.content.typical import limits, vs_typical
+from spectral_monitor.reporting.content.typical import limits, log2_within, vs_typical
 from spectral_monitor.suggestions import did_you_mean
 
 Log = Literal["essential", "all"] | Sequence[str]
@@ -170,7 +170,7 @@ def _columns(measurement: Measurement, asked: Sequence[str]) -> dict[str, list[f
     for quantity in ("update_natural", "weight_natural", *asked):
         ratios = _ratios(measurement, quantity)
         if any(map(math.isfinite, ratios)):
-            columns[log2_of(quantity)] = [_log2(ratio) for ratio in ratios]
+            columns[log2_of(quantity)] = [log2_within(ratio, FAR) for ratio in ratios]
     columns |= {key: values[key].tolist() for key in dict.fromkeys((*essential_keys(), *asked)) if key in values}
     if "lr_multiplier" in values and bool(((values["lr_multiplier"] - 1).abs() > 0).any()):
         columns["lr_multiplier"] = values["lr_multiplier"].tolist()
@@ -186,13 +186,6 @@ def _ratios(measurement: Measurement, quantity: str) -> list[float]:
         return []
     ratios: list[float] = (measurement.values[quantity] / bands[:, 2]).tolist()
     return ratios
-
-
-def _log2(ratio: float) -> float:
-    if math.isnan(ratio):
-        return ratio
-    power = math.log2(ratio) if 0 < ratio < math.inf else math.copysign(math.inf, ratio - 1)
-    return min(max(power, -FAR), FAR)
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
@@ -148,12 +148,8 @@ def _layers(measurement: Measurement, count: Tally) -> str:
         parts.append(f"{len(count.passing)} outside the limits just now, which counts once it lasts")
     if count.not_judged:
         parts.append(f"{count.layers - count.judged} {NOT_JUDGED}: {_reasons(count)}".removesuffix(": "))
-    return _joined(parts, "; " if count.off else ", ")
-
-
-def _joined(parts: Sequence[str], first: str) -> str:
-    """Return the parts with commas between them, but for the first gap."""
-    return parts[0] + (first + ", ".join(parts[1:]) if parts[1:] else "")
+    first, rest = parts[0], ", ".join(parts[1:])
+    return ("; " if count.off else ", ").join(filter(None, (first, rest)))
 
 
 def _reasons(count: Tally) -> str:

@@ -73,13 +73,17 @@ class Thinned:
         """Return the values of a quantity, (layers, steps); NaN where it was not measured."""
         missing = torch.full((len(self.layers),), math.nan)
         columns = [measurement.values.get(quantity, missing) for measurement in self.measurements]
-        return torch.stack(columns, dim=1) if columns else torch.empty(len(self.layers), 0)
+        return torch.stack([missing, *columns], dim=1)[:, 1:]  # there may be none
+
+    def bands(self, quantity: str) -> Tensor:
+        """Return low, high and reference, (layers, steps, 3); NaN where it was held against nothing."""
+        missing = torch.full((len(self.layers), 3), math.nan)
+        columns = [measurement.bands.get(quantity, missing) for measurement in self.measurements]
+        return torch.stack([missing, *columns], dim=1)[:, 1:]
 
     def ratios(self, quantity: str) -> Tensor:
         """Value over reference, (layers, steps); NaN where there is no reference."""
-        missing = torch.full((len(self.layers), 3), math.nan)
-        references = [measurement.bands.get(quantity, missing)[:, 2] for measurement in self.measurements]
-        return self.values(quantity) / torch.stack(references, dim=1) if references else self.values(quantity)
+        return self.values(quantity) / self.bands(quantity)[..., 2]
 
     def __len__(self) -> int:
         return len(self.measurements)

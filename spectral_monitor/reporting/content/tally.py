@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spectral_monitor.condition.verdict import NETWORK, Verdict
@@ -139,24 +139,16 @@ def is_judged(measurement: Measurement) -> bool:
     return network or any(key in measurement.values for key in JUDGED_BY)
 
 
-def unjudged(measurement: Measurement) -> str:
-    """Return why no layer could be judged at this step; empty if any could.
-
-    No verdict then means nothing: what is NaN, and what was not measured, violates nothing.
-
-    Example:
-        >>> import math, torch
-        >>> from spectral_monitor import LayerInfo
-        >>> layers = (LayerInfo("head", "readout", 10, 64, (10, 64)),)
-        >>> nan = {"update_natural": torch.tensor([math.nan])}
-        >>> unjudged(Measurement(5, layers, nan, {}, reasons={"*/*": "NaN or inf in its values"}))
-        'NaN or inf in its values'
-    """
-    return "" if measurement.verdicts else _nothing_known(measurement)
+def latest_judged(measurements: Sequence[Measurement]) -> Measurement | None:
+    """Return the newest measurement that has what layers are judged by; ``None`` if none has."""
+    return next(filter(is_judged, reversed(measurements)), None)
 
 
 def _nothing_known(measurement: Measurement) -> str:
-    """Return why nothing is known that layers are compared by, whatever verdicts there still are."""
+    """Return why nothing is known that layers are compared by; empty if anything is.
+
+    No verdict then means nothing: what is NaN, and what was not measured, violates nothing.
+    """
     key = next((key for key in JUDGED_BY if key in measurement.values), None)
     if key is None:
         return f"none of {', '.join(JUDGED_BY)} was measured"

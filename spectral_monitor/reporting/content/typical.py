@@ -91,6 +91,19 @@ def powers_of_two(reach: float) -> tuple[list[int], list[str]]:
     return powers, [f"{2**k:g}" if k >= 0 else f"1/{2**-k:g}" for k in powers]
 
 
+def log2_within(ratio: float, far: float) -> float:
+    """Return the logarithm to base 2, no further than this from 0: 0 and infinity have one too; NaN for NaN.
+
+    Example:
+        >>> log2_within(8.0, 7.0), log2_within(0.0, 7.0), log2_within(math.inf, 7.0)
+        (3.0, -7.0, 7.0)
+    """
+    if math.isnan(ratio):
+        return ratio
+    power = math.log2(ratio) if 0 < ratio < math.inf else math.copysign(math.inf, ratio - 1)
+    return min(max(power, -far), far)
+
+
 def _close(limit: float, median: float) -> bool:
     return 0.99 * median <= limit <= 1.01 * median
 

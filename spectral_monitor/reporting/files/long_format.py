@@ -29,8 +29,8 @@ def long_rows(measurements: Iterable[Measurement]) -> Iterator[tuple[int, str, s
                     yield measurement.step, info.name, info.role, quantity, value
 
 
-def frame(measurements: Iterable[Measurement]) -> Any:
-    """Return the rows as a ``pandas.DataFrame``, with its columns even where there are no rows.
+def frame(rows: Iterable[tuple[int, str, str, str, float]]) -> Any:
+    """Return rows as a ``pandas.DataFrame``, with its columns even where there are no rows.
 
     Raises:
         ImportError: pandas is not installed.
@@ -39,4 +39,4 @@ def frame(measurements: Iterable[Measurement]) -> Any:
         import pandas as pd  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
         raise ImportError("to_pandas needs pandas: pip install pandas; without it, to_rows() has plain dicts") from None
-    return pd.DataFrame(list(long_rows(measurements)), columns=list(COLUMNS))
+    return pd.DataFrame(list(rows), columns=list(COLUMNS))

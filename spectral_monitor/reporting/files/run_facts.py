@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -89,14 +90,11 @@ def _hyperparameters(folder: Path) -> dict[str, str]:
 def _from_csv(file: Path) -> dict[str, dict[int, float]]:
     """Return the columns of Lightning's ``metrics.csv``: name -> step -> value."""
     curves: dict[str, dict[int, float]] = {}
-    try:
-        with file.open(newline="", errors="replace") as lines:
-            for row in csv.DictReader(lines):
-                for name, text in row.items():
-                    if name and text and name != "step":
-                        curves.setdefault(name, {})[int(row["step"])] = float(text)
-    except (OSError, ValueError, KeyError, TypeError):
-        return curves
+    with suppress(OSError, ValueError, KeyError, TypeError), file.open(newline="", errors="replace") as lines:
+        for row in csv.DictReader(lines):
+            for name, text in row.items():
+                if name and text and name != "step":
+                    curves.setdefault(name, {})[int(row["step"])] = float(text)
     return curves
 
 

@@ -13,11 +13,12 @@ from spectral_monitor.condition.verdict import short
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.families import OTHERS, kind, kinds
+from spectral_monitor.reporting.content.history import Thinned
 from spectral_monitor.reporting.content.labels import shortened, unprefixed
 from spectral_monitor.reporting.content.panels import Panel, shown
 from spectral_monitor.reporting.content.tally import off
 from spectral_monitor.reporting.html.families import colour, family_traces
-from spectral_monitor.reporting.html.figures import Figure, Series, digits, escaped, labels, series, title_of, titled
+from spectral_monitor.reporting.html.figures import Figure, digits, drawable, escaped, labels, line, title_of, titled
 from spectral_monitor.reporting.html.limit_lines import limit_traces, widened
 
 FEW = 14
@@ -97,8 +98,8 @@ def curves(
     first = [info.role == "readout" or info.name in outside for info in now.layers]
     every = shown(panel, now.layers)
     rows = drawn(every, first)
-    known = {key: found for key in panel.quantities if (found := series(measurements, key)) is not None}
-    known = {key: found for key, found in known.items() if found.values[rows].isfinite().any()}
+    known = {key: found for key in panel.quantities if (found := drawable(measurements, key)) is not None}
+    known = {key: found for key, found in known.items() if found.values(key)[rows].isfinite().any()}
     if not known:
         return None, {}
     layout: Figure = {
@@ -108,7 +109,7 @@ def curves(
         "legend": {"tracegroupgap": 0, "itemsizing": "constant"},
     }
     data: list[Figure] = []
-    few = all(int(found.values[rows].isfinite().any(1).sum()) <= FEW for found in known.values())
+    few = all(int(found.values(key)[rows].isfinite().any(1).sum()) <= FEW for key, found in known.items())
     meanings = {key: wrap(QUANTITIES[key].meaning, LINE) for key in known}
     for key, words in meanings.items():
         words += [f"healthy: {QUANTITIES[key].limits}"] if QUANTITIES[key].limits else []
@@ -125,9 +126,9 @@ def curves(
         chart = _Chart(key, found, rows, every, now, few)
         dashed = limit_traces(limit, key, chart.names)
         chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
-        line, column = divmod(place, beside)
+        row, column = divmod(place, beside)
         left = column * (width + GAP)
-        top = 1 - line * (PLOT + between) / pixels
+        top = 1 - row * (PLOT + between) / pixels
         across: Figure = {"domain": [left, min(1.0, left + width)], "anchor": f"y{suffix}"}
         across |= {"title": {"text": "step", "standoff": 4}}
         upright = {"domain": [max(0.0, top - PLOT / pixels), top], "anchor": f"x{suffix}", **chart.axis()}
@@ -157,14 +158,14 @@ class _Chart:
     """
 
     def __init__(
-        self, key: str, found: Series, rows: Sequence[int], every: Sequence[int], now: Measurement, few: bool
+        self, key: str, found: Thinned, rows: Sequence[int], every: Sequence[int], now: Measurement, few: bool
     ) -> None:
-        known = found.values[rows].isfinite().any(1).tolist()
-        rows = [i for i, some in zip(rows, known, strict=True) if some]
-        colours = depth_colours(len(now.layers))
+        values = found.values(key)
+        known = values.isfinite().any(1).tolist()
+        rows, every = ([i for i in some if known[i]] for some in (rows, every))
         self.key, self.steps = key, found.steps
         self.names, self.short = [now.layers[i].name for i in rows], labels(now)
-        self.values, self.limits = found.values[rows], found.bands[rows][..., :2]
+        self.values, self.limits = values[rows], found.bands(key)[rows][..., :2]
         band = QUANTITIES[key].band
         if band is not None and not self.limits.isfinite().any():  # the judge has none
             self.limits = torch.tensor(band).expand_as(self.limits)
@@ -172,14 +173,16 @@ class _Chart:
         self.outside = [name in verdicts for name in self.names]
         self.crowd = sum(self.outside) > CROWD
         self.few = few
-        self.every = [i for i in every if bool(found.values[i].isfinite().any())]
-        self.of_every, self.every_name = found.values[self.every], [now.layers[i].name for i in self.every]
+        self.of_every, self.every_name = values[every], [now.layers[i].name for i in every]
         self.families = {} if self.few else kinds(self.every_name)
         self.family = {self.every_name[k]: (n, of) for n, (of, some) in enumerate(self.families.items()) for k in some}
-        self.offs = set(self.every_name) & verdicts
-        if not self.few:  # the colours of their families
-            colours = [colour(self.family.get(info.name, (0, ""))[0]) for info in now.layers]
-        self.colours = ["@danger" if out else colours[i] for i, out in zip(rows, self.outside, strict=True)]
+        # Layers that are off have a red line.
+        self.inside = {
+            of: [k for k in some if self.every_name[k] not in verdicts] for of, some in self.families.items()
+        }
+        depth = depth_colours(len(now.layers))
+        colours = [depth[i] for i in rows] if few else [colour(self.family[name][0]) for name in self.names]
+        self.colours = ["@danger" if out else tint for out, tint in zip(self.outside, colours, strict=True)]
         finite = self.of_every[self.of_every.isfinite()]
         self.log = key not in LINEAR and bool((finite >= 0).all() and (finite > 0).any())
         self.low, self.high = self._range(finite)
@@ -225,28 +228,27 @@ class _Chart:
             alone = not self.crowd if out else self.few
             n, of = (0, OUTSIDE) if out else self.family.get(self.names[k], (0, OTHERS))
             kept = out or of == OTHERS  # is seen beside families
-            yield {
-                "type": "scatter",
-                "mode": "lines+markers" if dots else "lines",
-                "name": self.short[self.names[k]],
-                "meta": [name, self._should_be(k)],
-                "uid": f"L{self.key}_{k}{'k' if kept else ''}",
-                "x": self.key,
-                "y": digits(drawn),
+            yield line(
+                self.key,
+                digits(drawn),
+                mode="lines+markers" if dots else "lines",
+                name=self.short[self.names[k]],
+                meta=[name, self._should_be(k)],
+                uid=f"L{self.key}_{k}{'k' if kept else ''}",
                 **({"customdata": digits(values)} if below else {}),
-                "line": {
+                line={
                     "color": self.colours[k],
                     "width": 3.5 if out and alone else 1.8 if self.few else 1.1,
                     "dash": "solid" if alone else DASHES[n % len(DASHES)],
                 },
-                "marker": {"size": 7 if out and alone else 4},
-                "opacity": 1.0 if alone else 0.7,
-                "legendgroup": name if alone else escaped(of),
-                "legendrank": k + (0 if out else 1000),
-                "showlegend": alone,
-                "hovertemplate": f"<b>%{{meta[0]}}</b><br>step %{{x}}<br>{self.key} "
+                marker={"size": 7 if out and alone else 4},
+                opacity=1.0 if alone else 0.7,
+                legendgroup=name if alone else escaped(of),
+                legendrank=k + (0 if out else 1000),
+                showlegend=alone,
+                hovertemplate=f"<b>%{{meta[0]}}</b><br>step %{{x}}<br>{self.key} "
                 f"%{{{'customdata' if below else 'y'}:.3~g}}%{{meta[1]}}<extra></extra>",
-            }
+            )
 
     def groups(self) -> Iterator[Figure]:
         """Return the legend where not every layer has an entry: families of layers, on which one can click."""
@@ -256,29 +258,24 @@ class _Chart:
         first = {of: bare[self.every_name[some[0]]] for of, some in self.families.items()}
         names = {of: OTHERS if of == OTHERS else kind(name, OTHERS) for of, name in first.items()}
         short = shortened(tuple(names.values()))
-        for n, (of, some) in enumerate(self.families.items()):
-            count = len(some) - sum(self.family[name][1] == of for name in self.offs)
-            yield self._group(of, short[names[of]], count, colour(n), DASHES[n % len(DASHES)], 2000 + n)
+        for n, (of, some) in enumerate(self.inside.items()):
+            yield self._group(of, short[names[of]], len(some), colour(n), DASHES[n % len(DASHES)], 2000 + n)
 
     def family_bands(self) -> Iterator[Figure]:
         """Families of which the page shows the lowest, median and highest value, unless single layers are asked for."""
-        # Layers that are off have a red line.
-        inside = {of: [k for k in some if self.every_name[k] not in self.offs] for of, some in self.families.items()}
-        found = {of: some for of, some in inside.items() if some and of != OTHERS}
+        found = {of: some for of, some in self.inside.items() if some and of != OTHERS}
         yield from family_traces(self.key, self.of_every, found, self.log, self.low)
 
     def _group(self, of: str, name: str, count: int, colour: str, dash: str, rank: int) -> Figure:
-        return {
-            "type": "scatter",
-            "mode": "lines",
-            "x": [None],
-            "y": [None],
-            "name": f"{escaped(name)} ({count})",
-            "line": {"color": colour, "width": 1.5, "dash": dash},
-            "legendgroup": escaped(of),
-            "legendrank": rank,
-            "showlegend": count > 0,
-        }
+        return line(
+            [None],
+            [None],
+            name=f"{escaped(name)} ({count})",
+            line={"color": colour, "width": 1.5, "dash": dash},
+            legendgroup=escaped(of),
+            legendrank=rank,
+            showlegend=count > 0,
+        )
 
     def _should_be(self, k: int) -> str:
         low, high = self.limits[k, -1].tolist()
@@ -321,29 +318,19 @@ class _Chart:
         most = "band of most layers" if 2 * count > limited else f"band of {count} layers"
         steps = [step for step, some in zip(self.steps, known, strict=True) if some]
         for limit, fill in ((low, "none"), (high, "tonexty")):
-            yield {
-                "type": "scatter",
-                "mode": "lines",
-                "x": steps,
-                "y": digits([x for x, some in zip(limit.tolist(), known, strict=True) if some]),
-                "line": {"color": "@limit", "width": 0.5},
-                "fill": fill,
-                "fillcolor": "@band",
-                "hoverinfo": "skip",
-                "name": "band" if len(self.names) == 1 else most,
-                "legendgroup": "band",
-                "legendrank": 3000,
-                "showlegend": fill != "none",
-            }
+            yield line(
+                steps,
+                digits([x for x, some in zip(limit.tolist(), known, strict=True) if some]),
+                line={"color": "@limit", "width": 0.5},
+                fill=fill,
+                fillcolor="@band",
+                hoverinfo="skip",
+                name="band" if len(self.names) == 1 else most,
+                legendgroup="band",
+                legendrank=3000,
+                showlegend=fill != "none",
+            )
 
     def _edge(self, limit: Tensor, colour: str, name: str, group: str) -> Figure:
-        return {
-            "type": "scatter",
-            "mode": "lines",
-            "x": self.key,
-            "y": digits(limit.tolist()),
-            "line": {"color": colour, "width": 1, "dash": "dash"},
-            "hoverinfo": "name",
-            "name": name,
-            "legendgroup": group,
-        }
+        look = {"color": colour, "width": 1, "dash": "dash"}
+        return line(self.key, digits(limit.tolist()), line=look, hoverinfo="name", name=name, legendgroup=group)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from spectral_monitor.reporting.html.figures import Figure, digits, escaped
+from spectral_monitor.reporting.html.figures import Figure, digits, escaped, line
 
 COLOURS = ("#3b6fd8", "#d9822b", "#2a9d8f", "#a04fc4", "#8a7a1f", "#c2508a", "#5b7083", "#1f8fb5", "#7a9a2e")
 """Of families, in their order; they can be told apart on white and on black."""
@@ -40,16 +40,17 @@ def family_traces(
         ends = (of.nan_to_num(nan=torch.inf).amin(0), of.nan_to_num(nan=-torch.inf).amax(0), of.nanmedian(0).values)
         lowest, highest, median = ((x.clamp(min=low) if log else x).where(x.isfinite(), torch.nan) for x in ends)
         tint = colour(place)
-        common: Figure = {"type": "scatter", "mode": "lines", "x": key, "legendgroup": escaped(name)}
-        edge = {"line": {"color": tint, "width": 0}, "hoverinfo": "skip"}
-        yield {**common, **edge, "y": digits(lowest.tolist()), "uid": f"F{key}_{place}l"}
+        group = {"legendgroup": escaped(name)}
+        edge = {**group, "line": {"color": tint, "width": 0}, "hoverinfo": "skip"}
         area = {"fill": "tonexty", "fillcolor": f"{tint}38"}
-        yield {**common, **edge, **area, "y": digits(highest.tolist()), "uid": f"F{key}_{place}h"}
-        yield {
-            **common,
-            "y": digits(median.tolist()),
-            "line": {"color": tint, "width": 2.2},
-            "uid": f"F{key}_{place}m",
-            "hovertemplate": f"<b>{escaped(name)}</b>, median of {len(some)}<br>step %{{x}}<br>{key} "
+        yield line(key, digits(lowest.tolist()), uid=f"F{key}_{place}l", **edge)
+        yield line(key, digits(highest.tolist()), uid=f"F{key}_{place}h", **edge, **area)
+        yield line(
+            key,
+            digits(median.tolist()),
+            uid=f"F{key}_{place}m",
+            line={"color": tint, "width": 2.2},
+            hovertemplate=f"<b>{escaped(name)}</b>, median of {len(some)}<br>step %{{x}}<br>{key} "
             "%{y:.3~g}<extra></extra>",
-        }
+            **group,
+        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from spectral_monitor.condition.verdict import short
 from spectral_monitor.functional.norms import balance_ratios
-from spectral_monitor.measurement import NODE, LayerInfo, Measurement
+from spectral_monitor.measurement import DENSE, NODE, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.history import COLUMNS, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named
@@ -42,34 +41,20 @@ REACH = 12.0
 Figure = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Series:
-    """A quantity over a run.
-
-    Attributes:
-        steps: at which any layer has a value, thinned out if they are too many.
-        values: (layers, steps).
-        bands: (layers, steps, 3): low, high, reference.
-    """
-
-    steps: list[int]
-    values: Tensor
-    bands: Tensor
+def line(x: str | Sequence[Any], y: Sequence[Any], **look: Any) -> Figure:
+    """Return a trace that joins points; ``x`` may be a key of the steps."""
+    return {"type": "scatter", "mode": "lines", "x": x, "y": y, **look}
 
 
-def series(measurements: Sequence[Measurement], quantity: str) -> Series | None:
-    """Return what can be drawn of a quantity; ``None`` where no layer ever has a value."""
+def drawable(measurements: Sequence[Measurement], quantity: str) -> Thinned | None:
+    """Return those at which any layer has a value, thinned out if they are too many; ``None`` if there are none."""
     count = max(1, len(measurements[-1].layers))
     every = count * max(1, len(measurements[-1].values))
     history = Thinned(max(8, min(COLUMNS, CELLS // count, EVERY_CELL // every)))
     for measurement in measurements:
         if quantity in measurement.values and measurement.values[quantity].isfinite().any():
             history.add(measurement)
-    if not len(history):
-        return None
-    missing = torch.full((len(history.layers), 3), math.nan)
-    bands = [measurement.bands.get(quantity, missing) for measurement in history.measurements]
-    return Series(history.steps, history.values(quantity), torch.stack(bands, dim=1))
+    return history if len(history) else None
 
 
 def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Figure | None, dict[str, list[int]]]:
@@ -83,7 +68,7 @@ def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Fig
         the figure and the steps of each quantity in it; ``None`` where nothing is known.
     """
     rows = [i for i, info in enumerate(now.layers) if info.is_matrix]
-    known = {key: found for key in pictured() if (found := series(measurements, key)) is not None}
+    known = {key: found for key in pictured() if (found := drawable(measurements, key)) is not None}
     parts = [*_now(now, rows), *(part for key, found in known.items() for part in _heatmap(key, found, rows, now))]
     if not parts:
         return None, {}
@@ -145,14 +130,12 @@ def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
     reach = min(max([4.0, *(log + 0.7 for log in logs)]), REACH)
     within = [[min(max(x, 2**-reach), 2**reach) for x in some] for _, _, *some, _ in seen]
     thick = max(1, min(16, 480 // len(rows)))
-    band = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [x for _, low, high in within for x in (*digits([low, high]), None)],
-        "y": [y for name, *_ in seen for y in (name, name, None)],
-        "line": {"color": "@band", "width": thick},
-        "hoverinfo": "skip",
-    }
+    band = line(
+        [x for _, low, high in within for x in (*digits([low, high]), None)],
+        [y for name, *_ in seen for y in (name, name, None)],
+        line={"color": "@band", "width": thick},
+        hoverinfo="skip",
+    )
     dots = {
         "type": "scatter",
         "mode": "markers",
@@ -177,10 +160,10 @@ def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
     return [(titled(f"At step {now.step}", "on the band"), [band, dots], axis)]
 
 
-def _heatmap(key: str, drawn: Series, rows: Sequence[int], now: Measurement) -> list[Part]:
-    values = drawn.values[rows]
+def _heatmap(key: str, drawn: Thinned, rows: Sequence[int], now: Measurement) -> list[Part]:
+    values = drawn.values(key)[rows]
     if key == "update_natural":
-        shares, unit = _shares(drawn, rows, now.layers)
+        shares, unit = _shares(values, drawn.bands(key)[rows][..., 2], [now.layers[i].role for i in rows])
         picture, bar = _against_share(shares)
     elif key == "bfa_cos":
         unit, picture, bar = "cosine, 1 is downhill", values.clamp(-1, 1), {"tickvals": [-1, -0.5, 0, 0.5, 1]}
@@ -211,13 +194,12 @@ def _heatmap(key: str, drawn: Series, rows: Sequence[int], now: Measurement) -> 
     ]
 
 
-def _shares(drawn: Series, rows: Sequence[int], layers: Sequence[LayerInfo]) -> tuple[Tensor, str]:
+def _shares(values: Tensor, references: Tensor, roles: Sequence[str]) -> tuple[Tensor, str]:
     """Values over their references; where none is known, over the operators' median."""
-    values, references = drawn.values[rows], drawn.bands[rows][..., 2]
     if references.isfinite().any():
         return values / references, VS_TYPICAL
     ratios = torch.full_like(values, math.nan)
-    compared = [k for k, i in enumerate(rows) if layers[i].is_dense]
+    compared = [k for k, role in enumerate(roles) if role in DENSE]
     for step in range(values.shape[1]):
         ratios[compared, step] = balance_ratios(values[compared, step])
     return ratios, f"{VS_TYPICAL}: over the median"
@@ -296,9 +278,9 @@ def labels(now: Measurement) -> dict[str, str]:
     return {name: escaped(short) for name, short in labelled(names).items()}
 
 
-def digits(values: Sequence[float]) -> list[float | None]:
-    """To four digits; ``None`` for what cannot be drawn."""
-    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values]
+def digits(values: Sequence[float], count: int = 4) -> list[float | None]:
+    """Round to some digits; ``None`` for what cannot be drawn."""
+    return [float(f"{value:.{count}g}") if math.isfinite(value) else None for value in values]
 
 
 def escaped(text: str) -> str:

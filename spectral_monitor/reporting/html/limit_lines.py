@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.reporting.html.figures import series
+from spectral_monitor.reporting.html.figures import Figure, digits, drawable, line
 
 NAME = "infinite width"
 COLOUR = "@soft"
@@ -52,7 +51,7 @@ def _distances(now: Measurement, there: Measurement, key: str) -> Iterator[float
                 yield abs(value / goal - 1)
 
 
-def limit_traces(limit: Sequence[Measurement], key: str, names: Sequence[str]) -> list[dict[str, Any]]:
+def limit_traces(limit: Sequence[Measurement], key: str, names: Sequence[str]) -> list[Figure]:
     """Return a dashed grey line for each of some layers of which the limit is known.
 
     Args:
@@ -60,32 +59,29 @@ def limit_traces(limit: Sequence[Measurement], key: str, names: Sequence[str]) -
         key: the quantity.
         names: of the layers that are drawn.
     """
-    found = series(limit, key) if limit else None
+    found = drawable(limit, key) if limit else None
     if found is None:
         return []
-    traces: list[dict[str, Any]] = []
-    for place, info in enumerate(limit[-1].layers):
-        values = found.values[place]
-        if info.name in names and values.isfinite().any():
-            known = [(step, v) for step, v in zip(found.steps, values.tolist(), strict=True) if math.isfinite(v)]
+    traces: list[Figure] = []
+    for info, values in zip(found.layers, found.values(key).tolist(), strict=True):
+        known = [(step, value) for step, value in zip(found.steps, values, strict=True) if math.isfinite(value)]
+        if info.name in names and known:
             traces.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "x": [step for step, _ in known],
-                    "y": [float(f"{value:.4g}") for _, value in known],
-                    "line": {"color": COLOUR, "width": 1.6, "dash": "dash"},
-                    "name": NAME,
-                    "legendgroup": NAME,
-                    "legendrank": 3500,
-                    "showlegend": not traces,
-                    "hovertemplate": f"{info.name}, {NAME}: %{{y}}<extra></extra>",
-                }
+                line(
+                    [step for step, _ in known],
+                    digits([value for _, value in known]),
+                    line={"color": COLOUR, "width": 1.6, "dash": "dash"},
+                    name=NAME,
+                    legendgroup=NAME,
+                    legendrank=3500,
+                    showlegend=not traces,
+                    hovertemplate=f"{info.name}, {NAME}: %{{y}}<extra></extra>",
+                )
             )
     return traces
 
 
-def widened(low: float, high: float, traces: Sequence[dict[str, Any]], log: bool) -> tuple[float, float]:
+def widened(low: float, high: float, traces: Sequence[Figure], log: bool) -> tuple[float, float]:
     """Return the range of an axis with room for dashed lines that are not far from its curves.
 
     Example:

@@ -10,9 +10,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from spectral_monitor.reporting.html.figures import Figure
+if TYPE_CHECKING:
+    from spectral_monitor.reporting.html.figures import Figure
 
 STYLE = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
 SCRIPT = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
@@ -68,6 +69,18 @@ def page(
 </body>
 </html>
 """
+
+
+def need_plotly(what: str) -> None:
+    """Refuse to go on without plotly.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import plotly  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError:
+        raise ImportError(f'{what} needs plotly: pip install "spectral-monitor[plots]"') from None
 
 
 def script_json(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.tally import off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, vs_typical
 from spectral_monitor.reporting.files.run_facts import RunFacts
-from spectral_monitor.reporting.html.figures import Figure, digits, escaped
+from spectral_monitor.reporting.html.figures import Figure, digits, escaped, line
 from spectral_monitor.reporting.text.table import number
 
 SLIDES = 60
@@ -35,11 +34,6 @@ TERMS = {
     "not judged": "not enough is known: too few measurements, or nothing to compare with.",
     "family": "the same layer in every block, such as h.*.mlp.c_fc: charts show its lowest, median and highest value.",
 }
-
-
-def attribute(text: str) -> str:
-    """Return text for an attribute in double quotes."""
-    return html.escape(text, quote=True)
 
 
 def contents(sections: Iterable[tuple[str, str]]) -> str:
@@ -87,16 +81,13 @@ def by_step(measurements: Sequence[Measurement], now: Measurement, keys: Sequenc
     some = [m for k, m in enumerate(reversed(measurements)) if k % apart == 0 or m is now][::-1]
     rows = [i for i, info in enumerate(now.layers) if info.is_matrix]
     names = [now.layers[i].name for i in rows]
-    columns: dict[str, list[list[float | None]]] = {VS_TYPICAL: [_digits(vs_typical(m), rows) for m in some]}
+    sizes = {VS_TYPICAL: [vs_typical(m) for m in some]}
     for key in keys:
-        columns[key] = [_digits(m.values[key].tolist() if key in m.values else [], rows) for m in some]
+        sizes[key] = [m.values[key].tolist() if key in m.values else [math.nan] * len(m.layers) for m in some]
+    columns = {key: [digits([of[i] for i in rows], 3) for of in steps] for key, steps in sizes.items()}
     outside = [[names.index(name) for name in off(m) if name in names] for m in some]
     steps, place = [m.step for m in some], next(k for k, m in enumerate(some) if m is now)
     return {"steps": steps, "now": place, "rows": list(map(escaped, names)), "columns": columns, "off": outside}
-
-
-def _digits(values: Sequence[float], rows: Sequence[int]) -> list[float | None]:
-    return [float(f"{values[i]:.3g}") if values and math.isfinite(values[i]) else None for i in rows]
 
 
 def facts(about: RunFacts, measurements: Sequence[Measurement], now: Measurement) -> str:
@@ -128,15 +119,13 @@ def loss_figure(about: RunFacts) -> Figure | None:
     if not any(math.isfinite(value) for _, value in about.points):
         return None
     positive = all(value > 0 for _, value in about.points if math.isfinite(value))
-    curve = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [step for step, _ in about.points],
-        "y": digits([value for _, value in about.points]),
-        "line": {"color": "@accent", "width": 1.5},
-        "hovertemplate": f"step %{{x}}<br>{escaped(about.loss)} %{{y:.4~g}}<extra></extra>",
-        "showlegend": False,
-    }
+    curve = line(
+        [step for step, _ in about.points],
+        digits([value for _, value in about.points]),
+        line={"color": "@accent", "width": 1.5},
+        hovertemplate=f"step %{{x}}<br>{escaped(about.loss)} %{{y:.4~g}}<extra></extra>",
+        showlegend=False,
+    )
     layout = {
         "height": 220,
         "margin": {"l": 60, "r": 10, "t": 10, "b": 40},

@@ -12,6 +12,7 @@ from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.panels import Panel
 from spectral_monitor.reporting.files.runs import settle
 from spectral_monitor.reporting.html.curves import curves
+from spectral_monitor.reporting.html.page import need_plotly
 from spectral_monitor.suggestions import unknown
 
 LIGHT = {
@@ -28,10 +29,9 @@ LIGHT = {
 
 def figure(measurements: Sequence[Measurement], quantity: str, layers: str | Sequence[str] | None = None) -> Any:
     """Return the ``plotly.graph_objects.Figure`` of :meth:`~spectral_monitor.reporting.run.MeasuredRun.plot`."""
-    try:
-        import plotly.graph_objects as go  # type: ignore[import-untyped]
-    except ImportError:
-        raise ImportError('plot needs plotly: pip install "spectral-monitor[plots]"') from None
+    need_plotly("plot")
+    import plotly.graph_objects as go  # type: ignore[import-untyped]
+
     run, _ = settle(measurements)
     if not run:
         raise ValueError("there is nothing to plot: nothing has been measured yet")

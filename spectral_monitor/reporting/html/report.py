@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 
 from spectral_monitor.condition import NETWORK, Verdict
@@ -12,18 +13,18 @@ from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.messages import some
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import following, headline, headlines
+from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.content.panels import PANELS, Panel
-from spectral_monitor.reporting.content.tally import is_judged, named_by, tally
+from spectral_monitor.reporting.content.tally import is_judged, latest_judged, named_by, tally
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend, vs_typical
 from spectral_monitor.reporting.files.run_facts import RunFacts
 from spectral_monitor.reporting.files.runs import settle
 from spectral_monitor.reporting.html.curves import FEW, LINES, curves, depth_colours
 from spectral_monitor.reporting.html.figures import Figure, escaped, overview
 from spectral_monitor.reporting.html.limit_lines import limit_sentences
-from spectral_monitor.reporting.html.page import page
+from spectral_monitor.reporting.html.page import need_plotly, page
 from spectral_monitor.reporting.html.parts import (
     LOSS_HINT,
-    attribute,
     bar,
     by_step,
     contents,
@@ -88,7 +89,7 @@ def report(
     if not run:
         raise ValueError("there is nothing to report on: no measurements")
     now = _judged(run)
-    told = next(filter(is_judged, reversed(run)), run[-1])
+    told = latest_judged(run) or run[-1]
     figures: dict[str, Figure] = {}
     steps: dict[str, Sequence[int]] = {}
     about = about or RunFacts()
@@ -133,9 +134,19 @@ def report(
     return page(title, body, figures, steps, {"layers": layers, "table": slides})
 
 
+def whole_page(history: History) -> str | None:
+    """Return the page from what a sink has kept; ``None`` without plotly, or where nothing was measured."""
+    try:
+        need_plotly("the page")
+    except ImportError:
+        return None
+    measurements = history.every()
+    return report(measurements) if measurements else None
+
+
 def _drawing(name: str, words: str) -> str:
     """Return the place of a figure, with its words for screen readers; it can be scrolled with the keyboard."""
-    said = attribute(words)
+    said = escape(words)
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="chart, can be scrolled: {said}">'
         f'<div class="figure" id="{name}" data-words="{said}"></div></div>'
@@ -210,7 +221,7 @@ def _verdict(root: Verdict, told: Measurement) -> str:
 
 
 def _of_layer(name: str) -> str:
-    return "" if name == NETWORK else f' data-layer="{attribute(escaped(name))}"'
+    return "" if name == NETWORK else f' data-layer="{escape(escaped(name))}"'
 
 
 def _overview(now: Measurement) -> str:
@@ -291,7 +302,7 @@ def _layers(now: Measurement) -> tuple[list[str], str]:
         meaning = f' title="{_meaning(column.quantity)}"' if column.quantity else ""
         head += f'<th{side}{meaning}><button type="button">{escaped(column.title)}</button></th>'
         of = VS_TYPICAL if column.title == VS_TYPICAL else column.quantity
-        data = f' data-title="{attribute(column.title)}" data-quantity="{of}"' if place else ""
+        data = f' data-title="{escape(column.title)}" data-quantity="{of}"' if place else ""
         for row, cell in enumerate(column.cells):
             bad = table.states[row] == OFF and (place == 0 or cell.endswith(ARROWS))
             shown = _name(cell) if place == 0 else escaped(cell)

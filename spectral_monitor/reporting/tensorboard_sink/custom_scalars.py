@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 SUMMARY = f"{PREFIX}/summary"
+ENDS = f"/(?:{'|'.join(SPREAD)})"
+"""What follows the name of a family, as a regular expression."""
 MANY = 24
 """Of more charts than that, only the first category is open at first."""
 
@@ -84,12 +86,12 @@ def _of_quantities(
                 names = [layers[i].name for i in groups.singles]
                 yield f"{title}{healthy}: every layer", [_pattern(key, names, ""), *limits]
                 continue
-            yield f"{title}{healthy}: all layers", [_pattern(key, [ALL], _one_of(SPREAD)), *limits]
+            yield f"{title}{healthy}: all layers", [_pattern(key, [ALL], ENDS), *limits]
             if compared and panel is PANELS[0]:
                 yield from _of_families(key, title, groups, layers, tags)
             else:
                 families = [_pattern(key, list(map(family_key, groups.families)), "/median")]
-                yield f"{title}: median of each family", [*families, *_singles(key, groups, layers, tags)]
+                yield f"{title}: median of each family", [*families, *_singles(key, layers, tags)]
 
 
 def _of_families(
@@ -98,21 +100,21 @@ def _of_families(
     """Yield a chart for each family, and one for all layers that are logged one by one."""
     limits = _limits(key, tags)
     bare = unprefixed((*groups.families, *(info.name for info in layers)))
-    singles = _singles(key, groups, layers, tags)
+    singles = _singles(key, layers, tags)
     if singles:
         yield f"{title}: single layers", [*singles, *limits]
     for family in groups.families:
-        yield f"{title}: {bare[family]}", [_pattern(key, [family_key(family)], _one_of(SPREAD)), *limits]
+        yield f"{title}: {bare[family]}", [_pattern(key, [family_key(family)], ENDS), *limits]
 
 
-def _singles(key: str, groups: Groups, layers: tuple[LayerInfo, ...], tags: Collection[str]) -> list[str]:
+def _singles(key: str, layers: tuple[LayerInfo, ...], tags: Collection[str]) -> list[str]:
     """Return the pattern of all layers that are logged one by one, those that have had a verdict among them.
 
     It is the same whichever these are: of two runs with different charts of one title TensorBoard shows one.
     """
     if not any(f"{group(key)}/{info.name}" in tags for info in layers):
         return []
-    return [re.escape(f"{group(key)}/") + rf"(?!{LIMITS}/)(?:(?!{_one_of(SPREAD)}$).)*$"]
+    return [re.escape(f"{group(key)}/") + rf"(?!{LIMITS}/)(?:(?!{ENDS}$).)*$"]
 
 
 def _limits(key: str, tags: Collection[str]) -> list[str]:
@@ -124,10 +126,6 @@ def _limits(key: str, tags: Collection[str]) -> list[str]:
 def _healthy(quantity: str, compared: bool) -> str:
     words = QUANTITIES[quantity].limits
     return f" (OK: {words})" if words and not compared else ""
-
-
-def _one_of(names: Sequence[str]) -> str:
-    return f"/(?:{'|'.join(names)})"
 
 
 def _pattern(key: str, names: Sequence[str], rest: str) -> str:

@@ -10,7 +10,7 @@ has read the logger's file before there is another shows the metrics when it is 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -35,6 +35,7 @@ def merge(logdir: str, metrics: Sequence[str]) -> bool:
     """
     from tensorboard.compat import tf
     from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import metadata
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -44,7 +45,8 @@ def merge(logdir: str, metrics: Sequence[str]) -> bool:
     for content in found.values():
         _add(content, metrics)
     file = RecordWriter(tf.io.gfile.GFile(os.path.join(logdir, FIRST), "wb"))
-    for event in (Event(file_version="brain.Event:2"), Event(summary=_summary(found))):
+    values = [Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(of)) for tag, of in found.items()]
+    for event in (Event(file_version="brain.Event:2"), Event(summary=Summary(value=values))):
         event.wall_time = when
         file.write(event.SerializeToString())
     file.close()
@@ -81,13 +83,3 @@ def _add(content: Any, metrics: Sequence[str]) -> None:
         known = {info.name.tag for info in content.experiment.metric_infos}
         new = [MetricInfo(name=MetricName(tag=tag)) for tag in metrics if tag not in known]
         content.experiment.metric_infos.extend(new)
-
-
-def _summary(contents: Mapping[str, Any]) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import metadata
-
-    values = [
-        Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(content)) for tag, content in contents.items()
-    ]
-    return Summary(value=values)

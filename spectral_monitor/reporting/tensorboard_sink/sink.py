@@ -172,7 +172,8 @@ class TensorBoardSink:
         self._laid_out = layers, (some | before[1] if layers == before[0] else some)
         if self._laid_out == before:
             return []
-        drawn = [key for key in QUANTITIES if any(tag.startswith(_stems(key)) for tag in self._laid_out[1])]
+        stems = {key: (f"{group(key)}/", f"{group(log2_of(key))}/") for key in QUANTITIES}
+        drawn = [key for key, stem in stems.items() if any(tag.startswith(stem) for tag in self._laid_out[1])]
         self._writer.add_text(QUESTIONS, questions_markdown(drawn), measurement.step + self._offset)
         charts = layout(*self._laid_out).SerializeToString()
         value = {
@@ -222,10 +223,6 @@ class TensorBoardSink:
             known = values[torch.isfinite(values)]
             if len(known):
                 self._writer.add_histogram(f"{HISTOGRAM}/{name}", known, measurement.step + self._offset)
-
-
-def _stems(quantity: str) -> tuple[str, str]:
-    return f"{group(quantity)}/", f"{group(log2_of(quantity))}/"
 
 
 def _png(pixels: Any) -> bytes:

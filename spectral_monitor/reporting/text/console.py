@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from spectral_monitor.measurement import HEALTHY, OFF
 from spectral_monitor.reporting.text.gauge import DRAWN
-from spectral_monitor.reporting.text.lines import Column, Table, folded_line, printable, that_fit
+from spectral_monitor.reporting.text.lines import Table, folded_line, printable, that_fit
 from spectral_monitor.reporting.text.table import ARROWS, WIDTH
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ def rendered(table: Table) -> str:
     many as ``COLUMNS`` says.
 
     Example:
+        >>> from spectral_monitor.reporting.text.lines import Column
         >>> print(rendered(Table("two layers", (Column("layer", ("a", "head"), text=True), Column("x", ("1", "20"))))))
         two layers
         layer   x
@@ -55,9 +55,11 @@ def _drawn(table: Table, console: Console) -> str:
         side: JustifyMethod = "left" if column.text else "right"
         grid.add_column(Text(column.title), justify=side, no_wrap=not wraps, overflow="fold")
     marks = DRAWN if "utf" in (console.encoding or "").lower() else {}
-    for row, cells in enumerate(zip(*(_cells(column, marks) for column in columns), strict=True)):
-        off = bool(table.states) and table.states[row] == OFF
-        grid.add_row(*(Text(cell, "bold red" if off and _marked(cell, i) else "") for i, cell in enumerate(cells)))
+    drawn = [[cell.translate(marks if of.drawn else {}) for cell in of.cells] for of in columns]
+    for row, (name, *cells) in enumerate(zip(*drawn, strict=True)):
+        style = "bold red" if table.states and table.states[row] == OFF else ""
+        marked = (Text(cell, style if cell.endswith((*ARROWS, *DRAWN.values())) else "") for cell in cells)
+        grid.add_row(Text(name, style), *marked)
     judgement = {HEALTHY: "bold green", OFF: "bold red"}.get(table.state, "bold")
     with console.capture() as captured:
         for line in (table.title, *table.notes):
@@ -68,13 +70,3 @@ def _drawn(table: Table, console: Console) -> str:
         for line in table.below(columns, width):
             console.print(Text(line, "dim"))
     return captured.get().rstrip("\n")
-
-
-def _cells(column: Column, marks: Mapping[int, str]) -> tuple[str, ...]:
-    """Return the cells, pictures with the characters that the terminal has for them."""
-    return tuple(cell.translate(marks) for cell in column.cells) if column.drawn else column.cells
-
-
-def _marked(cell: str, place: int) -> bool:
-    """Return whether a cell is the name of the layer, a value with an arrow or a gauge."""
-    return place == 0 or cell.endswith((*ARROWS, *DRAWN.values()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from spectral_monitor.reporting.content.typical import log2_within
+
 WIDTH = 23
 """Characters of the scale."""
 REACH = 7.0
@@ -54,6 +56,4 @@ def gauge(ratios: Sequence[float], limits: tuple[float, float]) -> str:
 
 def _place(ratio: float) -> int:
     """Return the character at which a ratio is drawn."""
-    power = math.log2(ratio) if 0 < ratio < math.inf else math.copysign(math.inf, ratio - 1)
-    share = (min(max(power, -REACH), REACH) + REACH) / (2 * REACH)
-    return round(share * (WIDTH - 1))
+    return round((log2_within(ratio, REACH) + REACH) / (2 * REACH) * (WIDTH - 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
@@ -111,6 +111,20 @@ def printable(text: str) -> str:
         red\x1b[31m
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def unmeasured_lines(reasons: Sequence[tuple[str, str]], names: Callable[[list[str]], str]) -> list[str]:
+    """Return how many parameters are not measured, and a line for each reason with those it holds for.
+
+    Args:
+        reasons: name of a parameter and reason.
+        names: puts the names that share a line into words.
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        by_reason.setdefault(reason, []).append(name)
+    head = [f"not measured ({len(reasons)}):"] if reasons else []
+    return head + [printable(f"  {names(some)}: {reason}") for reason, some in by_reason.items()]
 
 
 def aligned(columns: Sequence[Column], width: int | None = None) -> list[str]:

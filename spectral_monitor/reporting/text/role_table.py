@@ -12,7 +12,7 @@ from spectral_monitor.reporting.content.families import folded as folded_names
 from spectral_monitor.reporting.content.families import kind, places_in
 from spectral_monitor.reporting.content.labels import measured_parts, role_name, unprefixed
 from spectral_monitor.reporting.text.folding import SHOWN
-from spectral_monitor.reporting.text.lines import Table, printable, text_column
+from spectral_monitor.reporting.text.lines import Table, printable, text_column, unmeasured_lines
 from spectral_monitor.reporting.text.table import WIDTH, fans
 
 if TYPE_CHECKING:
@@ -88,22 +88,18 @@ def _nodes(anatomy: Anatomy) -> list[str]:
     if not names:
         return []
     notes = sorted({f": {layer.no_features}" for layer in anatomy.nodes if layer.no_features})
-    return [
-        printable(f"outputs of modules, features only ({len(names)}): {some(folded_names(names), MAX_NAMES)}"),
-        *notes,
-    ]
+    return [printable(f"outputs of modules, features only ({len(names)}): {_listed(names)}"), *notes]
 
 
 def _unmeasured(anatomy: Anatomy) -> list[str]:
     """Return the lines on parameters that have no row, by reason."""
     parts = [item for item in anatomy.unmeasured if item.reason.startswith(PART_OF)]
-    left = [item for item in anatomy.unmeasured if not item.reason.startswith(PART_OF)]
-    grouped: dict[str, list[str]] = {}
-    for item in left:
-        grouped.setdefault(item.reason, []).append(item.name)
-    made = some(folded_names([item.name for item in parts]), MAX_NAMES)
+    left = [(item.name, item.reason) for item in anatomy.unmeasured if not item.reason.startswith(PART_OF)]
+    made = _listed([item.name for item in parts])
     lines = [printable(f"parts of weights that are measured ({len(parts)}): {made}")] if parts else []
-    lines += [f"not measured ({len(left)}):"] if left else []
-    for reason, names in grouped.items():
-        lines.append(printable(f"  {some(folded_names(names), MAX_NAMES)}: {reason}"))
-    return lines
+    return lines + unmeasured_lines(left, _listed)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names for a line, equal places of the blocks together."""
+    return some(folded_names(names), MAX_NAMES)

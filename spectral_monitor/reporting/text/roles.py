@@ -58,7 +58,7 @@ class Roles(dict[str, str]):
     def table(self) -> Table:
         """Return a row for every matrix; below, what is not measured and why."""
         from spectral_monitor.reporting.content.labels import measured_parts, role_name
-        from spectral_monitor.reporting.text.lines import Table, printable, text_column
+        from spectral_monitor.reporting.text.lines import Table, text_column, unmeasured_lines
         from spectral_monitor.reporting.text.table import fans
 
         matrices = [info for info in self.layers if info.is_matrix]
@@ -71,12 +71,7 @@ class Roles(dict[str, str]):
         }
         cells = {name: column for name, column in cells.items() if column and (name != "note" or any(column))}
         columns = [text_column(name, column) for name, column in cells.items()]
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.unmeasured.items():
-            by_reason.setdefault(reason, []).append(name)
-        foot = [f"not measured ({len(self.unmeasured)}):"] if self.unmeasured else []
-        foot += [printable(f"  {', '.join(names)}: {reason}") for reason, names in by_reason.items()]
-        return Table(title, tuple(columns), tuple(foot))
+        return Table(title, tuple(columns), tuple(unmeasured_lines([*self.unmeasured.items()], ", ".join)))
 
     def __repr__(self) -> str:
         return str(self.table())

@@ -56,16 +56,16 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
     ]
     if "update_natural" in measurement.values:
         of_rows = [[ratios[i] for i in row.places] for row in found]
-        columns.append(_ratios(found, of_rows, legend(measurement)))
+        cells = _with_arrows(list(map(number_range, of_rows)), found, "update_natural")
+        columns.append(Column(VS_TYPICAL, tuple(cells), legend=legend(measurement)))
         drawn = tuple(gauge(some, band) for some in of_rows)
         columns.append(Column(scale(band), drawn, text=True, spare=2, drawn=True))
     for key, (title, spare, says) in _columns(measurement).items():
         values = measurement.values[key].tolist()
         cells = ["" if i is None else number(values[i]) for i in single]
-        arrows = [_arrow(row.verdict, key) for row in found]
-        if key != "update_natural" and any(arrow.strip() for arrow in arrows):
-            cells, spare = [f"{cell}{arrow}" for cell, arrow in zip(cells, arrows, strict=True)], 0
-        columns.append(Column(title, tuple(cells), spare=spare, quantity=key, legend=says))
+        marked = cells if key == "update_natural" else _with_arrows(cells, found, key)
+        spare = spare if marked == cells else 0
+        columns.append(Column(title, tuple(marked), spare=spare, quantity=key, legend=says))
     if any(row.verdict and row.verdict.quantity for row in found):
         should = [v.should_be if (v := row.verdict) and v.quantity else "" for row in found]
         columns.append(text_column("should be", should, spare=5))
@@ -79,13 +79,11 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
     return Table(title, tuple(columns), foot, state, states, notes)
 
 
-def _ratios(found: Sequence[Row], ratios: Sequence[Sequence[float]], says: str) -> Column:
-    """Return the column of the number that layers are compared by, with an arrow where that gave a layer away."""
-    cells = [number_range(some) for some in ratios]
-    arrows = [_arrow(row.verdict, "update_natural") for row in found]
-    if any(arrow.strip() for arrow in arrows):  # with room behind the other values
-        cells = [f"{cell}{arrow}" for cell, arrow in zip(cells, arrows, strict=True)]
-    return Column(VS_TYPICAL, tuple(cells), legend=says)
+def _with_arrows(cells: list[str], found: Sequence[Row], key: str) -> list[str]:
+    """Return the cells of a quantity, with an arrow where it gave a layer away, and room behind the others then."""
+    arrows = [_arrow(row.verdict, key) for row in found]
+    marked = [f"{cell}{arrow}" for cell, arrow in zip(cells, arrows, strict=True)]
+    return marked if any(arrow.strip() for arrow in arrows) else cells
 
 
 def _columns(measurement: Measurement) -> dict[str, tuple[str, int, str]]:

@@ -16,7 +16,7 @@ from spectral_monitor.reporting.content.essentials import OVERLAID, PREFIX, Log,
 from spectral_monitor.reporting.content.headline import announcement, headline
 from spectral_monitor.reporting.content.history import History, is_drawn
 from spectral_monitor.reporting.content.tally import is_judged, named_by, off, tally
-from spectral_monitor.reporting.html.final_page import whole_page
+from spectral_monitor.reporting.html.report import whole_page
 from spectral_monitor.reporting.wandb_sink.charts import CHARTS, PICTURES, VERDICTS, charts, pictures, verdict_table
 
 AXIS = "trainer/global_step"
