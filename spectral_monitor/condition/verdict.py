@@ -88,10 +88,7 @@ class Verdict:
     @property
     def should_be(self) -> str:
         """The band in words."""
-        low, high = self.band
-        if math.isinf(high):
-            return f"above {short(low)}"
-        return f"below {short(high)}" if low == 0 else f"{short(low)} .. {short(high)}"
+        return within(*self.band)
 
     @property
     def seen(self) -> str:
@@ -112,3 +109,15 @@ def short(value: float) -> str:
         ('0.012', '47', '12000', '0')
     """
     return f"{float(f'{value:.2g}'):.0f}" if 10 <= abs(value) < 1e6 else f"{value:.2g}"
+
+
+def within(low: float, high: float) -> str:
+    """Return a band in words.
+
+    Example:
+        >>> within(0.5, 2.0), within(0.0, 2.0), within(0.0, math.inf)
+        ('0.5 .. 2', 'below 2', 'above 0')
+    """
+    if math.isinf(high):
+        return f"above {short(low)}"
+    return f"below {short(high)}" if low == 0 else f"{short(low)} .. {short(high)}"

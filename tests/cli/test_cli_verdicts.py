@@ -50,3 +50,5 @@ def test_a_run_that_nobody_could_judge_is_not_healthy(tmp_path, capsys):
     states = dict.fromkeys(("net.0", "net.2", "head"), LayerState("not judged", "frozen"))
     logged(tmp_path / "b" / FILE, replace(measured(10), states=states))
     assert "no layer was judged at step 10: frozen" in fails(["verdicts", tmp_path / "b"], capsys)
+    logged(tmp_path / "c" / FILE, replace(measured(10), states={}, summary={}, verdicts=()))
+    assert "no layer was judged at step 10: no judge has seen this" in fails(["verdicts", tmp_path / "c"], capsys)

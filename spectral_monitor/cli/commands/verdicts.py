@@ -7,7 +7,7 @@ import json
 
 from spectral_monitor.cli.parser import add_run, command
 from spectral_monitor.cli.reading import records
-from spectral_monitor.reporting.content.tally import latest_judged
+from spectral_monitor.reporting.content.tally import latest_judged, tally
 from spectral_monitor.reporting.files.json_values import plain_row
 
 
@@ -31,9 +31,9 @@ def _verdicts(args: argparse.Namespace) -> int:
     judged = latest_judged(run)
     if judged is None:
         raise ValueError(f"nothing was judged in {len(run)} measurements: none of the quantities compared was measured")
-    unjudged = bool(judged.states) and all(state.state == "not judged" for state in judged.states.values())
-    if unjudged and not judged.verdicts:
-        reason = next(iter(judged.states.values())).reason
+    count = tally(judged)
+    if not count.judged and not judged.verdicts:
+        reason = next(iter(count.not_judged), "")
         raise ValueError(f"no layer was judged at step {judged.step}{f': {reason}' if reason else ''}")
     if args.json:
         print(json.dumps([plain_row(verdict.to_row()) for verdict in judged.verdicts], indent=2, allow_nan=False))

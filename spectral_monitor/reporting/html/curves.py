@@ -9,7 +9,7 @@ from textwrap import wrap
 import torch
 from torch import Tensor
 
-from spectral_monitor.condition.verdict import short
+from spectral_monitor.condition.verdict import within
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.families import OTHERS, kind, kinds
@@ -281,8 +281,7 @@ class _Chart:
         low, high = self.limits[k, -1].tolist()
         if math.isnan(low) or math.isnan(high):
             return ""
-        words = f"above {short(low)}" if math.isinf(high) else f"{short(low)} .. {short(high)}"
-        return f"<br>should be {words if low > 0 else f'below {short(high)}'} at step {self.steps[-1]}"
+        return f"<br>should be {within(low, high)} at step {self.steps[-1]}"
 
     def bands(self) -> Iterator[Figure]:
         """Return the band that most layers share as an area; one-sided limits, and the bands of others, as lines."""
