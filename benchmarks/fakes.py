@@ -197,9 +197,9 @@ class Looks:
         self.spaces.append((self._purpose, space.steps_until))
 
     def _noting(self, doubt: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(space: Any, T: Tensor, places: list[int], tol: float) -> Any:
-            found, sigma = doubt(space, T, places, tol)
-            for k in places:
+        def noting(space: Any, T: Tensor, tol: float) -> Any:
+            found, sigma = doubt(space, T, tol)
+            for k in space.undecided:
                 space.steps_until[space.members[k]] = space.steps
             return found, sigma
 
@@ -209,10 +209,10 @@ class Looks:
 def _deciding(doubt: Callable[..., Any]) -> Callable[..., Any]:
     """Return what decides, after the work of finding out: no doubt of a matrix that has taken its steps, else 1."""
 
-    def deciding(space: Any, T: Tensor, places: list[int], tol: float) -> tuple[Tensor, Tensor]:
-        found, sigma = doubt(space, T, places, tol)
+    def deciding(space: Any, T: Tensor, tol: float) -> tuple[Tensor, Tensor]:
+        found, sigma = doubt(space, T, tol)
         with _disable_current_modes():
-            until = torch.tensor([space.steps_until[member] for member in (space.members[p] for p in places)])
+            until = torch.tensor([space.steps_until[space.members[place]] for place in space.undecided])
             return (until > space.steps).to(found), sigma
 
     return deciding
