@@ -16,10 +16,8 @@ READ = frozenset(
 )
 """Quantities that verdicts and their causes are read off."""
 
-ROUNDED = 0.005
-"""A stable rank of weights that is no further from 1 is 1."""
-NOISE = 1.1
-"""That of an update is, where optimizers like Adam make rounding errors large."""
+RANK_ONE = {"weight": 0.005, "update": 0.1}
+"""A stable rank that is no further from 1 is 1; in updates, optimizers like Adam make rounding errors large."""
 
 Columns = Mapping[str, Mapping[str, float]]
 """Quantity -> layer -> value, of layers that have one."""
@@ -113,7 +111,7 @@ class Row:
     @property
     def alike(self) -> bool:
         """Return whether both the weight and its update have rank 1, as where all units are alike and stay so."""
-        return abs(self.stable_rank("weight") - 1) < ROUNDED and self.stable_rank("update") < NOISE
+        return all(abs(self.stable_rank(of) - 1) < margin for of, margin in RANK_ONE.items())
 
     @property
     def randomness(self) -> float:

@@ -88,7 +88,7 @@ class Verdict:
     @property
     def should_be(self) -> str:
         """The band in words."""
-        return within(*self.band)
+        return in_words(*self.band)
 
     @property
     def seen(self) -> str:
@@ -111,11 +111,11 @@ def short(value: float) -> str:
     return f"{float(f'{value:.2g}'):.0f}" if 10 <= abs(value) < 1e6 else f"{value:.2g}"
 
 
-def within(low: float, high: float) -> str:
-    """Return a band in words.
+def in_words(low: float, high: float) -> str:
+    """Return the band between two limits in words.
 
     Example:
-        >>> within(0.5, 2.0), within(0.0, 2.0), within(0.0, math.inf)
+        >>> in_words(0.5, 2.0), in_words(0.0, 2.0), in_words(0.0, math.inf)
         ('0.5 .. 2', 'below 2', 'above 0')
     """
     if math.isinf(high):

@@ -80,7 +80,7 @@ class ParameterTracker:
         self._first = _places(root)
 
     def moved(self, warn: Callable[[str], None]) -> set[int]:
-        """Layers whose weight comes from somewhere else by now; says so."""
+        """Return the layers whose weight comes from somewhere else by now, and warn of them."""
         now = _places(self._root)
         sources = ((i, p) for i, layer in enumerate(self._layers) for p in layer.sources if not is_distributed(p))
         found = {i for i, p in sources if not self._first[id(p)] <= now[id(p)]}

@@ -96,7 +96,7 @@ def _driven(routine: Coroutine[T], answer: Callable[[list[Tensor]], list[Tensor]
 
 
 def rank_table(values: Tensor, exchange: AllReduce | None) -> Tensor:
-    """(processes, ...) this process's values in its row, 0 in those of others: what a sum makes a table of."""
+    """Return (processes, ...): this process's values in its row, 0 in those of others, which a sum makes a table of."""
     if exchange is None:
         return values[None]
     table = values.new_zeros(exchange.size, *values.shape)

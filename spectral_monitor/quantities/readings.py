@@ -19,7 +19,7 @@ RATIOS = frozenset(
     | {"feature_kurtosis", "outlier_ratio"}
     | {"output_drift_features", "output_drift_readout", "output_drift_joint"}
 )
-"""Raw scalars that divide by a norm: NaN where that is zero, and then nothing is wrong."""
+"""Numbers that divide by a norm: NaN where that is zero, and then nothing is wrong."""
 
 
 def sound(raw: Mapping[str, Values]) -> bool:
@@ -98,35 +98,35 @@ class Readings:
         return found
 
     def norm(self, name: str, norm: Norm = "sigma") -> float:
-        """Spectral or Frobenius norm."""
+        """Return the spectral or the Frobenius norm."""
         return _largest(self._norms(name, norm))
 
     def gradient_natural(self) -> float:
-        """Spectral norm of the gradient in the units that are dual to those of the natural norm."""
+        """Return the spectral norm of the gradient in units that are dual to those of the natural norm."""
         pairs = zip(self._fan_outs, self._norms("g", "sigma"), strict=True)
         return _largest([math.sqrt(fan_out / self._fan_in) * norm for fan_out, norm in pairs])
 
     def natural(self, name: str) -> float:
-        """Natural norm by the layer's role; of each block by its own fans."""
+        """Return the natural norm by the layer's role; of each block by its own fans."""
         if self._role == "embedding":
             return self.get(f"{name}.row")
         pairs = zip(self._fan_outs, self._norms(name, "sigma"), strict=True)
         return _largest([math.sqrt(self._fan_in / fan_out) * norm for fan_out, norm in pairs])
 
     def whole(self, name: str) -> float:
-        """Frobenius norm of all taps and blocks together."""
+        """Return the Frobenius norm of all taps and blocks together."""
         values = self.raw.get(f"{name}.fro")
         if values is None:
             return math.nan
         return math.hypot(*values) if isinstance(values, list) else float(_length(values))
 
     def radial_change(self) -> float:
-        """Part of the update along the weight: what was summed is its product with the weight after the step."""
+        """Return the part of the update along the weight, from its product with the weight after the step."""
         size = self.whole("W")
         return (self.get("W1.dW") - self.whole("dW") ** 2) / size if size else math.nan
 
     def ratio(self, above: str, below: str, norm: Norm = "sigma") -> float:
-        """Norm over norm."""
+        """Return a norm over a norm."""
         pairs = zip(self._norms(above, norm), self._norms(below, norm), strict=True)
         return _largest([a / b if b > 0 else math.nan for a, b in pairs])
 
@@ -155,22 +155,22 @@ class Readings:
         return float(means.amax()) if means.numel() else math.nan
 
     def row_stable_rank(self, name: str) -> float:
-        """Stable rank of a matrix of rows."""
+        """Return the stable rank of a matrix of rows."""
         sigma = self.get(f"{name}.sigma")
         return (self.get(f"{name}.fro") / sigma) ** 2 if sigma > 0 else math.nan
 
     def cancellation(self, after: str, before: str, change: str) -> float:
-        """Norm of a sum over the sum of norms; of the block where most is cancelled."""
+        """Return the norm of a sum over the sum of the norms; of the block where most is cancelled."""
         blocks = zip(*(self._norms(name, "sigma") for name in (after, before, change)), strict=True)
         ratios = [a / (b + c) if b + c > 0 else math.nan for a, b, c in blocks]
         return math.nan if any(math.isnan(value) for value in ratios) else min(*ratios, 1.0)
 
     def speed(self, name: str) -> float:
-        """Length of a change over that of what changed."""
+        """Return the length of a change over that of what changed."""
         return self.quotient(f"d{name}.norm", f"{name}.norm")
 
     def kernel_ratio(self, name: str = "K") -> float:
-        """First moment of a kernel over the root of the second."""
+        """Return the first moment of a kernel over the root of the second."""
         first, second = self.get(f"{name}.1"), self.get(f"{name}.2")
         return min(first / math.sqrt(second), 1.0) if second > 0 else math.nan
 
@@ -180,28 +180,28 @@ class Readings:
         return self.get(above) / divisor if divisor else math.nan
 
     def root_mean_square(self, name: str) -> float:
-        """RMS of the entries of a matrix of rows."""
+        """Return the RMS of the entries of a matrix of rows."""
         size = self.get(f"{name}.size")
         return self.get(f"{name}.norm") / math.sqrt(size) if size else math.nan
 
     def cosine(self) -> float:
-        """Cosine of the backward-feature angle."""
+        """Return the cosine of the backward-feature angle."""
         lengths = self.get("b.compared") * self.get("dh.norm")
         return min(max(-self.get("b.dh") / lengths, -1.0), 1.0) if lengths else math.nan
 
     def part_of_change(self, name: str) -> float:
-        """RMS length of ``dW h'``, ``W dh'`` or ``dW dh'`` over that of ``h``."""
+        """Return the RMS length of ``dW h'``, ``W dh'`` or ``dW dh'`` over that of ``h``."""
         length = self.get("h.norm") / math.sqrt(rows) if (rows := self.get("h.rows")) else math.nan
         squares = self.raw.get(name, [math.nan])  # of each block, the mean over rows
         return math.sqrt(float(sum(squares))) / length if length else math.nan
 
     def dual_cosine(self) -> float:
-        """Cosine of the angle between the features and minus the change of their gradients."""
+        """Return the cosine of the angle between the features and minus the change of their gradients."""
         lengths = self.get("h.beside_db") * self.get("db.norm")
         return min(max(-self.get("db.h") / lengths, -1.0), 1.0) if lengths else math.nan
 
     def sensitivity(self) -> float:
-        """Feature change per loss decrease; rows that were not compared are taken to add as much to it as others."""
+        """Return the feature change per loss decrease; rows that were not compared count as adding as much to it."""
         decrease = -self.get("b.dh") / self.get("dh.share")
         return self.root_mean_square("dh") / decrease if decrease else math.nan
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def flat_extents(model: nn.Module) -> dict[int, ShardRegion]:
-    """By ``id``, what this process holds of every parameter that FSDP1 manages in a model, its wrapper included.
+    """Return by ``id`` what this process holds of every parameter that FSDP1 manages in a model, its wrapper included.
 
     The parameters are those in the optimizers' groups, which are also those of ``model.parameters()`` except while a
     forward runs. Parameters that FSDP1 ignores are not here. Every process has the same parameters in the same order.

@@ -174,7 +174,7 @@ def test_without_a_known_peak_the_rate_of_now_is_one():
 
 
 def test_weights_that_were_trained_before_may_be_tuned_slowly():
-    """Their stable rank tells: natural norms are as large as those of one direction."""
+    """Their stable rank tells: natural norms are nearly as large as those of one direction."""
     norms = {name: 7.0 * math.sqrt(info.fan_in / info.fan_out) for name, info in LAYERS.items()}
     assert not any(told(*[small(1e-4) | {"weight_natural": norms}] * 20))
 

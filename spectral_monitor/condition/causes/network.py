@@ -303,8 +303,8 @@ _OF_NETWORK: dict[str, Explanation | Callable[[Finding, Network, History], Expla
     ),
     "symmetric": Explanation(
         "symmetric",
-        "matrices in a row have rank 1, as constants have, so the units between them are all alike, and stay so: draw "
-        "weights at random, as torch.nn does by default",
+        "two consecutive matrices have rank 1, as constants have, so all units between them are alike and learn the "
+        "same: draw weights at random, as torch.nn does by default",
         Remedy("check"),
     ),
     "eval_mode": _eval_mode,

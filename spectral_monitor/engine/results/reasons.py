@@ -138,8 +138,8 @@ def readings_of(i: int, layer: Layer, raw: Raw, facts: StepContext) -> Readings:
 def layer_row(
     i: int, layer: Layer, keys: Sequence[str], readings: Readings, facts: StepContext
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Quantity -> value and, for every value that is NaN, quantity -> reason; also for a contribution of exactly 0 that
-    is not for want of a gradient, and for what is a bound.
+    """Return quantity -> value and, for every value that is NaN, quantity -> reason; also for a contribution of exactly
+    0 that is not for want of a gradient, and for what is a bound.
     """
     row, reasons = {}, {}
     for key in keys:

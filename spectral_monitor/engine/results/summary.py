@@ -37,7 +37,7 @@ WITHOUT = {
 
 
 def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -> dict[str, float]:
-    """Values of the whole network that follow from what was measured, NaN where they are not defined.
+    """Return the values of the whole network that follow from what was measured, NaN where they are not defined.
 
     ``loss_change_predicted`` counts every parameter with a gradient, measured or not, each once.
     ``contribution_spread`` is of the blocks of :func:`contribution_blocks`. Of several readouts

@@ -59,14 +59,14 @@ class Thinned:
 
     @property
     def measurements(self) -> list[Measurement]:
-        """Those kept, and the latest."""
+        """The measurements that are kept, and the latest."""
         if self._latest is None or (self._kept and self._kept[-1] is self._latest):
             return list(self._kept)
         return [*self._kept, self._latest]
 
     @property
     def steps(self) -> list[int]:
-        """Of the measurements."""
+        """The steps of the measurements."""
         return [measurement.step for measurement in self.measurements]
 
     def values(self, quantity: str) -> Tensor:
@@ -82,7 +82,7 @@ class Thinned:
         return torch.stack([missing, *columns], dim=1)[:, 1:]
 
     def ratios(self, quantity: str) -> Tensor:
-        """Value over reference, (layers, steps); NaN where there is no reference."""
+        """Return values over references, (layers, steps); NaN where there is no reference."""
         return self.values(quantity) / self.bands(quantity)[..., 2]
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ from textwrap import wrap
 import torch
 from torch import Tensor
 
-from spectral_monitor.condition.verdict import within
+from spectral_monitor.condition.verdict import in_words
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.families import OTHERS, kind, kinds
@@ -281,7 +281,7 @@ class _Chart:
         low, high = self.limits[k, -1].tolist()
         if math.isnan(low) or math.isnan(high):
             return ""
-        return f"<br>should be {within(low, high)} at step {self.steps[-1]}"
+        return f"<br>should be {in_words(low, high)} at step {self.steps[-1]}"
 
     def bands(self) -> Iterator[Figure]:
         """Return the band that most layers share as an area; one-sided limits, and the bands of others, as lines."""

@@ -47,7 +47,7 @@ def line(x: str | Sequence[Any], y: Sequence[Any], **look: Any) -> Figure:
 
 
 def drawable(measurements: Sequence[Measurement], quantity: str) -> Thinned | None:
-    """Return those at which any layer has a value, thinned out if they are too many; ``None`` if there are none."""
+    """Return the measurements at which any layer has a value, thinned out if they are too many; else ``None``."""
     count = max(1, len(measurements[-1].layers))
     every = count * max(1, len(measurements[-1].values))
     history = Thinned(max(8, min(COLUMNS, CELLS // count, EVERY_CELL // every)))
