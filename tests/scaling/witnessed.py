@@ -50,7 +50,19 @@ class Witnessed(Noisy):
         end = time.monotonic() + 60
         while done > len(file.read_text().splitlines() if file.exists() else []) and time.monotonic() < end:
             time.sleep(0.05)  # until what was done before has arrived
+        while held_by_dask() and time.monotonic() < end:
+            time.sleep(0.05)  # until dask's scheduler has heard that nobody wants it any more, which comes later
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def held_by_dask():
+    """How many results this process keeps for dask; none where it is no worker of dask's."""
+    try:
+        from distributed import get_worker
+
+        return len(get_worker().data)
+    except (ImportError, ValueError):
+        return 0
 
 
 def witnesses(folder):
