@@ -72,17 +72,17 @@ mutation: $(READY)
 	for package in linalg functional condition correction; do $(BIN)/python -m tests.mutation.run $$package; done
 
 bench: $(READY)
-	$(BIN)/python benchmarks/estimator.py --quick
-	$(BIN)/python benchmarks/cost.py
-	$(BIN)/python benchmarks/scaling.py --quick
-	$(BIN)/python benchmarks/transfer.py --quick --results /dev/null --tasks "MLP, Adam"
+	$(BIN)/python -m benchmarks.accuracy.estimator --quick
+	$(BIN)/python -m benchmarks.cost
+	$(BIN)/python -m benchmarks.counting.scaling --quick
+	$(BIN)/python -m benchmarks.rates.transfer --quick --results /dev/null --tasks "MLP, Adam"
 
 bench-check: $(READY)
-	$(BIN)/python benchmarks/cost.py --check
+	$(BIN)/python -m benchmarks.cost --check
 
 # On a machine with an accelerator, at most eight minutes; writes docs/gpu.md.
 gpu: $(READY)
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf $(VENV) build site *.egg-info .mypy_cache .ruff_cache .pytest_cache

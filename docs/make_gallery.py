@@ -2,7 +2,7 @@
 
     python docs/make_gallery.py --data ../shared/data
 
-The faults are those of benchmarks/faults.py. It takes some minutes; the folder of data is described there.
+The faults are those of benchmarks/rates/faults.py. It takes some minutes; the folder of data is described there.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from faults import FAULTS, begin
-from tuned import DATA, train
-
+sys.path.append(str(Path(__file__).parents[1]))
+from benchmarks.rates.faults import FAULTS, begin
+from benchmarks.rates.tuned import DATA, train
 from spectral_monitor import Measurement, SpectralConditionWarning
 from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.heatmap import heatmap
@@ -56,7 +55,7 @@ for each layer and a column for each measurement: red means that the layer's upd
 other layers, blue that they are too small, grey that they were not measured. The quoted line is the first verdict that
 names the fault.
 
-*Made by `docs/make_gallery.py` from `benchmarks/faults.py`. [How often verdicts are right](verdict_quality.md) was
+*Made by `docs/make_gallery.py` from `benchmarks/rates/faults.py`. [How often verdicts are right](verdict_quality.md) was
 measured on other recipes and faults.*
 """
 

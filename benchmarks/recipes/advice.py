@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from recipes.recipe import Fault
-from recipes.run import Run
+from benchmarks.recipes.recipe import Fault
+from benchmarks.recipes.run import Run
 from spectral_monitor.condition import Verdict
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from recipes.recipe import Fault
-from recipes.run import Record
+from benchmarks.recipes.recipe import Fault
+from benchmarks.recipes.run import Record
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition, Verdict
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recipes.run import Run
+from benchmarks.recipes.run import Run
 
 
 class Lion(Optimizer):

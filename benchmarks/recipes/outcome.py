@@ -11,11 +11,11 @@ from statistics import fmean
 from scipy.stats import beta
 from tqdm import tqdm
 
-from recipes.advice import change, follow
-from recipes.judged import Told, judged, right
-from recipes.recipe import Fault, Half, Recipe
-from recipes.records import faulty, healthy, recorded, suite
-from recipes.run import Record
+from benchmarks.recipes.advice import change, follow
+from benchmarks.recipes.judged import Told, judged, right
+from benchmarks.recipes.recipe import Fault, Half, Recipe
+from benchmarks.recipes.records import faulty, healthy, recorded, suite
+from benchmarks.recipes.run import Record
 from spectral_monitor.condition import SpectralCondition, save_profile
 
 SEEDS = (0, 1)

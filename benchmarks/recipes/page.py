@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from recipes.outcome import RUINS, WORSE, Faulty, Healthy, first_words, shares
-from recipes.recipe import Half
+from benchmarks.recipes.outcome import RUINS, WORSE, Faulty, Healthy, first_words, shares
+from benchmarks.recipes.recipe import Half
 
 INTRODUCTION = """\
 # How good are the verdicts?
@@ -15,7 +15,7 @@ INTRODUCTION = """\
 The suite in `benchmarks/recipes` has recipes with the hyper-parameters that people publish, in small, and faults that
 people make. Rules and limits of the judge were found on one half of it. This page is about the other half, which was
 run once they were fixed: {recipes} healthy recipes in {healthy} runs and {faults} faults, measured at the default
-schedule (steps 1, 2, 4, 8, ... and every 100). It is made by `python benchmarks/recipes.py --width --write
+schedule (steps 1, 2, 4, 8, ... and every 100). It is made by `python -m benchmarks.recipes --width --write
 docs/verdict_quality.md`; `--half development` makes the same of the first half.
 
 This half is no longer unseen. When it was first run, 40 of 47 faults that ruin a run were found. Of 67 causes 64 were

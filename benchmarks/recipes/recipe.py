@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from recipes.run import Run
+from benchmarks.recipes.run import Run
 
 Half = Literal["development", "held out"]
 

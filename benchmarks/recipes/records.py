@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from recipes.recipe import Fault, Half, Recipe
-from recipes.run import Record, Run, train
+from benchmarks.recipes.recipe import Fault, Half, Recipe
+from benchmarks.recipes.run import Record, Run, train
 
 
 def suite(half: Half) -> tuple[tuple[Recipe, ...], tuple[Fault, ...]]:
     """Return the recipes and the faults of one half."""
     if half == "development":
-        from recipes import development as chosen
+        from benchmarks.recipes import development as chosen
     else:
-        from recipes import heldout as chosen
+        from benchmarks.recipes import heldout as chosen
     return chosen.RECIPES, chosen.FAULTS
 
 

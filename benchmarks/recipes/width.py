@@ -1,8 +1,8 @@
 """Is "wider at the same learning rate" seen against a narrow run's profile, and does what it advises help?
 
-    python benchmarks/recipes/width.py                # every task, the seeds that played no part in the rule
-    python benchmarks/recipes/width.py --seeds 0 1    # those that the rule was found on
-    python benchmarks/recipes/width.py --tasks "MLP, Adam"
+    python -m benchmarks.recipes.width                # every task, the seeds that played no part in the rule
+    python -m benchmarks.recipes.width --seeds 0 1    # those that the rule was found on
+    python -m benchmarks.recipes.width --tasks "MLP, Adam"
 
 A narrow run with one seed is the profile. Then come, with another seed, the narrow run again, the wide one at the same
 learning rate, and the wide one at the rate that the finding advises; that one with the profile's seed too, which the
@@ -13,7 +13,6 @@ three others. The rule was found on the tasks in :data:`FOUND_ON`; the others pl
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,10 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, mse_loss, scaled_dot_product_attention
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-from recipes.development_common import characters, classification, digit_split, fixed, language, private
-from recipes.run import Run
+from benchmarks.recipes.development.common import characters, classification, digit_split, fixed, language, private
+from benchmarks.recipes.run import Run
 from spectral_monitor import Measurement, SpectralProbe
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.references.profile import Profile, load_profile, save_profile

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-import any_rate
 import pytest
-from any_rate import Losses, one, table
-from recipes.records import suite
+
+from benchmarks.rates import any_rate
+from benchmarks.rates.any_rate import Losses, one, table
+from benchmarks.recipes.records import suite
 
 
 @pytest.fixture

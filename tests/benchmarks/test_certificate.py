@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import certificate
 import pytest
-import sections
 import torch
-from certificate import FAMILIES, clopper_pearson, complaints, make, one_round
 
+from benchmarks import sections
+from benchmarks.accuracy import certificate
+from benchmarks.accuracy.certificate import FAMILIES, clopper_pearson, complaints, make, one_round
 from spectral_monitor.linalg import SpectralEstimate
 from spectral_monitor.linalg import spectral_norms as estimate_module
 

@@ -8,16 +8,16 @@ import re
 import sys
 from pathlib import Path
 
-import cost
-import cost_further
 import pytest
-from cost_cases import FIXED, LEFT_OUT
-from cost_check import compare_counts, compare_ratios, table
-from cost_further import EXACT, counted_with, further
-from cost_models import Size
-from cost_page import amortized, page
-from cost_rounds import PLAIN, Timing, plan_of
 
+from benchmarks.cost import __main__ as cost
+from benchmarks.cost import further as cost_further
+from benchmarks.cost.cases import FIXED, LEFT_OUT
+from benchmarks.cost.check import compare_counts, compare_ratios, table
+from benchmarks.cost.further import EXACT, counted_with, further
+from benchmarks.cost.models import Size
+from benchmarks.cost.page import amortized, page
+from benchmarks.cost.rounds import PLAIN, Timing, plan_of
 from spectral_monitor.quantities import QUANTITIES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -104,13 +104,13 @@ def test_ratios_are_of_neighbouring_steps():
 
 
 def test_the_page_is_what_the_data_make_of_it():
-    """`python benchmarks/cost.py --page` writes it again."""
+    """`python -m benchmarks.cost --page` writes it again."""
     found = json.loads((DOCS / "cost.json").read_text())
     assert (DOCS / "cost.md").read_text() == page(found)
 
 
 def test_every_quantity_beyond_tier_standard_has_a_row():
-    """Counted again by `python benchmarks/cost.py --only further`."""
+    """Counted again by `python -m benchmarks.cost --only further`."""
     section = (DOCS / "cost.md").read_text().split("## What each further quantity adds")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)`(?:, which no layer here has)? \|(.*)\|$", section, re.MULTILINE)
     assert [key for key, _ in rows] == [key for key in QUANTITIES if QUANTITIES[key].tier == "full"]

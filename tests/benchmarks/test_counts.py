@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import counts
 import pytest
 import torch
-from counts import Watch
 from torch import nn
+
+from benchmarks.counting import counts
+from benchmarks.counting.counts import Watch
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,14 @@ import math
 import warnings
 from types import SimpleNamespace
 
-import gpu
-import gpu_cost
 import pytest
 import torch
-from cost_models import Size
-from gpu_trainers import Outcome
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from benchmarks.cost.models import Size
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import cost as gpu_cost
+from benchmarks.gpu.trainers import Outcome
 from spectral_monitor.functional import (
     activation_ratio,
     backward_feature_cosine,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import gpu_trainers as trainers
 import pytest
 import torch
 
+from benchmarks.gpu import trainers
 from spectral_monitor import SpectralMonitor
 
 GPU_ALONE = ("capturable", "FSDP over")

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from recipes.advice import change, follow
-from recipes.judged import judged, right
-from recipes.outcome import Share
-from recipes.records import faulty, healthy, suite
-from recipes.run import train
+
+from benchmarks.recipes.advice import change, follow
+from benchmarks.recipes.judged import judged, right
+from benchmarks.recipes.outcome import Share
+from benchmarks.recipes.records import faulty, healthy, suite
+from benchmarks.recipes.run import train
 
 RECIPES, FAULTS = suite("development")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scaling import Case, measure
+from benchmarks.counting.scaling import Case, measure
 
 
 def test_what_is_counted_on_one_process():

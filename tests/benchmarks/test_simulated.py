@@ -7,17 +7,16 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import fakes
 import pytest
-import simulation
 import torch
-from fakes import FakeLedger, Values
-from ledger import Ledger, Sent
-from llama import TINY
-from onestep import Way, real
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spectral_monitor
+from benchmarks.counting import fakes, simulation
+from benchmarks.counting.fakes import FakeLedger, Values
+from benchmarks.counting.ledger import Ledger, Sent
+from benchmarks.counting.llama import TINY
+from benchmarks.counting.one_step import Way, real
 from tests.gloo import on_processes
 
 TOKENS = (2, 32)

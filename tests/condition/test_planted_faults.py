@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faults import FAULTS, begin, examine, found, named
-from tuned import DATA, TASKS, start, train
 
+from benchmarks.rates.faults import FAULTS, begin, examine, found, named
+from benchmarks.rates.tuned import DATA, TASKS, start, train
 from spectral_monitor import SpectralProbe
 
 QUICK = ("hidden lr x100", "biases at -100", "readout init x30")

@@ -221,7 +221,7 @@ def test_a_readout_that_begins_at_zero_has_the_growth_of_the_closed_form(tmp_pat
 
 @pytest.mark.slow
 def test_a_wide_perceptron_at_the_narrow_rate_is_named_and_better_off_with_the_advice():
-    from recipes.width import TASKS, study
+    from benchmarks.recipes.width import TASKS, study
 
     result = study(next(task for task in TASKS if task.name == "MLP, Adam"), 2, 3)
     assert result.named

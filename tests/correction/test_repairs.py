@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from faults import FAULTS, begin
-from repair import final_loss, healthy_loss
-from tuned import DATA, TASKS, start
 
+from benchmarks.rates.faults import FAULTS, begin
+from benchmarks.rates.repair import final_loss, healthy_loss
+from benchmarks.rates.tuned import DATA, TASKS, start
 from spectral_monitor.condition import NETWORK
 
 LEARNT = 0.003

@@ -7,8 +7,9 @@ import itertools
 
 import pytest
 import torch
-from char_transformer import CharTransformer
-from counts import Counts, Watch, beyond, count
+
+from benchmarks.char_transformer import CharTransformer
+from benchmarks.counting.counts import Counts, Watch, beyond, count
 
 TIERS = ("light", "standard")
 MATRICES = ("W", "dW", "drift")

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.accuracy import matrices
 from spectral_monitor.functional import spectral_norm_bounds
 from spectral_monitor.linalg import ShardedStack, lanczos, run_local, spectral_estimate, tame
 from spectral_monitor.linalg import spectral_norms as estimate_module
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COLUMNS = ("sigma", "sigma_low", "error_bound", "sigma_high", "fro")
-
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-matrices = _load("matrices")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,1 @@
+"""How good spectral norms are, and features from few rows."""

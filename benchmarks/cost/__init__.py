@@ -1,0 +1,1 @@
+"""What a measured step costs beside a plain one."""

@@ -1,0 +1,329 @@
+"""docs/cost.md from docs/cost.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.cost.cases import FROBENIUS, FULL, LIGHT, STANDARD, UNMEASURED
+from benchmarks.cost.further import SMALL
+from benchmarks.cost.peers import PEERS
+
+INTERVALS = (10, 50, 100)
+COLUMNS = {
+    "operators": "operators",
+    "read": "MB read",
+    "allocations": "tensors made",
+    "peak": "MB more at the peak",
+    "crossings": "waits for the device",
+    "forwards": "forwards",
+    "passes of W, mean": "passes over `W`",
+    "passes of dW, mean": "over `dW`",
+    "passes of drift, mean": "over `W - W0`",
+}
+SINKS = {"TensorBoard": "TensorBoard", "JSON lines": "the run's own file (JSON lines)", "W&B, offline": "W&B, offline"}
+
+HEAD = """# What it costs
+
+*Made by `python -m benchmarks.cost` (`make bench`) from [cost.json](cost.json), {mode}, {date}.*
+
+An unmeasured step costs a comparison. A measured one, of a {millions:.1f}-million-parameter character transformer
+({depth} blocks, width {width}, batch {batch} x {context}) under Lightning, in plain steps ({plain:.2f} s each):
+"""
+MACHINE = """Measured on {where}; {system}, Python {python}, torch {torch}, Lightning {lightning},
+threads: {threads}, {precision}, {date}. Steps take turns in one run, plain and measured, and each is compared with the
+plain step right before it: the median, and the least and the most of {rounds} rounds (slow ones: one). The
+system's load was {load} before it began{busy}.
+
+Ratios depend on how fast a machine multiplies matrices compared with how fast it reads memory: a plain step does
+hundreds of multiplications for each weight it reads, a norm a few. Here it is {gflop:,} billion multiplications and
+additions a second (1024 x 1024) and {copy} GB/s (copying, read and written). They also depend on the batch: the larger
+it is, the less a measured step costs beside a plain one.
+"""
+SPECTRAL = """
+The largest singular values of `W`, `dW` and `W - W0` (tier `"light"` less Frobenius norms alone) take the time of
+{reads:.0f} readings of all weights at that speed.
+"""
+INTERVAL = """
+Lines are 1 + (ratio - 1) / every_n_steps. The point is measured: whole intervals of {every} steps, one of them
+measured, took {ratio:.3f} ({low:.3f} to {high:.3f}) of the time of as many plain steps; the line says {expected:.3f}.
+"""
+TURN = """## What to turn down first
+
+* **Measure less often.** `every_n_steps` divides all of it. {default}
+* **Replay few samples**, as the default does. `replay_samples=None` runs the whole forward again after the step, to see
+  how features change, and takes longer; `replay_samples=2` runs two samples.
+* **Measure less.** `quantities="light"` takes no forward and no hooks; a list of keys pays for those and no others
+  ([quantities](quantities.md) says what each takes). `exclude=["*.bias"]` leaves out vectors.
+* **Leave tier `"full"` for short runs of small models.** {full}Most of it is `bfk_ratio`, which goes back from every
+  layer to the first eight times, so that it grows with the square of the depth. With an MLP of ten layers (batch 128,
+  128 and 512 wide, one thread, 2026-11-22) a step at `"full"` took 3 to 6 times as long as one at `"standard"`, and
+  without `bfk_ratio` about as much as `"standard"` and one more step.
+"""
+COUNTS = """## Counted
+
+What one measured step of the same model does more than a plain one; the same on every machine, but for rounding. A pass
+is one reading of all of a matrix. Looking for the largest singular value takes two for each step of block Lanczos; that
+takes as many steps as it needs. `make bench-check` counts again, and fails if one of these has grown.
+"""
+FURTHER = """## What each further quantity adds
+
+Quantities that come with tier `"full"` or by name, each alone on top of tier `"standard"`: counted, not timed, and the
+same on every machine, but for rounding. The transformer has {millions:.1f} million parameters ({label}). At the step
+that is counted the run's first batch is looked at again. What several quantities need is paid for once: those of
+Adam's state together cost what one of them does. A backward pass goes through the model or a part of it. The last
+column has norms too, whose number of steps depends on the matrices; the others leave them out. Below 0: with that
+quantity the rows of all layers are gathered in another way, by fewer operators, which read less.
+"""
+VISION = """## Images
+
+Convolutions, depthwise ones among them, and patches; random images, AdamW. The last but one column is of tier
+`"standard"`; `max_overhead` holds it below 1 % wherever a step takes more.
+"""
+BESIDE = """## Compiled models and half precision
+
+The transformer of the headline with its forward compiled, under autocast, and both. Features come from a few
+samples that run [beside the step](how_it_works.md#how-a-step-is-measured-without-changing-it), forward twice and once
+backward, eagerly and in full precision. The plain step is of the same kind.
+"""
+WRITING = """## Writing it down
+
+`benchmarks/cost/writing.py`: a network of {matrices} matrices, all quantities, per measured step, until everything is
+in the file. TensorBoard and W&B get the [essential numbers](panels.md#what-is-logged), the run's own file all of them.
+Means include pictures at every 20th measurement; the page, which W&B gets once, some 5 MB, is not in it:
+"""
+NAMES = """Most of what TensorBoard and W&B write is the names of the numbers, again at every step: 40 and 56 bytes a
+number, which neither file format can do without. With `log="all"`, all 3,000 numbers, it is a hundred kilobytes and
+more, and W&B's own process, which is told of every key once, takes some 15 s of another core's time.
+"""
+RANKS = """## Several processes
+
+DistributedDataParallel over gloo, one thread each, on {cores} cores (where there are fewer cores than processes the
+times include waiting). [What is sent](scaling.md) is counted on a page of its own.
+"""
+NO_GPU = """## GPUs
+
+Ratios on a GPU, with what the host waits for and the share of training time, are on [a page of their own](gpu.md).
+`python -m benchmarks.cost --device cuda` compares with peers there: GPT-2 with 124 and 350 million parameters in
+bf16-mixed.
+"""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]]) + "\n"
+
+
+def ratio(row: Mapping[str, Any]) -> str:
+    """Median, least and most."""
+    if 0 <= row["ratio"] - 1 < 5e-3:
+        return f"{row['ratio']:.5f}"
+    spread = f" ({row['low']:.2f} to {row['high']:.2f})" if row["rounds"] > 1 else ""
+    return f"{row['ratio']:.2f}{spread}"
+
+
+def amortized(row: Mapping[str, Any], every: int) -> str:
+    """Return what training takes longer by, in percent."""
+    if row["mean"] <= 1:
+        return "in the noise"
+    share = 100 * (row["mean"] - 1) / every
+    return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %" if share >= 0.01 else "< 0.01 %"
+
+
+def _where(machine: Mapping[str, Any]) -> str:
+    cpu = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    return f"one {machine['device']} ({cpu})" if machine["device"] else cpu
+
+
+def _headline(found: Mapping[str, Any]) -> str:
+    one = found["headline"]
+    head = ["", "measured / plain", *(f"training, every {n} steps" for n in INTERVALS)]
+    body = []
+    for name, row in one["rows"].items():
+        if name in PEERS:
+            continue
+        spread = ["" for _ in INTERVALS] if name == UNMEASURED else [amortized(row, n) for n in INTERVALS]
+        body.append([name, ratio(row), *spread])
+    body += [[name, why, "", "", ""] for name, why in one["skipped"].items() if name not in PEERS]
+    size = one["size"]
+    opening = HEAD.format(
+        mode=found["mode"], date=found["machine"]["date"], plain=one["plain"], **size, **_millions(one)
+    )
+    return opening + "\n" + table(head, body)
+
+
+def _millions(one: Mapping[str, Any]) -> dict[str, float]:
+    return {"millions": one["parameters"] / 1e6}
+
+
+def _machine(found: Mapping[str, Any]) -> str:
+    machine = found["machine"]
+    rounds = max(row["rounds"] for row in found["headline"]["rows"].values())
+    words = {key: machine[key] for key in ("system", "python", "torch", "lightning", "threads", "precision", "date")}
+    speeds = {"gflop": machine["gflop_per_s"], "copy": machine["copy_gb_per_s"], "load": machine["load"]}
+    busy = (machine["load"] or 0) > machine["cores"] / 2
+    warning = ": **it was busy with other work, so these times are not to be relied on**" if busy else ""
+    text = MACHINE.format(where=_where(machine), rounds=rounds, busy=warning, **words, **speeds)
+    spectral = found["headline"]["rows"][LIGHT]["extra"] - found["headline"]["rows"][FROBENIUS]["extra"]
+    return text + SPECTRAL.format(reads=spectral / found["headline"]["read_seconds"])
+
+
+def _turn(found: Mapping[str, Any]) -> str:
+    row = found["headline"]["rows"][STANDARD]
+    default = (
+        f'At the default, every hundredth step once training is under way, tier `"standard"` makes training '
+        f"{amortized(row, 100)} longer."
+    )
+    full = found["headline"]["rows"].get(FULL)
+    times = (
+        ""
+        if full is None
+        else f'Here its step takes {full["ratio"] / row["ratio"]:.0f} times as long as one at `"standard"`. '
+    )
+    text = TURN.format(default=default, full=times) + "\n![Cost against the interval](img/cost/interval.png)\n"
+    one = found.get("interval")
+    if one is not None:
+        expected = 1 + (row["mean"] - 1) / one["every"]
+        text += INTERVAL.format(expected=expected, **one)
+    return text
+
+
+def _peers(found: Mapping[str, Any]) -> str:
+    one = found["headline"]
+    body = []
+    for name in (LIGHT, STANDARD, FULL):
+        if name in one["rows"]:
+            row = one["rows"][name]
+            body.append(
+                [f"this monitor, {name}", "[all its quantities](quantities.md)", ratio(row), f"{row['extra']:.3f}"]
+            )
+    for name, what in one["what"].items():
+        row = one["rows"].get(name)
+        body.append(
+            [name, what, *((ratio(row), f"{row['extra']:.3f}") if row else (one["skipped"].get(name, "-"), ""))]
+        )
+    text = "## What others cost\n\nOn the same model in the same run, each against plain steps of its own:\n\n"
+    text += table(["", "what it measures", "its step / plain step", "seconds more"], body)
+    return text + "\n![Cost of a step, beside others](img/cost/peers.png)\n"
+
+
+def _growth(found: Mapping[str, Any]) -> str:
+    text = "## How it grows\n\nOne thing grows, the rest stays:\n\n![Growth](img/cost/growth.png)\n\n"
+    head = ["", "parameters", "plain step, s", LIGHT, STANDARD, "operators", "MB read"]
+    body = []
+    for name, points in found["series"].items():
+        for point in points:
+            cells = [f"{name}: {point['label']}", f"{point['parameters'] / 1e6:.1f} M"]
+            if "skipped" in point:
+                body.append([*cells, point["skipped"], "", "", "", ""])
+                continue
+            cells += [f"{point['plain']:.3f}", *(ratio(point["rows"][kind]) for kind in (LIGHT, STANDARD))]
+            counts = [point["counts"][kind] for kind in (LIGHT, STANDARD)] if "counts" in point else []
+            cells.append(", ".join(f"{count['operators']:,}" for count in counts))
+            cells.append(", ".join(f"{count['read'] / 1e6:,.0f}" for count in counts))
+            body.append(cells)
+    text += table(head, body)
+    return text + "\nOperators and bytes are those a measured step has more than a plain one, of both tiers.\n"
+
+
+def _vision(found: Mapping[str, Any]) -> str:
+    head = ["", "parameters", "plain step, s", LIGHT, STANDARD, "training, every 100 steps", "operators"]
+    body = []
+    for point in found["vision"]:
+        row = point["rows"][STANDARD]
+        operators = ", ".join(f"{point['counts'][kind]['operators']:,}" for kind in (LIGHT, STANDARD))
+        cells = [point["label"], f"{point['parameters'] / 1e6:.1f} M", f"{point['plain']:.2f}"]
+        cells += [ratio(point["rows"][LIGHT]), ratio(row), amortized(row, 100), operators]
+        body.append(cells)
+    return VISION + "\n" + table(head, body)
+
+
+def _beside(found: Mapping[str, Any]) -> str:
+    head = ["", "plain step, s", LIGHT, STANDARD, "training, every 100 steps"]
+    body = []
+    for point in found["beside"]:
+        row = point["rows"][STANDARD]
+        cells = [point["label"], f"{point['plain']:.2f}", ratio(point["rows"][LIGHT]), ratio(row), amortized(row, 100)]
+        body.append(cells)
+    return BESIDE + "\n" + table(head, body)
+
+
+def _counts(found: Mapping[str, Any]) -> str:
+    body = []
+    for name, counts in found["counts"].items():
+        cells = []
+        for key in COLUMNS:
+            value = counts.get(key)
+            in_mb = key in ("read", "peak")
+            cells.append("" if value is None else f"{value / 1e6:,.1f}" if in_mb else f"{value:,}")
+        body.append([name, *cells])
+    return COUNTS + "\n" + table(["", *COLUMNS.values()], body)
+
+
+def _further(found: Mapping[str, Any]) -> str:
+    head = ["", "operators", "MB read", "waits for the device", "forwards", "backward passes", "MB read with norms"]
+    body = []
+    for key, row in found["further"].items():
+        cells = [f"{row['operators_fixed']:,}", f"{row['read_fixed'] / 1e6:,.1f}"]
+        cells += [str(row[name]) for name in ("crossings", "forwards", "backwards")]
+        cells.append(f"{row['read'] / 1e6:,.1f}")
+        body.append([f"`{key}`" + ("" if row["known"] else ", which no layer here has"), *cells])
+    text = FURTHER.format(millions=SMALL.parameters / 1e6, label=SMALL.describe())
+    return text + "\n" + table(head, body)
+
+
+def _writing(found: Mapping[str, Any]) -> str:
+    points = found["writing"]
+    body = [
+        [
+            SINKS[point["sink"]],
+            f"{'with' if point['biases'] else 'without'}, {point['numbers']:,} numbers",
+            f"{point['median']:.0f}",
+            f"{point['mean']:.0f}",
+            f"{point['size'] / 1e3:.0f}",
+        ]
+        for point in sorted(points, key=lambda point: list(SINKS).index(point["sink"]))
+    ]
+    head = ["", "biases", "ms, median", "ms, mean", "kB per measured step"]
+    return WRITING.format(matrices=points[0]["matrices"]) + "\n" + table(head, body) + "\n" + NAMES
+
+
+def _ranks(found: Mapping[str, Any]) -> str:
+    body = [
+        [
+            f"`{point['tier']}`",
+            str(point["ranks"]),
+            f"{point['ratio']:.2f} ({point['low']:.2f} to {point['high']:.2f})",
+            f"{point['plain']:.2f}",
+            str(point["collectives"]),
+        ]
+        for point in found["ranks"]
+    ]
+    head = ["tier", "processes", "measured / plain", "plain step, s", "sums over processes"]
+    return RANKS.format(cores=found["machine"]["cores"]) + "\n" + table(head, body)
+
+
+def _gpu(found: Mapping[str, Any]) -> str:
+    parts = [_headline(found).replace("# What it costs", "## GPUs"), _machine(found)]
+    points = [point for points in found["series"].values() for point in points if "rows" in point]
+    head = ["", "parameters", "plain step, s", LIGHT, STANDARD]
+    body = [
+        [
+            point["label"],
+            f"{point['parameters'] / 1e6:.0f} M",
+            f"{point['plain']:.3f}",
+            *(ratio(point["rows"][kind]) for kind in (LIGHT, STANDARD)),
+        ]
+        for point in points
+    ]
+    return "\n".join([*parts, table(head, body)])
+
+
+def page(all_found: Mapping[str, Any]) -> str:
+    """The page as Markdown."""
+    found = all_found["cpu"]
+    parts = [_headline, _machine, _turn, _peers, _growth, _vision, _beside, _counts, _further, _writing, _ranks]
+    texts = [part(found).strip("\n") for part in parts]
+    texts.append((_gpu(all_found["cuda"]) if "cuda" in all_found else NO_GPU).strip("\n"))
+    return "\n\n".join(texts) + "\n"

@@ -1,0 +1,1 @@
+"""Operators, collectives, bytes and memory of a measured step, counted."""

@@ -1,0 +1,1 @@
+"""Learning rates: corrected ones, and their transfer to wider networks."""
