@@ -31,7 +31,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python docs/check_style.py
+	$(BIN)/python docs/scripts/check_style.py
 	$(BIN)/codespell
 
 types: $(READY)

@@ -16,7 +16,7 @@ MOST_FILES = 12
 
 
 def style():
-    spec = importlib.util.spec_from_file_location("check_style", ROOT / "docs" / "check_style.py")
+    spec = importlib.util.spec_from_file_location("check_style", ROOT / "docs" / "scripts" / "check_style.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

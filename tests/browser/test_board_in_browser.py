@@ -1,6 +1,6 @@
 """What people see: a real TensorBoard on two real runs, one that warns of a fault and one that puts it right.
 
-The runs, the network and the server are those of docs/make_screenshots.py.
+The runs, the network and the server are those of docs/scripts/make_screenshots.py.
 """
 
 from __future__ import annotations

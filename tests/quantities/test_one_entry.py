@@ -74,7 +74,7 @@ def fitted(folder):
 
 
 def quantities_page():
-    spec = importlib.util.spec_from_file_location("make_quantities", DOCS / "make_quantities.py")
+    spec = importlib.util.spec_from_file_location("make_quantities", DOCS / "scripts" / "make_quantities.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.page()

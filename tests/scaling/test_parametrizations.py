@@ -346,7 +346,7 @@ def test_misuse_is_refused():
 
 
 def test_the_page_is_up_to_date():
-    path = Path(__file__).parents[2] / "docs" / "make_parametrizations.py"
+    path = Path(__file__).parents[2] / "docs" / "scripts" / "make_parametrizations.py"
     spec = importlib.util.spec_from_file_location("make_parametrizations", path)
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)

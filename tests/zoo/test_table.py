@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "make_support.py"
+SCRIPT = Path(__file__).parents[2] / "docs" / "scripts" / "make_support.py"
 
 
 @pytest.mark.exhaustive
@@ -19,4 +19,4 @@ def test_the_table_of_models_is_up_to_date():
     said = module.INTRO.format(version=transformers.__version__)
     if said not in module.TARGET.read_text():
         pytest.skip("written with another version of transformers, whose modules may differ")
-    assert module.TARGET.read_text() == module.page(), "run docs/make_support.py"
+    assert module.TARGET.read_text() == module.page(), "run docs/scripts/make_support.py"

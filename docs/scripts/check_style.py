@@ -10,7 +10,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MAX_WORDS = 25
 """Words in a sentence of a page."""
 QUESTION_WORDS = {"What", "Whether", "Which", "How", "Where", "Who", "When", "Why"}

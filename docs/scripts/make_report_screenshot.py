@@ -1,6 +1,6 @@
 """Draw docs/img/report.png: the page `spectral-monitor report` writes, of a run with one fault.
 
-    python docs/make_report_screenshot.py
+    python docs/scripts/make_report_screenshot.py
 
 The fault: one layer has 30 times the learning rate of the others. It takes a minute, and needs playwright and Chromium.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from spectral_monitor import Measurement, SpectralConditionWarning, SpectralProbe
 from spectral_monitor.reporting.html.report import write_report
 
-TARGET = Path(__file__).with_name("img") / "report.png"
+TARGET = Path(__file__).parents[1] / "img" / "report.png"
 FAULTY, FACTOR = "blocks.3.up", 30
 
 

@@ -71,7 +71,7 @@ def formula(latex: str) -> str:
     for pattern, plain in PLAIN:
         latex = re.sub(pattern, plain, latex)
     if "\\" in latex or "{" in latex:
-        raise ValueError(f"docs/docstrings.py does not know all of {latex!r}")
+        raise ValueError(f"docs/scripts/docstrings.py does not know all of {latex!r}")
     return latex
 
 

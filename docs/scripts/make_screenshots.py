@@ -1,6 +1,6 @@
 """Draw docs/img/tensorboard_*.png and docs/img/heatmap.png: what TensorBoard shows of a run with one fault.
 
-    python docs/make_screenshots.py
+    python docs/scripts/make_screenshots.py
 
 The fault: one layer has 30 times the learning rate of the others. There are two runs, one that only warns and one that
 corrects it. Then a deep network, healthy and with one layer at 100 times the rate. It takes some minutes, and needs playwright and Chromium.
@@ -37,7 +37,7 @@ from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.content.panels import PANELS
 from spectral_monitor.reporting.heatmap import heatmap
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 sys.path.append(str(HERE.parent / "examples"))
 from quickstart import Digits, loaders  # noqa: E402
 

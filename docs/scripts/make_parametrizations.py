@@ -22,11 +22,11 @@ from spectral_monitor.scaling import (
     fsc_resnet,
 )
 
-TARGET = Path(__file__).with_name("parametrizations.md")
+TARGET = Path(__file__).parents[1] / "parametrizations.md"
 
 HEAD = """# Parametrizations
 
-*Generated from the code by `docs/make_parametrizations.py`.*
+*Generated from the code by `docs/scripts/make_parametrizations.py`.*
 
 A parametrization says how large weights begin and how fast each layer learns, **by the shapes of the layers**. A good
 one has a learning rate that stays the best one when the network gets wider, and layers that all learn. Each one here is

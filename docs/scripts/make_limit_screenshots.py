@@ -1,6 +1,6 @@
 """Draw docs/img/limit_page.png and limit_tensorboard.png: a perceptron beside its limit of infinite width.
 
-    python docs/make_limit_screenshots.py
+    python docs/scripts/make_limit_screenshots.py
 
 It takes a minute, and needs playwright and Chromium.
 """
@@ -25,7 +25,7 @@ from spectral_monitor.reporting.limit_run import read_limit, write_limit
 from spectral_monitor.reporting.logged_run import read_run
 from spectral_monitor.scaling import MUP, reference_run
 
-IMAGES = Path(__file__).with_name("img")
+IMAGES = Path(__file__).parents[1] / "img"
 WIDTH, STEPS, LR = 64, 40, 0.3
 KEYS = "standard"
 RUN = "width 64"

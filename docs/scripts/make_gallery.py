@@ -1,6 +1,6 @@
 """Train nine planted faults and write docs/gallery.md with a picture and the verdict of each.
 
-    python docs/make_gallery.py --data ../shared/data
+    python docs/scripts/make_gallery.py --data ../shared/data
 
 The faults are those of benchmarks/rates/faults.py. It takes some minutes; the folder of data is described there.
 """
@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 from benchmarks.rates.faults import FAULTS, begin
 from benchmarks.rates.tuned import DATA, train
 from spectral_monitor import Measurement, SpectralConditionWarning
 from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.heatmap import heatmap
 
-PAGE, IMAGES = Path(__file__).with_name("gallery.md"), Path(__file__).with_name("img") / "gallery"
+PAGE, IMAGES = Path(__file__).parents[1] / "gallery.md", Path(__file__).parents[1] / "img" / "gallery"
 CASES = {
     "hidden lr x100": ("Learning rate too high in one layer", "Give the layer's param group the others' `lr`."),
     "hidden lr /100": ("Learning rate too low in one layer", "Give the layer's param group the others' `lr`."),
@@ -55,7 +55,7 @@ for each layer and a column for each measurement: red means that the layer's upd
 other layers, blue that they are too small, grey that they were not measured. The quoted line is the first verdict that
 names the fault.
 
-*Made by `docs/make_gallery.py` from `benchmarks/rates/faults.py`. [How often verdicts are right](verdict_quality.md) was
+*Made by `docs/scripts/make_gallery.py` from `benchmarks/rates/faults.py`. [How often verdicts are right](verdict_quality.md) was
 measured on other recipes and faults.*
 """
 

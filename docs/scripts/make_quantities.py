@@ -12,11 +12,11 @@ from spectral_monitor.engine.features.kernels import LANCZOS_STEPS, PROBES
 from spectral_monitor.engine.features.outputs import FORMATS
 from spectral_monitor.quantities import QUANTITIES, Quantity
 
-TARGET = Path(__file__).with_name("quantities.md")
+TARGET = Path(__file__).parents[1] / "quantities.md"
 
 HEAD = """# What is measured
 
-*Generated from the code by `docs/make_quantities.py`.*
+*Generated from the code by `docs/scripts/make_quantities.py`.*
 
 `W` is a weight (fan_out m x fan_in n) before the measured step, `dW` what the optimizer really added to it, `W0` the
 weight at the start of training, `h'` a layer's inputs, `h` its outputs, `dh` the change of the outputs by the step on

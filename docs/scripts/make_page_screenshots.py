@@ -1,6 +1,6 @@
 """Draw docs/img/page_*.png: the page of a GPT with 75 and with 303 matrices, of which two layers have a fault.
 
-    python docs/make_page_screenshots.py
+    python docs/scripts/make_page_screenshots.py
 
 The fault: two layers have 100 times the learning rate of the others. It takes some minutes, and needs playwright and
 Chromium.
@@ -25,7 +25,7 @@ from spectral_monitor.reporting.html.report import write_report
 from spectral_monitor.reporting.logged_run import read_run
 
 FAULTY = ("transformer.h.7.mlp.c_fc", "transformer.h.3.attn.v_proj")
-IMAGES = Path(__file__).with_name("img")
+IMAGES = Path(__file__).parents[1] / "img"
 
 
 def page_of(blocks: int, steps: int, folder: Path) -> Path:

@@ -1,6 +1,6 @@
 """Draw docs/img/console_80.png and docs/img/site.png: a fit on a terminal of 80 columns, and the site.
 
-    python docs/make_console_screenshots.py
+    python docs/scripts/make_console_screenshots.py
 
 The fit: a GPT of 75 matrices, of which two have 100 times the learning rate of the others. It takes a minute, and needs
 playwright and Chromium.

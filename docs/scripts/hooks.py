@@ -9,7 +9,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
 LINK = re.compile(r"(?<!!)\[([^]]+)]\(([^)#\s]+)(#[^)]*)?\)")
 LOADED = re.compile(

@@ -80,7 +80,7 @@ class GPT(L.LightningModule):
 
 def batches(steps: int) -> DataLoader[tuple[Tensor, ...]]:
     """Eight pieces of source a step."""
-    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("spectral_monitor/*.py")))
+    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[2].glob("spectral_monitor/*.py")))
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     starts = torch.randint(len(tokens) - CONTEXT - 1, (8 * steps,), generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(torch.stack([tokens[k : k + CONTEXT + 1] for k in starts.tolist()])), 8)
