@@ -126,16 +126,30 @@ def test_steps_so_far_are_a_number(step):
     assert probe.steps == 0
 
 
-def test_of_several_steps_in_a_block_the_last_update_is_measured():
+def test_of_several_steps_in_a_block_the_last_update_is_measured_and_that_is_said():
     model, optimizer = parts()
     probe = SpectralProbe(model, optimizer)
-    with probe.step():
-        for _ in range(2):
-            before = model[0].weight.detach().clone()
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
+    probe.begin_step()
+    for _ in range(2):
+        before = model[0].weight.detach().clone()
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    with pytest.warns(SpectralMonitorWarning, match="more than once.*are those of its last one"):
+        probe.end_step()
     assert probe.latest.value("update_fro", "0") == pytest.approx((model[0].weight - before).norm().item(), rel=1e-4)
+
+
+def test_several_optimizers_that_step_once_each_are_not_said_to_repeat_steps():
+    model, _ = parts()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[-1])]
+    probe = SpectralProbe(model, optimizers)
+    for _ in range(2):
+        with probe.step():  # warnings are errors here
+            model(torch.randn(8, 4)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("state", [{"a": 1}, [{"steps": 1}], ["x"]])
