@@ -21,8 +21,8 @@ from spectral_monitor.state.dtensor import is_distributed
 
 MAX_NAMES = 5
 """Layers that a warning names."""
-Places = Mapping[int, set[tuple[str, ...]]]
-"""Parameter's id -> for each place the module, the name in it, and what a parametrization makes of it."""
+Places = Mapping[nn.Parameter, set[tuple[str, ...]]]
+"""Parameter -> for each place the module, the name in it, and what a parametrization makes of it."""
 LESS_MEMORY = " (low_memory=True, quantities='light' and replay_samples=2 each take less memory)"
 
 
@@ -85,7 +85,7 @@ class ParameterTracker:
         """Return the layers whose weight comes from somewhere else by now; warn of them and of layers that are new."""
         now = _places(self._root)
         sources = ((i, p) for i, layer in enumerate(self._layers) for p in layer.sources if not is_distributed(p))
-        found = {i for i, p in sources if not self._first[id(p)] <= now[id(p)]}
+        found = {i for i, p in sources if not self._first[p] <= now[p]}
         if found:
             names = [self._layers[i].info.name for i in sorted(found)]
             hint = "Another fit, or another probe, measures it as it is then"
@@ -104,14 +104,14 @@ def _added(first: Places, now: Places) -> list[str]:
     return list(dict.fromkeys(place[0] or place[1] for place in new if len(place) == 2 and place[0] not in replaced))
 
 
-def _places(root: nn.Module) -> defaultdict[int, set[tuple[str, ...]]]:
+def _places(root: nn.Module) -> defaultdict[nn.Parameter, set[tuple[str, ...]]]:
     """Return the places of all parameters."""
-    found: defaultdict[int, set[tuple[str, ...]]] = defaultdict(set)
+    found: defaultdict[nn.Parameter, set[tuple[str, ...]]] = defaultdict(set)
     for owner, module in named_modules(root):
         steps = [type(step).__qualname__ for step in module] if isinstance(module, ParametrizationList) else []
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                found[id(parameter)].add((owner, key, *steps))
+                found[parameter].add((owner, key, *steps))
     return found
 
 

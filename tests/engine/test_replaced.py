@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
@@ -99,6 +100,13 @@ def test_nor_has_one_that_is_parametrized_once_more_or_no_more():
         change(net)
         with pytest.warns(SpectralMonitorWarning, match="not measured any more: 2;"):
             assert math.isnan(run.step().value("weight_fro", "2"))
+
+
+def test_nor_has_one_of_a_deep_copy():
+    run = copy.deepcopy(Run())
+    given_another_weight(run.net)
+    with pytest.warns(SpectralMonitorWarning, match="not measured any more: 2;"):
+        assert math.isnan(run.step().value("weight_fro", "2"))
 
 
 def test_what_returns_is_measured_again():

@@ -105,6 +105,22 @@ def test_an_optimizer_that_has_no_turn_is_told_from_none():
     assert probe.latest.why("update_norm", "4") == "no optimizer updates it"
 
 
+def test_a_deep_copy_corrects_every_step_as_the_original_does():
+    model, optimizer = parts()
+    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection("target"), verbose=False)
+    steps(probe, model, optimizer, 3)
+    again = copy.deepcopy((probe, model, optimizer))
+    state = torch.get_rng_state()
+    plain = copy.deepcopy((model, optimizer))
+    for parts_of_it in ((probe, model, optimizer), again):
+        torch.set_rng_state(state)
+        steps(*parts_of_it, 1)
+    assert all(map(torch.equal, model.parameters(), again[1].parameters()))
+    torch.set_rng_state(state)
+    steps(SpectralProbe(*plain), *plain, 1)
+    assert not torch.equal(plain[0][0].weight, model[0].weight), "that step is corrected"
+
+
 def test_an_optimizer_that_is_given_twice_is_refused():
     model, optimizer = parts()
     with pytest.raises(ValueError, match="the same Adam is given twice; give each optimizer once"):

@@ -143,8 +143,8 @@ class LRMultiplierOverride:
                 raise ValueError(
                     f"the multiplier of a parameter of shape {shape} must be a positive number, got {value!r}"
                 )
-        self._multipliers = dict(multipliers)  # which keeps the parameters, so that their ids stay theirs
-        self._by_id = {id(parameter): float(value) for parameter, value in multipliers.items()}
+        # By parameter, not by id: that of a copy is another one.
+        self._multipliers = {parameter: float(value) for parameter, value in multipliers.items()}
 
     def arm(self) -> None:
         """Register the hooks; they stay until :meth:`disarm`."""
@@ -173,7 +173,7 @@ class LRMultiplierOverride:
         step = self._steps[key] = _Step(frame, Expansion(owners, self._of_group, self._keeps_decay))
         replaced = with_closure(args, kwargs, partial(self._apart, key, step))
         if replaced is None:
-            step.expansion.open(self._by_id)
+            step.expansion.open(self._multipliers)
         return replaced
 
     def _apart(self, key: int, step: _Step, closure: Closure) -> Closure:
@@ -183,7 +183,7 @@ class LRMultiplierOverride:
             step.expansion.close(keep=False)
             result = closure(*args, **kwargs)
             if self._steps.get(key) is step:  # not disarmed meanwhile
-                step.expansion.open(self._by_id)
+                step.expansion.open(self._multipliers)
             return result
 
         return apart
