@@ -226,7 +226,8 @@ class _OwnStep:
         self._had = had = self._holder.get("step")  # an LR scheduler's, say; most have that of their class alone
         other = getattr(had, MARK, None)
         if other is not None and other._calls:
-            raise RuntimeError("another probe or callback corrects this optimizer's learning rates: only one may")
+            name = type(owner).__name__
+            raise RuntimeError(f"another probe or callback corrects the learning rates of this {name}: only one may")
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             run = type(optimizer).step.__get__(optimizer) if had is None else had
