@@ -18,7 +18,8 @@ def check_conflicts(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
     """Look at what the monitors before this one measure: the same is logged under the same name.
 
     Two that only watch log the same numbers twice, which is said. Where one corrects, numbers differ: what a layer's
-    learning rate is multiplied with is known to that one alone.
+    learning rate is multiplied with is known to that one alone. Two that correct would multiply each other's rates, of
+    whatever layers: an optimizer has one correction.
 
     Raises:
         ValueError: naming both, and what to do instead.
@@ -28,6 +29,8 @@ def check_conflicts(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
             return
         if other._engine is None or monitor._engine is None:
             continue
+        if other.correction is not None and monitor.correction is not None:
+            raise ValueError(f"{_called(other)} and {_called(monitor)} would both correct learning rates: only one may")
         theirs = {layer.info.name for layer in other._engine.layers}
         layers = [layer.info.name for layer in monitor._engine.layers if layer.info.name in theirs]
         keys = [key for key in monitor.settings.keys if key in other.settings.keys]
@@ -37,11 +40,8 @@ def check_conflicts(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
             f"{_called(other)} and {_called(monitor)} would both log spectral_{keys[0]}/{layers[0]} and other numbers "
             f"of the same {len(layers)} layers"
         )
-        correcting = [one.correction for one in (other, monitor) if one.correction is not None]
-        if len(correcting) == 2:
-            raise ValueError(f"{found}, and correct them: give each layers of its own, with include or exclude")
-        if correcting:
-            one = f'SpectralMonitor(mode="correct", correction=LRCorrection("{correcting[0].policy}"))'
+        if correction := other.correction or monitor.correction:
+            one = f'SpectralMonitor(mode="correct", correction=LRCorrection("{correction.policy}"))'
             raise ValueError(f"{found}, of which one knows the corrections: use one callback for both, {one}")
         _warn(
             f"{found}: use one, with an interval for each tier or quantity (every_n_steps={{'light': 10, 'standard': "

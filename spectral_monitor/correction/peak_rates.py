@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from spectral_monitor.condition.optimizers.plans import number
+from spectral_monitor.condition.optimizers.plans import highest_rate, number
 
 NAMES = ("max_lr", "initial_lr")
 """Options in which schedules note a learning rate that they start from or go up to."""
@@ -87,8 +87,7 @@ class Peaks:
         planned = self._planned.get(parameters[0]) if parameters else None
         found.scheduled = found.scheduled or planned is not None or lr != found.first
         found.seen, found.now = max(found.seen, lr), lr
-        names = (number(group.get(name), 0.0) for name in NAMES)
-        found.named = max(found.named, *names) if planned is None else planned
+        found.named = max(found.named, highest_rate(group)) if planned is None else planned
         return found
 
     def part(self, group: Mapping[str, Any]) -> float:

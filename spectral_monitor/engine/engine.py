@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.arrived_gradients import ArrivedGradients
 from spectral_monitor.capture.hooks.gradient_reuse import GradientReuse
-from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
+from spectral_monitor.capture.hooks.optimizer import STEPPED_AGAIN, OptimizerCapture
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.output_layers import output_parameters
@@ -110,8 +110,7 @@ class Engine(EngineState):
         self._overwrites = False  # whether an optimizer was seen to overwrite gradients
         returned = not (whole_steps or layout.compiled)
         self.step_loss = StepLoss(model, self.features.replays.run_again, layout.sharded, returned, own_warn)
-        self.armed = False
-        self.idle = False
+        self.armed = self.idle = False
         self._reported: Settings | None = settings  # None: nothing of the step that is watched
         self.multipliers: Mapping[int, float] = {}
         self.embedding_scales: Mapping[int, float] | None = {}  # None: they are asked for
@@ -162,8 +161,7 @@ class Engine(EngineState):
         wanted |= {"feature_drift"} if START in keys else set()
         self.asked = self.settings.only(wanted or {"lr"})  # which nothing is recorded for
         self.disarm()
-        self.armed = True
-        self.idle = False
+        self.armed, self.idle = True, False
         self._before_forward = before_forward
         self._facts.multipliers = self.multipliers
         self.step_loss.begin(STEP_LOSS in keys)
@@ -200,9 +198,8 @@ class Engine(EngineState):
             ``None`` if the step could not be measured; a warning has said why.
         """
         measurement = None
-        loss = None if given.loss is None else given.loss.detach()
         optional = given.only_if_stepped or bool(self._awaited)
-        given = replace(given, loss=loss, only_if_stepped=optional)
+        given = replace(given, loss=None if given.loss is None else given.loss.detach(), only_if_stepped=optional)
         try:
             with self._guard("measuring"), full_precision():
                 if self.armed and (self.processes is not None or not self._guard.failed):
@@ -254,6 +251,8 @@ class Engine(EngineState):
             self._run(self.step_loss.after(changed, given, seen, facts, self.processes, out))
         if self._reported is None:
             return None
+        if self.optimizers.repeated:
+            self._warn(STEPPED_AGAIN)
         self.measured += 1
         self.drifts += "feature_drift" in self._reported.keys
         self.comparisons += bool(COMPARED & set(self._reported.keys))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -21,6 +21,8 @@ from spectral_monitor.state.dtensor import is_distributed
 
 MAX_NAMES = 5
 """Layers that a warning names."""
+Places = Mapping[nn.Parameter, set[tuple[str, ...]]]
+"""Parameter -> for each place the module, the name in it, and what a parametrization makes of it."""
 LESS_MEMORY = " (low_memory=True, quantities='light' and replay_samples=2 each take less memory)"
 
 
@@ -80,25 +82,36 @@ class ParameterTracker:
         self._first = _places(root)
 
     def moved(self, warn: Callable[[str], None]) -> set[int]:
-        """Return the layers whose weight comes from somewhere else by now, and warn of them."""
+        """Return the layers whose weight comes from somewhere else by now; warn of them and of layers that are new."""
         now = _places(self._root)
         sources = ((i, p) for i, layer in enumerate(self._layers) for p in layer.sources if not is_distributed(p))
-        found = {i for i, p in sources if not self._first[id(p)] <= now[id(p)]}
+        found = {i for i, p in sources if not self._first[p] <= now[p]}
         if found:
             names = [self._layers[i].info.name for i in sorted(found)]
             hint = "Another fit, or another probe, measures it as it is then"
             warn(f"not measured any more: {some(names, MAX_NAMES)}; {REPLACED}. {hint}")
+        if self._layers and (new := _added(self._first, now)):
+            hint = "Another fit, or another probe, lists what there is then"
+            warn(f"not measured: {some(new, MAX_NAMES)}; it was not in the model when the layers were listed. {hint}")
         return found
 
 
-def _places(root: nn.Module) -> defaultdict[int, set[tuple[str, ...]]]:
-    """Parameter's id -> for each place the module, the name in it, and what a parametrization makes of it."""
-    found: defaultdict[int, set[tuple[str, ...]]] = defaultdict(set)
+def _added(first: Places, now: Places) -> list[str]:
+    """Return the modules that have gained parameters and lost none, for those that have are replaced."""
+    before, after = ({place[:2] for every in table.values() for place in every} for table in (first, now))
+    replaced = {owner for owner, _ in before - after}
+    new = (place for p, every in now.items() if p not in first for place in every if place[:2] not in before)
+    return list(dict.fromkeys(place[0] or place[1] for place in new if len(place) == 2 and place[0] not in replaced))
+
+
+def _places(root: nn.Module) -> defaultdict[nn.Parameter, set[tuple[str, ...]]]:
+    """Return the places of all parameters."""
+    found: defaultdict[nn.Parameter, set[tuple[str, ...]]] = defaultdict(set)
     for owner, module in named_modules(root):
         steps = [type(step).__qualname__ for step in module] if isinstance(module, ParametrizationList) else []
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                found[id(parameter)].add((owner, key, *steps))
+                found[parameter].add((owner, key, *steps))
     return found
 
 

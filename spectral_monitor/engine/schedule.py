@@ -5,7 +5,6 @@ Optimizers may take turns, as those of a GAN do: even intervals would only ever 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from spectral_monitor.quantities import QUANTITIES, TIERS
+from spectral_monitor.suggestions import did_you_mean
 
 Interval = int | str
 """Every so many steps, or steps in words."""
@@ -121,7 +121,8 @@ class Timetable:
         valid = [tier for tier in TIERS if tiers[tier]] + list(keys)
         for name in given:
             if name not in valid:
-                raise ValueError(_not_measured(name, valid))
+                hint = "" if name in QUANTITIES or name in TIERS else did_you_mean(name, valid)
+                raise ValueError(f"every_n_steps: {name!r} is not measured{hint or '.'} Measured: {', '.join(valid)}")
         schedules = {name: Schedule.of(interval, f"every_n_steps[{name!r}]") for name, interval in given.items()}
         groups: dict[Schedule, frozenset[str]] = {}
         for key in keys:
@@ -184,10 +185,3 @@ class Turns:
         self._waited += 1
         if self._waited >= PATIENCE:  # until they are seen to step, nobody waits for them again
             self._waited, self._absent, self.awaited = 0, self._absent | self.awaited, frozenset()
-
-
-def _not_measured(name: object, valid: Collection[str]) -> str:
-    known = name in QUANTITIES or name in TIERS
-    close = [] if known else difflib.get_close_matches(str(name), valid, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else "."
-    return f"every_n_steps: {name!r} is not measured{hint} Measured: {', '.join(valid)}"

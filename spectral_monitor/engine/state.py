@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.capture.replay.replay import RootCall
+from spectral_monitor.engine.agreement.rank_report import agreed
 from spectral_monitor.engine.features.linearization import start_parameters
 from spectral_monitor.engine.features.watch import FeatureWatch
 from spectral_monitor.engine.guards import FailureGuard, full_precision
@@ -107,17 +108,7 @@ class EngineState:
                 self._parameters = start_parameters(self.model)
         if "W0" in self.settings.needs:
             with self._guard("remembering the start"), full_precision(), torch.no_grad():
-                start: dict[int, list[Tensor]] = {}
-                error: Exception | None = None
-                try:
-                    held = {i: m for i, m in enumerate(self.members) if m.layer.sources}
-                    start = {i: host_copies(m.now()) for i, m in held.items()}
-                except Exception as raised:
-                    error = raised
-                reason = self.said_anywhere("" if error is None else str(error) or type(error).__name__)
-                if reason:
-                    raise error or RuntimeError(f"another process could not: {reason}")
-                self._begin(start)
+                self._run(agreed(self._begin(), self.processes))
 
     def _drift_due(self, keys: Sequence[str]) -> bool:
         """Return whether the probe batch is run again: at every n-th step that is asked for one of the two kinds."""
@@ -129,9 +120,12 @@ class EngineState:
     def _linearized(self) -> bool:
         return bool({"J0", "w0"} & self.settings.needs) and self.processes is None
 
-    def _begin(self, start: dict[int, list[Tensor]]) -> None:
-        self._start = start
-        self._start_norms = self._run(start_norms(self.members, start, self.settings, self.processes)).fetch()
+    def _begin(self, start: dict[int, list[Tensor]] | None = None) -> Coroutine[None]:
+        """Take some weights, or those of now, for those of the start, and measure their norms."""
+        if start is None:
+            start = {i: host_copies(m.now()) for i, m in enumerate(self.members) if m.layer.sources}
+        norms = yield from start_norms(self.members, start, self.settings, self.processes)
+        self._start, self._start_norms = start, norms.fetch()
 
     def _put_together(self, step: int, asked: Settings, facts: StepContext, raw: Raw) -> Measurement:
         for i, norms in self._start_norms.items():
@@ -254,7 +248,7 @@ class EngineState:
         else:
             self.start_step = start_step
             with self._guard("remembering the start"), full_precision(), torch.no_grad():
-                self._begin(start)
+                self._run(self._begin(start))
         if self._linearized and self.probe_taken:
             self._parameters = kept  # those of now do not belong to the batch
         elif self._linearized:

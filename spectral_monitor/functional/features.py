@@ -199,10 +199,9 @@ def alignment(A: Tensor, x: Tensor, *, tol: float = 0.01, exact: bool = False) -
 
 @torch.no_grad()
 def channel_sizes(h: Tensor) -> Tensor:
-    """Return the sum of squares and the largest size of each channel's entries, (2, m), from rows (rows, m)."""
-    h = h.to(compute_dtype(h.dtype))
+    """Return the sum of squares and the largest size of each channel's entries, (2, m) float64, from rows (rows, m)."""
     peaks = h.abs().amax(0) if len(h) else h.new_zeros(h.shape[1])
-    return torch.stack([h.square().sum(0), peaks])
+    return torch.stack([lengths(h.T).square(), peaks.double()])
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import Parameter
@@ -19,10 +18,9 @@ from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.capture.replay.replay import clone_tree
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizers
 from spectral_monitor.condition.optimizers.hyperparameters import learning_rate
+from spectral_monitor.condition.optimizers.plans import highest_rate
 
 HOW = "give check(model, (inputs, targets), optimizer, loss), or a model that returns its loss"
-_PEAKS = ("lr", "initial_lr", "max_lr")
-"""What a param group holds of its learning rate and, where a schedule drives it, of the largest one."""
 
 
 class TrialCopy:
@@ -131,7 +129,7 @@ class TrialCopy:
     def _raise_rates(self) -> None:
         """Set learning rates that a schedule has lowered to their peak: the first steps of a warm-up tell nothing."""
         for group in (group for one in self.optimizers for group in one.param_groups):
-            peak = max((float(group[key]) for key in _PEAKS if group.get(key) is not None), default=math.nan)
+            peak = highest_rate(group)
             if peak > learning_rate(group):
                 self.notes.append("learning rates that a schedule has lowered were taken at their peak")
                 group["lr"] = peak

@@ -102,6 +102,11 @@ class Quantity:
         return self.range.startswith(("any", "[-"))
 
     @property
+    def bounded(self) -> bool:
+        """True if it is a share or a cosine, whose scale ends at 1."""
+        return self.range in ("[0, 1]", "[-1, 1]")
+
+    @property
     def counted_in(self) -> str:
         """Its key, and its unit unless that is a mere ratio."""
         return self.key if self.unit == "ratio" else f"{self.key}, {self.unit}"

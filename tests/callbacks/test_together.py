@@ -36,10 +36,13 @@ def test_a_corrector_beside_a_monitor_is_refused(first):
     assert not any(monitor.measurements for monitor in pair)
 
 
-def test_two_correctors_of_the_same_layers_are_refused():
-    other = SpectralMonitor(mode="correct", correction=LRCorrection("fsc"))
-    with pytest.raises(ValueError, match=r"would both log .*, and correct them: give each layers of its own"):
-        fit(correcting(), callbacks=[other])
+@pytest.mark.parametrize("names", [None, ["net.0*"]], ids=["the same layers", "other layers"])
+def test_two_correctors_are_refused(names):
+    """Of other layers too, for they have the same optimizer."""
+    other = SpectralMonitor(mode="correct", correction=LRCorrection("fsc"), include=names)
+    both = r"SpectralMonitor\(.* and SpectralLRCorrector\(.* would both correct"
+    with pytest.raises(ValueError, match=both):
+        fit(correcting(exclude=names), callbacks=[other])
 
 
 def test_two_that_watch_the_same_are_told_once():

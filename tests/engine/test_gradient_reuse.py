@@ -109,6 +109,7 @@ def test_where_outputs_begin_at_zero_only_their_gradients_tell(clear, bias):
     assert ("stale_gradients" in {v.cause for v in probe.latest.verdicts}) == (clear == "never")
 
 
+@pytest.mark.filterwarnings("ignore:an optimizer stepped more than once")
 def test_two_steps_with_one_gradient_are_told_at_any_schedule():
     assert stale(trained(repeats=2)) == [1, 1, 1, 1]
     assert stale(trained(repeats=2, every_n_steps=3, steps=6)) == [1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
@@ -101,6 +102,13 @@ def test_nor_has_one_that_is_parametrized_once_more_or_no_more():
             assert math.isnan(run.step().value("weight_fro", "2"))
 
 
+def test_nor_has_one_of_a_deep_copy():
+    run = copy.deepcopy(Run())
+    given_another_weight(run.net)
+    with pytest.warns(SpectralMonitorWarning, match="not measured any more: 2;"):
+        assert math.isnan(run.step().value("weight_fro", "2"))
+
+
 def test_what_returns_is_measured_again():
     run = Run()
     weight = run.net[2].weight
@@ -138,6 +146,19 @@ def test_other_changes_are_none(way):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not math.isnan(run.step().value("weight_fro", "2"))
+
+
+def test_layers_that_are_added_later_are_named_once():
+    run = Run()
+    run.step()
+    run.net.add_module("5", nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
+    run.net.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    with pytest.warns(SpectralMonitorWarning, match=r"^not measured: scale, 5\.0, 5\.2; it was not in the model when"):
+        assert not math.isnan(run.step().value("weight_fro", "2"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that is said once, and nothing of it by a new probe
+        run.step()
+        assert {"5.0", "5.2"} <= {info.name for info in Run(run.net).step().layers}
 
 
 def test_names_are_few():

@@ -181,11 +181,11 @@ def test_a_tier_stands_for_its_own_quantities():
         ({"light": 1, "standard": 2, "bfk_ratio": 5}, "every_n_steps: 'bfk_ratio' is not measured. Measured: light, "),
         (
             {"light": 1, "standard": 2, "update_nrom": 5},
-            "'update_nrom' is not measured, did you mean 'update_norm'? Me",
+            "'update_nrom' is not measured; did you mean 'update_norm'? Me",
         ),
         (
             {"lihgt": 1, "standard": 2},
-            "every_n_steps: 'lihgt' is not measured, did you mean 'light'? Measured: light, ",
+            "every_n_steps: 'lihgt' is not measured; did you mean 'light'? Measured: light, ",
         ),
         ({"light": 0, "standard": 2}, "every_n_steps['light'] must be an integer >= 1, or steps in words such as "),
         (

@@ -47,7 +47,7 @@ def test_an_optimizer_of_another_model_is_refused():
 def test_two_corrections_of_one_optimizer_are_refused():
     model, optimizer = parts()
     one, two = (SpectralProbe(model, optimizer, mode="correct", verbose=False) for _ in range(2))
-    with pytest.raises(RuntimeError, match="another probe or callback corrects"), one.step(), two.step():
+    with pytest.raises(RuntimeError, match=r"another probe .* of this Adam"), one.step(), two.step():
         pass
     steps(two, model, optimizer, 2)
     steps(one, model, optimizer, 2)
@@ -105,6 +105,22 @@ def test_an_optimizer_that_has_no_turn_is_told_from_none():
     assert probe.latest.why("update_norm", "4") == "no optimizer updates it"
 
 
+def test_a_deep_copy_corrects_every_step_as_the_original_does():
+    model, optimizer = parts()
+    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection("target"), verbose=False)
+    steps(probe, model, optimizer, 3)
+    again = copy.deepcopy((probe, model, optimizer))
+    state = torch.get_rng_state()
+    plain = copy.deepcopy((model, optimizer))
+    for parts_of_it in ((probe, model, optimizer), again):
+        torch.set_rng_state(state)
+        steps(*parts_of_it, 1)
+    assert all(map(torch.equal, model.parameters(), again[1].parameters()))
+    torch.set_rng_state(state)
+    steps(SpectralProbe(*plain), *plain, 1)
+    assert not torch.equal(plain[0][0].weight, model[0].weight), "that step is corrected"
+
+
 def test_an_optimizer_that_is_given_twice_is_refused():
     model, optimizer = parts()
     with pytest.raises(ValueError, match="the same Adam is given twice; give each optimizer once"):
@@ -126,16 +142,30 @@ def test_steps_so_far_are_a_number(step):
     assert probe.steps == 0
 
 
-def test_of_several_steps_in_a_block_the_last_update_is_measured():
+def test_of_several_steps_in_a_block_the_last_update_is_measured_and_that_is_said():
     model, optimizer = parts()
     probe = SpectralProbe(model, optimizer)
-    with probe.step():
-        for _ in range(2):
-            before = model[0].weight.detach().clone()
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
+    probe.begin_step()
+    for _ in range(2):
+        before = model[0].weight.detach().clone()
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    with pytest.warns(SpectralMonitorWarning, match="more than once.*are those of its last one"):
+        probe.end_step()
     assert probe.latest.value("update_fro", "0") == pytest.approx((model[0].weight - before).norm().item(), rel=1e-4)
+
+
+def test_several_optimizers_that_step_once_each_are_not_said_to_repeat_steps():
+    model, _ = parts()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[-1])]
+    probe = SpectralProbe(model, optimizers)
+    for _ in range(2):
+        with probe.step():  # warnings are errors here
+            model(torch.randn(8, 4)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("state", [{"a": 1}, [{"steps": 1}], ["x"]])

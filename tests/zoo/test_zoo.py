@@ -116,7 +116,6 @@ def test_feature_change_is_that_of_two_copies_of_the_model(visited):
                 "called differently when the forward was run again": math.isnan(mean),
                 "its change is too close to the rounding of its outputs": whole < 4 * torch.finfo(torch.float32).eps,
                 "undefined: it divides by a norm that is zero": math.isnan(mean),
-                "its outputs are so small that the squares of their change leave float32's range": size < 1e-12,
             }
             if not expected.get(why):
                 wrong.append(f"{name}: {why!r}, naively {mean}, {whole}, {size}")

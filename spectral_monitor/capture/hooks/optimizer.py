@@ -14,6 +14,11 @@ Moment = Callable[[Optimizer], None]
 Closure = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+STEPPED_AGAIN = (
+    "an optimizer stepped more than once in what was measured as one step: updates, gradients and learning rates are "
+    "those of its last one. In a loop of your own, give each of its steps a probe.step() of its own"
+)
+
 
 class OptimizerCapture:
     """Hooks on optimizers, there only while armed.
@@ -29,6 +34,10 @@ class OptimizerCapture:
     A step may call another one: a subclass its parent's, a wrapper that of the optimizer it holds in an attribute.
     Only the outermost counts, and it counts for the wrapper. A step that is compiled is not seen. It is compiled once
     more for these hooks, which do nothing there and are not registered again.
+
+    Attributes:
+        closure_calls: optimizer's id -> how often its step, the latest one, has run its closure.
+        repeated: whether an optimizer began a step after another one, since the hooks were registered.
     """
 
     def __init__(
@@ -45,6 +54,7 @@ class OptimizerCapture:
         self._held: set[int] = set()
         self._seen: set[int] = set()
         self.closure_calls: dict[int, int] = {}
+        self.repeated = False
 
     @property
     def compiled(self) -> set[Optimizer]:
@@ -57,6 +67,7 @@ class OptimizerCapture:
         self._held.clear()
         self._seen.clear()
         self.closure_calls.clear()
+        self.repeated = False
         for optimizer in self.optimizers:
             for part in (optimizer, *_inner(optimizer)):
                 enter, leave = partial(self._enter, optimizer), partial(self._leave, optimizer)
@@ -72,6 +83,7 @@ class OptimizerCapture:
         self._depth[key] = self._depth.get(key, 0) + 1
         if self._depth[key] > 1:
             return None
+        self.repeated |= key in self.closure_calls
         self._held.discard(key)
         self._seen.discard(key)
         self.closure_calls[key] = 0

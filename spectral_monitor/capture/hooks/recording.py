@@ -30,7 +30,7 @@ from spectral_monitor.capture.row_sampling import (
     sample_size,
     table_rows,
 )
-from spectral_monitor.functional.vector_norms import length
+from spectral_monitor.functional.vector_norms import whole_length
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import NODE, UNFIT
 from spectral_monitor.state.dtensor import local_part
@@ -156,7 +156,7 @@ class CallRecorder:
             count = count_rows(out, channels_first, spatial)
             index = self._chosen(i, count, out.device)
             h_out = rows_of(out, channels_first, spatial, index)
-            eps, norm = torch.finfo(out.dtype).eps, length(h_out) * math.sqrt(count / max(len(h_out), 1))
+            eps, norm = torch.finfo(out.dtype).eps, whole_length(h_out) * math.sqrt(count / max(len(h_out), 1))
             n = len(self.calls.get(i, ()))
             first, chosen = None if self._looking else self._first((i, n), out, count), len(h_out)
             first_index, outputs = None, count

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler, patches_of, rows_of
 from spectral_monitor.functional.kernels import sample_share
 from spectral_monitor.functional.noise import sample_products
+from spectral_monitor.functional.vector_norms import lengths
 from spectral_monitor.layers import Layer
-from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.state.dtensor import is_distributed, local_part
 
 SHARE_ROWS = 64
@@ -55,8 +55,7 @@ class RowLengths(NamedTuple):
         """Return those of what a layer is given or returns."""
         channels_first, spatial = layer.features_of(x)
         rows = rows_of(x, channels_first, spatial)
-        rows = rows.to(compute_dtype(rows.dtype))
-        return cls(torch.linalg.vector_norm(rows, dim=1), x.shape[0] if x.ndim else 1, channels_first)
+        return cls(lengths(rows), x.shape[0] if x.ndim else 1, channels_first)
 
     def paired(self, other: RowLengths, permuted: bool) -> tuple[Tensor, Tensor]:
         """Return lengths of both for the smallest parts that are known to belong together: rows, samples or all."""
@@ -65,7 +64,7 @@ class RowLengths(NamedTuple):
             return a, b
         same = not permuted and self.samples == other.samples
         parts = self.samples if same and not (len(a) % self.samples or len(b) % self.samples) else 1
-        whole = tuple(torch.linalg.vector_norm(x.view(parts, -1), dim=1) for x in (a, b))
+        whole = tuple(lengths(x.view(parts, -1)) for x in (a, b))
         return whole[0], whole[1]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
 from spectral_monitor.capture.row_sampling import RowSampler, count_rows, rows_of
+from spectral_monitor.functional.vector_norms import lengths, row_products
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.state.dtensor import local_part
@@ -178,16 +179,16 @@ class Replay:
         dh = new - old
         gradient = None if b is None else b.to(dh)
         change = Change(
-            torch.linalg.vector_norm(dh, dim=1),
-            torch.linalg.vector_norm(old, dim=1),
-            None if gradient is None else (gradient * dh).sum(1, dtype=torch.float64),
-            None if gradient is None else torch.linalg.vector_norm(gradient, dim=1),
+            lengths(dh),
+            lengths(old),
+            None if gradient is None else row_products(gradient, dh),
+            None if gradient is None else lengths(gradient),
             h.numel(),
             (len(h),),
             seen.count,
         )
         if "feature_cancellation" in self.keys:
-            change.after = torch.linalg.vector_norm(new, dim=1)
+            change.after = lengths(new)
         if (KERNELS | PARTS) & set(self.keys):
             kept = self._picker.choose(len(h), KERNEL_ROWS, after.device)
             old = h.to(after.device)

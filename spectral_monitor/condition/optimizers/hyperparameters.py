@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from spectral_monitor.condition.optimizers.plans import Plan, number
+from spectral_monitor.condition.optimizers.plans import Plan, highest_rate, number
 
 if TYPE_CHECKING:
     from torch import nn
@@ -211,16 +211,15 @@ def _of_group(
     owner: int, count: int, optimizer: Optimizer, group: Mapping[str, Any], plan: Plan | None
 ) -> Hyperparameters:
     names = _names(optimizer, group)
-    rates = [number(group.get(key)) for key in ("max_lr", "initial_lr", "lr")]
-    named = max((rate for rate in rates if not math.isnan(rate)), default=math.nan)
+    lr, named = number(group.get("lr")), highest_rate(group)
     momentum = _momentum(group)
     return Hyperparameters(
         optimizer=names[0],
         family=family(names),
         group=count,
         owner=owner,
-        lr=rates[-1],
-        peak=named if plan is None else max(plan.highest, rates[-1]),
+        lr=lr,
+        peak=named if plan is None else max(plan.highest, lr),
         lasts=1.0 if plan is None else plan.lasts,
         reached=plan.highest / named if plan is not None and plan.rises and named > plan.highest else 1.0,
         eps=number(group.get("eps")),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -93,3 +93,9 @@ def number(value: object, missing: float = math.nan) -> float:
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else missing
     return float(value) if isinstance(value, int | float) else missing
+
+
+def highest_rate(group: Mapping[str, Any]) -> float:
+    """Return the highest learning rate that a group names, whether of now or of a schedule; NaN if it names none."""
+    rates = (number(group.get(key)) for key in ("max_lr", "initial_lr", "lr"))
+    return max((rate for rate in rates if not math.isnan(rate)), default=math.nan)

@@ -185,11 +185,11 @@ class Expansion:
         self._made: dict[tuple[int, float, tuple[int, ...]], GroupPart] = {}
         self._seen: list[list[bool]] = []
 
-    def open(self, multipliers: Mapping[int, float]) -> None:
+    def open(self, multipliers: Mapping[Any, float]) -> None:
         """Expand the groups.
 
         Args:
-            multipliers: by ``id`` of a parameter; 1 for those that are not named.
+            multipliers: by parameter; 1 for those that are not named.
         """
         self._lists = lists_of(self._owners)
         groups = {id(group): group for groups in self._lists for group in groups}
@@ -263,11 +263,11 @@ def _version(value: Any) -> int | None:
     return value._version if isinstance(value, Tensor) else None
 
 
-def _by_multiplier(group: Group, multipliers: Mapping[int, float], factor: float) -> dict[float, list[int]]:
+def _by_multiplier(group: Group, multipliers: Mapping[Any, float], factor: float) -> dict[float, list[int]]:
     """Multiplier -> places of its parameters in the group; both in the group's order."""
     places: dict[float, list[int]] = {}
     for i, parameter in enumerate(group["params"]):
-        places.setdefault(multipliers[id(parameter)] * factor if id(parameter) in multipliers else 1.0, []).append(i)
+        places.setdefault(multipliers[parameter] * factor if parameter in multipliers else 1.0, []).append(i)
     return places
 
 

@@ -143,8 +143,8 @@ class LRMultiplierOverride:
                 raise ValueError(
                     f"the multiplier of a parameter of shape {shape} must be a positive number, got {value!r}"
                 )
-        self._multipliers = dict(multipliers)  # which keeps the parameters, so that their ids stay theirs
-        self._by_id = {id(parameter): float(value) for parameter, value in multipliers.items()}
+        # By parameter, not by id: that of a copy is another one.
+        self._multipliers = {parameter: float(value) for parameter, value in multipliers.items()}
 
     def arm(self) -> None:
         """Register the hooks; they stay until :meth:`disarm`."""
@@ -173,7 +173,7 @@ class LRMultiplierOverride:
         step = self._steps[key] = _Step(frame, Expansion(owners, self._of_group, self._keeps_decay))
         replaced = with_closure(args, kwargs, partial(self._apart, key, step))
         if replaced is None:
-            step.expansion.open(self._by_id)
+            step.expansion.open(self._multipliers)
         return replaced
 
     def _apart(self, key: int, step: _Step, closure: Closure) -> Closure:
@@ -183,7 +183,7 @@ class LRMultiplierOverride:
             step.expansion.close(keep=False)
             result = closure(*args, **kwargs)
             if self._steps.get(key) is step:  # not disarmed meanwhile
-                step.expansion.open(self._by_id)
+                step.expansion.open(self._multipliers)
             return result
 
         return apart
@@ -226,7 +226,8 @@ class _OwnStep:
         self._had = had = self._holder.get("step")  # an LR scheduler's, say; most have that of their class alone
         other = getattr(had, MARK, None)
         if other is not None and other._calls:
-            raise RuntimeError("another probe or callback corrects this optimizer's learning rates: only one may")
+            name = type(owner).__name__
+            raise RuntimeError(f"another probe or callback corrects the learning rates of this {name}: only one may")
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             run = type(optimizer).step.__get__(optimizer) if had is None else had

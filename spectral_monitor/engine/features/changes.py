@@ -177,7 +177,7 @@ class ChangeStage:
         squares = []
         for k, (i, change) in enumerate(changes.items()):
             place, across = census.rows(i, "outputs"), self.rows.cols(i, "h") is not None
-            rows = sums.new_zeros(place.total if across else 0, 2)
+            rows = torch.zeros(place.total if across else 0, 2, dtype=torch.float64, device=exchange.device)
             squares.append(rows)
             if change is None:
                 known[k, 0] = float(bool(called[i][census.rank]))

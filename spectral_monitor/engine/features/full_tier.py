@@ -19,7 +19,7 @@ from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.functional.features import mean_ratio
 from spectral_monitor.functional.laziness import kernel_alignment, kernel_change
-from spectral_monitor.functional.vector_norms import length, lengths
+from spectral_monitor.functional.vector_norms import lengths
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.quantities import TIERS, assumptions, laziness
 
@@ -92,8 +92,8 @@ class FullStage:
         for i in replay.inputs.outputs:
             change = replay.inputs.change(i)
             if change is not None and change.size:
-                self.out.put(i, "x.norm", length(change.before))
-                self.out.put(i, "dx.norm", length(change.lengths))
+                self.out.put(i, "x.norm", lengths(change.before))
+                self.out.put(i, "dx.norm", lengths(change.lengths))
                 self.out.note(i, "dx.size", float(change.size))
                 if change.pairs is not None and i in self.old and is_pointwise(self.features.layers[i]):
                     self._parts(i, *change.pairs)

@@ -19,7 +19,7 @@ from spectral_monitor.engine.features.step_inputs import Context, StepInputs
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.functional.kernels import bfk_extremes, bfk_moments, dual_bfk_moments, signs
-from spectral_monitor.functional.vector_norms import length, whole_length
+from spectral_monitor.functional.vector_norms import row_products, whole_length
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.state.snapshot import preserved
@@ -192,10 +192,10 @@ class GraphPasses:
                 return
             dtype = compute_dtype(seen.b.dtype)
             db, h = new.to(dtype) - seen.b.to(dtype), seen.h.to(new.device, dtype)
-            parts.append(torch.stack([length(db), length(h), (db * h).sum(dtype=torch.float64).to(dtype)]))
+            parts.append(torch.stack([whole_length(db), whole_length(h), row_products(db, h).sum()]))
         sizes, features, inner = torch.stack(parts).unbind(1)
-        self.out.put(i, "db.norm", length(sizes))
-        self.out.put(i, "h.beside_db", length(features))
+        self.out.put(i, "db.norm", whole_length(sizes))
+        self.out.put(i, "h.beside_db", whole_length(features))
         self.out.put(i, "db.h", inner.sum())
 
     def _gradient(self, i: int, before: Tensor, after: Tensor | None) -> None:

@@ -54,9 +54,9 @@ def _channels(rows: RowStage, features: Mapping[int, Tensor | None]) -> Coroutin
     """Put what sizes of channels say, over the rows of all processes."""
     tables = []
     for i, h in features.items():
-        table = torch.zeros(2, rows.feature_count(i, "h"), device=None if h is None else h.device)
+        device = None if h is None else h.device
+        table = torch.zeros(2, rows.feature_count(i, "h"), dtype=torch.float64, device=device)
         if h is not None:
-            table = table.to(h.dtype)
             table[:, slice(*(rows.cols(i, "h") or (0, table.shape[1])))] = channel_sizes(h)
         tables.append(rank_table(table, rows.exchange))
     tables = yield tables

@@ -17,7 +17,7 @@ from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.engine.weights.norms import rows_worth
-from spectral_monitor.functional.vector_norms import length
+from spectral_monitor.functional.vector_norms import whole_length
 from spectral_monitor.linalg import (
     AllReduce,
     Coroutine,
@@ -82,7 +82,7 @@ def _size(calls: Sequence[_Size]) -> _Size | None:
 
 
 def _rows_size(rows: Tensor | None) -> _Size | None:
-    return None if rows is None else _size([(length(rows), rows.numel())])
+    return None if rows is None else _size([(whole_length(rows), rows.numel())])
 
 
 class _Chosen(NamedTuple):
@@ -230,10 +230,9 @@ class RowStage:
         if not norms:
             return
         device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
-        dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
         both, numbers = yield from gather(
             [
-                all_reduce_norm(torch.stack([norm.to(device, dtype) for norm in norms]), 2, self.exchange),
+                all_reduce_norm(torch.stack([norm.to(device, torch.float64) for norm in norms]), 2, self.exchange),
                 all_reduce_norm(torch.tensor(counts, dtype=torch.float32), 1, self.exchange),
             ]
         )

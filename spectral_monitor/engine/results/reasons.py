@@ -26,6 +26,7 @@ NOT_QUERIES = "it does not make the queries of an attention block, where those o
 ONE_HOT = "an embedding's inputs are one-hot"
 NO_DECAY = WeightDecay(math.nan, math.nan)
 SHARED = "all samples have its output in common, and only some were run eagerly: replay_samples=None runs all"
+OUT_OF_RANGE = "it is known, but too small or too large for a number of 32 bits"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 CHANGE_MARGIN = 2.0
@@ -33,8 +34,8 @@ CHANGE_MARGIN = 2.0
 roundings are spread over a third of their bound. Angles need more: see ``Quantity.margin``.
 """
 
-SMALL_FEATURES, SMALL_CHANGE = 1e-12, 1e-17
-"""Float32 ends at 1e-38, so squares of entries below 1e-17 lose digits or are 0."""
+SMALLEST, LARGEST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
+"""Size of what a measurement can hold; below, digits are lost and then all of it."""
 DRIFTS = ("feature_drift", "kernel_drift")
 """Changes since the start, relative to what was there."""
 OVER_OUTPUTS = PARTS | {"feature_change_local"}
@@ -147,6 +148,8 @@ def layer_row(
         value = math.nan if reason else _value(key, readings, facts)
         if math.isnan(value):
             reasons[key] = reason or (ZERO if sound(readings.raw) else NOT_FINITE)
+        elif math.isfinite(value) and value and not SMALLEST <= abs(value) <= LARGEST:
+            value, reasons[key] = math.nan, OUT_OF_RANGE
         elif key in ATTENTION and (remark := facts.attention[i].get(key, "")):
             reasons[key] = remark
         elif key == "contribution" and value == 0 and readings.get("g.arrives") > 0:
@@ -260,12 +263,10 @@ def _no_features(key: str, i: int, layer: Layer, readings: Readings, facts: Step
         return known
     if entry.of_inputs and i not in facts.fed:
         return "its inputs are not a tensor of numbers, or were overwritten"
-    small = facts.eps[i] >= torch.finfo(torch.float32).eps and _underflows(readings)
-    tiny = "its outputs are so small that the squares of their change leave float32's range" if small else ""
     missed = UNCHOSEN if i in facts.unchosen else ""
     if "probe" in needs:
         rounded = key in DRIFTS and 0 < readings.get(key) < CHANGE_MARGIN * facts.eps[i]
-        return facts.no_drift or missed or tiny or (ROUNDED if rounded else "")
+        return facts.no_drift or missed or (ROUNDED if rounded else "")
     if key == "feature_change_local" and layer.layout.taps > 1:
         return "the taps of a convolution overlap: what one adds, another may take away"
     if needs & {"h", "dh"} and (not entry.of_inputs or key in OVER_OUTPUTS) and i not in facts.lasted:
@@ -283,8 +284,6 @@ def _no_features(key: str, i: int, layer: Layer, readings: Readings, facts: Step
         return facts.no_replay
     if i not in facts.replayed:
         return missed or "called differently when the forward was run again"
-    if tiny:
-        return tiny
     if key in PARTS:
         return _no_part(readings, facts.eps[i])
     if key == "feature_cancellation":
@@ -292,12 +291,6 @@ def _no_features(key: str, i: int, layer: Layer, readings: Readings, facts: Step
     if 0 < readings.get("dh.norm") < entry.margin * facts.eps[i] * readings.get("h.compared"):
         return HALF if facts.halved else ROUNDED
     return ""
-
-
-def _underflows(readings: Readings) -> bool:
-    """Return whether squares of the features' change are too small for float32, where the features are small."""
-    small, change = (readings.root_mean_square(name) for name in ("h", "dh"))
-    return 0 < small < SMALL_FEATURES and change < SMALL_CHANGE
 
 
 def _no_part(readings: Readings, eps: float) -> str:

@@ -31,14 +31,6 @@ POINTS = 1500
 """Of all curves of a quantity together; if there are more, only the lines are drawn."""
 DECADES = 9.0
 """Below the largest value; what is smaller is drawn at the bottom."""
-LINEAR = frozenset(
-    {
-        *("alignment", "update_alignment", "bfa_cos", "momentum_cos", "kernel_alignment"),
-        *("attention_entropy", "attention_entropy_lowest", "attention_sink"),
-        *("weight_cancellation", "feature_cancellation"),
-    }
-)
-"""Quantities with a range of their own; all others are drawn on a log scale if they are nowhere negative."""
 OUTSIDE = "off now"
 LINE = 40
 """Characters of a line below a chart's title."""
@@ -184,12 +176,12 @@ class _Chart:
         colours = [depth[i] for i in rows] if few else [colour(self.family[name][0]) for name in self.names]
         self.colours = ["@danger" if out else tint for out, tint in zip(self.outside, colours, strict=True)]
         finite = self.of_every[self.of_every.isfinite()]
-        self.log = key not in LINEAR and bool((finite >= 0).all() and (finite > 0).any())
+        self.log = not QUANTITIES[key].bounded and bool((finite >= 0).all() and (finite > 0).any())
         self.low, self.high = self._range(finite)
 
     def _range(self, finite: Tensor) -> tuple[float, float]:
         """Return the range of the axis: all values, and limits that are not far from them."""
-        if self.key in LINEAR:
+        if QUANTITIES[self.key].bounded:  # all of its range; others are on a log scale if they are nowhere negative
             return (-1.05 if bool((finite < 0).any()) else -0.02), 1.05
         if not QUANTITIES[self.key].signed and not finite.any():
             limits = [x for x in self.limits.flatten().tolist() if 0 < x < math.inf]
