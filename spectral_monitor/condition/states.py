@@ -55,7 +55,7 @@ def layer_states(seen: Seen, verdicts: Sequence[Verdict]) -> dict[str, LayerStat
     found = {}
     for info in (info for info in seen.measurement.layers if info.is_matrix):
         row = seen.network.row(info.name) or _tied_row(seen, info.name)
-        name = info.name if row is None else row.info.name
+        name = info.name if row is None else row.name
         if name in off:
             found[info.name] = LayerState(OFF, off[name])
         elif why := still or _why_not(seen, row):
@@ -85,10 +85,10 @@ def _why_not(seen: Seen, row: Row | None) -> str:
         moves = [row.get("weight_natural")]
     if all(math.isnan(x) for x in moves):
         keys = (key for key in ("update_natural", "update_ratio") if key in seen.measurement.values)
-        whys = (seen.measurement.why(key, row.info.name) for key in keys)
+        whys = (seen.measurement.why(key, row.name) for key in keys)
         return next(whys, "") or "its update was not measured"
-    if row.info.name in seen.unexplained:
+    if row.name in seen.unexplained:
         return STANDS_OUT
     if row.settings.sizes_own_steps:
         return f"{row.settings.optimizer} sizes its steps itself"
-    return "" if row.info.name in seen.compared else "no other layer to compare it with"
+    return "" if row.name in seen.compared else "no other layer to compare it with"

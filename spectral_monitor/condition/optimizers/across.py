@@ -23,11 +23,11 @@ actor and the critic of DDPG), and less than a hundredth is where the other way 
 def rates_of(network: Network) -> dict[str, Rate]:
     """Return every matrix's learning rate beside the usual one of its optimizer, or of several that belong together."""
     # Relative to what is next to zero any step is large.
-    small = {row.info.name for row in network.rows if network.began_small(row)}
+    small = {row.name for row in network.rows if network.began_small(row)}
     steps = {name: step for name, step in network.largest_steps.items() if name not in small}
     groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in network.rows:
-        if row.lr > 0 and not row.settings.frozen and not row.settings.sizes_own_steps:
+        if row.is_trained and not row.settings.sizes_own_steps:
             groups[row.settings.owner, row.settings.family].append(row)
     found: dict[str, Rate] = {}
     for some in groups.values():
@@ -49,8 +49,8 @@ def _beside(odd: Sequence[Row], reference: Sequence[Row], network: Network) -> I
         rate.usual / RULES[rule](row.info) for row, rate in zip(reference, peaks.values(), strict=True)
     )
     for row in odd:
-        usual = unit * RULES[rule](row.info) * network.expected.get(row.info.name, 1.0) / row.to_peak
-        yield row.info.name, Rate(row.lr, usual, rule=rule)
+        usual = unit * RULES[rule](row.info) * network.expected.get(row.name, 1.0) / row.to_peak
+        yield row.name, Rate(row.lr, usual, rule=rule)
 
 
 def _apart(
@@ -68,9 +68,9 @@ def _apart(
         kinds["Adam" if "adam" in name.lower() else name].append(some)  # AdamW, SparseAdam
     for several in kinds.values():
         peaks = [geometric_median(row.lr * row.to_peak for row in some) for some in several]
-        steps = [geometric_median(largest.get(row.info.name, math.nan) for row in some) for some in several]
+        steps = [geometric_median(largest.get(row.name, math.nan) for row in some) for some in several]
         slow, fast = (pick(range(len(several)), key=peaks.__getitem__) for pick in (min, max))
         if peaks[fast] > APART * peaks[slow] and steps[fast] > LEVEL * steps[slow]:
-            far = [distance([row.info.name for row in several[place]], largest) for place in (slow, fast)]
+            far = [distance([row.name for row in several[place]], largest) for place in (slow, fast)]
             odd, reference = (slow, fast) if far[0] > far[1] else (fast, slow)
             yield several[odd], several[reference]

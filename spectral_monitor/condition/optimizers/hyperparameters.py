@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from spectral_monitor.condition.optimizers.plans import Plan, number
+from spectral_monitor.fitting.medians import nanmax
 
 if TYPE_CHECKING:
     from torch import nn
@@ -212,7 +213,7 @@ def _of_group(
 ) -> Hyperparameters:
     names = _names(optimizer, group)
     rates = [number(group.get(key)) for key in ("max_lr", "initial_lr", "lr")]
-    named = max((rate for rate in rates if not math.isnan(rate)), default=math.nan)
+    named = nanmax(rates)
     momentum = _momentum(group)
     return Hyperparameters(
         optimizer=names[0],

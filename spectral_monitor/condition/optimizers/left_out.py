@@ -48,7 +48,7 @@ def left_out(
     """
     places: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
     for row in rows:
-        places[re.sub(r"\d+", "*", row.info.name), row.info.shape].append(row)
+        places[re.sub(r"\d+", "*", row.name), row.info.shape].append(row)
     found: dict[str, str] = {}
     for (pattern, _), same in places.items():
         out = [k for k, row in enumerate(same) if never_moved(row) and is_out(row)]
@@ -57,7 +57,7 @@ def left_out(
             continue
         are_first, are_last = out[-1] == len(out) - 1, out[0] == len(same) - len(out)
         if (first or not are_first) and (last or not are_last):
-            found |= {same[k].info.name: pattern for k in out}
+            found |= {same[k].name: pattern for k in out}
     return found
 
 
@@ -73,7 +73,7 @@ def is_untrained(row: Row) -> bool:
 
 def is_detached(row: Row) -> bool:
     """Return whether an optimizer holds a layer whose outputs are computed, but no gradient comes back."""
-    return row.lr > 0 and not row.settings.frozen and row.get("unused") == 1
+    return row.is_trained and row.get("unused") == 1
 
 
 def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
@@ -94,7 +94,7 @@ def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
     forgotten = [row for row in rows if row.settings.forgotten and never_moved(row)] if fresh else []
     drawn = [row for row in forgotten if moving and row.randomness > FRESH]
     told = forgotten if len(forgotten) < moving else drawn
-    among = dict.fromkeys((row.info.name for row in told), OTHERS)
+    among = dict.fromkeys((row.name for row in told), OTHERS)
     return among | left_out(rows, is_untrained, first=fresh, last=fresh)
 
 
@@ -107,10 +107,10 @@ def cut_off(rows: Sequence[Row]) -> frozenset[str]:
     Args:
         rows: matrices in the order of the model.
     """
-    still = [row for row in rows if row.get("drift_ratio") == 0 and row.lr > 0 and not row.settings.frozen]
-    used = {row.info.name for row in still if row.get("unused") == 1}
+    still = [row for row in rows if row.get("drift_ratio") == 0 and row.is_trained]
+    used = {row.name for row in still if row.get("unused") == 1}
     # Of layers whose calls cannot be seen, as recurrent ones, it is not known that they were used: the others tell.
-    also = {row.info.name for row in still if math.isnan(row.get("unused")) and row.get("unseen") == 1}
+    also = {row.name for row in still if math.isnan(row.get("unused")) and row.get("unseen") == 1}
     names = used | also if used else set()
     hidden = [row for row in rows if row.info.role != "readout"]
     moves = any(row.get("update_ratio") > 0 for row in rows)
@@ -125,20 +125,20 @@ def _half_of_new(rows: Sequence[Row], used: Collection[str]) -> frozenset[str]:
     Not where the optimizer takes no step yet, as that of an actor that waits for its critic; nor a copy, such as a
     target network: a part whose layers have the names and shapes of one that moves.
     """
-    held = [row for row in rows if row.lr > 0 and not row.settings.frozen]
-    moving = {row.info.name: row for row in held if row.get("update_ratio") > 0}
+    held = [row for row in rows if row.is_trained]
+    moving = {row.name: row for row in held if row.get("update_ratio") > 0}
     owners = {row.settings.owner for row in moving.values()}
-    still = [row for row in held if row.info.name in used and row.settings.owner in owners]
+    still = [row for row in held if row.name in used and row.settings.owner in owners]
     drawn = not any(row.dense and row.randomness <= FRESH for row in still)
     if len(still) < max(2, ABOUT_HALF * len(held)) or not drawn or _is_copy(still, moving):
         return frozenset()
-    return frozenset(row.info.name for row in still)
+    return frozenset(row.name for row in still)
 
 
 def _is_copy(part: Sequence[Row], others: Mapping[str, Row]) -> bool:
     """Return whether the layers of a part have the shapes of another part's, and its names but for how these begin."""
-    prefix = commonprefix([row.info.name for row in part])  # noqa: RUF071 - "target_a" and "target_b" begin alike
-    ends = {row.info.name.removeprefix(prefix): row.info.shape for row in part}
+    prefix = commonprefix([row.name for row in part])  # noqa: RUF071 - "target_a" and "target_b" begin alike
+    ends = {row.name.removeprefix(prefix): row.info.shape for row in part}
     (some, shape), *_ = ends.items()
     begins = (name.removesuffix(some) for name in others if name.endswith(some) and others[name].info.shape == shape)
     return any(
