@@ -1,4 +1,4 @@
-"""Layers that are not trained although most of those in equal places are: slips when parameters are chosen."""
+"""Layers that are not trained although most in equal places are: mistakes in the choice of parameters."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ if TYPE_CHECKING:
     from spectral_monitor.condition.row import Row
 
 FEWEST = 3
-"""Layers in equal places, such as those of repeated blocks, from which on most of them tell how all are meant."""
-
+"""Smallest number of layers in equal places, such as repeated blocks, of which most tell how all are meant."""
 OTHERS = "the others"
-"""What a layer without others in equal places is held against."""
+"""Stands for equal places where a layer has none."""
 FRESH = 0.6
-"""Stable rank of the median weight over that of a Gaussian one: 1.02 and more for weights that were just drawn, 0.1 to
-0.4 for those of trained networks.
+"""Limit of the stable rank of the median weight over that of a Gaussian one. Weights that were just drawn have 1.02 and
+more, those of trained networks 0.1 to 0.4.
 """
 ABOUT_HALF = 0.4
-"""Part of a new network's matrices from which on those without gradients are no spare ones."""
+"""If at least this part of a new network's matrices gets no gradient, they are no spare ones."""
 
 
 def left_out(
     rows: Sequence[Row], is_out: Callable[[Row], bool], first: bool = True, last: bool = True
 ) -> dict[str, str]:
-    """Return the layers that are out and never moved while most in equal places move: name -> these, as a pattern.
+    """Return the layers that are out and never moved while most in equal places move: name -> pattern of these places.
 
     Equal places have names that differ in numbers only, and shapes that do not.
 
     Args:
         rows: matrices in the order of the model.
-        is_out: whether a layer is left out of training now.
-        first, last: whether those count, too, that are the first ones or the last ones of their places.
+        is_out: tells whether a layer is left out of training now.
+        first, last: whether the first ones, or the last ones, of equal places count too.
 
     Example:
         >>> from spectral_monitor.condition.row import Row
@@ -62,7 +61,7 @@ def left_out(
 
 
 def never_moved(row: Row) -> bool:
-    """Return whether a layer is as it began; one that began at zero has no drift relative to that."""
+    """Return whether a layer has its initial weights; one that began at zero has no relative drift."""
     return row.get("drift_ratio") == 0 or row.get("weight_natural") == 0
 
 
@@ -77,18 +76,18 @@ def is_detached(row: Row) -> bool:
 
 
 def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
-    """Return the layers that no optimizer trains, frozen ones too, though it trains most in equal places.
+    """Return the layers, frozen ones too, that no optimizer trains although most in equal places are trained.
 
-    The first or the last ones of a network that was trained before may be left out on purpose. In a new one, layers
-    whose gradients no optimizer takes count as well, wherever they are; where they are many, only those that are as
-    they were drawn, for another network may tell what the loss is.
+    In a network that was trained before, the first or the last ones may be left out on purpose. In a new network,
+    layers whose gradients no optimizer takes count too. If these are many, only randomly drawn ones count: another
+    network may serve as a loss.
 
     Args:
         rows: matrices in the order of the model.
         fresh: whether the network is a new one.
 
     Returns:
-        Name -> those in equal places, as a pattern.
+        Name -> pattern of equal places.
     """
     moving = sum(row.get("update_ratio") > 0 for row in rows)
     forgotten = [row for row in rows if row.settings.forgotten and never_moved(row)] if fresh else []
@@ -99,31 +98,32 @@ def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
 
 
 def cut_off(rows: Sequence[Row]) -> frozenset[str]:
-    """Return the first layers of a model, two or more, that an optimizer holds but no gradient has reached; many such
-    layers of a new network, wherever they are; and those where gradients reach most in equal places.
+    """Return layers that an optimizer holds but no gradient has reached, although other layers move.
 
-    Others move. A single layer may be one whose outputs nobody uses, and so may the last ones in equal places.
+    These are two or more layers that include the first of the model, about half of the layers of a new network, and
+    layers in places where gradients reach most others. A single layer, or the last ones in equal places, may just be
+    unused.
 
     Args:
         rows: matrices in the order of the model.
     """
     still = [row for row in rows if row.get("drift_ratio") == 0 and row.is_trained]
     used = {row.name for row in still if row.get("unused") == 1}
-    # Of layers whose calls cannot be seen, as recurrent ones, it is not known that they were used: the others tell.
+    # Layers whose calls cannot be seen, such as recurrent ones, may be unused: they count only beside others.
     also = {row.name for row in still if math.isnan(row.get("unused")) and row.get("unseen") == 1}
     names = used | also if used else set()
     hidden = [row for row in rows if row.info.role != "readout"]
     moves = any(row.get("update_ratio") > 0 for row in rows)
-    first = bool(hidden) and hidden[0].info.name in names
+    first = bool(hidden) and hidden[0].name in names
     found = names if first and moves and len(names) > 1 else set()
     return frozenset(found) | _half_of_new(rows, used) | left_out(rows, is_detached, last=False).keys()
 
 
 def _half_of_new(rows: Sequence[Row], used: Collection[str]) -> frozenset[str]:
-    """Return the layers that no gradient reaches where these are about half of all, and as they were drawn.
+    """Return the layers that no gradient reaches if these are about half of all and were just drawn.
 
-    Not where the optimizer takes no step yet, as that of an actor that waits for its critic; nor a copy, such as a
-    target network: a part whose layers have the names and shapes of one that moves.
+    It returns none while the optimizer takes no steps, as of an actor that waits for its critic, and none for a copy of
+    a part that moves, such as a target network.
     """
     held = [row for row in rows if row.is_trained]
     moving = {row.name: row for row in held if row.get("update_ratio") > 0}
@@ -136,7 +136,7 @@ def _half_of_new(rows: Sequence[Row], used: Collection[str]) -> frozenset[str]:
 
 
 def _is_copy(part: Sequence[Row], others: Mapping[str, Row]) -> bool:
-    """Return whether the layers of a part have the shapes of another part's, and its names but for how these begin."""
+    """Return whether the layers of a part have the shapes of another part, and its names except for a prefix."""
     prefix = commonprefix([row.name for row in part])  # noqa: RUF071 - "target_a" and "target_b" begin alike
     ends = {row.name.removeprefix(prefix): row.info.shape for row in part}
     (some, shape), *_ = ends.items()
