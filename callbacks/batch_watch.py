@@ -1,4 +1,4 @@
-"""Batches of a Lightning fit: which of them are watched, and what led to their loss, to be run again."""
+"""Batches of a Lightning fit: when to measure, and the training steps to run again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class BatchWatch:
-    """Arms the engine for a batch in which the optimizer steps, if that step is measured.
+    """Arms the engine for a batch in which the optimizer steps, if that step is due.
 
-    With manual optimization nobody knows beforehand whether any does; the batches count, and if none has stepped in the
-    one that was due, the next one is. Which forward and which backward belong to which step is then the user's affair.
+    With manual optimization it is unknown beforehand whether an optimizer steps, so batches are counted instead of
+    steps. If no optimizer steps in a batch that is due, the next batch is due. Which passes belong to a step
+    is then up to the user.
     """
 
     def __init__(
@@ -33,22 +34,22 @@ class BatchWatch:
         due: Callable[[int], frozenset[str]],
         harmless: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """``due``: what is measured at a step, counted from 1; ``harmless``: makes a warning of an error inside."""
+        """``due``: returns what is due at a step, counted from 1; ``harmless``: turns an error into a warning."""
         self._engine, self._due, self._harmless = engine, due, harmless
         self._overdue: frozenset[str] = frozenset()
         self._loss_scale = 1.0
         self.forget()
 
     def forget(self) -> None:
-        """Drop what was kept of the step that is watched."""
+        """Drop everything about the present step."""
         self._training_step: TrainingStepReplay | None = None
         self._micro_batches: list[MicroBatch] = []
         self._unfit_loss_input: bool | None = None
 
     def begin(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Arm, if the optimizer steps in this batch and its step is to be measured.
+        """Arm the engine if the optimizer steps in this batch and its step is due.
 
-        Of batches before it, whose gradients are part of that step, only the loss is asked for, if anything.
+        For earlier batches that accumulate gradients for that step, keep the training step if its loss is needed.
         """
         engine, automatic = self._engine, module.automatic_optimization
         if automatic:
@@ -107,7 +108,7 @@ class BatchWatch:
             self._engine.features.end_backward()
 
     def end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any) -> Measurement | None:
-        """Return what was measured of a batch that was watched; keep one whose step will be looked at again."""
+        """Return the measurement of a batch that was due; else keep its training step if the loss is needed again."""
         again, roots, automatic = self._training_step, self._engine.calls, module.automatic_optimization
         if not self._engine.armed:
             self._training_step = None

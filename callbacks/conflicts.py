@@ -1,4 +1,4 @@
-"""Several monitors of one trainer: what they may share, and which is which."""
+"""Several monitors of one trainer: conflicts between them, and their numbers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def check_conflicts(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
-    """Look at what the monitors before this one measure: the same is logged under the same name.
+    """Compare a monitor with those before it, because equal quantities are logged under equal names.
 
-    Two that only watch log the same numbers twice, which is said. Where one corrects, numbers differ: what a layer's
-    learning rate is multiplied with is known to that one alone. Two that correct would multiply each other's rates, of
+    Two monitors that only watch would log the same numbers twice, which is a warning. If one corrects, their numbers
+    would differ, because only that one knows the multipliers. Two that correct would multiply each other's rates, of
     whatever layers: an optimizer has one correction.
 
     Raises:

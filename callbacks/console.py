@@ -33,7 +33,7 @@ def tell(trainer: pl.Trainer, text: str) -> None:
 
 
 def every(steps: object) -> str:
-    """Return at which steps is measured, in words; nothing where each quantity has steps of its own.
+    """Return a schedule in words; empty if quantities have different schedules.
 
     Example:
         >>> every(50), every("1, 2, 4, ..., every 100"), every({"light": 10})
@@ -45,7 +45,7 @@ def every(steps: object) -> str:
 
 
 def shortest(folder: Path) -> str:
-    """Return a folder as it is called from here, or in full where that is shorter."""
+    """Return the relative path of a folder, or the full path if that is shorter."""
     try:
         relative = os.path.relpath(folder)
     except ValueError:  # another drive
@@ -54,11 +54,11 @@ def shortest(folder: Path) -> str:
 
 
 class ConsoleReport:
-    """Text about a fit: what was found in the model, the last table, what measuring took.
+    """Text about a fit: the roles of layers, the last table, and the cost of measuring.
 
     Args:
         verbose: 0 for no text; 1 for tables in which equal places of the blocks share a row; 2 for whole ones.
-        steps: at which is measured.
+        steps: schedule of measurements.
     """
 
     def __init__(self, verbose: int, steps: object) -> None:
@@ -66,11 +66,11 @@ class ConsoleReport:
         self.begin()
 
     def begin(self) -> None:
-        """Start the clock: training begins."""
+        """Start the clock when training begins."""
         self._began, self._spent = perf_counter(), 0.0
 
     def spend(self, seconds: float) -> None:
-        """Count time that measuring took."""
+        """Add to the time spent on measuring."""
         self._spent += seconds
 
     def tell(self, trainer: pl.Trainer, text: str) -> None:
@@ -84,7 +84,7 @@ class ConsoleReport:
             show(rendered(role_rows(anatomy, folded=self._verbose < 2, when=every(self._steps))))
 
     def end(self, trainer: pl.Trainer, latest: Measurement | None, folder: Path | None) -> None:
-        """Print the last table, and what measuring took.
+        """Print the last table and the cost of measuring.
 
         Args:
             trainer: whose fit ends.

@@ -1,8 +1,8 @@
-"""Two packages of the same code, ``lightning.pytorch`` and ``pytorch_lightning``: the only place that knows them.
+"""The two packages of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``; no other module names them.
 
-Their classes have the same names and behave alike, but a class of one is no class of the other. A program that uses one
-never pays for the other: only what it has imported is looked at. Where it has imported neither, ``lightning.pytorch``
-is imported, or ``pytorch_lightning`` if that alone is installed.
+Their classes have the same names and behave alike, but are different classes. Only the packages that the program has
+imported are looked at, so that nobody pays for the other. If it has imported neither, ``lightning.pytorch`` is
+imported, or ``pytorch_lightning`` if only that is installed.
 """
 
 from __future__ import annotations

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 OFFSET = -1
-"""Lightning logs what belongs to the first optimizer step at 0; a measurement counts the steps taken."""
+"""Lightning logs the first optimizer step at 0; measurements count steps from 1."""
 PAGE = "spectral_monitor.html"
 _REFUSED = re.compile(r"[^\w\-. /]")
-"""Characters that MLflow takes in no key."""
+"""Characters that MLflow does not allow in keys."""
 
 
 class LoggerSink:
     """Gives a Lightning logger the essential numbers, and in the end the page, if it takes files (MLflow, Comet).
 
-    What the logger keeps for later it is told to save at once, and only while the disk has room: lines of ours that it
-    cannot write when training ends would be an error of the trainer's.
+    The logger has to save its numbers at once, and only while the disk has room. If it could not write them at the end,
+    the trainer would raise an error.
     """
 
     def __init__(self, logger: Any, log: Log = "essential", asked: Sequence[str] = ()) -> None:
@@ -47,7 +47,7 @@ class LoggerSink:
         self._history = History() if is_instance(logger, "loggers.MLFlowLogger", "loggers.CometLogger") else None
 
     def write(self, measurement: Measurement) -> None:
-        """Give it all scalars in one call."""
+        """Log all scalars in one call."""
         if is_instance(self._logger, "loggers.CSVLogger"):
             need_room(self._logger.log_dir)
         scalars = essentials(measurement, self._log, self._asked)
@@ -59,7 +59,7 @@ class LoggerSink:
             self._history.add(measurement)
 
     def close(self) -> None:
-        """Give it the page; the trainer closes its loggers itself."""
+        """Log the page; the trainer closes its loggers itself."""
         history, self._history = self._history, None
         text = None if history is None else whole_page(history)
         if text is None:
@@ -76,7 +76,7 @@ class LoggerSink:
 class SinkManager:
     """The receivers of measurements on the first process: loggers, files, the user's sinks, the progress bar.
 
-    Of several monitors of a trainer each has a file of its own, for all measurements in one are of the same layers.
+    Each monitor of a trainer writes its own file, because all measurements in a file must have the same layers.
 
     Args:
         sinks: the user's.
@@ -118,7 +118,7 @@ class SinkManager:
         self.folder: Path | None = None
 
     def begin(self, trainer: pl.Trainer, place: int) -> None:
-        """Training starts; ``place``: which of the trainer's monitors it is, from 1."""
+        """Open the receivers; ``place``: number of this monitor among those of the trainer, from 1."""
         if not trainer.is_global_zero:
             return
         found: list[Sink] = []
@@ -135,14 +135,14 @@ class SinkManager:
         self._status.begin(trainer)
 
     def write(self, measurement: Measurement) -> None:
-        """To all of them."""
+        """Give a measurement to all receivers."""
         if self._all is not None:
             self._all.write(measurement)
             if is_judged(measurement) or not self._status.text:  # else what was said last still holds
                 self._status.text = brief(measurement)
 
     def end(self) -> None:
-        """Training is over; safe to call at any time."""
+        """Close all receivers; safe to call at any time."""
         self._status.end()
         if self._all is not None:
             self._all.close()
@@ -176,6 +176,6 @@ def _folder(logger: Any) -> Path | None:
 
 
 def _about(trainer: pl.Trainer) -> dict[str, str]:
-    """Return what the file of measurements says of the run: the classes of its model and its optimizers."""
+    """Return a description of the run: the classes of its model and its optimizers."""
     optimizers = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in trainer.optimizers))
     return {"model": type(trainer.lightning_module).__name__, **({"optimizer": optimizers} if optimizers else {})}

@@ -117,8 +117,8 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             stopping; ``"any"`` for all.
 
     Attributes:
-        measurements: the newest ones.
-        multipliers: layer -> what a correction multiplies its learning rate with; empty without one.
+        measurements: the latest measurements.
+        multipliers: layer -> multiplier of its learning rate; empty without a correction.
 
     Raises:
         ValueError: before the first step: an argument out of range, an unknown key, a pattern that matches nothing,
@@ -211,7 +211,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the model apart, refuse what cannot be measured, print the role table."""
+        """Make the engine and the supervisor, refuse what cannot be measured, and print the role table."""
         check_supported(trainer, pl_module)
         processes, wrapper = strategy_context(trainer)
         corrected = self.mode == "correct"
@@ -232,14 +232,14 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             self._console.tell(trainer, f"spectral monitor: no logger: {kept}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remember the weights drift is counted from, or go on from what was loaded or measured before."""
+        """Resume from a checkpoint or an earlier fit; else keep the weights that drift is counted from."""
         if self._engine is None or self._supervisor is None:
             return
         with self._said("schedules were not looked ahead"):
             for parameters, plan in () if self._schedules is None else self._schedules.plans(trainer, pl_module):
                 self._supervisor.plan(parameters, plan)
         self._schedules = None
-        # What a learning rate means for other widths says nothing where a correction gives it another meaning.
+        # Under a correction, learning rates may have another meaning, and the recipe none.
         said = self._supervisor.decision or (self._supervisor.recipe if self.mode != "observe" else "")
         if said:
             self._console.tell(trainer, f"spectral monitor: {said}")
@@ -254,7 +254,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Arm, if the optimizer steps in this batch and its step is to be measured."""
+        """Arm the engine if the optimizer steps in this batch and its step is due."""
         if self._batches is not None:
             self._batches.begin(trainer, pl_module, batch, batch_idx)
 
@@ -269,19 +269,19 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             self._batches.end_forward(pl_module)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Gradients from here on are those of the step's backward pass."""
+        """Begin to take gradients as those of the step."""
         if self._batches is not None:
             self._batches.begin_backward(trainer, pl_module, loss)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Later gradients are not."""
+        """Leave out later gradients."""
         if self._batches is not None:
             self._batches.end_backward(pl_module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure what was watched, log it and act on it."""
+        """Measure a step that was due, log it and react to it."""
         if self._engine is None or self._supervisor is None or self._batches is None:
             return
         watched = self._engine.armed
@@ -293,7 +293,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             self._use(measurement, trainer, self._supervisor)
 
     def _use(self, measurement: Measurement, trainer: pl.Trainer, supervisor: Supervisor) -> None:
-        """Log a measurement, correct learning rates by it, and stop training if that is asked for."""
+        """Log a measurement, correct learning rates, and stop training if a verdict of ``stop_on`` begins."""
         begin = perf_counter()
         write, say = partial(self._write, trainer), partial(self._console.tell, trainer)
         stops = self._take(measurement, supervisor, write, say, trainer.is_global_zero)
@@ -310,13 +310,13 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             trainer.callback_metrics.update({key: torch.tensor(x) for key, x in overall(measurement).items()})
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the last table, and what measuring took."""
+        """Print the last table and the cost of measuring."""
         if self._engine is not None:
             measured = self._engine.measured > self._continuation.measured_before
             self._console.end(trainer, self.latest if measured else None, self._reports.folder)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave no hook behind if a batch was skipped after this callback had seen it start, which ends the epoch."""
+        """Remove hooks of a batch that another callback skipped after its start, which ends the epoch."""
         if self._engine is not None and self._engine.budget is not None:
             self._engine.budget.pause()
         if self._engine is not None and self._batches is not None and self._engine.armed:
@@ -324,16 +324,16 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             self._batches.forget()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         self._stop(pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         if stage == "fit":
             self._stop(pl_module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and measurements; what belongs to a fit or a model, and the methods Lightning adds, stay behind."""
+        """Return settings and measurements, without what belongs to a fit or a model, or is added by Lightning."""
         state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
         return {**state, **dict.fromkeys(("_engine", "_supervisor", "_schedules", "_batches"))}
 

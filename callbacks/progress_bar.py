@@ -14,7 +14,7 @@ KEY = "spectral"
 
 
 def shared(texts: Sequence[str]) -> str:
-    """Return the texts of several monitors in as many characters as that of one may have: what is not OK first.
+    """Return the texts of several monitors within the length of one; if they do not fit, the first that is not OK.
 
     Example:
         >>> shared(["OK", "2 off"]), shared(["OK", "not judged", "1 off"])
@@ -25,7 +25,7 @@ def shared(texts: Sequence[str]) -> str:
 
 
 class _Metrics:
-    """In the place of a progress bar's ``get_metrics`` for as long as anyone has something to add."""
+    """Replaces a progress bar's ``get_metrics`` while a monitor adds text to it."""
 
     def __init__(self, original: Callable[..., dict[str, Any]]) -> None:
         self.original = original
@@ -37,10 +37,10 @@ class _Metrics:
 
 
 class StatusLine:
-    """Text beside the losses in the progress bar, whichever it is; logged metrics know nothing of it.
+    """Text beside the losses in any progress bar; it is no logged metric.
 
     Attributes:
-        text: what is shown; nothing if empty.
+        text: text to show; empty for none.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The course of Lightning's schedules of learning rates, as far as it can be looked ahead."""
+"""Lightning's learning-rate schedules, run ahead before training."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 MOST = 20_000
-"""Calls of a schedule that are looked ahead: a third of a second."""
+"""Largest number of calls that a schedule is run ahead: a third of a second."""
 
 
 class Schedules:
-    """Looks ahead where the schedulers of a fit take learning rates, from its first step on.
+    """Runs copies of the schedulers of a fit ahead, from its first step on.
 
-    A checkpoint puts schedulers in the middle of their course, so they are copied before it is loaded. Without one they
-    are looked at when training begins: until then another callback may have changed the learning rate.
+    Schedulers are copied before a checkpoint is loaded, because that puts them in the middle of their course. Without a
+    checkpoint they are copied when training begins: until then another callback may change the learning rate.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -32,11 +32,11 @@ class Schedules:
         self._before = [(config.scheduler, self._copy(config.scheduler)) for config in resumed]
 
     def plans(self, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[list[nn.Parameter], Plan]]:
-        """Yield the parameters of each group that is scheduled, and where its learning rate goes in this fit.
+        """Yield the parameters of each scheduled group with the plan of its learning rate in this fit.
 
-        A schedule that goes by a metric begins with its peak. What cannot be looked ahead is left out. So is one that
-        would go below what its group names and never move: its function looks at something else than the step it is
-        given. To be asked once data are there, whose number tells how long the fit is.
+        A schedule that depends on a metric begins at its peak. Schedules that cannot be run ahead are left out. So are
+        those that never rise from below the group's initial rate, because their function depends on more than the step.
+        Call this once data are loaded, since their number gives the length of the fit.
         """
         stops = bool(trainer.early_stopping_callbacks)
         for config in trainer.lr_scheduler_configs:
@@ -60,7 +60,7 @@ class Schedules:
                     yield group["params"], plan
 
     def _copy(self, scheduler: LRScheduler) -> LookAhead | None:
-        """Return a copy that can be looked ahead; ``None`` if it cannot be copied."""
+        """Return a copy to run ahead; ``None`` if the scheduler cannot be copied."""
         try:
             return LookAhead(scheduler, self._shared)
         except Exception:
@@ -68,7 +68,7 @@ class Schedules:
 
 
 def _calls(trainer: pl.Trainer, module: pl.LightningModule, interval: str, frequency: int) -> tuple[int, bool]:
-    """Return how often a schedule steps before the last step of this fit, at most, and whether that is known.
+    """Return the largest number of steps of a schedule before the last one of this fit, and whether it is exact.
 
     A module that calls it itself may do so after each batch, whatever the interval says.
     """

@@ -1,4 +1,4 @@
-"""Strategies: which are supported, and what they say about the processes."""
+"""Supported strategies, and their processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUPPORTED = ("strategies.DDPStrategy", "strategies.FSDPStrategy", "strategies.Mo
 
 
 def check_supported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse what would give wrong numbers.
+    """Refuse ways of training that would give wrong numbers.
 
     Raises:
         ValueError: naming what is not supported and what is.
@@ -37,7 +37,7 @@ def check_supported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def _name(strategy: Strategy) -> str:
-    """Return the strategy's name as its user writes it, and its kind."""
+    """Return the name of a strategy, with the stage of ZeRO if it has one."""
     stage = getattr(strategy, "config", None)
     stage = stage.get("zero_optimization", {}).get("stage") if isinstance(stage, dict) else None
     return type(strategy).__name__ + (f" (ZeRO stage {stage})" if stage is not None else "")

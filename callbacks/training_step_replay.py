@@ -1,4 +1,4 @@
-"""Running ``training_step`` once more, for models whose forward is called in several parts."""
+"""Replay of ``training_step``, for models whose forward is called in several parts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class TrainingStepReplay(Replayable):
-    """One call of ``training_step``, ready to be made again under :func:`logging_suppressed`.
+    """A call of ``training_step`` that can be repeated under :func:`logging_suppressed`.
 
-    ``randomness`` is of the moment this was made, which must be that of the call.
+    It must be made at the moment of the call, because it keeps the random state of that moment.
     """
 
     def __init__(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -31,7 +31,7 @@ class TrainingStepReplay(Replayable):
         self._batch_idx = batch_idx
 
     def output(self) -> Any:
-        """Return what the step returns."""
+        """Return the output of the step."""
         step: Any = self.module.training_step
         arguments = (clone_tree(self.given), self._batch_idx)[: 2 if _takes_index(step) else 1]
         with self.randomness.replayed(), precisely(self.module) if self._precisely else nullcontext():
@@ -40,7 +40,7 @@ class TrainingStepReplay(Replayable):
         return output
 
     def pack(self, model: nn.Module) -> dict[str, Any]:
-        """In plain types, see :meth:`.Replayable.pack`."""
+        """Return the call in plain types, see :meth:`.Replayable.pack`."""
         return {
             "kind": "training_step",
             "batch": pack(self.given, "batch"),
@@ -52,7 +52,7 @@ class TrainingStepReplay(Replayable):
 
     @classmethod
     def unpack(cls, packed: dict[str, Any], module: pl.LightningModule) -> TrainingStepReplay:
-        """Return the step that was packed, to be made by ``module``.
+        """Return a packed step, to be repeated by ``module``.
 
         Raises:
             Exception: if the module is not built like the one that made it.
@@ -74,7 +74,7 @@ def can_run_again(module: pl.LightningModule) -> bool:
 
 
 def _takes_index(step: Any) -> bool:
-    """Lightning passes the batch's index to a step that takes two arguments or one of that name."""
+    """Return whether Lightning passes the batch's index: to a step with two arguments or one of that name."""
     kinds = inspect.signature(step).parameters
     many = any(p.kind is p.VAR_POSITIONAL for p in kinds.values())
     return many or "batch_idx" in kinds or len(kinds) >= 2
@@ -82,11 +82,7 @@ def _takes_index(step: Any) -> bool:
 
 @contextmanager
 def logging_suppressed(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Inside, forwards run at the trainer's precision and nobody hears of them.
-
-    ``self.log`` and the loggers take everything and keep nothing; learning rates and schedules, which a training step
-    may set by itself, come back.
-    """
+    """Run forwards inside at the trainer's precision, without effects on logs, learning rates and schedules."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     rates = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     schedules = [vars(config.scheduler) for config in trainer.lr_scheduler_configs]
@@ -102,7 +98,7 @@ def logging_suppressed(trainer: pl.Trainer, module: pl.LightningModule) -> Itera
 
 @contextmanager
 def _muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Inside, ``self.log`` and the loggers take everything and keep nothing."""
+    """Make ``self.log`` and the loggers drop everything inside."""
     loggers = trainer.loggers
     names = ("log", "log_dict", "print")
     trainer.loggers = [package_of(trainer).loggers.logger.DummyLogger() for _ in loggers]

@@ -28,7 +28,7 @@ class CheckpointHooks(Callback):
 
     @property
     def state_key(self) -> str:
-        """Tells the monitors of one trainer apart."""
+        """Key that tells the monitors of one trainer apart."""
         s = self.settings
         return self._generate_state_key(
             every_n_steps=s.every_n_steps, quantities=s.quantities, include=s.include, exclude=s.exclude
@@ -40,20 +40,19 @@ class CheckpointHooks(Callback):
             self._continuation.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the monitor: plain numbers, names, and the file with the tensors."""
+        """Return the state for a checkpoint: plain numbers, names, and the file with the tensors."""
         try:
-            state: dict[str, Any] = self._continuation.state(self._engine)
-            return state
+            return self._continuation.state(self._engine)
         except Exception as error:
             self._warn(f"the checkpoint does not hold the monitor ({type(error).__name__}: {error})", error)
             return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from this when training starts."""
+        """Keep a loaded state, from which training resumes."""
         self._continuation.load(state_dict)
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Find the state of a monitor whose settings were others, if there is but one that it can be."""
+        """Use the state of a monitor with other settings, if it is the only candidate."""
         taken = {callback.state_key for callback in trainer.callbacks}  # type: ignore[attr-defined]
         states = {key: state for key, state in checkpoint["callbacks"].items() if key not in taken}
         mine = [state for key, state in states.items() if str(key).startswith(f"{type(self).__qualname__}{{")]
@@ -68,7 +67,7 @@ class CheckpointHooks(Callback):
 
     @contextmanager
     def _said(self, what: str) -> Iterator[None]:
-        """Turn an error into a warning."""
+        """Turn an error inside into a warning."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Going on measuring where an earlier run stopped: small numbers in the checkpoint, tensors in a file beside it."""
+"""State to resume from: small numbers in the checkpoint, tensors in a file beside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 LARGE = frozenset({"W0", "probe"})
-"""Needs that take tensors from the start of training, too large for every checkpoint."""
+"""Needs that keep tensors from the start of training, which are too large for every checkpoint."""
 
 State = dict[str, Any]
 Warn = Callable[..., None]
@@ -61,14 +61,13 @@ class ResumeState:
         return module in self._carried
 
     def begin(
-        self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, oversight: Supervisor, warn: Warn
+        self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, supervisor: Supervisor, warn: Warn
     ) -> None:
-        """Let engine and oversight go on where the checkpoint, or the last fit of this model, stopped; or start."""
-        self._begun, self._folder, self._mark, self._supervisor = True, _folder(trainer), None, oversight
+        """Resume engine and supervisor from the checkpoint or the last fit of this model; else start."""
+        self._begun, self._folder, self._mark, self._supervisor = True, _folder(trainer), None, supervisor
         step, large = trainer.global_step, engine.settings.needs & LARGE
         loaded, self._loaded = self._loaded, {}
-        anew: list[str] = []
-        tensors: State | None = None
+        restarted: list[str] = []
         resumed = bool(loaded) or trainer.ckpt_path is not None
         state, tensors = (loaded, None) if loaded else self._carried.get(module, ({}, None))
         try:
@@ -77,26 +76,26 @@ class ResumeState:
                     tensors, missing = _find(loaded.get("file"), trainer, engine)
                     missing = engine.said_anywhere(missing)
                     tensors = None if missing else tensors
-                    anew += [f"drift is counted from here ({missing})"] if missing else []
-                anew += engine.restore(state, tensors, step, partial(_revive, engine, module))
-                anew += _going_on(oversight, state)
+                    restarted += [f"drift is counted from here ({missing})"] if missing else []
+                restarted += engine.restore(state, tensors, step, partial(_revive, engine, module))
+                restarted += _resume_supervisor(supervisor, state)
             else:
                 engine.start(step)
                 why = "the checkpoint has no state of it" if resumed else "this monitor has seen no step of this model"
-                anew += [f"drift is counted from here ({why})"] if step and large else []
+                restarted += [f"drift is counted from here ({why})"] if step and large else []
         except Exception as error:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            anew = [f"everything is counted from here ({what})"]
+            restarted = [f"everything is counted from here ({what})"]
             engine.start(step)
         self.measured_before = engine.measured
         self.agree(engine)
-        if anew and trainer.is_global_zero:
-            warn(f"{'resumed' if resumed else 'training goes on'} at step {step}: {'; '.join(anew)}")
+        if restarted and trainer.is_global_zero:
+            warn(f"{'resumed' if resumed else 'training goes on'} at step {step}: {'; '.join(restarted)}")
 
     def agree(self, engine: Engine) -> None:
-        """Tell the other processes, if there are any, what this one's file is called; to be called by all at once.
+        """Exchange the names of files with the other processes, if there are any; all must call this at once.
 
-        A checkpoint holds the names of all files, but is written by one process, when it cannot ask the others.
+        One process writes the names of all files into the checkpoint, when it cannot ask the others.
         """
         mark = (engine, engine.probe_taken)
         if engine.processes is not None and engine.settings.needs & LARGE and self._mark != mark:
@@ -107,7 +106,7 @@ class ResumeState:
             self._mark, self._fingerprints = mark, engine.processes.gather(mine)
 
     def state(self, engine: Engine | None) -> State:
-        """Return what goes into a checkpoint: dicts, lists, strings, numbers. After a fit, what it was at its end."""
+        """Return the state for a checkpoint, in plain types; after a fit, the state at its end."""
         if engine is not None and self._begun:
             mark: tuple[object, bool] = (engine, engine.probe_taken)
             return self._with_files(
@@ -132,7 +131,7 @@ class ResumeState:
     def write(self, state: State, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> None:
         """Write the file of this process that a state refers to, if it is not there and the state is of this run.
 
-        Where it goes is for this run to say: a state that was loaded may name any place.
+        This run chooses the folder, because a loaded state may name any place.
 
         Raises:
             OSError: it could not be written.
@@ -151,7 +150,7 @@ class ResumeState:
             side_files.write(tensors, path)
 
     def end(self, module: pl.LightningModule, engine: Engine) -> None:
-        """Keep what another fit of this model, or a checkpoint saved after this one, needs."""
+        """Keep the state for another fit of this model, or a checkpoint that is saved after this fit."""
         if self._begun:
             self._carried[module] = (self._state(engine), engine.tensors() if engine.settings.needs & LARGE else None)
             self._last = ref(module)
@@ -159,12 +158,12 @@ class ResumeState:
         self._begun, self._supervisor = False, None
 
 
-def _going_on(oversight: Supervisor, state: State) -> list[str]:
-    """Let verdicts and corrections go on; else what starts again, and why."""
+def _resume_supervisor(supervisor: Supervisor, state: State) -> list[str]:
+    """Resume verdicts and corrections; return what starts again instead, with the reason."""
     if "oversight" not in state:
         return ["verdicts and corrections start again (the checkpoint has none)"]
     try:
-        oversight.load_state_dict(state["oversight"])
+        supervisor.load_state_dict(state["oversight"])
     except ValueError as error:
         return [f"verdicts and corrections start again ({error})"]
     return []
@@ -189,10 +188,10 @@ def _folder(trainer: pl.Trainer) -> Path:
 
 
 def _find(file: Any, trainer: pl.Trainer, engine: Engine) -> tuple[State | None, str]:
-    """Return the tensors a state refers to, beside the checkpoint it came from or where they were written; else why
-    not.
+    """Return the tensors that a state refers to, or the reason why they are missing.
 
-    Those this process wrote, if they will do; else those of all processes, put together.
+    They are looked for beside the checkpoint, then where they were written. The file of this process suffices if it
+    covers its shards; else the files of all processes are merged.
     """
     if file is None:
         return None, "the saved state is of a monitor that did not measure it"

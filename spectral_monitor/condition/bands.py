@@ -1,4 +1,4 @@
-"""Bands of all layers, for pictures that show how far each layer is from its band."""
+"""Bands of all layers, for charts that show how far each layer is from its band."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from spectral_monitor.condition.findings import Finding
 
 _SHOWN = ("exploding", "embedding", "weights", "reference")
-"""Checks of which the limits are shown; where two look at the same value, those of the later one."""
+"""Checks whose limits are shown; if two look at the same value, the later one counts."""
 
 
 def bands(findings: Iterable[Finding], layers: Sequence[str]) -> dict[str, Tensor]:
-    """Quantity -> (L, 3): lowest value, highest value and reference; NaN where a layer is held against nothing.
+    """Return quantity -> (L, 3): lowest value, highest value and reference; NaN for layers without a band.
 
-    Without a limit the lowest is 0 or the highest inf; the reference is NaN where only a limit is known.
+    Without a limit, the lowest value is 0 or the highest inf. The reference is NaN if only a limit is known.
 
     Args:
-        findings: of one measurement.
+        findings: findings of one measurement.
         layers: names of the L layers.
 
     Example:

@@ -18,24 +18,24 @@ SETTINGS = frozenset(
         *("eval_mode", "dropout", "loss_input"),
     }
 )
-"""Causes that stand in the optimizer's settings, in the loop around it, or in the code of the model."""
+"""Causes in the optimizer's settings, in the training loop, or in the code of the model."""
 OF_A_GROUP = frozenset({"lr_too_large", "lr_too_small", "lr_zero", "decay_too_large"})
-"""Causes that a parameter group has as one."""
+"""Causes that the layers of a parameter group share."""
 BEGINNING = frozenset(
     {
         *("readout_init", "weights_too_large", "weights_too_small", "embedding_scale"),
         *("input_scale", "target_scale", "rounding", "left_out", "symmetric"),
     }
 )
-"""Causes that were there before the first step."""
+"""Causes that are present before the first step."""
 DYNAMIC = frozenset({"rates_too_large", "one_direction", "global_lr_too_large", "nothing_trains", "logits_exploding"})
-"""Causes that the whole network, or its attention, shows while it trains."""
+"""Causes that the whole network, or its attention, develops while it trains."""
 DEAD = frozenset({"dead", "unmoved"})
 """Causes of layers without a gradient."""
 CUT_OFF = frozenset({"dead_input", "dead_above"})
-"""Causes of layers that another one keeps gradients from."""
+"""Causes of layers that get no gradient because another layer blocks it."""
 TOGETHER = 3
-"""So many layers with one cause of the beginning are one cause."""
+"""From this number of layers on, one cause of :data:`BEGINNING` makes a single root."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Case:
     """The facts about one flagged check.
 
     Attributes:
-        finding: the latest.
+        finding: the latest finding.
         told: its explanation.
-        since: step at which it was first seen.
-        outside: measurements it was seen outside since then.
+        since: step at which it was first outside its band.
+        outside: number of measurements outside the band since then.
     """
 
     finding: Finding
@@ -56,7 +56,7 @@ class Case:
 
 
 def rank(code: str) -> int:
-    """Return how far back in the chain of causes a code stands, 0 for the first.
+    """Return the place of a code in the chain of causes, 0 for the first.
 
     Example:
         >>> rank("lr_too_large") < rank("weights_too_large") < rank("rates_too_large") < rank("unknown")
@@ -67,10 +67,10 @@ def rank(code: str) -> int:
 
 
 def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
-    """Return roots first, the worst first, then what follows from them.
+    """Return roots first, the worst first, then verdicts that follow from them.
 
-    A layer has one verdict. Causes of the first kind that there is are roots; others follow from the worst of these.
-    Divergence stays a root beside what was wrong from the beginning, so that alerts and ``stop_on`` see it.
+    A layer has one verdict. Cases of the lowest :func:`rank` are roots; others follow from the worst root. Divergence
+    stays a root beside causes of the beginning, so that alerts and ``stop_on`` see it.
     """
     best: dict[str, Case] = {}
     for case in sorted(cases, key=_order):
@@ -79,7 +79,7 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     if not best:
         return ()
     first = min(rank(case.told.code) for case in best.values())
-    for key, case in best.items():  # a cause that was there from the beginning is to be mended first
+    for key, case in best.items():  # then the cause must be corrected first
         if case.told.code == "diverged" and first == 1:
             best[key] = replace(case, told=_after_the_cause(case.told))
     groups: dict[object, list[Case]] = defaultdict(list)
@@ -103,22 +103,22 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
 
 
 def _after_the_cause(told: Explanation) -> Explanation:
-    """Return what divergence means where its cause is known."""
+    """Return the explanation of divergence whose cause is known."""
     seen = told.sentence.partition(":")[0]
     return Explanation(told.code, f"{seen}: go back to a checkpoint when its cause is mended", Remedy("check"))
 
 
 def _order(case: Case) -> tuple[int, float, str]:
-    """Return what cases are sorted by.
+    """Return the sort key of a case.
 
-    Of an even number of layers the two in the middle are equally far from it, up to rounding, which differs between one
-    process and several: so excess counts to three digits, and then the name.
+    Excess counts to three digits, then the name. With an even number of layers the two in the middle are equally far
+    from the median up to rounding, which differs between one process and several.
     """
     return rank(case.told.code), -float(f"{case.finding.excess:.3g}"), case.finding.layer
 
 
 def _group(case: Case, network: Network, many: set[str]) -> object:
-    """Return what cases of one cause share: a parameter group, or one slip made in several layers."""
+    """Return the key of the root that a case belongs to: its cause, and the parameter group or layer."""
     code, name = case.told.code, case.finding.layer
     row = network.parameter(name)
     if code in OF_A_GROUP and row is not None and row.settings.group >= 0:
@@ -129,23 +129,22 @@ def _group(case: Case, network: Network, many: set[str]) -> object:
 
 
 def _root(cases: Sequence[Case], network: Network) -> Verdict:
-    worst = cases[0]
+    """Return the verdict of cases that share one cause, the worst case first."""
     names = tuple(case.finding.layer for case in cases if case.finding.layer != NETWORK)
-    verdict = _verdict(worst, network)
-    remedy = verdict.remedy
-    if remedy is not None and names:  # the network's own remedy may be for some of its layers
-        remedy = replace(remedy, layers=names)
+    verdict = _verdict(cases[0], network)
+    if not names:
+        return verdict
+    remedy = None if verdict.remedy is None else replace(verdict.remedy, layers=names)
     return replace(verdict, layers=names, remedy=remedy)
 
 
 def _verdict(case: Case, network: Network) -> Verdict:
     finding = case.finding
-    low, high = finding.limits
     return Verdict(
         layer=finding.layer,
         quantity=finding.quantity,
         value=finding.value,
-        band=(low, high),
+        band=finding.limits,
         ratio=finding.ratio,
         steps=network.step - case.since,
         measurements=case.outside,

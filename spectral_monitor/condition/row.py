@@ -1,4 +1,4 @@
-"""One layer as the judge reads it, and the quantities that it is read off."""
+"""One layer as the judge reads it, and the quantities that the judge reads."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ READ = frozenset(
     | {"drift_ratio", "contribution", "lr", "lr_multiplier", "feature_rms"}
     | {"attention_logit_max", "attention_entropy_lowest"}
 )
-"""Quantities that verdicts and their causes are read off."""
-
+"""Quantities that verdicts and their causes depend on."""
 RANK_ONE = {"weight": 0.005, "update": 0.1}
-"""A stable rank that is no further from 1 is 1; in updates, optimizers like Adam make rounding errors large."""
-
+"""A stable rank within this distance of 1 counts as 1; optimizers like Adam make rounding errors of updates large."""
 Columns = Mapping[str, Mapping[str, float]]
-"""Quantity -> layer -> value, of layers that have one."""
+"""Quantity -> layer -> value, for layers that have one."""
 
 
 def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
-    """Return what a measurement has of :data:`READ`; NaN is left out.
+    """Return the quantities of :data:`READ` in a measurement, without NaN, and four columns of flags.
 
-    ``lost`` stands beside contributions: 1 where that is 0 although a gradient arrives, else 0; ``unused`` beside
-    outputs: 1 where these were computed but no gradient came back, else 0. ``unseen`` is the same of layers whose calls
-    cannot be seen, such as recurrent ones; ``scaled`` is 1 of layers whose outputs are not what their weights make of
-    their inputs.
+    - ``lost``, for layers with a contribution: 1 if it is 0 although a gradient arrives, else 0.
+    - ``unused``, for layers with outputs: 1 if outputs were computed but no gradient came back, else 0.
+    - ``unseen``: the same for layers whose calls cannot be seen, such as recurrent ones.
+    - ``scaled``: 1 for layers whose outputs are not the product of weights and inputs.
     """
     names = [info.name for info in measurement.layers]
     given = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
@@ -56,61 +54,77 @@ class Row:
     values: Mapping[str, float]
     settings: Hyperparameters = UNKNOWN
 
+    @property
+    def name(self) -> str:
+        """The layer's name."""
+        return self.info.name
+
     def get(self, quantity: str) -> float:
-        """Return a value, NaN if it was not measured."""
+        """Return a value; NaN if it was not measured."""
         return self.values.get(quantity, math.nan)
 
     @property
     def dense(self) -> bool:
-        """Return whether it maps dense features, and so is compared with others."""
+        """True if it maps dense features, so that it can be compared with other layers."""
         return self.info.is_dense
 
     @property
     def scaled(self) -> bool:
-        """Return whether its module multiplies the weights by something else, so that their size tells nothing."""
+        """True if its module multiplies the weights by something else, so that their size tells nothing."""
         return self.get("scaled") == 1
 
     @property
+    def multiplier(self) -> float:
+        """The factor that a correction applies to the learning rate; 1 without a correction."""
+        return self.values.get("lr_multiplier", 1.0)
+
+    @property
     def lr(self) -> float:
-        """The learning rate as the user's schedule has it, without a correction's multiplier; NaN if unknown."""
-        measured = self.get("lr") / (self.values.get("lr_multiplier", 1.0) or math.nan)
-        return self.settings.lr if math.isnan(measured) else float(f"{measured:.7g}")  # as it was before float32
+        """The learning rate that the user's schedule asks for, before any correction; NaN if unknown."""
+        measured = self.get("lr") / (self.multiplier or math.nan)
+        return self.settings.lr if math.isnan(measured) else float(f"{measured:.7g}")  # without the noise of float32
 
     @property
     def to_peak(self) -> float:
-        """The factor from the learning rate of now to the highest that the schedule is known to reach."""
+        """The highest learning rate that the schedule is known to reach over the present one; at least 1."""
         factor = self.settings.peak / self.lr if self.lr > 0 else math.nan
         return max(1.0, factor) if factor < math.inf else 1.0
 
     @property
+    def is_trained(self) -> bool:
+        """True if an optimizer trains it at a learning rate above 0."""
+        return self.lr > 0 and not self.settings.frozen
+
+    @property
     def has_gradient(self) -> bool:
-        """False if its step was that of momentum or decay alone, which says nothing of its learning rate."""
+        """False if momentum or weight decay alone moved it, which tells nothing of its learning rate."""
         return self.get("contribution") != 0 or self.get("lost") > 0
 
     @property
     def vector_step(self) -> float:
-        """The size of a step in entries of a vector: under optimizers like Adam about its rate, at its peak."""
+        """The change of a vector's entries in a step; under optimizers like Adam at least the peak learning rate."""
         step = self.get("update_natural")
         rate = self.lr * self.to_peak
-        return max(rate, step) if self.settings.family == "adam" else step  # of a number and NaN that is the number
+        return max(rate, step) if self.settings.family == "adam" else step  # the rate if the step is NaN
 
     @property
     def gradient_entry(self) -> float:
-        """A bound from below for the RMS entry of its gradient, exact where the update is in proportion to that."""
+        """A lower bound of the RMS entry of its gradient, exact if the update is proportional to the gradient."""
         entries = math.prod(self.info.shape)
         update = self.get("update_fro")
         return abs(self.get("contribution")) / (update * math.sqrt(entries)) if update > 0 else math.nan
 
     def stable_rank(self, of: str) -> float:
-        """Return the stable rank of the ``"weight"`` or ``"update"``, of a convolution about that of the average tap;
-        NaN of zeros.
+        """Return the stable rank of the ``"weight"`` or ``"update"``; NaN for zeros.
+
+        For a convolution it is about that of the average tap.
         """
         norm = self.get(f"{of}_natural") / self.taps / math.sqrt(self.info.fan_in / self.info.fan_out)
         return self.get(f"{of}_fro") ** 2 / self.taps / norm**2 if norm > 0 else math.nan
 
     @property
     def alike(self) -> bool:
-        """Return whether both the weight and its update have rank 1, as where all units are alike and stay so."""
+        """True if both weight and update have rank 1, so that units are alike and stay alike."""
         return all(abs(self.stable_rank(of) - 1) < margin for of, margin in RANK_ONE.items())
 
     @property
@@ -128,30 +142,30 @@ class Row:
 
     @property
     def weight(self) -> float:
-        """The natural norm of the weight; of a convolution about that of the operator, by random signs of its taps.
+        """The natural norm of the weight; for a convolution an estimate of the operator's.
 
-        The sum over taps is an upper bound, larger than the operator's norm by up to their number, for kernels with
-        independent entries by its root.
+        The measured sum over taps is an upper bound. For kernels with independent entries it is too large by the root
+        of the number of taps.
         """
         return self.get("weight_natural") / math.sqrt(self.taps)
 
     @property
     def update(self) -> float:
-        """The same of the update."""
+        """The same for the update."""
         return self.get("update_natural") / math.sqrt(self.taps)
 
     @property
     def gain(self) -> float:
-        """RMS of the outputs for independent inputs of RMS 1, which is alike in layers as they are usually drawn."""
+        """RMS of the outputs for independent inputs of RMS 1; usual initializations make it alike in all layers."""
         gain = self.get("weight_fro") / math.sqrt(self.info.fan_out)
         return self.weight if math.isnan(gain) else gain
 
     @property
     def size(self) -> float:
-        """The size of the update in units that are alike in healthy layers of one optimizer.
+        """The size of the update, in units in which healthy layers of one optimizer are alike.
 
-        Under an optimizer like Adam every entry moves by about the learning rate: the RMS entry. Otherwise the natural
-        norm over the root of the number of inputs, taps counted: relative to weights as they are usually drawn.
+        Under optimizers like Adam it is the RMS entry, about the learning rate. Otherwise it is the natural norm over
+        the root of the number of inputs, taps included: relative to weights as usually initialized.
         """
         entries = self.get("update_fro") / math.sqrt(self.info.fan_out * self.info.fan_in * self.taps)
         if self.settings.family == "adam" and not math.isnan(entries):

@@ -1,4 +1,4 @@
-"""Settings of verdicts: what a layer is compared with, and how much evidence a verdict takes."""
+"""Settings of verdicts: the reference of layers, and the evidence for a verdict."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CHECKS = (
     "modes",
     "loss",
 )
-"""What is looked at, by name; ``SpectralCondition(ignore=[...])`` turns checks off."""
+"""Names of all checks; ``SpectralCondition(ignore=[...])`` turns some off."""
 
 
 @helpful_settings
@@ -67,7 +67,7 @@ class SpectralCondition:
         expected: pattern of layer names -> factor on its learning rate that is meant, such as ``{"head": 10}``;
             judged is what deviates from that. The first pattern that matches counts.
         ignore: names of checks that are not made, of :data:`CHECKS`.
-        profile: what the path led to; ``None`` for the other references.
+        profile: the profile at the path ``reference``; ``None`` for the other references.
         limits: the band in use.
 
     Raises:
@@ -140,11 +140,11 @@ class SpectralCondition:
 
     def factors(self, layers: Iterable[LayerInfo]) -> dict[str, float]:
         """Return the declared factor of every layer that a pattern of :attr:`expected` matches."""
-        found = {}
+        found: dict[str, float] = {}
         for info in layers:
-            factor = next((f for pattern, f in self.expected.items() if matches([pattern], info.name)), None)
-            if factor is not None:
-                found[info.name] = float(factor)
+            for pattern, factor in self.expected.items():
+                if matches([pattern], info.name):
+                    found.setdefault(info.name, float(factor))
         return found
 
     def check(self, layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters] | None = None) -> None:

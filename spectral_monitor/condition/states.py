@@ -15,19 +15,19 @@ from spectral_monitor.condition.whole_network import why_still
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
 
 STANDS_OUT = "its size stands out, for none of the known causes"
-"""Reason that a layer is neither off nor healthy: most such layers train well."""
+"""The reason why a layer is neither off nor healthy: most such layers train well."""
 
 
 class Seen(NamedTuple):
     """Facts of a measurement that has been judged.
 
     Attributes:
-        measurement: that one.
-        network: as the judge read it.
-        condition: what layers were held against.
-        gate: which layers wait for others that began at zero.
-        compared: layers whose size was looked at.
-        unexplained: layers that stand out, for no known cause.
+        measurement: the measurement.
+        network: the network as the judge read it.
+        condition: the limits of layers.
+        gate: tells which layers grow from zero.
+        compared: layers whose size was compared.
+        unexplained: layers that stand out for no known cause.
         tied: layer -> the layer that counts its parameters.
     """
 
@@ -41,21 +41,18 @@ class Seen(NamedTuple):
 
 
 def layer_states(seen: Seen, verdicts: Sequence[Verdict]) -> dict[str, LayerState]:
-    """Return every matrix with its state.
-
-    Args:
-        seen: what was judged.
-        verdicts: of it.
-    """
+    """Return the state of each matrix at a judged measurement."""
     off: dict[str, str] = {}
     for verdict in verdicts:
         for name in verdict.layers:
             off.setdefault(name, f"follows from {verdict.root}" if verdict.root else verdict.cause)
     still = why_still(seen.network)
     found = {}
-    for info in (info for info in seen.measurement.layers if info.is_matrix):
+    for info in seen.measurement.layers:
+        if not info.is_matrix:
+            continue
         row = seen.network.row(info.name) or _tied_row(seen, info.name)
-        name = info.name if row is None else row.info.name
+        name = info.name if row is None else row.name
         if name in off:
             found[info.name] = LayerState(OFF, off[name])
         elif why := still or _why_not(seen, row):
@@ -85,10 +82,10 @@ def _why_not(seen: Seen, row: Row | None) -> str:
         moves = [row.get("weight_natural")]
     if all(math.isnan(x) for x in moves):
         keys = (key for key in ("update_natural", "update_ratio") if key in seen.measurement.values)
-        whys = (seen.measurement.why(key, row.info.name) for key in keys)
+        whys = (seen.measurement.why(key, row.name) for key in keys)
         return next(whys, "") or "its update was not measured"
-    if row.info.name in seen.unexplained:
+    if row.name in seen.unexplained:
         return STANDS_OUT
     if row.settings.sizes_own_steps:
         return f"{row.settings.optimizer} sizes its steps itself"
-    return "" if row.info.name in seen.compared else "no other layer to compare it with"
+    return "" if row.name in seen.compared else "no other layer to compare it with"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 NETWORK = "network"
-"""In the place of a layer's name where a verdict is on the network as a whole."""
+"""Stands for a layer's name in a verdict on the network as a whole."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Verdict:
 
 
 def short(value: float) -> str:
-    """Two digits.
+    """Return a number in two digits.
 
     Example:
         >>> short(0.0123), short(46.7), short(12345.0), short(0.0)

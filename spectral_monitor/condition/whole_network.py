@@ -1,4 +1,4 @@
-"""The network as a whole: does it train, does it diverge, and what do its steps and its outputs show?"""
+"""Findings on the network as a whole: whether it trains or diverges, its steps, its outputs and its settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from spectral_monitor.condition.causes import History
-from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, DIVIDED, NO_STEP, SMALLEST, Finding
+from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, DIVIDED, NO_STEP, NOT_ZERO, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.plans import FADED
 from spectral_monitor.condition.row import Row
@@ -16,53 +16,54 @@ from spectral_monitor.condition.trends.losses import LossTrend
 from spectral_monitor.condition.trends.outputs import OutputTrend
 from spectral_monitor.condition.trends.pace import PaceTrend
 from spectral_monitor.condition.verdict import NETWORK
-from spectral_monitor.fitting.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median, nanmax
 from spectral_monitor.measurement import NOT_FINITE, Measurement
 
 SIZE = 1e4
-"""A natural norm of weights, or the size of a layer's outputs, that is on its way to infinity."""
+"""Natural norms of weights, or sizes of outputs, above this are on their way to infinity."""
 EFFICIENT = 0.05
-"""RMS entry of Adam's update over the learning rate, which is 0.3 to 1 in the first steps."""
+"""RMS entry of Adam's update over the learning rate; 0.3 to 1 in usual first steps."""
 LASTING = 0.995
 """Momentum from here on averages the last 200 steps and more."""
 MOSTLY_EVAL = 0.5
-"""Share of dropouts and batch norms that may be in evaluation mode, as in parts that are not to change."""
+"""Share of dropouts and batch norms that may be in evaluation mode, as in parts that are frozen on purpose."""
 MOST_DROPPED = 0.75
-"""Part of its inputs that a dropout may drop; who drops 0.9 has mostly meant to keep that part."""
+"""Largest part of its inputs that a dropout may drop; 0.9 is mostly meant as the part to keep."""
 FROZEN = "every layer is frozen"
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
 UNITS = 4
-"""Of fewer inputs or outputs a random matrix may be next to rank 1 by chance."""
+"""With fewer inputs or outputs a random matrix may be close to rank 1 by chance."""
 HARDLY = 0.1
-"""Weights that have moved by more of their size are not held back."""
+"""With a drift above this, eps has not held weights back."""
 USUAL_EPS = 3e-8
-"""What is not larger is not to blame."""
+"""A larger eps may be to blame for small steps."""
 FAST = ("adamax", "adafactor", "adagrad", "lion", "rmsprop", "sign")
 """Parts of names of optimizers of Adam's family whose eps does not work like Adam's."""
 
 
 class Whole:
-    """Watches what all layers have in common; the judge counts its findings like those of layers."""
+    """Watches the network as a whole; the judge treats its findings like those on layers."""
 
     def __init__(self) -> None:
         self._pace, self._losses, self._outputs = PaceTrend(), LossTrend(), OutputTrend()
-        self._stale = 0.0  # 1 if gradients are used again, as far as is known
-        # Of its learning rate that Adam moved an entry by in the first steps; 0 if unknown, 1 without fault.
+        self._trends = (self._pace, self._losses, self._outputs)
+        self._stale = 0.0  # 1 if a step was last seen to use old gradients
+        # Part of the learning rate by which Adam moved an entry in the first steps; 0 if unknown, 1 without a fault.
         self._share = 0.0
 
     @property
     def history(self) -> History:
-        """The run so far, as causes need it."""
+        """Facts about the run so far that explanations need."""
         return History(self._pace.pace, self._pace.first_pace, self._outputs.large_outputs, self._pace.fastest)
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
-        """Yield what can be said of the network at a measurement, healthy or not."""
+        """Yield the findings on the network at a measurement, healthy or not."""
         yield from self._reused(measurement)
         yield from _in_code(measurement)
         diverged = self._diverged(measurement, network)
         yield diverged
         if not diverged.inside():
-            yield from self._outputs.targets(measurement, network)  # which may be why
+            yield from self._outputs.targets(measurement, network)  # perhaps the cause
             return
         if (still := _still(measurement, network)) is not None:
             yield still
@@ -76,48 +77,45 @@ class Whole:
         yield from self._eps(network)
 
     def _reused(self, measurement: Measurement) -> Iterator[Finding]:
-        """Yield whether an optimizer uses gradients again; what was seen once holds until they are seen cleared."""
+        """Check that no optimizer uses old gradients; once one does, that holds until gradients are seen cleared."""
         seen = measurement.summary.get("stale_gradient", math.nan)
-        self._stale = self._stale if math.isnan(seen) else seen
+        if not math.isnan(seen):
+            self._stale = seen
         yield _certain("stale_gradients", "stale_gradient", self._stale > 0, "a new gradient")
 
     def _diverged(self, measurement: Measurement, network: Network) -> Finding:
-        """Return the largest weight or output, inf where some are not finite any more."""
-        sizes = [size for row in network.peers for size in (row.weight, row.get("feature_rms"))]
-        largest = max((size for size in sizes if not math.isnan(size)), default=0.0)
-        value = min(math.inf if _not_finite(measurement) else largest, 1e300)
+        """Compare the largest weight or output with a limit; it is infinite if some are not finite any more."""
+        sizes = (size for row in network.peers for size in (row.weight, row.get("feature_rms")))
+        value = min(math.inf if _not_finite(measurement) else nanmax(sizes, 0.0), 1e300)
         return Finding("diverged", NETWORK, "weight_natural", value, 1.0, (0.0, SIZE), AT_ONCE, "a healthy network")
 
     def _eps(self, network: Network) -> Iterator[Finding]:
-        """Yield how much of its learning rate an optimizer like Adam moved an entry by in the first steps."""
-        eps = max((row.settings.eps for row in network.peers if not math.isnan(row.settings.eps)), default=0.0)
+        """Yield the part of the learning rate by which Adam moved an entry in the first steps."""
+        eps = nanmax((row.settings.eps for row in network.peers), 0.0)
         share = _share_of_rate(network)
         grown = share > self._share > 0  # gradients have grown beyond eps since
         if not math.isnan(share) and (network.is_early or grown or not self._share):
-            # Sparse gradients make entries move less as well. So do those of a loss that is nearly 0 later on, or of a
-            # network that steps have ruined.
-            blamed = (network.below_eps and not (network.drift > HARDLY or network.has_small_gains)) or (
-                eps > USUAL_EPS and (network.is_early or grown)
-            )
-            self._share = share if blamed else 1.0
+            # Other reasons for small moves: sparse gradients and, later on, a loss near 0 or a ruined network.
+            small = network.below_eps and not (network.drift > HARDLY or network.has_small_gains)
+            large_eps = eps > USUAL_EPS and (network.is_early or grown)
+            self._share = share if small or large_eps else 1.0
         if eps > 0 and self._share > 0:
             yield Finding("eps", NETWORK, "update_fro", self._share, EFFICIENT, (1.0, math.inf), against="Adam's usual")
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
         own = {key: value for key, value in (("stale", self._stale), ("eps_share", self._share)) if value}
-        return {**self._pace.state_dict(), **self._losses.state_dict(), **self._outputs.state_dict(), **own}
+        return {key: value for trend in self._trends for key, value in trend.state_dict().items()} | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self._pace.load_state_dict(state)
-        self._losses.load_state_dict(state)
-        self._outputs.load_state_dict(state)
+        """Go on from a state."""
+        for trend in self._trends:
+            trend.load_state_dict(state)
         self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("eps_share", 0.0))
 
 
 def _in_code(measurement: Measurement) -> Iterator[Finding]:
-    """Yield slips in the code of a model, which no norm shows: certain at once."""
+    """Check for mistakes in the code of a model, which no norm shows."""
     summary = measurement.summary
     if "unfit_loss_input" in summary:
         yield _certain("loss_input", "unfit_loss_input", summary["unfit_loss_input"] > 0, "logits")
@@ -127,7 +125,7 @@ def _in_code(measurement: Measurement) -> Iterator[Finding]:
 
 
 def _parametrization(network: Network) -> Iterator[Finding]:
-    """Yield whether learning rates or weights follow a rule that does not fit the optimizer; certain at once."""
+    """Check that learning rates, weights and momentum suit the optimizer."""
     momentum = max((row.settings.momentum for row in network.peers), default=0.0)
     for check, wrong in (
         ("sgd_rule", network.sgd_rule_under_adam),
@@ -138,39 +136,40 @@ def _parametrization(network: Network) -> Iterator[Finding]:
 
 
 def _is_symmetric(network: Network) -> bool:
-    """Return whether a matrix whose units are alike feeds another of that kind, as constants do: the units between them
-    learn the same.
+    """Return whether two consecutive matrices have units that are alike, as constants have: these all learn the same.
 
-    One such matrix does no harm: gradients that come through a random one tell its units apart.
+    A single such matrix does no harm, because gradients through a random neighbour differ between its units.
     """
     large = [row for row in network.rows if row.dense and min(row.info.fan_in, row.info.fan_out) >= UNITS]
     return any(a.alike and b.alike and a.info.fan_out == b.info.fan_in for a, b in pairwise(large))
 
 
 def _certain(check: str, quantity: str, wrong: bool, against: str) -> Finding:
-    """Return a finding of something that is wrong or not, without degrees: far outside its band, or in the middle."""
+    """Return a finding without degrees: far outside its band if wrong, else in the middle of it."""
     return Finding(check, NETWORK, quantity, 4.0 if wrong else 1.0, 1.0, (0.5, 2.0), against=against)
 
 
 def why_still(network: Network) -> str:
-    """Return why no layer can move, in words; empty if some can."""
+    """Return the reason why no layer can move; empty if some can."""
     rows = [row for row in network.rows if not row.settings.frozen]
     if not rows:
         return FROZEN
     if network.top_lr == 0:
         return "every learning rate is 0"
-    moved = any(row.get(key) > 0 for row in rows for key in _MOVES)  # then its settings are just not known
+    moved = any(row.get(key) > 0 for row in rows for key in _MOVES)  # then its settings are unknown
     if not moved and all(row.settings.owner < 0 and math.isnan(row.lr) for row in rows):
         return "no optimizer holds its parameters"
     return ""
 
 
 def _still(measurement: Measurement, network: Network) -> Finding | None:
-    """Return the largest update of all, 0 if nothing moves; ``None`` if updates were not measured, or are lost because
-    the schedule has brought learning rates next to 0.
+    """Return a finding on the largest update, 0 if nothing moves.
 
-    It is 0 too if biases and gains alone move, because matrices cannot. To train those of a trained network alone, with
-    all else frozen, is a method.
+    It is 0 too if only biases and gains move because matrices cannot. In a network that was trained before, that is a
+    method rather than a mistake.
+
+    Returns:
+        ``None`` if updates were not measured, or learning rates are next to 0 by schedule.
     """
     keys = [key for key in _MOVES if key in measurement.values]
     if not keys or not network.rows:
@@ -178,8 +177,8 @@ def _still(measurement: Measurement, network: Network) -> Finding | None:
     faded = [row.to_peak >= 1 / FADED for row in network.moved_by_rate]
     if network.top_lr > 0 and faded and all(faded):
         return None
-    matrices, vectors = (_largest(rows, keys) for rows in (network.rows, network.vectors.values()))
-    reasons = {measurement.why(keys[0], row.info.name) for row in network.rows}
+    matrices, vectors = _largest_update(network.rows, keys), _largest_update(network.vectors.values(), keys)
+    reasons = {measurement.why(keys[0], row.name) for row in network.rows}
     if reasons <= {COMPILED_STEP, DIVIDED}:
         return None
     no_step = f"{NO_STEP} that is known of" if reasons == {NO_STEP} else ""
@@ -191,19 +190,17 @@ def _still(measurement: Measurement, network: Network) -> Finding | None:
     largest, what = max(matrices, vectors), "no update is seen" if moved else "no parameter moves"
     if largest > matrices == 0 and certain and (certain != FROZEN or network.fresh):
         largest, what = 0.0, "no matrix moves, only biases and gains do"
-    return Finding(
-        "nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, (SMALLEST, math.inf), against=f"{what}: {why}"
-    )
+    return Finding("nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, NOT_ZERO, against=f"{what}: {why}")
 
 
-def _largest(rows: Iterable[Row], keys: Sequence[str]) -> float:
-    """Return the largest update of some layers, each by the first of these quantities that it has; 0 without any."""
+def _largest_update(rows: Iterable[Row], keys: Sequence[str]) -> float:
+    """Return the largest update of some layers, each measured by its first known quantity; 0 if none is known."""
     known = ((abs(row.get(key)) for key in keys if not math.isnan(row.get(key))) for row in rows)
     return max((next(sizes, 0.0) for sizes in known), default=0.0)
 
 
 def _not_finite(measurement: Measurement) -> bool:
-    """Return whether some weight is NaN or inf, now or after this step."""
+    """Return whether some weight is NaN or inf, before or after this step."""
     for key in ("weight_fro", "weight_norm", "weight_natural", "drift_ratio", "update_fro"):
         if key in measurement.values:
             matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
@@ -215,13 +212,13 @@ def _not_finite(measurement: Measurement) -> bool:
 
 
 def _share_of_rate(network: Network) -> float:
-    """Return the RMS entry of Adam's update over the learning rate, of the median layer; NaN under other optimizers."""
+    """Return the RMS entry of Adam's update over the learning rate in the median layer; NaN for other optimizers."""
     return geometric_median(
-        row.size / row.get("lr")  # with a correction's multiplier, as the optimizer has it
+        row.size / row.get("lr")  # the corrected one, which the optimizer uses
         for row in network.peers
         if row.settings.family == "adam"
         and not math.isnan(row.get("update_fro"))
         and row.get("lr") > 0
         and not any(part in row.settings.optimizer.lower() for part in FAST)
-        and row.info.name not in network.from_zero
+        and row.name not in network.from_zero
     )

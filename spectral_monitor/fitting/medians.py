@@ -1,4 +1,4 @@
-"""Medians of plain numbers; they need no torch, so that files of measurements are read and shown without it."""
+"""Medians and maxima of plain numbers, without torch, so that files of measurements are read and shown without it."""
 
 from __future__ import annotations
 
@@ -16,3 +16,13 @@ def geometric_median(values: Iterable[float]) -> float:
     """
     logs = [math.log(value) for value in values if 0 < value < math.inf]
     return math.exp(statistics.median(logs)) if logs else math.nan
+
+
+def nanmax(values: Iterable[float], default: float = math.nan) -> float:
+    """Return the largest value that is not NaN; ``default`` if there is none.
+
+    Example:
+        >>> nanmax([1.0, math.nan]), nanmax([math.nan])
+        (1.0, nan)
+    """
+    return max((value for value in values if not math.isnan(value)), default=default)

@@ -1,4 +1,4 @@
-"""Weights without the model's code: read from a file, and put in modules that their names and shapes suggest."""
+"""Weights without the model's code: read from a file, and placed in modules that suit their names and shapes."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def _found(held: Any) -> dict[str, Tensor]:
 
 
 def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
-    """Return modules that hold the weights, of the kinds that names and shapes suggest; nothing is copied.
+    """Return modules that hold the weights, of kinds that suit names and shapes; nothing is copied.
 
     A matrix is (out, in), unless biases say that its inputs come first.
 
     Args:
         weights: by name.
-        where: they are from, for an error.
+        where: source of the weights, for an error.
 
     Raises:
         ValueError: there is no floating-point tensor among them.

@@ -40,10 +40,10 @@ class Inspection:
         self.roles, self.measurement = roles, measurement
 
     def __getitem__(self, layer: str) -> dict[str, float]:
-        """Return every number of one layer.
+        """Return all numbers of a layer.
 
         Raises:
-            KeyError: there is no such layer, with what may have been meant.
+            KeyError: there is no such layer; the error suggests a similar name.
         """
         return self.measurement[layer]
 
@@ -139,7 +139,7 @@ def _full_rank(info: LayerInfo) -> int:
 
 @torch.no_grad()
 def _measured(layer: Layer) -> dict[str, float]:
-    """Return the numbers of one layer, by the formulas of a measured step."""
+    """Return the numbers of a layer, by the formulas of a measured step."""
     weight = layer.weight()
     if weight.is_meta:
         return dict.fromkeys(MEASURED, math.nan)

@@ -32,7 +32,7 @@ except ImportError as error:
 
 SUPPORTED = "one process, DDP (torchrun) or FSDP"
 OWN = ("model", "optimizer", "every_n_steps", "sinks", "max_overhead", "verbose")
-"""Arguments of the probe that the callback gives itself."""
+"""Arguments of the probe that the callback sets itself."""
 
 
 class SpectralCallback(MeasuredRun, TrainerCallback):
@@ -99,13 +99,13 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
 
     @property
     def measurements(self) -> Sequence[Measurement]:
-        """The newest ones."""
+        """The latest measurements."""
         return () if self.probe is None else self.probe.measurements
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the model apart, refuse what cannot be measured, go on from the checkpoint if there is one."""
+        """Make the probe, and resume it from the checkpoint if there is one."""
         self.abandon()
         _refuse(args)
         trial = state.trial_name if state.is_hyper_param_search else None
@@ -122,7 +122,7 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
                 "SpectralCallback sees no features in a model that the Trainer compiles (torch_compile=True): choose "
                 "quantities='light', or compile the model's blocks yourself"
             )
-        with suppress(ValueError):  # what cannot be looked ahead, such as a schedule that goes by a metric
+        with suppress(ValueError):  # a schedule that depends on a metric, say, cannot be run ahead
             scheduler: Any = kwargs.get("lr_scheduler")
             probe.report_schedule(getattr(scheduler, "scheduler", scheduler), state.max_steps - state.global_step - 1)
         self._files = ResumeFiles(folder, probe, self._warn)
@@ -157,12 +157,12 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write what it takes to go on from the checkpoint that was just saved."""
+        """Write the probe's state beside the checkpoint that was just saved."""
         if self._files is not None:
             self._files.save(f"checkpoint-{state.global_step}")
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave no hook behind if a step was left by an exception."""
+        """Remove hooks of a step that ended in an exception."""
         self.abandon()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -178,12 +178,12 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
             self._show(f"spectral monitor: the whole run as a page\n  spectral-monitor report {self._folder}")
 
     def abandon(self) -> None:
-        """Leave no hook behind, after an exception that ended training in the middle of a step; safe at any time."""
+        """Remove hooks after an exception in the middle of a step; safe to call at any time."""
         if self.probe is not None:
             self.probe.abandon_step()
 
     def _loss_parts(self, args: TrainingArguments) -> int:
-        """Return of how many losses that of the step is the sum: models that are told its tokens divide by all."""
+        """Return the number of losses whose sum is that of the step, where models divide by its number of tokens."""
         assert self.probe is not None
         engine = self.probe._engine
         if all(call.given[1].get("num_items_in_batch") is None for call in engine.calls):
@@ -199,7 +199,7 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
 
 
 def _refuse(args: TrainingArguments) -> None:
-    """Raise for ways of training that would give wrong numbers.
+    """Refuse ways of training that would give wrong numbers.
 
     Raises:
         ValueError: naming what is not supported and what is.

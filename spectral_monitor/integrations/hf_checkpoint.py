@@ -1,4 +1,4 @@
-"""Files beside the Trainer's checkpoints, from which a probe goes on.
+"""Files beside the Trainer's checkpoints, from which a probe resumes.
 
 In the folder of each checkpoint every process has a small file. The tensors, which are large and change at most once,
 are written once to a folder beside the checkpoints, which the Trainer does not push to the Hub.
@@ -22,9 +22,8 @@ LARGE = "_spectral_monitor"
 """The folder of tensors; the Trainer pushes nothing whose name begins with an underscore."""
 SMALL = "spectral_monitor_{}.pt"
 """The file of a process in a checkpoint, by rank."""
-
 KEYS = {"steps", "state", "fingerprint", "processes"}
-"""Of that file."""
+"""Keys of that file."""
 
 State = dict[str, Any]
 
@@ -34,8 +33,8 @@ class ResumeFiles:
 
     Args:
         folder: where the checkpoints are.
-        probe: whose state is saved.
-        warn: is told of files that cannot be written.
+        probe: the probe whose state is saved.
+        warn: receives a message if a file cannot be written.
     """
 
     def __init__(self, folder: Path, probe: SpectralProbe, warn: WarnOnce) -> None:
@@ -44,7 +43,7 @@ class ResumeFiles:
         self._written: tuple[bool, str] | None = None  # whether the probe batch was in it, and what it is called
 
     def save(self, checkpoint: str) -> None:
-        """Write the files of this process for a checkpoint; what goes wrong costs a warning."""
+        """Write the files of this process for a checkpoint; errors become warnings."""
         try:
             state = self._probe.state_dict()
             tensors, mark = state.pop("tensors"), self._engine.probe_taken
@@ -58,7 +57,7 @@ class ResumeFiles:
             self._warn(f"the checkpoint does not hold the monitor ({type(error).__name__}: {error})", error)
 
     def load(self, checkpoint: Path, step: int) -> None:
-        """Let the probe go on from a checkpoint, or from its step if that has no state; to be called in all processes.
+        """Resume the probe from a checkpoint, or at its step if that has no state; all processes must call this.
 
         Args:
             checkpoint: its folder.
@@ -79,7 +78,7 @@ class ResumeFiles:
                 )
 
     def _read(self, checkpoint: Path) -> list[State]:
-        """Return the states to go on from: that of this process, or of all where there were more or fewer.
+        """Return the state of this process; if the number of processes has changed, the states of all.
 
         Raises:
             ValueError: there are none, or they are no such files.
@@ -104,7 +103,7 @@ class ResumeFiles:
         return state
 
     def _with_tensors(self, state: Mapping[str, Any], checkpoint: Path) -> State:
-        """Return a state with its tensors, or in their place why there are none."""
+        """Return a state with its tensors, or with the reason why they are missing."""
         folders = list(dict.fromkeys([checkpoint.absolute().parent / LARGE, self._folder.absolute() / LARGE]))
         tensors, missing = side_files.read(side_files.checked_fingerprint(state["fingerprint"]), folders)
         return {**state, "tensors": tensors or {"start": {}, "probe": None, "no_probe": missing}}

@@ -11,49 +11,47 @@ from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.reporting.content.headline import names_in
 
 NEARLY = 0.8
-"""Part of their length from which on only the whole of it is worth a line."""
+"""Above this part of their length, only a return to full length is worth a line."""
 TOLD = 1.5
-"""Factor on a matrix's learning rate, either way, from which a correction says so in a line."""
+"""Smallest factor on a matrix's learning rate, up or down, that is worth a line."""
 BLIND = 3
-"""Looks at the loss that saw nothing, after which that is said."""
+"""Number of times that the loss after a step must be unknown before a line says so."""
 TOO_SMALL = "see whether gradients reach all entries of these weights, and are larger than the optimizer's eps"
 TOO_LARGE = "see what makes the gradients of these layers so large, and clip them"
 FURTHER = "wider limits=(low, high) let the correction go further"
-"""What to do where learning rates are held at the limit of a correction."""
+"""Advice for learning rates that are held at the limit of a correction."""
 GIVEN_UP = "the loss does not follow its gradients, however short steps are (a straight-through estimator, say)"
 
 
 class CorrectionReport:
-    """Tells what a corrector did at each measurement, as far as it is worth a line.
+    """Reports notable corrections in lines.
 
     Attributes:
-        looks: whether the loss after the step is looked at in this step.
+        looks: whether the loss after the step is measured in this step.
     """
 
     def __init__(self, corrector: Corrector) -> None:
         self._corrector = corrector
-        self._length_told = 1.0, False  # the factor on the length of steps, and whether it was given up
+        self._length_told = 1.0, False  # last reported factor on the length of steps, and whether it was given up
         self._trained_told = False
-        self.looks, self._blind = False, 0  # looks that saw nothing; -1 once one saw something, or it was said
+        self.looks = False
+        self._blind = 0  # times that the loss was unknown; -1 once it was known, or that was reported
 
     def resume(self) -> None:
-        """Take what the corrector has loaded for told."""
+        """Treat the state that the corrector has loaded as reported."""
         self._length_told = self._corrector.step_length.factor, self._corrector.step_length.given_up
         self._trained_told = bool(self._corrector.wanted.trained)
 
     def lines(self, measurement: Measurement, changes: Sequence[Change]) -> Iterator[str]:
-        """Yield what is worth a line; of learning rates those of matrices, for the others swing and hardly matter."""
-        if said := self._trained(measurement):
-            yield said
-        if said := self._unseen(measurement):
-            yield said
+        """Yield a line on each notable change."""
+        yield from filter(None, (self._trained(measurement), self._unseen(measurement)))
         if said := self._length(measurement):
             yield f"step {measurement.step}: {said}"
         if notable := [change for change in changes if change.factor >= TOLD]:
             yield f"step {measurement.step}: {_most(notable, measurement)}"
 
     def _trained(self, measurement: Measurement) -> str:
-        """Return, once, whose weights an earlier training left, and what follows; empty else."""
+        """Return a line, once, on weights that an earlier training left; else nothing."""
         trained = self._corrector.wanted.trained
         matrices = [info.name for info in measurement.layers if info.is_dense]
         found = [name for name in matrices if name in trained]
@@ -66,7 +64,7 @@ class CorrectionReport:
         )
 
     def _unseen(self, measurement: Measurement) -> str:
-        """Return that the loss after a step is never known, and why, when a few looks have shown it; empty else."""
+        """Return a line, once, if the loss after a step is never known; else nothing."""
         if self.looks and self._blind >= 0:
             self._blind = self._blind + 1 if math.isnan(measurement.summary.get("loss_change", math.nan)) else -1
         if self._blind != BLIND:
@@ -76,7 +74,7 @@ class CorrectionReport:
         return f"steps that go too far are not noticed: {why}; learning rates are corrected all the same"
 
     def _length(self, measurement: Measurement) -> str:
-        """Return what became of the length of steps since that was said last; empty if it is much the same."""
+        """Return a line on a notable change of the length of steps since the last one; else nothing."""
         length, (before, gave_up) = self._corrector.step_length, self._length_told
         longer = length.factor / before
         moved = 1 / longer >= TOLD or (longer >= TOLD and length.factor <= NEARLY) or length.factor == 1 > before
@@ -96,7 +94,7 @@ class CorrectionReport:
 
 
 def _most(changes: Sequence[Change], measurement: Measurement) -> str:
-    """Return how many learning rates were corrected, and the largest of the changes."""
+    """Return a line on the number of corrected learning rates and the largest change."""
     most = max(changes, key=lambda change: change.factor)
     name, count = names_in(measurement, [most.layer]), len(changes)
     begin = f"{count} learning rates corrected; the largest change: {name}" if count > 1 else f"{name}: learning rate"
@@ -108,7 +106,7 @@ def _sizes(change: Change) -> str:
 
 
 def held(changes: Sequence[Change], measurement: Measurement) -> str:
-    """Return whose learning rates are as far from the user's as a correction may take them, and what to do."""
+    """Return a sentence on learning rates that are at the limit of the correction."""
     change = changes[0]
     names = names_in(measurement, [each.layer for each in changes])
     return (

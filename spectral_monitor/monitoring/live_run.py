@@ -1,4 +1,4 @@
-"""A run that is measured while it trains: what the callback and the probe share."""
+"""The common base of the callback and the probe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Say = Callable[[str], None]
 
 
 class LiveRun(MeasuredRun):
-    """A run that is measured while it trains: its settings, its newest measurements, and what each of them leads to."""
+    """A run that is measured while it trains: settings, latest measurements, and reactions to them."""
 
     _warn: WarnOnce
 
@@ -30,7 +30,7 @@ class LiveRun(MeasuredRun):
 
     @property
     def measurements(self) -> History:
-        """The newest ones."""
+        """The latest measurements."""
         return self._measurements
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
@@ -49,14 +49,14 @@ class LiveRun(MeasuredRun):
         tell: Say,
         is_first: bool,
     ) -> Verdict | None:
-        """Judge a measurement, keep it, log it, correct learning rates by it; return what training is to stop for.
+        """Judge, keep and log a measurement and correct learning rates; return the verdict to stop training for.
 
         Args:
-            measurement: the next one.
+            measurement: the next measurement.
             supervisor: judges and corrects.
             write: logs the measurement.
-            tell: is told what was corrected.
-            is_first: whether this process speaks for all.
+            tell: receives a line on each notable correction.
+            is_first: whether this process warns for all.
         """
         measurement = supervisor.judge(measurement, announce if is_first else lambda text: None)
         self._hyperparameters = supervisor.settings

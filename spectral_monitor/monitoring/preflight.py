@@ -1,4 +1,4 @@
-"""A few steps of a copy before a long job: what will be measured, what is off already, and what it will cost here."""
+"""A trial of a few steps before a long job: measured layers, present faults and costs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from spectral_monitor.reporting.text.lines import Table
 
 STEPS = 3
-"""Steps of each copy: memory is set aside in the first one, and evidence adds up over all of them."""
+"""Steps of each copy: the first allocates memory, and evidence adds up over all of them."""
 TIER = "standard"
-"""What verdicts are given by."""
+"""The tier that verdicts are based on."""
 EVERY = 100
 """The monitor's interval after the first steps."""
 
@@ -41,7 +41,7 @@ class TierCost:
 
     Attributes:
         tier: ``"light"``, ``"standard"`` or ``"full"``.
-        seconds: that a measured step takes more than a plain one.
+        seconds: extra time of a measured step.
         steps: the same in plain steps.
     """
 
@@ -51,12 +51,12 @@ class TierCost:
 
     @property
     def share(self) -> float:
-        """Return the share of training time, with every hundredth step measured."""
+        """The share of training time if every hundredth step is measured."""
         return self.steps / EVERY
 
     @property
     def interval(self) -> int:
-        """Steps between measurements at which it takes 1 % of training time."""
+        """Steps between measurements that cost 1 % of training time."""
         return max(1, math.ceil(self.steps / MAX_OVERHEAD))
 
 
@@ -64,13 +64,13 @@ class Check:
     """The result of :func:`check`; it prints as a page of text.
 
     Attributes:
-        verdicts: what is off already, roots first.
+        verdicts: present faults, roots first.
         roles: every measured layer with its role; ``roles.unmeasured`` says which parameters are not measured and why.
         missing: quantity -> why it is NaN in every matrix.
-        measurement: of the last step of the copy.
-        costs: of each tier.
-        step_seconds: of a plain training step.
-        notes: what else there is to know, in sentences.
+        measurement: measurement of the last step of the copy.
+        costs: cost of each tier.
+        step_seconds: time of a plain training step.
+        notes: further remarks, in sentences.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ def _probed(
 
 
 def _refuse(model: Any, batch: Any, loss: Any) -> None:
-    """Raise for arguments that cannot be what they should be, and on several processes."""
+    """Raise an error for arguments of a wrong kind, and on several processes."""
     refuse_several("check")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -225,7 +225,7 @@ def _refuse(model: Any, batch: Any, loss: Any) -> None:
 
 @contextmanager
 def _notes_of_warnings() -> Iterator[list[str]]:
-    """Give a list that takes up what is warned of by the monitor; other warnings are given again afterwards."""
+    """Collect the monitor's warnings in a list; issue other warnings again afterwards."""
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -17,14 +17,14 @@ _OTHERS = {"nan": "diverged", "inf": "diverged", "explode": "exploding", "diverg
 
 
 class Reactions:
-    """Calls a function at each verdict that begins, and says whether training is to stop.
+    """Calls a function for each verdict that begins, and tells whether to stop training.
 
     Args:
-        on_verdict: is given each root verdict that begins. What it raises becomes a warning.
+        on_verdict: is called with each root verdict that begins. Its errors become warnings.
         stop_on: a cause, or several, of :data:`~spectral_monitor.condition.CAUSES`; ``"any"`` for all of them.
 
     Raises:
-        TypeError: ``on_verdict`` cannot be called, or ``stop_on`` holds something that is no text.
+        TypeError: ``on_verdict`` cannot be called, or ``stop_on`` holds something other than strings.
         ValueError: an unknown cause.
 
     Example:
@@ -55,12 +55,12 @@ unmoved, vanishing, readout_width, frobenius_rule, readout_takes_all, diverged, 
         self._on_verdict, self._causes = on_verdict, frozenset(causes)
 
     def __call__(self, began: Sequence[Verdict], warn: WarnOnce, speaks: bool = True) -> Verdict | None:
-        """React to verdicts that begin, and return the first one that training is to stop for.
+        """React to verdicts that begin, and return the first one to stop training for.
 
         Args:
-            began: root verdicts.
-            warn: is told of a function that fails.
-            speaks: whether the function is called, as in one process of several.
+            began: root verdicts that begin.
+            warn: receives a message if the function fails.
+            speaks: whether to call the function, as in one process of several.
         """
         if self._on_verdict is not None and speaks:
             for verdict in began:

@@ -1,4 +1,4 @@
-"""A run whose state is saved and loaded by its loop."""
+"""A run whose training loop saves and loads its state."""
 
 from __future__ import annotations
 
@@ -27,54 +27,54 @@ class ResumableRun(LiveRun):
 
     @property
     def is_first(self) -> bool:
-        """True in the process that speaks for all."""
+        """True in the process that warns for all."""
         return self.rank == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to go on measuring in another process: plain types and CPU tensors, shared, not copied.
+        """Return the state to resume from in another process: plain types and CPU tensors, shared, not copied.
 
-        That is a host copy of the measured weights, which drift is counted from, the batch ``feature_drift`` is
-        measured on, and counters; not the measurements. ``torch.load(..., weights_only=True)`` reads it. Of several
-        processes each has its own part and has to save it.
+        It holds the weights that drift is counted from, the batch that ``feature_drift`` is measured on, and counters,
+        but no measurements. ``torch.load(..., weights_only=True)`` reads it. Each of several processes must save its
+        own state.
         """
         state = {**self._engine.state(), "oversight": self._supervisor.state_dict()}
         return {"steps": self.steps, "state": state, "tensors": self._engine.tensors()}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what :meth:`state_dict` gave, when the model has its weights back; to be called in all processes.
+        """Resume from a state, in all processes, after the model has its weights back.
 
-        What starts again all the same, such as ``feature_drift`` where the batch held more than tensors, containers
-        and numbers, is said in a warning.
+        A warning names what starts again all the same, such as ``feature_drift`` if the batch held more than tensors,
+        containers and numbers.
 
         Args:
-            state: what this process saved; or, where there were more or fewer processes, what all saved, by rank.
+            state: state that this process saved; if the number of processes has changed, the states of all, by rank.
 
         Raises:
-            ValueError: it is of other layers, which are named, or of another version; nothing has been changed then.
+            ValueError: the state is of other layers, which are named, or of another version; nothing has changed then.
         """
-        several = [state] if isinstance(state, Mapping) else list(state)
-        if not several:
+        states = [state] if isinstance(state, Mapping) else list(state)
+        if not states:
             raise ValueError("load_state_dict was given the states of no process")
-        for one in several:
+        for one in states:
             if not isinstance(one, Mapping) or not {"steps", "state", "tensors"} <= one.keys():
                 raise ValueError("load_state_dict needs what state_dict() returned, with steps, state and tensors")
-        mine, tensors = self._engine.part_of(several)
-        anew = self._engine.restore(mine["state"], tensors, int(mine["steps"]))
+        mine, tensors = self._engine.part_of(states)
+        restarted = self._engine.restore(mine["state"], tensors, int(mine["steps"]))
         self.steps = int(mine["steps"])
         self._begun = self.steps > 0
         if "oversight" in mine["state"]:
             self._supervisor.load_state_dict(mine["state"]["oversight"])
-        if anew and self.is_first:
-            warnings.warn(f"resumed at step {self.steps}: {'; '.join(anew)}", SpectralMonitorWarning, stacklevel=2)
+        if restarted and self.is_first:
+            warnings.warn(f"resumed at step {self.steps}: {'; '.join(restarted)}", SpectralMonitorWarning, stacklevel=2)
 
     def resume_at(self, step: int) -> None:
-        """Go on at a step for which there is no state, in all processes: drift is counted from there.
+        """Resume at a step without a state, in all processes: drift is counted from there.
 
         Args:
             step: optimizer steps taken so far.
 
         Raises:
-            ValueError: it is no integer, or below 0.
+            ValueError: ``step`` is no integer, or below 0.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be an integer >= 0, the optimizer steps taken so far; got {step!r}")

@@ -16,7 +16,7 @@ MODES: tuple[str, ...] = get_args(Mode)
 
 
 def checked(mode: str, condition: SpectralCondition, correction: LRCorrection | None) -> LRCorrection | None:
-    """Return the correction in force.
+    """Return the correction to use, after a check of all three settings.
 
     Raises:
         ValueError: an unknown mode, or a correction in a mode that does not correct.
@@ -34,13 +34,13 @@ def checked(mode: str, condition: SpectralCondition, correction: LRCorrection | 
 
 
 def with_needed(quantities: str | Sequence[str], correction: LRCorrection | None) -> str | Sequence[str]:
-    """Return the quantities asked for and those the correction needs."""
+    """Return the requested quantities and those that the correction needs."""
     needed = () if correction is None else correction.quantities
     return quantities if set(needed) <= set(resolve(quantities)) else [*resolve(quantities), *needed]
 
 
 def described(mode: str, condition: SpectralCondition, correction: LRCorrection | None) -> dict[str, Any]:
-    """Settings as plain values by name, for tables of hyperparameters.
+    """Return settings as plain values by name, for tables of hyperparameters.
 
     Example:
         >>> described("warn", SpectralCondition(), None)["condition/reference"]
@@ -64,5 +64,5 @@ def described(mode: str, condition: SpectralCondition, correction: LRCorrection 
 
 
 def _file(reference: str | Path) -> str:
-    """Without its folder, which is nobody's business."""
+    """Return the name of a file without its folder, which may be private."""
     return Path(reference).name

@@ -1,4 +1,4 @@
-"""Steps of a plain loop: which are watched, and the losses that are reported in them, to be computed again."""
+"""Steps of a plain loop: when to measure, and the losses that the loop reports."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from spectral_monitor.state.snapshot import Snapshot
 
 
 class LossReplay(Repeatable):
-    """The loss of a step in a plain loop: a function that computes it, and the state that it began from.
+    """The loss of a step in a plain loop, to be computed again: a function, and the state at the start of the step.
 
-    Made when the step begins; :attr:`function` comes with the loss. Iterators are no obstacles, for the function has
-    what it needs.
+    It is made when the step begins; :attr:`function` is set when the loop reports its loss.
 
     Attributes:
         function: computes the loss of the same batch.
@@ -41,22 +40,22 @@ class LossReplay(Repeatable):
         self._randomness = RandomState.now()
 
     def __call__(self) -> Tensor | None:
-        """Return the loss; gradients are left alone, even if the function adds to them."""
+        """Return the loss; gradients stay as they are, even if the function adds to them."""
         precision = precisely(self._module) if self._precisely else nullcontext()
         with gradients_kept(self._module.parameters()), self._randomness.replayed(), precision:
             return None if self.function is None else loss_in(self.function())
 
 
 class StepWatch:
-    """Arms the engine for a step that is measured, keeps what the loop tells of its loss, and has it measured.
+    """Arms the engine for a step that is due, keeps the losses that the loop reports, and ends the measurement.
 
-    Accelerate's own optimizers say whether a block ends with a step; a block that only accumulates gradients is the
-    beginning of the next one.
+    Optimizers of Accelerate tell whether a block ends with a step. A block that only accumulates gradients belongs to
+    the next one.
     """
 
     def __init__(self, engine: Engine, optimizers: object, asks_for_loss: bool) -> None:
-        """``optimizers``: as they were given; ``asks_for_loss``: whether the loss after a step is asked for where the
-        loop says how it is computed, which a correction does by itself.
+        """``optimizers``: as the user gave them; ``asks_for_loss``: whether to ask for the loss after a step if the
+        loop can compute it again, which a correction does by itself.
         """
         self._engine, self._asks_for_loss = engine, asks_for_loss
         given: Iterable[Any] = optimizers if isinstance(optimizers, Iterable) else [optimizers]
@@ -69,7 +68,7 @@ class StepWatch:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what was kept of the step that is watched."""
+        """Drop everything about the present step."""
         self._hooks.remove(self._handles)
         self._keys: frozenset[str] = frozenset()
         self._loss: Tensor | None = None
@@ -78,7 +77,7 @@ class StepWatch:
         self._earlier: list[MicroBatch] = []
 
     def begin(self, due: frozenset[str]) -> None:
-        """Arm, if something is due at the step that begins."""
+        """Arm the engine if something is due at the step that begins."""
         self._keys = still_due(due, self._postponed)
         if self._replayable and "feature_change" in self._keys:
             self._keys |= {STEP_LOSS}
@@ -90,10 +89,10 @@ class StepWatch:
                 self._handles += self._hooks.add(model, model.register_forward_hook, self._returned)
 
     def _returned(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Read off the graph of what the model returns how it scales embeddings."""
+        """Find in the graph of the model's output how it scales embeddings."""
         if in_backward() or in_transform():
             return
-        with suppress(Exception):  # then it is not known
+        with suppress(Exception):  # then it stays unknown
             for x in (x for x in tensors_in(output) if x.grad_fn is not None):
                 self._engine.embedding_scales = embedding_scales(x)
                 return
@@ -103,7 +102,7 @@ class StepWatch:
         self._replayable |= again is not None and self._asks_for_loss
         if self._keys:
             self._loss = loss.detach().reshape(()).clone()
-            with suppress(Exception):  # then it is not known
+            with suppress(Exception):  # then it stays unknown
                 self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
             if self._replay is not None and again is not None:
                 self._replay.function = again
@@ -112,20 +111,20 @@ class StepWatch:
                 self._replay = LossReplay(self._engine.model)  # of the next micro-batch, if there is one
 
     def postpone(self) -> bool:
-        """Return whether the block that ends was no step; what was due is then due in the next block."""
+        """Return whether the block ends without a step; then its quantities are due in the next block."""
         if all(item.gradient_state.sync_gradients for item in self._accelerated):
             return False
         self._postponed, self._blocks = self._keys, self._blocks + 1
         return True
 
     def end(self, step: int, accumulated: int, loss_parts: int) -> Measurement | None:
-        """Return what was measured of the step, if it was watched; arguments are as for the probe's ``end_step``."""
+        """Return the measurement of the step, if it was due; arguments are those of the probe's ``end_step``."""
         keys, loss, blocks, unfit = self._keys, self._loss, self._blocks, self._unfit_loss_input
         self._postponed, self._blocks = frozenset(), 1
         self.forget()
         if not keys:
             return None
-        if blocks > 1:  # Accelerate has divided the loss where nobody sees it
+        if blocks > 1:  # Accelerate has divided the loss inside its backward
             accumulated, loss = blocks, None if loss is None else loss / blocks
         given = StepInputs(loss=loss, accumulated=accumulated, loss_parts=loss_parts, unfit_loss_input=unfit)
         return self._engine.finish(step, given)

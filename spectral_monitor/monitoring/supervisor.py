@@ -1,4 +1,4 @@
-"""The supervisor: measurements become verdicts and corrected learning rates."""
+"""The supervisor: it decides what is measured, judges measurements and corrects learning rates."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from spectral_monitor.monitoring.settings import Mode
 from spectral_monitor.reporting.content.headline import announcement
 
 BEGINNING = frozenset({"weight_natural", "drift_ratio"})
-"""Measured at the first measured step, whatever their interval, if at all: they tell which layers began at zero."""
+"""Quantities that tell which layers began at zero; if asked for, they are measured at the first measured step."""
 
 EARLY = 8
-"""The first steps that a correction measures are apart by the steps so far over this."""
+"""Among the first steps that a correction measures, each is later than the last by one part in this many."""
 
 
 class Supervisor:
-    """Judges every measurement of an engine and corrects its optimizers' learning rates, if it is told how.
+    """Judges every measurement of an engine and, with a correction, corrects the optimizers' learning rates.
 
     Attributes:
         settings: layer -> its optimizer's settings at the latest measurement.
@@ -54,7 +54,7 @@ class Supervisor:
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
         self._last: frozenset[str] = frozenset()
-        # A profile, or the theory, has a reference for every layer.
+        # A profile, and the theory, have a reference for every layer.
         self._expects = correction is not None and condition.reference == "balance"
         self._corrector: Corrector | None = None
         self._report: CorrectionReport | None = None
@@ -68,12 +68,12 @@ class Supervisor:
 
     @property
     def recipe(self) -> str:
-        """The kind of recipe that the optimizers' settings follow, in a sentence; empty where they do not tell."""
+        """The recipe that the optimizers' settings follow, in a sentence; empty if they follow no known one."""
         return describe((layer.info for layer in self._engine.anatomy.layers), self._hyperparameters())
 
     @property
     def decision(self) -> str:
-        """Return what learning rates mean under a correction, in a sentence; empty where they mean what they did."""
+        """The meaning of learning rates under a correction, in a sentence; empty if it is unchanged."""
         return "" if self._corrector is None else self._corrector.decision
 
     @property
@@ -81,7 +81,7 @@ class Supervisor:
         return self._corrector.expected if self._corrector is not None and self._expects else {}
 
     def plan(self, parameters: Sequence[nn.Parameter], plan: Plan) -> None:
-        """Take where the schedule of a parameter group takes its learning rate."""
+        """Take the plan of the learning rate of a parameter group."""
         self._plans.update(dict.fromkeys(parameters, plan))
         if self._corrector is not None:
             self._corrector.plan(parameters, plan.highest)
@@ -91,7 +91,7 @@ class Supervisor:
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """Layer -> what its learning rate is multiplied with; empty where nothing is corrected."""
+        """Layer -> multiplier of its learning rate; empty without a correction."""
         return {} if self._corrector is None else self._corrector.multipliers
 
     def param_groups_code(self) -> str:
@@ -99,12 +99,11 @@ class Supervisor:
         return "" if self._corrector is None else self._corrector.code(self._engine.model.named_parameters())
 
     def due(self, step: int, tell: Callable[[str], None] | None = None) -> frozenset[str]:
-        """Return what is measured at a step, counted from 1, whose first batch begins now; usually nothing.
+        """Return the quantities that are due at a step, whose first batch begins now; usually none.
 
         Args:
-            step: which.
-            tell: is told, in one line, when there is a budget and intervals become longer or shorter for it; without
-                it that is a warning.
+            step: optimizer step, counted from 1.
+            tell: receives a line when a budget makes intervals longer or shorter; by default a warning says so.
         """
         if self._corrector is not None:
             self._corrector.see_groups()
@@ -124,32 +123,30 @@ class Supervisor:
             self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
         if self._engine.awaits_clearing:
             keys |= {CLEARED}
-        # Later steps would take for the start what training has changed already.
+        # Later steps would mistake weights that training has changed for the start.
         return keys | {START} if self._engine.start_due else keys
 
     def _awaits_turn(self, step: int) -> bool:
-        """Return whether a step that is not due is watched, for an optimizer that did not step in the last due one."""
+        """Return whether to watch a step that is not due, for an optimizer that did not step in the last due one."""
         budget = self._engine.budget
         return bool(self._engine.turns.awaited) and (budget is None or budget.affords(step))
 
     def _scheduled(self, step: int) -> frozenset[str]:
-        """As scheduled; and of the first measured step what tells who began at zero, for later ones may have it too
-        late.
-        """
-        keys = self._wanted(step)
-        if step == self._first:
-            keys |= BEGINNING & set(self._engine.settings.keys)
-        return keys
+        """Return the scheduled quantities, and at the first measured step those of :data:`BEGINNING` too."""
+        early = BEGINNING & set(self._engine.settings.keys) if step == self._first else frozenset()
+        return self._wanted(step) | early
 
     @cached_property
     def _first(self) -> int:
-        """The first measured step: a correction's first, or that of a schedule."""
+        """The first measured step of a correction or a schedule."""
         schedules = self._engine.settings.schedule.groups
         return min(filter(self._wanted, {1, *(step for some in schedules for step in (*some.first[:1], some.every))}))
 
     def _wanted(self, step: int) -> frozenset[str]:
-        """As scheduled; and if there is a correction, all that it needs at its own steps: those of what it aims at, and
-        the first ones, which it learns most from.
+        """Return the scheduled quantities, and those that a correction needs at its own steps.
+
+        A correction's steps are those at which its target quantity is due, and the first ones, which it learns most
+        from.
         """
         timetable = self._engine.settings.schedule
         keys = timetable.due(step)
@@ -173,7 +170,7 @@ class Supervisor:
             self._corrector.disarm()
 
     def rescale(self) -> bool:
-        """Give the measured weights the size they are to begin with; whether the correction asks for that."""
+        """Rescale the measured weights if the correction asks for that; return whether it does."""
         size = False if self._corrector is None else self._corrector.correction.spectral_init
         layers = self._engine.anatomy.layers
         if size == "auto":
@@ -188,8 +185,8 @@ class Supervisor:
         Nothing that goes wrong here, or in :meth:`correct`, stops training.
 
         Args:
-            measurement: the next one.
-            warn: is told of a layer that begins to violate the condition.
+            measurement: the next measurement.
+            warn: receives a sentence on each layer that begins to violate the condition.
         """
         self.began = ()
         try:
@@ -198,7 +195,7 @@ class Supervisor:
             self._warn(f"a measurement was not judged ({type(error).__name__}: {error})", error)
             return measurement
         self.began = self._judge.began
-        if not self._silent:  # out here, for whoever makes errors of warnings means it
+        if not self._silent:  # outside of the try block: users who turn warnings into errors want these errors
             if self._profile_lacks:
                 warn(self._profile_lacks)
                 self._profile_lacks = ""
@@ -210,8 +207,8 @@ class Supervisor:
         """Correct learning rates by a measurement.
 
         Args:
-            measurement: the newest one.
-            tell: is told what was done, in a few lines.
+            measurement: the latest measurement.
+            tell: receives a line on each notable correction.
         """
         if self._corrector is None or self._report is None:
             return
@@ -246,8 +243,10 @@ class Supervisor:
         )
 
     def _verdicts(self, measurement: Measurement) -> tuple[Verdict, ...]:
-        """Return the verdicts: what a correction makes larger on purpose is held against others by what it would be
-        without, and steps that are too long are its own affair.
+        """Return the verdicts on a measurement.
+
+        Updates that a correction enlarges on purpose are compared by their size without that. Steps that are too long
+        are left to the correction.
         """
         expected, key = self._expected, "update_natural"
         self.settings = settings = self._hyperparameters()
@@ -265,13 +264,13 @@ class Supervisor:
         )
 
     def _in_reach(self, verdict: Verdict) -> Verdict:
-        """Return a verdict whose advice can be followed: under some corrections learning rates have only a shape."""
+        """Return a verdict with advice that suits the correction: some set the size of every step themselves."""
         if self._corrector is None or not self._corrector.correction.of_peak:
             return verdict
         return replace(verdict, sentence=verdict.sentence.replace("every learning rate by", "the correction's size by"))
 
     def _bands(self, measurement: Measurement) -> dict[str, torch.Tensor]:
-        """Return where layers should be, those that a correction makes larger on purpose included."""
+        """Return the bands of all layers, scaled for layers that a correction enlarges on purpose."""
         names = [info.name for info in measurement.layers]
         found, key = bands(self._judge.findings, names), "update_natural"
         if key in found and self._expected:
@@ -279,7 +278,7 @@ class Supervisor:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to go on, in plain types."""
+        """Return the state to go on from, in plain types."""
         judge = self._judge.state_dict()
         if len(self._engine.settings.schedule.groups) == 1:  # each measurement has everything, so none needs others
             judge["known"] = {}
@@ -306,7 +305,7 @@ class Supervisor:
 def _first_steps(every: int) -> frozenset[int]:
     """Return the first steps that a correction measures: each an eighth later, until they are ``every`` steps apart.
 
-    The younger a run, the faster its updates change at the same learning rate.
+    At the same learning rate updates change faster early in a run.
     """
     found, step = set(), 1
     while step < EARLY * every:

@@ -1,4 +1,4 @@
-"""A copy of a model and its optimizer that can be trained on one batch without the originals noticing."""
+"""A copy of a model and its optimizer, to train on one batch without a change to the originals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TrialCopy:
     Attributes:
         root: the module whose call is one forward, with the layers under the names they have in the model.
         optimizers: of the copy's parameters.
-        notes: what is other than in the model, in sentences.
+        notes: differences from the model, in sentences.
 
     Raises:
         TypeError: something is not what it should be.
@@ -85,7 +85,7 @@ class TrialCopy:
         return loss.detach()
 
     def timed(self) -> float:
-        """Return the seconds that a step takes, until the device is done."""
+        """Return the seconds that a step takes, with the work of the device."""
         self._wait()
         begin = perf_counter()
         self.step()
@@ -113,7 +113,7 @@ class TrialCopy:
         return found
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns for the parts of the batch.
+        """Return the output of the model for the parts of the batch.
 
         Raises:
             TypeError: it does not take them.

@@ -68,19 +68,19 @@ def test_updates_of_one_optimizer_at_one_rate_have_the_same_relative_size(optimi
     network = network_of(updates(optimizer), optimizer)
     norms = [row.get("update_natural") for row in network.rows]
     assert max(norms) / min(norms) == pytest.approx(64 if optimizer == "AdamW" else 8, rel=1e-3)
-    sizes = [network.relative_size(row) for row in network.rows]
+    sizes = [network.comparison.relative_size(row) for row in network.rows]
     assert sizes == pytest.approx([1.0] * 5, rel=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_the_odd_one_is_as_far_off_as_it_was_made(optimizer):
     network = network_of(updates(optimizer, b=30.0), optimizer)
-    assert [network.relative_size(row) for row in network.rows] == pytest.approx([1, 30, 1, 1, 1], rel=1e-3)
+    assert [network.comparison.relative_size(row) for row in network.rows] == pytest.approx([1, 30, 1, 1, 1], rel=1e-3)
 
 
 def test_a_learning_rate_that_stands_out_is_not_taken_out():
     network = network_of(updates("AdamW", b=30.0), "AdamW", lr={"b": 0.3})
-    assert network.relative_size(network.row("b")) == pytest.approx(30, rel=1e-3)
+    assert network.comparison.relative_size(network.row("b")) == pytest.approx(30, rel=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
@@ -88,13 +88,13 @@ def test_learning_rates_that_follow_a_rule_are(optimizer):
     lr = {name: 0.01 * 16 / n for name, (_, n) in FANS.items()}
     given = updates(optimizer, **{name: rate / 0.01 for name, rate in lr.items()})
     network = network_of(given, optimizer, lr=lr)
-    assert [network.relative_size(row) for row in network.rows] == pytest.approx([1] * 5, rel=1e-3)
+    assert [network.comparison.relative_size(row) for row in network.rows] == pytest.approx([1] * 5, rel=1e-3)
 
 
 def test_learning_rates_that_follow_a_declaration_are():
     given = updates("AdamW", b=30.0)
     network = network_of(given, "AdamW", lr={"b": 0.3}, expected={"b": 30.0})
-    assert network.relative_size(network.row("b")) == pytest.approx(1, rel=1e-3)
+    assert network.comparison.relative_size(network.row("b")) == pytest.approx(1, rel=1e-3)
 
 
 def test_layers_are_compared_with_those_of_their_optimizer_only():
@@ -102,10 +102,10 @@ def test_layers_are_compared_with_those_of_their_optimizer_only():
     settings = set_by("Muon") | {name: of for name, of in set_by("AdamW", owner=1).items() if name in ("a", "head")}
     network = Network.read(measurement, columns(measurement), settings)
     assert {row.info.name for row in network.peers_of(network.row("a"))} == {"a", "head"}
-    assert network.relative_size(network.row("a")) == pytest.approx(1)
+    assert network.comparison.relative_size(network.row("a")) == pytest.approx(1)
     alone = set_by("Muon") | {"a": set_by("AdamW", owner=1)["a"]}
     network = Network.read(measurement, columns(measurement), alone)
-    assert math.isnan(network.relative_size(network.row("a")))
+    assert math.isnan(network.comparison.relative_size(network.row("a")))
 
 
 @pytest.mark.parametrize("owner", [0, 1])
@@ -125,7 +125,7 @@ def test_under_a_correction_layers_are_compared_by_what_it_makes_equal():
     measurement = measured(1, **changed, update_fro={name: float(k) for k, name in enumerate(LAYERS, 1)})
     network = Network.read(measurement, columns(measurement), set_by("AdamW"))
     assert network.corrected
-    assert [network.relative_size(row) for row in network.peers] == pytest.approx([1, 3, 1, 1])
+    assert [network.comparison.relative_size(row) for row in network.peers] == pytest.approx([1, 3, 1, 1])
 
 
 def convolution(taps, generator, m=32, n=32):
@@ -204,10 +204,11 @@ def test_the_gain_of_others_does_not_count_what_began_at_zero():
     sizes = {"a": 8.0, "b": 32.0, "c": 8.0, "head": 0.001}
     measurement = measured(1, weight_fro=sizes)
     network = Network.read(measurement, columns(measurement))
-    assert network.others("weight_natural", network.row("b")) == pytest.approx(1.0)  # of 1, 1 and next to nothing
+    gain = network.comparison.others("weight_natural", network.row("b"))
+    assert gain == pytest.approx(1.0)  # of 1, 1 and next to nothing
     zero = Network(1, network.rows, compared=network.compared, from_zero=frozenset({"head", "a"}))
-    assert zero.others("weight_natural", zero.row("c")) == pytest.approx(2.0), "b is left"
-    assert math.isnan(Network(1, network.rows[:1]).others("drift_ratio", network.rows[0]))
+    assert zero.comparison.others("weight_natural", zero.row("c")) == pytest.approx(2.0), "b is left"
+    assert math.isnan(Network(1, network.rows[:1]).comparison.others("drift_ratio", network.rows[0]))
 
 
 @pytest.mark.parametrize(("others", "usual"), [(1.0, 1.0), (50.0, 1.6), (0.001, 0.1)])
@@ -281,4 +282,4 @@ def test_the_median_of_the_others_is_that_of_the_list_without_one(count):
     for row in network.peers:
         others = [math.log(size) for name, size in sizes.items() if name != row.info.name and size > 0]
         expected = math.exp(statistics.median(others)) if others else math.nan
-        assert network.others("update_natural", row) == pytest.approx(expected, rel=1e-12, nan_ok=True)
+        assert network.comparison.others("update_natural", row) == pytest.approx(expected, rel=1e-12, nan_ok=True)

@@ -15,12 +15,12 @@ UNKNOWN = History()
 
 
 def cause(finding: Finding, network: Network, history: History = UNKNOWN) -> Explanation:
-    """Return the first explanation that fits, the most certain first.
+    """Return the most certain explanation that fits.
 
     Args:
         finding: what was seen.
-        network: at the same measurement.
-        history: of the run up to there.
+        network: all layers at the same measurement.
+        history: the run up to that measurement.
 
     Example:
         >>> from spectral_monitor import LayerInfo

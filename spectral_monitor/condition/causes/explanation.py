@@ -1,4 +1,4 @@
-"""Every cause by its code, and what an explanation consists of."""
+"""Codes of all causes, and explanations that carry one."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ CAUSES = {
 }
 """Every code a verdict may carry."""
 NO_CAUSE = "unknown"
-"""The code of what stands out without a known cause: a verdict beside a band or a reference of the user's own only."""
+"""The code of a finding without a known cause; it becomes a verdict only if the user chose the band or reference."""
 
 
 class Explanation(NamedTuple):
-    """An explanation.
+    """The cause of a finding.
 
     Attributes:
-        code: of :data:`CAUSES`.
-        sentence: what it is and what to do.
-        remedy: the same as data; ``None`` without advice.
+        code: key of :data:`CAUSES`.
+        sentence: what is wrong and what to do.
+        remedy: what to do, as data; ``None`` without advice.
     """
 
     code: str
@@ -73,7 +73,7 @@ class Explanation(NamedTuple):
 
 
 def at_peak(row: Row, lr: float) -> float:
-    """Return a learning rate of now as the optimizer's settings state it, at the schedule's peak."""
+    """Return what a present learning rate of a layer amounts to at the peak of the schedule."""
     scale = row.settings.peak / row.lr if row.lr else math.nan
     return lr * scale if 0 < scale < math.inf else lr
 

@@ -14,17 +14,17 @@ from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.fitting.medians import geometric_median
 
 HEAVY = 5.0
-"""Weights this many times the median are a cause."""
+"""Weights that began this many times above or below the median explain a finding."""
 ALIKE = 1.05
-"""Numbers that are equal by a rule differ by less than this factor."""
+"""Numbers that follow one rule differ by less than this factor."""
 SIMILAR = 3.0
-"""Updates of a layer that are meant to be like the others' are so within this factor, in the natural norm."""
+"""Updates within this factor of the others', in the natural norm, are like the others'."""
 MEMORY = 10_000
-"""Steps in which decay may take a weight away: about what published decays amount to."""
+"""Steps over which weight decay may remove a weight: about what published values amount to."""
 COUPLED = 1e-4
-"""Weight decay that is usual where optimizers like Adam take it for a part of the gradient."""
+"""A usual weight decay where an optimizer like Adam adds it to the gradient."""
 STILL = 0.1
-"""A drift below this part of the median is hardly any."""
+"""A layer whose drift is below this part of the median hardly moves."""
 
 
 def of_layer(finding: Finding, row: Row, network: Network) -> Explanation:
@@ -37,7 +37,7 @@ def of_layer(finding: Finding, row: Row, network: Network) -> Explanation:
 
 
 def _what(finding: Finding) -> str:
-    """Return what was seen, before any explanation."""
+    """Describe a finding on its own, without a cause."""
     noun = "update" if finding.quantity.startswith("update") else "weights"
     size = f"{short(1 / finding.ratio)}x smaller" if finding.ratio < 1 else f"{short(finding.ratio)}x larger"
     return f"{noun} {size} than {finding.against}"
@@ -45,7 +45,7 @@ def _what(finding: Finding) -> str:
 
 def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain by a learning rate that stands out from those of the others, or from the profile's."""
-    rate = network.rates.get(row.info.name)
+    rate = network.rates.get(row.name)
     known = not math.isnan(finding.lr) and finding.check == "reference"  # the profile's
     if rate is None or (rate.purpose and not known):
         return None
@@ -56,39 +56,37 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
         return None
     mine, theirs = at_peak(row, row.lr), at_peak(row, usual)
     whose = "the profile's" if known else "that of the other layers"
-    others = [network.rates[peer.info.name] for peer in network.peers_of(row) if peer.info.name in network.rates]
+    others = [network.rates[peer.name] for peer in network.peers_of(row) if peer.name in network.rates]
     if not known and not all(math.isclose(usual, other.usual, rel_tol=0.05) for other in others):
         whose = "by the rule of the others it would be"
     code, seen = "lr_too_large" if large else "lr_too_small", f"its learning rate is {number(mine)}, {whose}"
-    judged = known or finding.check == "exploding" or row.info.name in network.expected
+    judged = known or finding.check == "exploding" or row.name in network.expected
     if not judged and (size := _like_the_others(row, network)):
         return Explanation(
             code,
             f"{seen} {number(theirs)}; its update is {short(size)} times theirs in the natural norm, and would be "
-            f"{short(size / factor)} times at that rate: it may be meant, and then expected={{{row.info.name!r}: "
+            f"{short(size / factor)} times at that rate: it may be meant, and then expected={{{row.name!r}: "
             f"{number(factor)}}} says so",
         )
-    return Explanation(
-        code, f"{seen} {number(theirs)}: use {number(theirs)}", Remedy("set_lr", (row.info.name,), theirs)
-    )
+    return Explanation(code, f"{seen} {number(theirs)}: use {number(theirs)}", Remedy("set_lr", (row.name,), theirs))
 
 
 def _vector_rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    mine, usual = number(at_peak(row, row.lr)), number(at_peak(row, finding.reference))
+    usual = at_peak(row, finding.reference)
     return Explanation(
         "lr_too_large",
-        f"its learning rate is {mine}, that of matrices {usual}, and a step may change its entries by "
-        f"{short(row.vector_step)}: use {usual}",
-        Remedy("set_lr", (row.info.name,), at_peak(row, finding.reference)),
+        f"its learning rate is {number(at_peak(row, row.lr))}, that of matrices {number(usual)}, and a step may change "
+        f"its entries by {short(row.vector_step)}: use {number(usual)}",
+        Remedy("set_lr", (row.name,), usual),
     )
 
 
 def _like_the_others(row: Row, network: Network) -> float:
-    """Return a layer's update over those of layers at their usual rates in the natural norm; 0 unless they are alike.
+    """Return a layer's update over the median of layers at their usual rates, in the natural norm; 0 unless alike.
 
-    Where a rate that stands out makes them so, the spectral condition itself asks for it.
+    A learning rate that makes updates alike is what the spectral condition asks for.
     """
-    others = [peer for peer in network.peers_of(row) if (its := network.rates.get(peer.info.name)) and its.factor == 1]
+    others = [peer for peer in network.peers_of(row) if (its := network.rates.get(peer.name)) and its.factor == 1]
     size = row.update / geometric_median(peer.update for peer in others if peer is not row)
     return size if 1 / SIMILAR < size < SIMILAR else 0.0
 
@@ -102,13 +100,13 @@ def _frobenius(finding: Finding, row: Row, network: Network) -> Explanation | No
         "frobenius_rule",
         f"{_what(finding)}: a step is {short(share)} of the Frobenius norm of the weights in every layer, as under "
         "LARS and LAMB, which is off by the root of the smaller of fan_in and fan_out; divide learning rates by that",
-        Remedy("scale_lr", (row.info.name,), 1 / finding.ratio),
+        Remedy("scale_lr", (row.name,), 1 / finding.ratio),
     )
 
 
 def _is_frobenius(network: Network) -> bool:
-    """Return whether updates are the same part of the weights' Frobenius norm in layers of different shapes, and not of
-    the same natural norm.
+    """Return whether layers of different shapes share one relative update in the Frobenius norm, but not in the
+    natural norm.
     """
     rows = [row for row in network.peers if row.get("update_fro") > 0 and row.get("weight_fro") > 0]
     if len({min(row.info.fan_in, row.info.fan_out) for row in rows}) < 2 or len({row.info.fan_in for row in rows}) < 2:
@@ -126,14 +124,14 @@ def _heavy(finding: Finding, row: Row, network: Network) -> Explanation | None:
         return None
     if finding.check == "reference" and large == (finding.ratio > 1):
         return None  # under most optimizers heavy weights get small updates, not large ones
-    advice = Remedy("scale_weights", (row.info.name,), 1 / factor)
-    size, word = short(max(factor, 1 / factor)), "larger" if large else "smaller"
-    began = f"its weights began {size}x {word} than typical"
-    if row.info.role == "readout" and large:
-        return Explanation("readout_init", f"{began}: divide them by {size}, or begin with 0", advice)
+    size = short(max(factor, 1 / factor))
     if large:
-        return Explanation("weights_too_large", f"{began}: divide them by {size}", advice)
-    return Explanation("weights_too_small", f"{began}: multiply them by {size}", advice)
+        code, how = "weights_too_large", f"larger than typical: divide them by {size}"
+        if row.info.role == "readout":
+            code, how = "readout_init", f"{how}, or begin with 0"
+    else:
+        code, how = "weights_too_small", f"smaller than typical: multiply them by {size}"
+    return Explanation(code, f"its weights began {size}x {how}", Remedy("scale_weights", (row.name,), 1 / factor))
 
 
 def _embedding(finding: Finding, row: Row, network: Network) -> Explanation | None:
@@ -143,12 +141,13 @@ def _embedding(finding: Finding, row: Row, network: Network) -> Explanation | No
     target = 1.0 if size > 1 else 0.02
     if finding.check == "exploding" and finding.value * size >= target * UPDATE_LIMIT:
         return None  # with the usual entries its steps would be too large for them as well
-    how = f"multiply its initial weights by {short(target / size)}"
-    how = f"divide its initial weights by {short(size / target)}" if size > target else how
+    how = f"divide its initial weights by {short(size / target)}"
+    if size < target:
+        how = f"multiply its initial weights by {short(target / size)}"
     return Explanation(
         "embedding_scale",
         f"the entries of its largest row are about {short(size)}, where 0.02 to 1 is usual: {how}",
-        Remedy("scale_weights", (row.info.name,), target / size),
+        Remedy("scale_weights", (row.name,), target / size),
     )
 
 
@@ -159,26 +158,25 @@ def _embedding_grown(finding: Finding, row: Row, network: Network) -> Explanatio
         "weights_grown",
         f"the entries of its largest row began at about {short(network.initial_rows(row))} and are now "
         f"{short(finding.value)}: its learning rate is too large, or weight decay would keep them smaller",
-        Remedy("check", (row.info.name,)),
+        Remedy("check", (row.name,)),
     )
 
 
 def _theory(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if finding.quantity != "weight_natural" or finding.against != "the theory's":
         return None
-    large = finding.ratio > 1
     if row.get("drift_ratio") > MOVED:
         return Explanation("weights_grown", f"{_what(finding)}: grown since the start by its updates")
     fan_in, fan_out = row.info.fan_in, row.info.fan_out
     deviation = short(min(1.0, math.sqrt(fan_out / fan_in)) / math.sqrt(fan_in))
-    code = "weights_too_small"
-    if large:
+    code, size = "weights_too_small", f"{short(1 / finding.ratio)} times too small"
+    if finding.ratio > 1:
         code = "readout_init" if row.info.role == "readout" else "weights_too_large"
-    size = f"{short(finding.ratio)} times too large" if large else f"{short(1 / finding.ratio)} times too small"
+        size = f"{short(finding.ratio)} times too large"
     return Explanation(
         code,
         f"initialised {size}: use standard deviation {deviation}, times 1.4 where a ReLU follows",
-        Remedy("scale_weights", (row.info.name,), 1 / finding.ratio),
+        Remedy("scale_weights", (row.name,), 1 / finding.ratio),
     )
 
 
@@ -193,24 +191,24 @@ def _readout_width(finding: Finding, row: Row, network: Network) -> Explanation 
 
 
 def _vanishing(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    drift, middle = row.get("drift_ratio"), network.others("drift_ratio", row)
+    drift, middle = row.get("drift_ratio"), network.comparison.others("drift_ratio", row)
     if finding.ratio > 1 or not drift < STILL * middle:
         return None
     return Explanation(
         "vanishing",
         f"it has moved by {short(drift)} of its size since the start, the others by {short(middle)}: hardly any "
         "gradient arrives; look at what follows it",
-        Remedy("check", (row.info.name,)),
+        Remedy("check", (row.name,)),
     )
 
 
 def _exploding(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    by = short(10 * finding.value)
+    by = 10 * finding.value
     return Explanation(
         "exploding",
         f"each step moves it by {short(finding.value)} of its own size, so each overwrites what the previous one "
-        f"learned: divide its learning rate by about {by}",
-        Remedy("scale_lr", (row.info.name,), 1 / (10 * finding.value)),
+        f"learned: divide its learning rate by about {short(by)}",
+        Remedy("scale_lr", (row.name,), 1 / by),
     )
 
 
@@ -220,7 +218,7 @@ def _grown(finding: Finding, row: Row, network: Network) -> Explanation | None:
         "exploding",
         f"its weights have moved {short(drift)} times the size they began with, and stretch by {short(row.weight)}: "
         "divide its learning rate by about 10",
-        Remedy("scale_lr", (row.info.name,), 0.1),
+        Remedy("scale_lr", (row.name,), 0.1),
     )
 
 
@@ -228,20 +226,22 @@ def _rounding(finding: Finding, row: Row, network: Network) -> Explanation | Non
     return Explanation(
         "rounding",
         "its updates are smaller than what the dtype of its weights can hold beside them: keep weights in float32",
-        Remedy("check", (row.info.name,)),
+        Remedy("check", (row.name,)),
     )
 
 
 def _logits(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    begin = (
-        f"its largest attention logit is {short(finding.value)}, {finding.against}: heads are about to look at a "
-        "single key; "
-    )
-    if network.corrected:  # the learning rate is the correction's
-        how = "this network wants smaller steps: give the correction a quarter of its size, or less"
-        return Explanation("logits_exploding", begin + how, Remedy("check", (row.info.name,)))
     how = "divide the learning rate of its queries and keys by about 10, or normalize them (q/k norms)"
-    return Explanation("logits_exploding", begin + how, Remedy("scale_lr", (row.info.name,), 0.1))
+    remedy = Remedy("scale_lr", (row.name,), 0.1)
+    if network.corrected:  # the correction sets the learning rate
+        how = "this network wants smaller steps: give the correction a quarter of its size, or less"
+        remedy = Remedy("check", (row.name,))
+    return Explanation(
+        "logits_exploding",
+        f"its largest attention logit is {short(finding.value)}, {finding.against}: heads are about to look at a "
+        f"single key; {how}",
+        remedy,
+    )
 
 
 def _collapsed(finding: Finding, row: Row, network: Network) -> Explanation | None:
@@ -249,14 +249,14 @@ def _collapsed(finding: Finding, row: Row, network: Network) -> Explanation | No
         "attention_collapsed",
         f"one of its heads has looked at a single key for long (entropy {short(finding.value)} of 1), so its queries "
         "and keys get next to no gradient: begin with smaller ones, or divide their learning rate by about 10",
-        Remedy("scale_lr", (row.info.name,), 0.1),
+        Remedy("scale_lr", (row.name,), 0.1),
     )
 
 
 def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    """Return what decay has left of a weight, and a decay by which it forgets within :data:`MEMORY` steps."""
+    """Explain by weight decay, and advise one that removes a weight over :data:`MEMORY` steps."""
     decay = row.settings.weight_decay
-    rate = (at_peak(row, row.lr) or row.settings.peak) * row.values.get("lr_multiplier", 1.0)
+    rate = (at_peak(row, row.lr) or row.settings.peak) * row.multiplier
     usual = (1.0 if row.settings.decoupled else 1 - row.settings.momentum) / (MEMORY * rate) if rate > 0 else decay
     how = f"use about {{}}, with which it takes 1/{MEMORY} in a step"
     if not row.settings.decoupled and row.settings.family != "sgd":
@@ -266,7 +266,7 @@ def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
         "decay_too_large",
         f"weight decay {number(decay)} of {row.settings.optimizer or 'its optimizer'} has taken its weights down to "
         f"{short(finding.ratio)} of the size they began with: {how.format(number(usual))}",
-        Remedy("set_weight_decay", (row.info.name,), usual),
+        Remedy("set_weight_decay", (row.name,), usual),
     )
 
 

@@ -14,33 +14,30 @@ from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.fitting.medians import geometric_median
 
 ORDINARY = 0.1
-"""Relative updates of the median layer that many healthy networks reach."""
+"""Many healthy networks reach a relative update of this size in the median layer."""
 ONE_WAY = (0.7, 2.0)
-"""The way of weights that are beyond a healthy pace, over the sum of as many steps of the largest size: about 1 if all
-point one way. What has come further has taken larger steps than those that were measured.
+"""Distance from the start over the number of steps times the largest step. It is about 1 if all steps point one way.
+Above this range, steps that were not measured must have been larger.
 """
 SLOWEST = 0.05
-"""The root of the fastest layer's relative update times the median layer's natural one in healthy networks."""
-
+"""Healthy networks have this root of the fastest layer's relative update times the median layer's natural one."""
 FASTEST = 0.1
-"""What advice to multiply every learning rate may make of the relative update of the layer that moves most."""
-
+"""Advice to raise every learning rate may bring the fastest layer to at most this relative update."""
 MOST, MOST_UNEVEN = 100.0, 10.0
-"""The largest factor in such advice: under Adam, and under others, whose gradients grow once features have."""
-
+"""The largest factor in such advice: under Adam, and under others, whose gradients grow with the features."""
 LARGE, USUAL_GAIN = 2.0, 0.6
-"""Weights of most layers that began this many times beyond the largest usual gain explain small steps; a usual gain."""
+"""Weights that began this many times above the largest usual gain explain small steps; a usual gain."""
 HALVES = 0.5
-"""Gain of the median layer from which on the weights of most layers are large enough to keep features."""
+"""With a median gain above this, weights are large enough to keep the size of features."""
 
 
 class History(NamedTuple):
-    """The run so far, as causes need it.
+    """Facts about the run so far that explanations need.
 
     Attributes:
         pace: largest relative update of the median layer so far.
-        first_pace: of the first measurement that has one.
-        large_outputs: first layer whose outputs were too large at the start.
+        first_pace: relative update of the median layer when it was first known.
+        large_outputs: first layer whose outputs were too large at the start; empty if there is none.
         fastest: relative update of the fastest layer at the peak of its learning rate; 0 if none is known.
     """
 
@@ -51,24 +48,27 @@ class History(NamedTuple):
 
 
 def of_network(finding: Finding, network: Network, history: History) -> Explanation:
-    """Return what a check of the network as a whole means.
+    """Explain a finding on the network as a whole.
 
     Args:
         finding: what was seen.
-        network: at the same measurement.
-        history: of the run up to there.
+        network: all layers at the same measurement.
+        history: the run up to that measurement.
     """
-    told = _OF_NETWORK[finding.check]
-    return told if isinstance(told, Explanation) else told(finding, network, history)
+    if finding.check in _SENTENCES:
+        code, sentence = _SENTENCES[finding.check]
+        told = sentence.format(finding=finding, size=short(finding.value), history=history)
+        return Explanation(code, told, Remedy("check"))
+    return _EXPLAINERS[finding.check](finding, network, history)
 
 
 def _divisor(pace: float, least: float) -> float:
-    """Return what learning rates are divided by for steps of a healthy size, one digit of it, at least ``least``."""
+    """Return the factor, in one digit, to divide learning rates by for healthy steps; at least ``least``."""
     return max(least, float(f"{max(pace / HEALTHY_STEP, 1.0):.1g}")) if 0 < pace < math.inf else max(least, 10.0)
 
 
 def _far(finding: Finding, network: Network) -> str:
-    """Return how far the network has come, in words."""
+    """Describe in words how far the network has moved."""
     if finding.quantity == "loss":
         return f"the loss is {finding.value:.2g} at step {network.step}, and {finding.against}"
     if finding.quantity == "feature_rms":
@@ -77,7 +77,7 @@ def _far(finding: Finding, network: Network) -> str:
 
 
 def _rates(finding: Finding) -> str:
-    """Return whose learning rates are to change, in words."""
+    """Name the learning rates that should change."""
     if not finding.layers:
         return "every learning rate"
     return f"every learning rate of the optimizer that trains {finding.layers[0]}"
@@ -114,7 +114,7 @@ def _overshoots(finding: Finding, network: Network, history: History) -> Explana
 
 def _too_small(finding: Finding, network: Network, history: History) -> Explanation:
     times = geometric_median(
-        network.initial_sizes.get(row.info.name, math.nan) for row in network.peers if not network.began_small(row)
+        network.initial_sizes.get(row.name, math.nan) for row in network.peers if not network.began_small(row)
     )
     if times > LARGE:
         began = times * GAINS[1]
@@ -125,7 +125,7 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
             Remedy("scale_weights", (), USUAL_GAIN / began),
         )
     room = FASTEST / history.fastest if history.fastest else math.inf  # gates may hold back all other layers
-    slow = [row for row in network.peers if not finding.layers or row.info.name in finding.layers]
+    slow = [row for row in network.peers if not finding.layers or row.name in finding.layers]
     even = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in slow)
     most = MOST if even else MOST_UNEVEN
     by = min(most, float(f"{max(min(SLOWEST / finding.value, room), 2.0):.1g}"))
@@ -134,15 +134,6 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
         f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply "
         f"{_rates(finding)} by {f'{by:.0f} or more' if by == most else f'about {by:.0f}'}, or clip gradients less",
         Remedy("scale_lr", finding.layers, by),
-    )
-
-
-def _faded(finding: Finding, network: Network, history: History) -> Explanation:
-    return Explanation(
-        "schedule_too_short",
-        f"the learning rate {finding.against}: its schedule ends too early, as one that is meant for epochs and "
-        "stepped after each batch",
-        Remedy("check"),
     )
 
 
@@ -166,40 +157,15 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
     )
 
 
-def _nothing(finding: Finding, network: Network, history: History) -> Explanation:
-    return Explanation("nothing_trains", finding.against, Remedy("check"))
-
-
-def _features(finding: Finding, network: Network, history: History) -> Explanation:
-    return Explanation(
-        "input_scale",
-        f"the outputs of {history.large_outputs} had RMS {short(finding.value)} when first measured, where about 1 is "
-        "usual, though its weights are of ordinary size: its inputs are too large; normalize them to mean 0 and "
-        "variance 1",
-        Remedy("check"),
-    )
-
-
-def _targets(finding: Finding, network: Network, history: History) -> Explanation:
-    far = short(finding.value)
-    return Explanation(
-        "target_scale",
-        f"outputs must move by at least {far} times their usual size before the loss can be 0: standardize targets or "
-        "rewards to mean 0 and variance 1 (if they are so already, the loss hardly depends on the outputs: look at its "
-        "temperature)",
-        Remedy("check"),
-    )
-
-
 def _features_vanish(finding: Finding, network: Network, history: History) -> Explanation:
+    seen = f"the smallest outputs of a layer begin with RMS {short(finding.value)}"
     gain = geometric_median(row.gain for row in network.peers)
-    if not gain < HALVES:  # those of most layers are in order, or were not measured
-        how = f"the smallest outputs of a layer begin with RMS {short(finding.value)}: initial weights are too small"
-        return Explanation("weights_too_small", how, Remedy("check"))
+    if not gain < HALVES:  # most layers have healthy gains, or gains were not measured
+        return Explanation("weights_too_small", f"{seen}: initial weights are too small", Remedy("check"))
     return Explanation(
         "weights_too_small",
-        f"the smallest outputs of a layer begin with RMS {short(finding.value)}: weights multiply the size of features "
-        f"by {short(gain)} in each layer, so they vanish; multiply initial weights by about {short(USUAL_GAIN / gain)}",
+        f"{seen}: weights multiply the size of features by {short(gain)} in each layer, so they vanish; multiply "
+        f"initial weights by about {short(USUAL_GAIN / gain)}",
         Remedy("scale_weights", (), USUAL_GAIN / gain),
     )
 
@@ -207,17 +173,16 @@ def _features_vanish(finding: Finding, network: Network, history: History) -> Ex
 def _eps(finding: Finding, network: Network, history: History) -> Explanation:
     eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=math.nan)
     if eps <= 1e-8:
-        return Explanation(
-            "eps",
-            f"entries move by {short(finding.value)} of the learning rate, where Adam moves them by 0.3 to 1 in the "
-            f"first steps: gradients are smaller than eps {eps:g}; multiply the loss by 1000 or more, or use eps 1e-15",
-            Remedy("set_eps", (), 1e-15),
-        )
+        better = 1e-15
+        how = f"gradients are smaller than eps {eps:g}; multiply the loss by 1000 or more, or use eps 1e-15"
+    else:
+        better = 1e-8
+        how = f"eps {eps:g} is larger than the gradients; use 1e-8"
     return Explanation(
         "eps",
         f"entries move by {short(finding.value)} of the learning rate, where Adam moves them by 0.3 to 1 in the first "
-        f"steps: eps {eps:g} is larger than the gradients; use 1e-8",
-        Remedy("set_eps", (), 1e-8),
+        f"steps: {how}",
+        Remedy("set_eps", (), better),
     )
 
 
@@ -254,65 +219,69 @@ def _readout(finding: Finding, network: Network, history: History) -> Explanatio
     )
 
 
-def _eval_mode(finding: Finding, network: Network, history: History) -> Explanation:
-    return Explanation(
+_SENTENCES = {
+    "faded": (
+        "schedule_too_short",
+        "the learning rate {finding.against}: its schedule ends too early, as one that is meant for epochs and "
+        "stepped after each batch",
+    ),
+    "nothing_trains": ("nothing_trains", "{finding.against}"),
+    "features": (
+        "input_scale",
+        "the outputs of {history.large_outputs} had RMS {size} when first measured, where about 1 is usual, though its "
+        "weights are of ordinary size: its inputs are too large; normalize them to mean 0 and variance 1",
+    ),
+    "targets": (
+        "target_scale",
+        "outputs must move by at least {size} times their usual size before the loss can be 0: standardize targets or "
+        "rewards to mean 0 and variance 1 (if they are so already, the loss hardly depends on the outputs: look at its "
+        "temperature)",
+    ),
+    "sgd_rule": (
+        "sgd_rule_under_adam",
+        "learning rates are proportional to fan_out/fan_in, the rule for SGD; under Adam updates then grow with "
+        "fan_out: make them proportional to 1/fan_in",
+    ),
+    "stale_gradients": (
+        "stale_gradients",
+        "a step used the gradients of the step before again: call optimizer.zero_grad() before each backward pass, and "
+        "optimizer.step() once for each",
+    ),
+    "symmetric": (
+        "symmetric",
+        "two consecutive matrices have rank 1, as constants have, so all units between them are alike and learn the "
+        "same: draw weights at random, as torch.nn does by default",
+    ),
+    "eval_mode": (
         "eval_mode",
-        f"{finding.value:.0%} of the dropouts and batch norms are in evaluation mode: call model.train() before "
+        "{finding.value:.0%} of the dropouts and batch norms are in evaluation mode: call model.train() before "
         "training and after each evaluation; models that are loaded often begin in evaluation mode",
-        Remedy("check"),
-    )
-
-
-def _dropout(finding: Finding, network: Network, history: History) -> Explanation:
-    return Explanation(
+    ),
+    "dropout": (
         "dropout",
-        f"a dropout drops {finding.value:.0%} of what it is given: its argument is the part that is dropped, not the "
+        "a dropout drops {finding.value:.0%} of what it is given: its argument is the part that is dropped, not the "
         "part that is kept",
-        Remedy("check"),
-    )
+    ),
+    "loss_input": (
+        "loss_input",
+        "the loss is given what is no input for it, such as the outputs of a softmax or a ReLU: cross_entropy and "
+        "binary_cross_entropy_with_logits take logits, nll_loss and ctc_loss take the outputs of log_softmax",
+    ),
+}
+"""Check -> its only cause, and a sentence on it; no setting of the optimizer is the remedy."""
 
-
-_OF_NETWORK: dict[str, Explanation | Callable[[Finding, Network, History], Explanation]] = {
+_EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
     "loss_returns": _too_large,
     "global_lr_too_large": _overshoots,
     "rates_too_small": _too_small,
-    "faded": _faded,
     "warmup": _warmup,
     "diverged": _diverged,
-    "nothing_trains": _nothing,
-    "features": _features,
     "features_vanish": _features_vanish,
-    "targets": _targets,
     "eps": _eps,
     "momentum": _momentum,
-    "sgd_rule": Explanation(
-        "sgd_rule_under_adam",
-        "learning rates are proportional to fan_out/fan_in, the rule for SGD; under Adam updates then grow with "
-        "fan_out: make them proportional to 1/fan_in",
-        Remedy("check"),
-    ),
     "ntk": _ntk,
     "readout_takes_all": _readout,
-    "stale_gradients": Explanation(
-        "stale_gradients",
-        "a step used the gradients of the step before again: call optimizer.zero_grad() before each backward pass, and "
-        "optimizer.step() once for each",
-        Remedy("check"),
-    ),
-    "symmetric": Explanation(
-        "symmetric",
-        "two consecutive matrices have rank 1, as constants have, so all units between them are alike and learn the "
-        "same: draw weights at random, as torch.nn does by default",
-        Remedy("check"),
-    ),
-    "eval_mode": _eval_mode,
-    "dropout": _dropout,
-    "loss_input": Explanation(
-        "loss_input",
-        "the loss is given what is no input for it, such as the outputs of a softmax or a ReLU: cross_entropy and "
-        "binary_cross_entropy_with_logits take logits, nll_loss and ctc_loss take the outputs of log_softmax",
-        Remedy("check"),
-    ),
 }
+"""Check -> function that explains it."""

@@ -1,4 +1,4 @@
-"""Causes of layers that no gradient reaches, or that nothing trains."""
+"""Causes of layers that receive no gradient, or that no optimizer trains."""
 
 from __future__ import annotations
 
@@ -24,92 +24,93 @@ def lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None:
         "lr_zero",
         f"its learning rate is 0 while others learn at {number(usual)}: use that, or freeze it with "
         "requires_grad_(False)",
-        Remedy("set_lr", (row.info.name,), usual),
+        Remedy("set_lr", (row.name,), usual),
     )
 
 
 def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    """Explain an update of nothing; of a chain of dead layers the last one whose bias is dead too is to blame."""
-    still = [other for other in network.rows if not other.has_gradient and other.lr != 0]
+    """Explain an update of 0; in a chain of dead layers, blame the last one whose bias is dead too."""
+    look = Remedy("check", (row.name,))
     if row.get("lost") > 0 and row.settings.resolution < 1e-4:  # in float32
         return Explanation(
             "rounding",
             "gradients arrive, but its updates are lost even in float32: the loss hardly depends on it any more, as "
             "where a softmax behind it is saturated, or its learning rate is next to 0",
-            Remedy("check", (row.info.name,)),
+            look,
         )
     if row.get("lost") > 0:
         return Explanation(
             "rounding",
             "gradients arrive, but its updates are lost, most likely as too small for the precision of its weights: "
             "keep them in float32",
-            Remedy("check", (row.info.name,)),
+            look,
         )
+    still = [other for other in network.rows if not other.has_gradient and other.lr != 0]
     if row not in still:
         return Explanation("unmoved", "a learning rate but no update: no gradient arrives, or one of exactly nothing")
-    zeros = [other.info.name for other in still if other.get("weight_natural") == 0]
-    if row.info.name in zeros and len(zeros) > 1:
-        others = " and ".join(name for name in zeros if name != row.info.name) if len(zeros) < 4 else "others"
+    zeros = [other.name for other in still if other.get("weight_natural") == 0]
+    if row.name in zeros and len(zeros) > 1:
+        others = " and ".join(name for name in zeros if name != row.name) if len(zeros) < 4 else "others"
         return Explanation(
             "dead",
             f"its weights are all 0, and so are those of {others}: neither of two factors that are 0 gets a gradient; "
             "draw one of them",
-            Remedy("check", (row.info.name,)),
+            look,
         )
     if len(still) == len(network.rows):
         return Explanation(
             "dead", "no layer gets a gradient: the loss does not depend on them, is exactly 0, or one is dead"
         )
-    chain = list(takewhile(lambda other: other in still, network.rows[network.rows.index(row) :]))
     if _gives_zeros(row):
         return Explanation("dead_input", "its inputs are all zero: the layer before it is dead, or it is given zeros")
-    blamed = [other for other in chain if not _bias(other, network) and not _gives_zeros(other)]
+    chain = takewhile(lambda other: other in still, network.rows[network.rows.index(row) :])
+    blamed = [other for other in chain if not _bias_has_gradient(other, network) and not _gives_zeros(other)]
     if row not in blamed:
         return Explanation(
             "dead_input", "a gradient reaches its bias but its inputs are all zero: the layer before it is dead"
         )
     if blamed[-1] is not row:
-        return Explanation("dead_above", f"a later layer ({blamed[-1].info.name}) is dead and lets no gradient through")
-    size = network.vectors.get(f"{row.info.name}.bias", row).get("weight_natural")
+        return Explanation("dead_above", f"a later layer ({blamed[-1].name}) is dead and lets no gradient through")
+    size = network.vectors.get(f"{row.name}.bias", row).get("weight_natural")
     never = f" (biases of size {short(size)})" if size > 10 else ""
     return Explanation(
         "dead",
         f"no gradient reaches its weights: its outputs are cut off, as by a ReLU that never opens{never}, or detached; "
         "initialise it again",
-        Remedy("check", (row.info.name,)),
+        look,
     )
 
 
 def cut_off(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    """Explain by outputs that are used but detached."""
+    """Explain by outputs that are computed but detached."""
     return Explanation(
         "dead",
         "its optimizer holds it and its outputs are computed, but no gradient has ever reached it: they are detached, "
         "or computed under no_grad; if that is meant, freeze it with requires_grad_(False)",
-        Remedy("check", (row.info.name,)),
+        Remedy("check", (row.name,)),
     )
 
 
 def left_out(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    """Explain by what keeps it, but not others in equal places, from training."""
-    seen, mend = ("no optimizer holds it", "pass it to the optimizer")
+    """Explain why a layer is not trained although others in equal places are."""
+    seen, how = "no optimizer holds it", "pass it to the optimizer"
     if row.settings.forgotten:
-        seen = "gradients arrive, but no optimizer holds it"
+        seen = f"gradients arrive, but {seen}"
     if row.settings.frozen:
-        seen, mend = "it is frozen", "set requires_grad_(True), and pass it to the optimizer"
+        seen, how = "it is frozen", f"set requires_grad_(True), and {how}"
     return Explanation(
         "left_out",
-        f"{seen} and it has never moved, though most of {finding.against} are trained: {mend}",
-        Remedy("check", (row.info.name,)),
+        f"{seen} and it has never moved, though most of {finding.against} are trained: {how}",
+        Remedy("check", (row.name,)),
     )
 
 
 def _gives_zeros(row: Row) -> bool:
-    """Return whether its outputs are all zero although its weights are not: then its inputs are."""
+    """Return whether outputs are all zero although weights are not, so that inputs must be zero."""
     return row.get("feature_rms") == 0 and row.get("weight_natural") > 0
 
 
-def _bias(row: Row, network: Network) -> bool:
-    """Return whether a gradient arrives at its bias; not if it has none or that was not measured."""
-    bias = network.vectors.get(f"{row.info.name}.bias")
+def _bias_has_gradient(row: Row, network: Network) -> bool:
+    """Return whether a layer's bias is known to receive a gradient."""
+    bias = network.vectors.get(f"{row.name}.bias")
     return bias is not None and not math.isnan(bias.get("contribution")) and bias.has_gradient

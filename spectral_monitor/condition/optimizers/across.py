@@ -1,4 +1,4 @@
-"""Learning rates of all layers: beside those of their own optimizer, and of several optimizers beside each other."""
+"""Learning rates of all layers, compared within their own optimizer and between optimizers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from spectral_monitor.condition.row import Row
 
 APART = 20.0
-"""Rates of two optimizers of one kind that are further apart are not meant so: twice what people publish (10, of the
-actor and the critic of DDPG), and less than a hundredth is where the other way round would be right (4, of GANs).
+"""Learning rates of two optimizers of one kind that differ by more than this are a mistake. Published recipes differ by
+up to 10 (actor and critic of DDPG).
 """
 
 
 def rates_of(network: Network) -> dict[str, Rate]:
-    """Return every matrix's learning rate beside the usual one of its optimizer, or of several that belong together."""
-    # Relative to what is next to zero any step is large.
-    small = {row.info.name for row in network.rows if network.began_small(row)}
+    """Return the learning rate of each matrix with the usual one of its optimizer, or of a similar optimizer."""
+    # Any step is large relative to weights next to zero.
+    small = {row.name for row in network.rows if network.began_small(row)}
     steps = {name: step for name, step in network.largest_steps.items() if name not in small}
     groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in network.rows:
-        if row.lr > 0 and not row.settings.frozen and not row.settings.sizes_own_steps:
+        if row.is_trained and not row.settings.sizes_own_steps:
             groups[row.settings.owner, row.settings.family].append(row)
     found: dict[str, Rate] = {}
     for some in groups.values():
@@ -42,25 +42,24 @@ def rates_of(network: Network) -> dict[str, Rate]:
 
 
 def _beside(odd: Sequence[Row], reference: Sequence[Row], network: Network) -> Iterator[tuple[str, Rate]]:
-    """Yield the rates of one optimizer's layers beside what another one's rule makes of them."""
+    """Yield the rates of one optimizer's layers, with those that the rule of another optimizer gives them."""
     peaks = rates([(row.info, row.lr * row.to_peak) for row in reference], network.expected, network.largest_steps)
     rule = next(iter(peaks.values())).rule
     unit = geometric_median(
         rate.usual / RULES[rule](row.info) for row, rate in zip(reference, peaks.values(), strict=True)
     )
     for row in odd:
-        usual = unit * RULES[rule](row.info) * network.expected.get(row.info.name, 1.0) / row.to_peak
-        yield row.info.name, Rate(row.lr, usual, rule=rule)
+        usual = unit * RULES[rule](row.info) * network.expected.get(row.name, 1.0) / row.to_peak
+        yield row.name, Rate(row.lr, usual, rule=rule)
 
 
 def _apart(
     groups: Sequence[Sequence[Row]], largest: Mapping[str, float]
 ) -> Iterator[tuple[Sequence[Row], Sequence[Row]]]:
-    """Yield the rows of optimizers whose rates, and steps, are too far from those of another one of their kind to be
-    meant so, and the rows of that one.
+    """Yield the rows of an optimizer whose rates and steps are far from another one's of its kind, and those rows.
 
-    Networks that are trained against each other, or side by side, have rates of one order. Of two that have not, the
-    one is off whose steps are further from a healthy size.
+    Networks that are trained against each other, or side by side, have rates of one order. If two differ by more, the
+    one whose steps are further from a healthy size is off.
     """
     kinds: dict[str, list[Sequence[Row]]] = defaultdict(list)
     for some in groups:
@@ -68,9 +67,9 @@ def _apart(
         kinds["Adam" if "adam" in name.lower() else name].append(some)  # AdamW, SparseAdam
     for several in kinds.values():
         peaks = [geometric_median(row.lr * row.to_peak for row in some) for some in several]
-        steps = [geometric_median(largest.get(row.info.name, math.nan) for row in some) for some in several]
+        steps = [geometric_median(largest.get(row.name, math.nan) for row in some) for some in several]
         slow, fast = (pick(range(len(several)), key=peaks.__getitem__) for pick in (min, max))
         if peaks[fast] > APART * peaks[slow] and steps[fast] > LEVEL * steps[slow]:
-            far = [distance([row.info.name for row in several[place]], largest) for place in (slow, fast)]
+            far = [distance([row.name for row in several[place]], largest) for place in (slow, fast)]
             odd, reference = (slow, fast) if far[0] > far[1] else (fast, slow)
             yield several[odd], several[reference]

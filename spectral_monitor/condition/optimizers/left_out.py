@@ -1,4 +1,4 @@
-"""Layers that are not trained although most of those in equal places are: slips when parameters are chosen."""
+"""Layers that are not trained although most in equal places are: mistakes in the choice of parameters."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ if TYPE_CHECKING:
     from spectral_monitor.condition.row import Row
 
 FEWEST = 3
-"""Layers in equal places, such as those of repeated blocks, from which on most of them tell how all are meant."""
-
+"""Smallest number of layers in equal places, such as repeated blocks, of which most tell how all are meant."""
 OTHERS = "the others"
-"""What a layer without others in equal places is held against."""
+"""Stands for equal places where a layer has none."""
 FRESH = 0.6
-"""Stable rank of the median weight over that of a Gaussian one: 1.02 and more for weights that were just drawn, 0.1 to
-0.4 for those of trained networks.
+"""Limit of the stable rank of the median weight over that of a Gaussian one. Weights that were just drawn have 1.02 and
+more, those of trained networks 0.1 to 0.4.
 """
 ABOUT_HALF = 0.4
-"""Part of a new network's matrices from which on those without gradients are no spare ones."""
+"""If at least this part of a new network's matrices gets no gradient, they are no spare ones."""
 
 
 def left_out(
     rows: Sequence[Row], is_out: Callable[[Row], bool], first: bool = True, last: bool = True
 ) -> dict[str, str]:
-    """Return the layers that are out and never moved while most in equal places move: name -> these, as a pattern.
+    """Return the layers that are out and never moved while most in equal places move: name -> pattern of these places.
 
     Equal places have names that differ in numbers only, and shapes that do not.
 
     Args:
         rows: matrices in the order of the model.
-        is_out: whether a layer is left out of training now.
-        first, last: whether those count, too, that are the first ones or the last ones of their places.
+        is_out: tells whether a layer is left out of training now.
+        first, last: whether the first ones, or the last ones, of equal places count too.
 
     Example:
         >>> from spectral_monitor.condition.row import Row
@@ -48,7 +47,7 @@ def left_out(
     """
     places: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
     for row in rows:
-        places[re.sub(r"\d+", "*", row.info.name), row.info.shape].append(row)
+        places[re.sub(r"\d+", "*", row.name), row.info.shape].append(row)
     found: dict[str, str] = {}
     for (pattern, _), same in places.items():
         out = [k for k, row in enumerate(same) if never_moved(row) and is_out(row)]
@@ -57,12 +56,12 @@ def left_out(
             continue
         are_first, are_last = out[-1] == len(out) - 1, out[0] == len(same) - len(out)
         if (first or not are_first) and (last or not are_last):
-            found |= {same[k].info.name: pattern for k in out}
+            found |= {same[k].name: pattern for k in out}
     return found
 
 
 def never_moved(row: Row) -> bool:
-    """Return whether a layer is as it began; one that began at zero has no drift relative to that."""
+    """Return whether a layer has its initial weights; one that began at zero has no relative drift."""
     return row.get("drift_ratio") == 0 or row.get("weight_natural") == 0
 
 
@@ -73,72 +72,73 @@ def is_untrained(row: Row) -> bool:
 
 def is_detached(row: Row) -> bool:
     """Return whether an optimizer holds a layer whose outputs are computed, but no gradient comes back."""
-    return row.lr > 0 and not row.settings.frozen and row.get("unused") == 1
+    return row.is_trained and row.get("unused") == 1
 
 
 def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
-    """Return the layers that no optimizer trains, frozen ones too, though it trains most in equal places.
+    """Return the layers, frozen ones too, that no optimizer trains although most in equal places are trained.
 
-    The first or the last ones of a network that was trained before may be left out on purpose. In a new one, layers
-    whose gradients no optimizer takes count as well, wherever they are; where they are many, only those that are as
-    they were drawn, for another network may tell what the loss is.
+    In a network that was trained before, the first or the last ones may be left out on purpose. In a new network,
+    layers whose gradients no optimizer takes count too. If these are many, only randomly drawn ones count: another
+    network may serve as a loss.
 
     Args:
         rows: matrices in the order of the model.
         fresh: whether the network is a new one.
 
     Returns:
-        Name -> those in equal places, as a pattern.
+        Name -> pattern of equal places.
     """
     moving = sum(row.get("update_ratio") > 0 for row in rows)
     forgotten = [row for row in rows if row.settings.forgotten and never_moved(row)] if fresh else []
     drawn = [row for row in forgotten if moving and row.randomness > FRESH]
     told = forgotten if len(forgotten) < moving else drawn
-    among = dict.fromkeys((row.info.name for row in told), OTHERS)
+    among = dict.fromkeys((row.name for row in told), OTHERS)
     return among | left_out(rows, is_untrained, first=fresh, last=fresh)
 
 
 def cut_off(rows: Sequence[Row]) -> frozenset[str]:
-    """Return the first layers of a model, two or more, that an optimizer holds but no gradient has reached; many such
-    layers of a new network, wherever they are; and those where gradients reach most in equal places.
+    """Return layers that an optimizer holds but no gradient has reached, although other layers move.
 
-    Others move. A single layer may be one whose outputs nobody uses, and so may the last ones in equal places.
+    These are two or more layers that include the first of the model, about half of the layers of a new network, and
+    layers in places where gradients reach most others. A single layer, or the last ones in equal places, may just be
+    unused.
 
     Args:
         rows: matrices in the order of the model.
     """
-    still = [row for row in rows if row.get("drift_ratio") == 0 and row.lr > 0 and not row.settings.frozen]
-    used = {row.info.name for row in still if row.get("unused") == 1}
-    # Of layers whose calls cannot be seen, as recurrent ones, it is not known that they were used: the others tell.
-    also = {row.info.name for row in still if math.isnan(row.get("unused")) and row.get("unseen") == 1}
+    still = [row for row in rows if row.get("drift_ratio") == 0 and row.is_trained]
+    used = {row.name for row in still if row.get("unused") == 1}
+    # Layers whose calls cannot be seen, such as recurrent ones, may be unused: they count only beside others.
+    also = {row.name for row in still if math.isnan(row.get("unused")) and row.get("unseen") == 1}
     names = used | also if used else set()
     hidden = [row for row in rows if row.info.role != "readout"]
     moves = any(row.get("update_ratio") > 0 for row in rows)
-    first = bool(hidden) and hidden[0].info.name in names
+    first = bool(hidden) and hidden[0].name in names
     found = names if first and moves and len(names) > 1 else set()
     return frozenset(found) | _half_of_new(rows, used) | left_out(rows, is_detached, last=False).keys()
 
 
 def _half_of_new(rows: Sequence[Row], used: Collection[str]) -> frozenset[str]:
-    """Return the layers that no gradient reaches where these are about half of all, and as they were drawn.
+    """Return the layers that no gradient reaches if these are about half of all and were just drawn.
 
-    Not where the optimizer takes no step yet, as that of an actor that waits for its critic; nor a copy, such as a
-    target network: a part whose layers have the names and shapes of one that moves.
+    It returns none while the optimizer takes no steps, as of an actor that waits for its critic, and none for a copy of
+    a part that moves, such as a target network.
     """
-    held = [row for row in rows if row.lr > 0 and not row.settings.frozen]
-    moving = {row.info.name: row for row in held if row.get("update_ratio") > 0}
+    held = [row for row in rows if row.is_trained]
+    moving = {row.name: row for row in held if row.get("update_ratio") > 0}
     owners = {row.settings.owner for row in moving.values()}
-    still = [row for row in held if row.info.name in used and row.settings.owner in owners]
+    still = [row for row in held if row.name in used and row.settings.owner in owners]
     drawn = not any(row.dense and row.randomness <= FRESH for row in still)
     if len(still) < max(2, ABOUT_HALF * len(held)) or not drawn or _is_copy(still, moving):
         return frozenset()
-    return frozenset(row.info.name for row in still)
+    return frozenset(row.name for row in still)
 
 
 def _is_copy(part: Sequence[Row], others: Mapping[str, Row]) -> bool:
-    """Return whether the layers of a part have the shapes of another part's, and its names but for how these begin."""
-    prefix = commonprefix([row.info.name for row in part])  # noqa: RUF071 - "target_a" and "target_b" begin alike
-    ends = {row.info.name.removeprefix(prefix): row.info.shape for row in part}
+    """Return whether the layers of a part have the shapes of another part, and its names except for a prefix."""
+    prefix = commonprefix([row.name for row in part])  # noqa: RUF071 - "target_a" and "target_b" begin alike
+    ends = {row.name.removeprefix(prefix): row.info.shape for row in part}
     (some, shape), *_ = ends.items()
     begins = (name.removesuffix(some) for name in others if name.endswith(some) and others[name].info.shape == shape)
     return any(

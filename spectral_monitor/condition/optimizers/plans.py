@@ -1,4 +1,4 @@
-"""Schedules looked ahead before training begins."""
+"""Learning-rate schedules, run ahead before training begins."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from spectral_monitor.fitting.medians import nanmax
 from spectral_monitor.state.muted_warnings import muted_warnings
 
 FADED = 2e-3
-"""Part of the highest learning rate at which hardly anything is learnt any more."""
+"""Below this part of the highest learning rate hardly anything is learned."""
 CALLS = 32
-"""Values of a schedule from which on it can end too early."""
+"""Schedules with fewer values are too short to end too early."""
 
 
 class Plan(NamedTuple):
     """The course of the learning rate of a parameter group.
 
     Attributes:
-        first: that it has before training.
-        highest: that it comes to.
+        first: the rate before training.
+        highest: the highest rate of the schedule.
         rises: whether it is known to be still rising when training ends.
         lasts: the part of training after which it is next to 0 for good; 1 if it never is, or that is not known.
     """
@@ -36,7 +37,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, rates: Sequence[float]) -> Plan:
-        """Return the plan of a learning rate that has these values, one after the other."""
+        """Return the plan of a schedule with these learning rates."""
         highest = max(rates)
         working = max((k for k, rate in enumerate(rates) if rate > FADED * highest), default=len(rates) - 1)
         long = len(rates) >= CALLS
@@ -54,8 +55,8 @@ class LookAhead:
         """Copy a scheduler as it is now.
 
         Args:
-            scheduler: any but those that go by a metric.
-            shared: what it may refer to and is not copied with it, such as the network.
+            scheduler: any scheduler that does not depend on a metric.
+            shared: objects that it may refer to and that are not copied, such as the network.
 
         Raises:
             Exception: it cannot be copied.
@@ -67,13 +68,13 @@ class LookAhead:
         vars(self._scheduler)["verbose"] = False  # which prints every step before torch 2.7
 
     def plans(self, calls: int) -> list[Plan]:
-        """Return where the learning rate of each parameter group goes in so many calls of the scheduler's ``step``.
+        """Return the plan of each parameter group over a number of calls of the scheduler's ``step``.
 
         Raises:
             Exception: the first call fails; where a later one does, the schedule has come to its end.
         """
         rates = [self._rates()]
-        with muted_warnings():  # that the stand-in takes no steps
+        with muted_warnings():  # the stand-in takes no steps, which torch warns of
             for call in range(calls):
                 try:
                     self._scheduler.step()
@@ -97,5 +98,4 @@ def number(value: object, missing: float = math.nan) -> float:
 
 def highest_rate(group: Mapping[str, Any]) -> float:
     """Return the highest learning rate that a group names, whether of now or of a schedule; NaN if it names none."""
-    rates = (number(group.get(key)) for key in ("max_lr", "initial_lr", "lr"))
-    return max((rate for rate in rates if not math.isnan(rate)), default=math.nan)
+    return nanmax(number(group.get(key)) for key in ("max_lr", "initial_lr", "lr"))

@@ -13,7 +13,7 @@ from spectral_monitor.measurement import LayerInfo
 SAME = 1.05
 """Learning rates that differ by less follow one rule."""
 LEVEL = 2.0
-"""A rule must tell layers apart by more than this to be recognised."""
+"""A rule can only be recognized if its rates differ by more than this."""
 ON_PURPOSE = 10.5
 """The largest factor that published recipes give a head, new layers or embeddings."""
 NEW = 1000.0
@@ -23,33 +23,32 @@ ONE_KIND = 32.0
 matrices.
 """
 THAWED = 100.0
-"""The factor by which the rates of layers that thaw may be below the others': 10 is usual, and more for the deepest."""
-
+"""The largest factor by which rates of thawed layers may be below the others': 10 is usual, more for the deepest."""
 HEALTHY_STEP = 0.06
 """Relative update of the median layer of a healthy network at the peak of its learning rate: 0.02 to 0.25."""
 RIVAL = 1 / 4
-"""Two rates may both be the usual one where the rarer has at least this part of the layers, and the other not the rest
-of them.
+"""Of two rates, each may be the usual one if the rarer has at least this part of the layers, and the other fewer than
+the rest.
 """
 FEW = 3
-"""Fewer operators and readouts than this are no majority that embeddings could be held against."""
+"""With fewer operators and readouts than this, embeddings are judged together with them."""
 
 RULES: dict[str, Callable[[LayerInfo], float]] = {
     "one rate": lambda info: 1.0,
     "1/fan_in": lambda info: 1.0 / info.fan_in,
     "fan_out/fan_in": lambda info: info.fan_out / info.fan_in,
 }
-"""How learning rates are commonly spread over matrices, the plainest first."""
+"""Common rules for the learning rates of matrices, the plainest first."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """One layer's learning rate beside those of the others.
+    """The learning rate of a layer, compared with those of the others.
 
     Attributes:
-        lr: of the layer.
-        usual: what it would be by the rule that the others follow.
-        purpose: why it differs on purpose; empty where it does not differ, or nothing says so.
+        lr: learning rate of the layer.
+        usual: learning rate by the rule that the others follow.
+        purpose: why it differs on purpose; empty if it does not differ, or for no known purpose.
         rule: which of :data:`RULES` most layers follow.
     """
 
@@ -60,7 +59,7 @@ class Rate:
 
     @property
     def factor(self) -> float:
-        """Learning rate over the usual one; 1 where the difference is on purpose."""
+        """Learning rate over the usual one; 1 if the difference is on purpose."""
         return 1.0 if self.purpose else self.lr / self.usual
 
 
@@ -96,16 +95,16 @@ def rates(
     new: Collection[str] = (),
     thawed: Collection[str] = (),
 ) -> dict[str, Rate]:
-    """Return every layer's learning rate beside the usual one.
+    """Return the learning rate of each layer with the usual one.
 
-    The usual one is that of most layers; where two rates have about as many each, that of the layers whose updates are
+    The usual rate is that of most layers. If two rates have about as many layers each, it is the one whose updates are
     nearer to a healthy size.
 
     Args:
         rated: matrices of one optimizer, in the order of the model.
-        expected: layer -> factor that the user has declared; its layer is judged by what deviates from that.
+        expected: layer -> factor on its learning rate that the user has declared.
         steps: layer -> largest relative update so far, at the peak of its learning rate.
-        vectors: learning rate that most biases and gains have; NaN if there are none.
+        vectors: median learning rate of biases and gains; NaN if there are none.
         new: layers that were just drawn, where others were trained before.
         thawed: layers that were frozen before.
 
@@ -136,10 +135,10 @@ def rates(
 
 
 def _ends(given: Sequence[Rated], vectors: float) -> frozenset[str]:
-    """Return the input layer and the readout where only they have the rate of biases, and a larger one than others.
+    """Return the input layer and the readout if only they have the rate of biases, and a larger one than the others.
 
-    That is muP for optimizers that are told one width: the rates of hidden matrices shrink with it, or the others grow.
-    Without biases both have to share that rate.
+    That is muP with one width for all layers: the rates of hidden matrices shrink with it, or the others grow. Without
+    biases both must share that rate.
     """
     outer = {info.name: lr for place, (info, lr) in enumerate(given) if place == 0 or info.role == "readout"}
     alone = math.isnan(vectors)
@@ -160,7 +159,7 @@ def _of_matrices(
     new: Collection[str],
     thawed: Collection[str],
 ) -> tuple[str, dict[str, float], dict[str, str]]:
-    """Return the rule of operators and readouts, their usual learning rates, and why some differ from them."""
+    """Return the rule of operators and readouts, their usual learning rates, and the purposes of others."""
     if not given:
         return "one rate", {}, {}
     rule, base = _majority([item for item in given if item[0].name not in ends], steps)
@@ -176,7 +175,7 @@ def _of_matrices(
 
 
 def _of_embeddings(given: Sequence[Rated], dense: Sequence[Rated]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the same of embeddings: their learning rates often are others than those of matrices."""
+    """Return usual learning rates and purposes of embeddings, whose rates often differ from those of matrices."""
     if not given:
         return {}, {}
     middle = geometric_median(lr for _, lr in dense or given)
@@ -220,8 +219,7 @@ def distance(names: Sequence[str], steps: Mapping[str, float]) -> float:
 
 
 def _layerwise(given: Sequence[Rated]) -> dict[str, float]:
-    """Return what a geometric decay over depth makes of every layer, smallest at the input; empty if rates are not
-    spread like that.
+    """Return the learning rates of a geometric decay over depth, smallest at the input; empty if rates have none.
 
     The layers of one level follow each other. A single layer that does not fit may stand in between.
     """
@@ -243,7 +241,7 @@ def _layerwise(given: Sequence[Rated]) -> dict[str, float]:
 def _purposes(
     given: Sequence[Rated], factors: Mapping[str, float], new: Collection[str], thawed: Collection[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield why some layers, which stand out by one factor, may do so on purpose."""
+    """Yield purposes for which layers may differ from the usual rate by one factor, with these layers."""
     order = [info.name for info, _ in given]
     readouts = {info.name for info, _ in given if info.role == "readout"}
     for factor, names in _alike(factors):
@@ -266,7 +264,7 @@ def _purposes(
 
 
 def _alike(factors: Mapping[str, float]) -> Iterator[tuple[float, list[str]]]:
-    """Yield each factor with the layers that have it."""
+    """Yield each distinct factor with the layers that have it."""
     names = sorted(factors, key=lambda name: factors[name])
     while names:
         factor = factors[names[0]]

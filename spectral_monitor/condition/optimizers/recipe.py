@@ -1,4 +1,4 @@
-"""The recipe that a run follows, as far as its optimizers' settings tell: in a sentence, and as factors of rates."""
+"""The recipe that the settings of optimizers follow: in a sentence, and as factors on learning rates."""
 
 from __future__ import annotations
 
@@ -11,34 +11,29 @@ from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import LayerInfo
 
+_ONE_RATE = "one {optimizer} rate for all matrices (standard parametrization): the best rate "
+_RATES = "{optimizer} rates that go with "
 _KINDS = {
-    ("adam", "one rate"): "one {optimizer} rate for all matrices (standard parametrization): the best rate falls with "
-    "the width, so a network twice as wide will need about half of it",
-    ("adam", "1/fan_in"): "{optimizer} rates that go with 1/fan_in (muP): the best rate should hold at other widths",
-    ("adam", "fan_out/fan_in"): "{optimizer} rates that go with fan_out/fan_in, which is the rule for SGD",
-    ("sgd", "one rate"): "one {optimizer} rate for all matrices (standard parametrization): the best rate changes with "
-    "the width",
-    ("sgd", "fan_out/fan_in"): "{optimizer} rates that go with fan_out/fan_in (spectral parametrization): the best "
-    "rate should hold at other widths",
-    (
-        "sgd",
-        "1/fan_in",
-    ): "{optimizer} rates that go with 1/fan_in (neural tangent parametrization): hidden layers learn "
-    "less, the wider they are",
-    (
-        "lamb",
-        "one rate",
-    ): "{optimizer} updates in proportion to the Frobenius norm of weights: where updates are of low "
-    "rank, layers with many inputs and outputs take larger steps than others",
+    ("adam", "one rate"): _ONE_RATE + "falls with the width, so a network twice as wide will need about half of it",
+    ("adam", "1/fan_in"): _RATES + "1/fan_in (muP): the best rate should hold at other widths",
+    ("adam", "fan_out/fan_in"): _RATES + "fan_out/fan_in, which is the rule for SGD",
+    ("sgd", "one rate"): _ONE_RATE + "changes with the width",
+    ("sgd", "fan_out/fan_in"): _RATES + "fan_out/fan_in (spectral parametrization): the best rate should hold at other "
+    "widths",
+    ("sgd", "1/fan_in"): _RATES + "1/fan_in (neural tangent parametrization): hidden layers learn less, the wider they "
+    "are",
+    ("lamb", "one rate"): "{optimizer} updates in proportion to the Frobenius norm of weights: where updates are of "
+    "low rank, layers with many inputs and outputs take larger steps than others",
     ("muon", "one rate"): "{optimizer} for hidden matrices: its updates have the same size at any width",
 }
+"""Family of the optimizer and rule of its rates -> what they mean."""
 
 
 def describe(layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters]) -> str:
-    """Return the recipe in a sentence; empty where settings do not tell.
+    """Return the recipe in a sentence; empty if settings follow no known recipe.
 
     Args:
-        layers: measured ones.
+        layers: the measured layers.
         settings: layer -> its optimizer's settings.
 
     Example:
@@ -54,8 +49,9 @@ def describe(layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters
             held[of.owner, of.family, of.optimizer].append((info, of.peak))
     told = []
     for (_, kind, optimizer), rated in held.items():
-        purposes = {rate.purpose: rate for rate in rates(rated).values() if rate.purpose}
-        common = [item for item in rated if not rates(rated)[item[0].name].purpose]
+        beside = rates(rated)
+        purposes = {rate.purpose: rate for rate in beside.values() if rate.purpose}
+        common = [item for item in rated if not beside[item[0].name].purpose]
         sentence = _KINDS.get((kind, rule_of(common)), "") if len(common) > 1 else ""
         if sentence:
             told.append(sentence.format(optimizer=optimizer))
@@ -64,13 +60,13 @@ def describe(layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters
 
 
 def relative_rates(layers: Sequence[Layer], settings: Mapping[str, Hyperparameters]) -> dict[str, float]:
-    """Return layer -> its peak learning rate over the largest of its optimizer, as far as they differ on purpose.
+    """Return the peak learning rate of each layer over the largest of its optimizer, if these differ on purpose.
 
-    Layer-wise decay, heads, new layers and adapters with a rate of their own are kept. What follows a rule of width
-    (muP) or stands out for no reason counts as 1.
+    Layer-wise decay, heads, new layers and adapters with a rate of their own are kept. Rates that follow a rule of
+    width (muP), or differ for no known reason, count as 1.
 
     Args:
-        layers: measured ones, vectors included.
+        layers: the measured layers, vectors included.
         settings: layer -> its optimizer's settings.
     """
     matrices: dict[tuple[int, str], list[Rated]] = defaultdict(list)

@@ -24,9 +24,9 @@ READABLE = (1, 2)
 """Versions that are read; 1 holds neither fans nor settings."""
 KEYS = ("weight_natural", "update_natural", "lr")
 EXACT, NUMBERS = ("optimizer", "family", "group"), ("peak", "eps", "momentum", "weight_decay")
-"""Settings that a profile holds of each layer; numbers may be unknown."""
+"""Settings of each layer in a profile; numbers may be unknown."""
 MAX_NAMES = 6
-"""Layers that a refusal names of each kind."""
+"""Largest number of layers of each kind in an error."""
 EXPECTED = (
     f"expected a file written by save_profile (JSON, format {FORMAT!r}, version {' or '.join(map(str, READABLE))})"
 )
@@ -132,11 +132,11 @@ class Profile:
             >>> Profile({}, {}, {}, fans={"head": Fans(8, 2)}).lacks
             'the profile holds no optimizer family: the optimizer cannot be compared; save it again to add that'
         """
-        missing = {
-            "no fan_in and fan_out": "" if self.fans else "widths",
-            "no optimizer family": "" if self.settings else "the optimizer",
-        }
-        parts = [f"{what}: {lost} cannot be compared" for what, lost in missing.items() if lost]
+        parts = []
+        if not self.fans:
+            parts.append("no fan_in and fan_out: widths cannot be compared")
+        if not self.settings:
+            parts.append("no optimizer family: the optimizer cannot be compared")
         return f"the profile holds {', and '.join(parts)}; save it again to add that" if parts else ""
 
     def check(self, layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters] | None = None) -> None:
@@ -308,13 +308,5 @@ def _fans(name: str, layer: Mapping[str, Any]) -> Fans:
 
 
 def _setting(entry: Mapping[str, Any]) -> Hyperparameters:
-    peak, eps, momentum, weight_decay = (math.nan if entry[key] is None else float(entry[key]) for key in NUMBERS)
-    return Hyperparameters(
-        optimizer=str(entry["optimizer"]),
-        family=str(entry["family"]),
-        group=int(entry["group"]),
-        peak=peak,
-        eps=eps,
-        momentum=momentum,
-        weight_decay=weight_decay,
-    )
+    numbers: dict[str, Any] = {key: math.nan if entry[key] is None else float(entry[key]) for key in NUMBERS}
+    return Hyperparameters(str(entry["optimizer"]), str(entry["family"]), int(entry["group"]), **numbers)

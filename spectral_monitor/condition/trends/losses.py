@@ -1,4 +1,4 @@
-"""Losses that tell of steps: one that has come back, and one that would be lower had steps been shorter."""
+"""The loss as a sign of too large steps: it has risen again, or shorter steps would have lowered it further."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import Measurement
 
 RACING = 0.35
-"""A relative update of the median layer that few healthy networks reach, and only in their first steps."""
+"""Few healthy networks reach this relative update of the median layer, and only in their first steps."""
 RETURN, SMALL_PART, PROGRESS = 3.0, 0.25, 0.9
-"""A loss of ``RETURN`` times the lowest so far is back, if it is above ``SMALL_PART`` of the first; one above
-``PROGRESS`` of the first has not been lowered. Both are a matter of the learning rate in networks that race only:
-targets that move, as in reinforcement learning, do the same.
+"""A loss has returned if it is ``RETURN`` times the lowest so far and above ``SMALL_PART`` of the first. It has made no
+progress if it is above ``PROGRESS`` of the first. Only with large steps is the learning rate the cause: targets that
+move, as in reinforcement learning, have the same effect.
 """
 EDGE, EDGES = 2.0, 5
-"""Steps of this edge no longer lower the loss of their own batch; so many of them have a median. Networks that train,
-with momentum and small batches too, stay below 1.3, and at 2 where full batches make the rate settle there. Where
-gradients are not those of the loss (straight-through estimators, targets that are held fixed) it may be 3 in training
-that goes well; hence the loss is looked at too.
+"""Steps of this edge no longer lower the loss of their own batch; number of steps whose median counts.
+
+The edge stays below 1.3 in healthy networks, with momentum and small batches too. It is 2 where full batches make the
+rate settle there. Where gradients are not those of the loss (straight-through estimators, fixed targets) it may be 3 in
+healthy training, so the loss has to agree.
 """
 
 
 class LossTrend:
-    """Remembers losses, and how long steps were along their own lines."""
+    """Remembers losses, and the latest lengths of steps over the best length along their direction."""
 
     def __init__(self) -> None:
-        self._edges: list[tuple[float, float]] = []  # the latest ones that are known, and the losses there
+        self._edges: list[tuple[float, float]] = []  # the latest known edges, each with its loss
         self._losses: tuple[float, ...] = ()  # the first and the lowest, if they are known
 
     def findings(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
-        """Yield what the loss says of steps, healthy or not.
+        """Yield the findings on the loss, healthy or not.
 
         Args:
-            measurement: with the loss and the edge in its summary.
-            network: at the same measurement.
+            measurement: has the loss and the edge in its summary.
+            network: all layers at the same measurement.
             pace: largest relative update of the median layer so far.
         """
         yield from self._lost_ground(measurement, network, pace)
         yield from self._overshooting(measurement)
 
     def _lost_ground(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
-        """Yield the loss beside the first and the lowest one, in a network whose steps are large."""
+        """Compare the loss with the first and the lowest one, in a network whose steps are large."""
         loss = measurement.summary.get("loss", math.nan)
         if not self._losses and network.is_early and not math.isnan(loss):
             self._losses = loss, loss
@@ -63,7 +64,7 @@ class LossTrend:
         self._losses = first, min(loss, lowest)
 
     def _overshooting(self, measurement: Measurement) -> Iterator[Finding]:
-        """Yield how long steps have been along their own lines, once there are enough; 1 where the loss falls."""
+        """Yield the median edge of the latest steps, at most 1 while the loss falls."""
         edge, loss = (measurement.summary.get(key, math.nan) for key in ("edge", "loss"))
         if not math.isnan(edge):
             self._edges = [*self._edges, (edge, loss)][-EDGES:]
@@ -72,8 +73,9 @@ class LossTrend:
         losses = [loss for _, loss in self._edges]
         falls = max(losses[-2:]) < min(losses[:2])
         median = statistics.median(edge for edge, _ in self._edges)
+        if falls:
+            median = min(median, 1.0)
         if median > 0:
-            median = min(median, 1.0) if falls else median
             against = "the step after which the loss is lowest"
             yield Finding("global_lr_too_large", NETWORK, "edge", median, 1.0, (0.0, EDGE), 1.5, against)
 
@@ -82,6 +84,6 @@ class LossTrend:
         return {"losses": list(self._losses), "edges": [list(pair) for pair in self._edges]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from a state."""
         self._losses = tuple(map(float, state.get("losses", ())))
         self._edges = [(float(edge), float(loss)) for edge, loss in state.get("edges", ())]

@@ -1,13 +1,13 @@
-"""The pace of the whole network: steps that are too large to settle, or lead hardly anywhere.
+"""The pace of the network: steps that are too large or too small.
 
-Of several optimizers each is looked at, for networks that are trained against each other, or side by side, need not
-move at one pace.
+The layers of each optimizer are looked at apart. Networks that are trained against each other, or side by side, need
+not move at one pace.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,37 +15,38 @@ from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import ALL, Network
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import NETWORK
-from spectral_monitor.fitting.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median, nanmax
 
 SPEED_LIMIT = 1.1
-"""Healthy weights have moved by less than this, times the root of the number of steps, of the size they began with."""
+"""Limit of the drift ratio over the root of the number of steps."""
 SLOW = 0.0065
-"""The root of the fastest layer's relative update times the median layer's natural one, at the learning rate's peak:
-more than four times this in networks that are tuned for the steps they have, about this at published rates that are
-meant for many more steps than a small network needs.
+"""The root of the fastest layer's relative update times the median layer's natural one, at the learning rate's peak.
+
+Networks that are tuned for the steps they have are above four times this. It is about this at published rates, which
+are meant for many more steps than a small network needs.
 """
 NARROW = 32
-"""Layers with fewer inputs take steps that are as much smaller at the rates that people use for them."""
+"""Below this number of inputs, steps at usual learning rates shrink with the number of inputs."""
 SETTLED = 16
-"""From this step on a network that hardly moves is said to."""
+"""First step at which a network can be said to hardly move."""
 
 
 class _Steps(NamedTuple):
-    """The largest steps so far, at the peak of the learning rate.
+    """The largest steps so far, scaled to the peak of the learning rate.
 
     Attributes:
         fastest: relative update of the layer that moves most.
-        natural: natural update of the median layer.
+        natural: natural norm of the update of the median layer.
     """
 
     fastest: float = 0.0
     natural: float = 0.0
 
     def grown(self, rows: Sequence[Row]) -> _Steps:
-        """Return the largest after those of some layers more."""
-        fastest = _largest(row.get("update_ratio") * row.to_peak for row in rows)
+        """Return the largest of these and of the present steps of some layers."""
+        fastest = nanmax(row.get("update_ratio") * row.to_peak for row in rows)
         natural = geometric_median(row.update * row.to_peak for row in rows)
-        return _Steps(_largest((self.fastest, fastest)), _largest((self.natural, natural)))
+        return _Steps(nanmax((self.fastest, fastest)), nanmax((self.natural, natural)))
 
 
 class PaceTrend:
@@ -53,9 +54,9 @@ class PaceTrend:
 
     Attributes:
         pace: the largest relative update of the median layer so far; NaN if none is known.
-        first_pace: of the first measurement that has one, when steps are not yet larger for being large.
-        fastest: relative update of the fastest layer of those whose pace was told last, at the peak of its learning
-            rate; 0 if none is known.
+        first_pace: the first known one, before large steps have led to larger ones.
+        fastest: relative update of the fastest layer, at the peak of its learning rate, among those that the latest
+            finding on slow steps is about; 0 if none is known.
     """
 
     def __init__(self) -> None:
@@ -66,15 +67,15 @@ class PaceTrend:
         self.fastest = 0.0
 
     def findings(self, network: Network) -> Iterator[Finding]:
-        """Yield what can be said of its steps, healthy or not."""
+        """Yield the findings on the size of steps, healthy or not."""
         yield from self._speed(network)
         yield from self._slowness(network)
 
     def _speed(self, network: Network) -> Iterator[Finding]:
-        """Yield how far the median layer has moved since the start, for so many steps."""
+        """Compare the drift of the median layer with the number of steps."""
         parts = network.parts.values()
-        ratio = _largest(geometric_median(row.get("update_ratio") for row in _own(part)) for part in parts)
-        self.pace = _largest((self.pace, ratio))
+        ratio = nanmax(geometric_median(row.get("update_ratio") for row in _own(part)) for part in parts)
+        self.pace = nanmax((self.pace, ratio))
         self.first_pace = ratio if math.isnan(self.first_pace) else self.first_pace
         usual = SPEED_LIMIT * math.sqrt(network.step)
         known = [part for part in parts if not math.isnan(part.drift)]
@@ -83,13 +84,13 @@ class PaceTrend:
         farthest = max(known, key=lambda part: part.drift)
         too_far = sum(part.drift > usual for part in known)
         whose = _names(farthest) if 0 < too_far < len(parts) else ()
-        against, value = "a healthy pace", farthest.drift
+        band, against = (0.0, 1.0), "a healthy pace"
         yield Finding(
-            "rates_too_large", NETWORK, "drift_ratio", value, usual, (0.0, 1.0), against=against, layers=whose
+            "rates_too_large", NETWORK, "drift_ratio", farthest.drift, usual, band, 2.0, against, layers=whose
         )
 
     def _slowness(self, network: Network) -> Iterator[Finding]:
-        """Yield how large steps have been so far, if the network was not trained before and has taken its time."""
+        """Compare the largest steps so far with healthy ones, once a new network has been measured for long enough."""
         rises, self._rate = network.top_lr > 1.01 * self._rate, network.top_lr
         if not _moving(network):
             return
@@ -108,7 +109,7 @@ class PaceTrend:
         yield told
 
     def _size(self, key: int, part: Network) -> Finding:
-        """Return how large the steps of a part have been."""
+        """Compare the largest steps of a part of the network with healthy ones."""
         inputs = geometric_median(row.info.fan_in * row.taps for row in _moving(part))
         value, slow = math.sqrt(math.prod(self._steps[key])), SLOW * min(1.0, inputs / NARROW)
         return Finding("rates_too_small", NETWORK, "update_natural", value, slow, (1.0, math.inf), 1.2, "healthy")
@@ -125,27 +126,22 @@ class PaceTrend:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from a state."""
         self.pace, self.first_pace = float(state["pace"]), float(state.get("first_pace", math.nan))
         self.fastest, self._looked, self._rate = float(state["fastest"]), int(state["looked"]), float(state["rate"])
-        known = state.get("steps") or [[ALL, self.fastest, state.get("natural", 0.0)]]  # as it was before
+        known = state.get("steps") or [[ALL, self.fastest, state.get("natural", 0.0)]]  # as older versions saved it
         self._steps = {int(key): _Steps(*map(float, steps)) for key, *steps in known}
 
 
 def _own(network: Network) -> list[Row]:
-    """Return the layers whose steps follow from a learning rate and are no larger for having begun next to zero."""
+    """Return the layers whose steps are set by a learning rate, without those that began next to zero."""
     return [row for row in network.moved_by_rate if not network.began_small(row)]
 
 
 def _moving(network: Network) -> list[Row]:
-    """Return those of them that a gradient moves."""
+    """Return those of these layers that a gradient moves."""
     return [row for row in _own(network) if row.get("update_ratio") > 0 and row.has_gradient]
 
 
 def _names(network: Network) -> tuple[str, ...]:
-    return tuple(row.info.name for row in network.rows)
-
-
-def _largest(values: Iterable[float]) -> float:
-    """Return the largest of numbers that are known; NaN if none is."""
-    return max((value for value in values if not math.isnan(value)), default=math.nan)
+    return tuple(row.name for row in network.rows)

@@ -1,4 +1,4 @@
-"""The readout over time: for how long it has been taking nearly all of the loss's decrease."""
+"""The readout over time: how long it has taken nearly all of the decrease of the loss."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import Measurement
 
 LIMIT = 0.95
-"""Share of the readout in what a step takes off the loss: of healthy networks up to 0.83 at most measurements.
+"""Share of the readout in the decrease of the loss; up to 0.83 in healthy networks at most measurements.
 
 Theorem 6.3 of the Feature Speed paper asks that hidden layers keep a share of their own when networks grow.
 """
 LONG = 8
-"""Measurements in a row that this must last."""
+"""Consecutive measurements above the limit that make a finding."""
 STEPS = 100
-"""Steps that it must last: where a readout begins at zero, hidden layers have no gradient before it has grown."""
+"""Steps that these must span: while a readout that began at zero grows, hidden layers have no gradient."""
 
 
 class ReadoutTrend:
-    """Counts the measurements in a row at which the readout takes nearly all."""
+    """Counts consecutive measurements at which the readout takes nearly all of the decrease."""
 
     def __init__(self) -> None:
-        self._count = self._since = 0  # measurements in a row, and the step of the first
+        self._count = self._since = 0  # consecutive measurements, and the step of the first
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
-        """Yield the readout's share, healthy or not, where hidden layers are there to learn from the start."""
+        """Yield the share of the readout, healthy or not, if hidden layers should learn from the start."""
         share = measurement.summary.get("readout_share", math.nan)
-        if math.isnan(share) or not _is_to_learn(network):
+        if math.isnan(share) or not _should_learn(network):
             return
         self._count = self._count + 1 if share > LIMIT else 0
         self._since = measurement.step if self._count <= 1 else self._since
@@ -45,16 +45,16 @@ class ReadoutTrend:
         return {"count": self._count, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; from nothing where a judge of before knew no shares."""
+        """Go on from a state, which is empty if an older version saved it."""
         self._count, self._since = int(state.get("count", 0)), int(state.get("since", 0))
 
 
-def _is_to_learn(network: Network) -> bool:
-    """Return whether all hidden layers are trained from the start, beside a single readout that has no rate of its own.
+def _should_learn(network: Network) -> bool:
+    """Return whether all hidden layers are trained from the start, beside a single readout at the usual rate.
 
     Of several readouts, as of an actor and a critic, the one with the largest loss takes all.
     """
-    hidden = [row.lr > 0 and not row.settings.frozen for row in network.peers if row.info.role == "operator"]
-    heads = [network.rates.get(row.info.name) for row in network.peers if row.info.role == "readout"]
+    hidden = [row.is_trained for row in network.peers if row.info.role == "operator"]
+    heads = [network.rates.get(row.name) for row in network.peers if row.info.role == "readout"]
     alike = len(heads) == 1 and (heads[0] is None or not heads[0].purpose)
     return alike and network.fresh and len(hidden) > 1 and all(hidden)

@@ -1,4 +1,4 @@
-"""The learning rate over time: whether its schedule ends long before training does, or warms up beyond its end."""
+"""The learning rate over time: schedules that end long before training, or warm-ups that are longer than training."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import Measurement
 
 TIMES = 2
-"""A schedule has ended too early when training has taken so many times the steps after which the rate had faded."""
+"""A schedule ended too early if training takes this many times the steps of the schedule."""
 STEPS = 32
-"""From this step on."""
+"""First step at which that is said."""
 HALF = 0.5
-"""A warm-up is longer than training if less than this part of the learning rate is reached by its end."""
+"""A warm-up is longer than training if less than this part of the learning rate is reached by the end."""
 
 
 class ScheduleTrend:
-    """Notes since when the highest learning rate of all layers has been a small part of what it was."""
+    """Remembers the highest learning rate so far, and when it fell to a small part of that."""
 
     def __init__(self) -> None:
         self._highest, self._since, self._faded = 0.0, 0, 0.0
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
-        """Yield the learning rate over the highest so far, once training has gone on for long with so small a one."""
+        """Yield the findings on warm-up and decay of the learning rate, healthy or not."""
         trained = [row.settings for row in network.rows if not row.settings.frozen]
         reached = max((its.reached for its in trained), default=1.0)
         yield Finding("warmup", NETWORK, "lr", reached, 1.0, (HALF, math.inf), AT_ONCE)
@@ -58,6 +58,6 @@ class ScheduleTrend:
         return {"highest": self._highest, "since": self._since, **faded}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; from nothing where a judge of before kept none."""
+        """Go on from a state, which is empty if an older version saved it."""
         self._highest, self._since = float(state.get("highest", 0.0)), int(state.get("since", 0))
         self._faded = float(state.get("faded", 0.0))

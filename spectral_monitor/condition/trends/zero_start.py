@@ -1,4 +1,4 @@
-"""Layers that began at zero pass on hardly any gradient until they have grown, so they cannot be compared."""
+"""Layers that began at zero: until they have grown, other layers get hardly any gradient and cannot be compared."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from spectral_monitor.condition.row import Row
 from spectral_monitor.measurement import ZERO, Measurement
 
 GRACE = 12
-"""Measurements that growing from zero may take; a fault must not hide behind it for long."""
+"""Measurements that growth from zero may take; it must not hide a fault for long."""
 STUCK = 4
-"""The same for a matrix that stays at zero: where several follow each other, each moves a step later."""
+"""The same for a matrix that stays at zero: of several in a row, each moves a step later."""
 GROWN = 0.25
-"""A matrix has grown once a step changes it by less than this part of its size; a gain, of which 1 is the usual size,
-once it is larger than this.
+"""A matrix has grown once a step changes it by less than this part of its size. A gain, usually 1, has grown once it is
+larger than this.
 """
-
 COMPARING = frozenset({"reference", "weights", "dead", "rates_too_small", "eps", "nothing_trains"})
-"""Checks that mean nothing while some matrix is next to zero, and passes next to no gradient on."""
+"""Checks that mean nothing while some matrix next to zero holds gradients back."""
 
 
 class ZeroStartGate:
-    """Keeps what is not to be judged yet.
+    """Holds back findings while layers grow from zero.
 
-    A readout that began at zero passes no gradient down at the first step and little at the next ones, so all layers
-    wait for it; the same goes for any other matrix, or gain of a residual branch, that began at zero.
+    A readout that began at zero passes no gradient down at the first step and little at the next ones. The same holds
+    for any other matrix, or gain of a residual branch, that began at zero.
 
     Attributes:
-        why: the reason that layers are not compared at the latest measurement; empty if they are.
+        why: the reason why layers are not compared at the latest measurement; empty if they are.
         from_zero: names of the layers that began at zero.
     """
 
@@ -46,8 +45,8 @@ class ZeroStartGate:
         return tuple(self._growing)
 
     def look(self, measurement: Measurement, network: Network) -> None:
-        """See the next measurement; what it does not have stays as it was seen last."""
-        sizes = {row.info.name: row.get("weight_natural") for row in (*network.rows, *_gates(network))}
+        """Take in the next measurement."""
+        sizes = {row.name: row.get("weight_natural") for row in (*network.rows, *_gates(network))}
         new = {name for name, size in sizes.items() if not size or _began_at_zero(measurement, name)} - self.from_zero
         self.from_zero |= new
         if self._looked < GRACE:
@@ -66,7 +65,7 @@ class ZeroStartGate:
         self.why = f"{', '.join(self._growing)} began at zero and is still growing" if self._growing else ""
 
     def waits(self, finding: Finding) -> bool:
-        """Return whether a finding of this measurement does not count yet."""
+        """Return whether a finding does not count yet."""
         return bool(self._growing) and (finding.check in COMPARING or finding.layer in self._growing)
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,7 +73,7 @@ class ZeroStartGate:
         return {"growing": dict(self._growing), "from_zero": sorted(self.from_zero), "looked": self._looked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from a state."""
         self._growing, self.from_zero = dict(state["growing"]), set(state["from_zero"])
         self._looked = int(state["looked"])
 
@@ -86,8 +85,9 @@ def _has_grown(row: Row) -> bool:
 
 
 def _gates(network: Network) -> list[Row]:
-    """Return vectors that may hold back the gradients of matrices, where there are such: gains, as of SkipInit, ReZero
-    and residual branches that end with a norm.
+    """Return the gains that may hold back the gradients of matrices, if some matrix gets none.
+
+    SkipInit, ReZero and residual branches that end with a norm have such gains.
     """
     held_back = any(row.get("contribution") == 0 and row.lr > 0 for row in network.peers)
     gains = [row for name, row in network.vectors.items() if not name.endswith("bias")]
@@ -95,7 +95,6 @@ def _gates(network: Network) -> list[Row]:
 
 
 def _began_at_zero(measurement: Measurement, layer: str) -> bool:
-    """Return whether the weights were zero before this step, which is the first one that says so, or at the start."""
-    if "update_ratio" in measurement.values and measurement.why("update_ratio", layer) == ZERO:
-        return True
-    return "drift_ratio" in measurement.values and measurement.why("drift_ratio", layer) == ZERO
+    """Return whether the weights were zero before this step, or at the start."""
+    keys = ("update_ratio", "drift_ratio")
+    return any(key in measurement.values and measurement.why(key, layer) == ZERO for key in keys)
