@@ -160,7 +160,8 @@ def _left_out(network: Network, row: Row) -> Finding | None:
     if not pattern and math.isnan(row.get("drift_ratio")):
         return None
     value, against = 0.0 if pattern else 1.0, pattern or "others in equal places"
-    return Finding("left_out", row.name, "weight_natural", value, 1.0, NOT_ZERO, against=against)
+    quantity = "weight_natural" if row.get("weight_natural") == 0 else "drift_ratio"
+    return Finding("left_out", row.name, quantity, value, 1.0, NOT_ZERO, against=against)
 
 
 def _rate(network: Network, row: Row) -> Finding | None:

@@ -50,11 +50,14 @@ class Whole:
         self._stale = 0.0  # 1 if a step was last seen to use old gradients
         # Part of the learning rate by which Adam moved an entry in the first steps; 0 if unknown, 1 without a fault.
         self._share = 0.0
+        self._bad_batch = False  # whether weights were in order when no layer's outputs were finite
 
     @property
     def history(self) -> History:
         """Facts about the run so far that explanations need."""
-        return History(self._pace.pace, self._pace.first_pace, self._outputs.large_outputs, self._pace.fastest)
+        return History(
+            self._pace.pace, self._pace.first_pace, self._outputs.large_outputs, self._pace.fastest, self._bad_batch
+        )
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the findings on the network at a measurement, healthy or not."""
@@ -87,6 +90,7 @@ class Whole:
         """Compare the largest weight or output with a limit; it is infinite if some are not finite any more."""
         sizes = (size for row in network.peers for size in (row.weight, row.get("feature_rms")))
         value = min(math.inf if _not_finite(measurement) else nanmax(sizes, 0.0), 1e300)
+        self._bad_batch = self._bad_batch or (value == 1e300 and _is_bad_batch(measurement, network))
         return Finding("diverged", NETWORK, "weight_natural", value, 1.0, (0.0, SIZE), AT_ONCE, "a healthy network")
 
     def _eps(self, network: Network) -> Iterator[Finding]:
@@ -104,7 +108,8 @@ class Whole:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        own = {key: value for key, value in (("stale", self._stale), ("eps_share", self._share)) if value}
+        remembered = {"stale": self._stale, "eps_share": self._share, "bad_batch": self._bad_batch}
+        own = {key: value for key, value in remembered.items() if value}
         return {key: value for trend in self._trends for key, value in trend.state_dict().items()} | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -112,6 +117,7 @@ class Whole:
         for trend in self._trends:
             trend.load_state_dict(state)
         self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("eps_share", 0.0))
+        self._bad_batch = bool(state.get("bad_batch", False))
 
 
 def _in_code(measurement: Measurement) -> Iterator[Finding]:
@@ -209,6 +215,13 @@ def _not_finite(measurement: Measurement) -> bool:
             if values.isinf().any() or NOT_FINITE in why:
                 return True
     return False
+
+
+def _is_bad_batch(measurement: Measurement, network: Network) -> bool:
+    """Return whether no layer's outputs are finite although all weights were in order before the step."""
+    in_order = all(row.weight < SIZE for row in network.peers)
+    outputs = [measurement.why("feature_rms", row.name) for row in network.rows]
+    return in_order and bool(outputs) and all(why == NOT_FINITE for why in outputs)
 
 
 def _share_of_rate(network: Network) -> float:

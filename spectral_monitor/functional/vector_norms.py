@@ -9,8 +9,8 @@ from torch import Tensor
 
 from spectral_monitor.linalg import compute_dtype
 
-CHUNK, DEVICE_CHUNK = 1 << 17, 1 << 22
-"""Entries that are copied to float64 at a time: on a CPU what fits its cache, elsewhere enough to keep it busy."""
+CHUNK, DEVICE_CHUNK = 1 << 20, 1 << 22
+"""Entries that are copied to float64 at a time: 8 MB on a CPU, elsewhere enough to keep it busy."""
 
 
 def at_once(x: Tensor, on_cpu: int) -> int:
@@ -69,6 +69,7 @@ def row_products(a: Tensor, b: Tensor) -> Tensor:
         >>> row_products(torch.tensor([[3e-30, 4e-30]]), torch.tensor([[1e-30, 1e-30]]))
         tensor([7.0000e-60], dtype=torch.float64)
     """
-    size = largest(a)
-    scaled: Tensor = (a / size * b).sum(-1, dtype=torch.float64)
-    return scaled * size
+    rows = max(1, at_once(a, CHUNK) // max(a.shape[-1], 1))
+    if a.ndim > 1 and len(a) > rows:
+        return torch.cat([row_products(*some) for some in zip(a.split(rows), b.split(rows), strict=True)])
+    return (a.double() * b.double()).sum(-1)

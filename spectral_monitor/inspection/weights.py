@@ -70,14 +70,14 @@ class Inspection:
 
         m, whole = self.measurement, self.roles.table()
         places = [i for i, info in enumerate(m.layers) if info.is_matrix]
-        titles = {"|W|": "weight_norm", "|W| nat": "weight_natural", "srank W": "weight_stable_rank"}
+        titles = {"largest sv": "weight_norm", "|W|": "weight_natural", "srank W": "weight_stable_rank"}
         numbers = [Column(title, tuple(map(number, m.values[key][places].tolist()))) for title, key in titles.items()]
         numbers.append(Column("of", tuple(str(_full_rank(m.layers[i])) for i in places)))
         columns = [*whole.columns[:3], *numbers, *whole.columns[3:]]
         kept = [k for k, i in enumerate(places) if layers is None or m.layers[i].name in layers]
         columns = [replace(column, cells=tuple(column.cells[k] for k in kept)) for column in columns]
         foot = (
-            "|W|: largest stretch of an input; |W| nat: the same in RMS, of order 1 at any width",
+            "largest sv: largest singular value; |W|: largest RMS out for RMS 1 in, of order 1 at any width",
             "srank W: directions that the weight stretches alike, of so many",
             *whole.foot,
         )

@@ -210,8 +210,8 @@ def dissect(
         for source in item.sources:
             counted.setdefault(id(source), name)
     if not layers:
-        reasons = Counter(item.reason for item in unmeasured) or {"no parameters": 0}
-        listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
+        reasons = Counter(item.reason for item in unmeasured) or {"no parameters": 1}
+        listed = "; ".join(reason + f" ({count} parameters)" * (count > 1) for reason, count in reasons.items())
         raise ValueError(f"nothing to measure in {type(root).__name__}: {listed}")
     layers = _in_blocks(layers, {item.name: item.owner for item in whole})
     measured = {layer.info.name for layer in layers}

@@ -113,7 +113,9 @@ class Check:
         title = f"spectral monitor, {STEPS} steps of a copy: {self._answer()}"
         yield Table(title, (), tuple(f"  {line}" for line in found), state=state)
         roles = self.roles.table()
-        missing = [f"not measured: {key}: {reason}" for key, reason in self.missing.items()]
+        reasons = dict.fromkeys(self.missing.values())
+        keys = [", ".join(key for key, why in self.missing.items() if why == reason) for reason in reasons]
+        missing = [f"not measured: {some}: {reason}" for some, reason in zip(keys, reasons, strict=True)]
         yield Table(roles.title, roles.columns, (*roles.foot, *missing))
         columns = (
             Column("tier", tuple(cost.tier for cost in self.costs), text=True),
@@ -122,7 +124,7 @@ class Check:
             Column(f"every {EVERY}th step", tuple(f"{100 * cost.share:.2g} %" for cost in self.costs)),
             Column("1 % is every", tuple(f"{cost.interval} steps" for cost in self.costs)),
         )
-        plain = f"a plain step takes {1e3 * self.step_seconds:.3g} ms here, a measured one so much more:"
+        plain = f"a plain step takes {1e3 * self.step_seconds:.3g} ms here, measuring a step adds:"
         yield Table(plain, columns, self.notes)
 
     def __repr__(self) -> str:

@@ -33,7 +33,7 @@ ENTRIES = (
         question=questions.WEIGHTS,
         title="weights",
         essential=True,
-        column=Column("|W|", "|W|: largest stretch by the weight, usually 0.5 to 10", spare=9),
+        column=Column("|W|", "|W|: largest RMS out for RMS 1 in, usually 0.5 to 10", spare=9),
     ),
     Quantity(
         key="update_norm",
@@ -61,7 +61,7 @@ ENTRIES = (
         of_vectors=True,
         question=questions.UPDATES,
         title="update",
-        column=Column("|dW|", "|dW|: largest stretch by the update", spare=7),
+        column=Column("|dW|", "|dW|: largest RMS change of the output for RMS 1 in", spare=7),
         picture="Size of updates",
     ),
     Quantity(

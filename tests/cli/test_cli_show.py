@@ -76,6 +76,15 @@ def test_numbers_are_sorted_and_what_is_missing_comes_last(form, run, capsys):
     assert [row["layer"] for row in rows] == ["head.bias", "head", "net.2", "net.0"]
 
 
+@pytest.mark.parametrize("column", ["weight_stable_rank", "|dW|"])
+def test_what_rows_are_sorted_by_is_shown(column, run, capsys):
+    """However narrow the window is; once."""
+    lines = said(["show", run, "--sort", column, "--step", "20"], capsys).splitlines()
+    (header,) = (line for line in lines if line.lstrip().startswith("layer "))
+    assert header.split().count(column) == 1
+    assert column not in "".join(line for line in lines if line.startswith("no room for"))
+
+
 def test_what_is_not_there_is_named(run, capsys):
     assert "no layer matches 'net.22'; did you mean 'net.2'?" in fails(["show", run, "--layer", "net.22"], capsys)
     err = fails(["show", run, "--sort", "update_natral"], capsys)

@@ -237,8 +237,16 @@ class InAList(nn.Module):
         return x
 
 
-def test_items_of_a_list_are_used_in_its_holder():
-    model = InAList()
+class Enumerated(InAList):
+    def forward(self, x):
+        for i, w in enumerate(self.ws):
+            x = torch.tanh(x @ w + self.bs[i])
+        return x + self.tables["a"][0]
+
+
+@pytest.mark.parametrize("kind", [InAList, Enumerated])
+def test_items_of_a_list_are_used_in_its_holder(kind):
+    model = kind()
     layers = {layer.info.name: layer for layer in dissect(model).layers}
     assert [layers[f"ws.{i}"].layout.kind for i in (0, 1)] == ["transposed"] * 2
     assert layers["tables.a"].info.role == "embedding"

@@ -144,7 +144,7 @@ def explained(measurement):
 
 
 def test_the_number_against_typical_is_explained_with_the_limits_that_most_layers_have():
-    said = "vs. typical: size of the update / that of a typical layer"
+    said = "vs. typical: size of the update / that of a typical layer at its lr"
     assert explained(ONE) == f"{said}; OK 1/8 to 8"
     bands = [[0.1 / 8, 0.8, 0.1]] * (len(LAYERS) - 5) + [[0.001, 4.0, 0.1]] * 5
     assert explained(replace(ONE, bands={"update_natural": torch.tensor(bands)})) == f"{said}; OK 1/8 to 8"

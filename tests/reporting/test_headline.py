@@ -69,7 +69,7 @@ def test_a_verdict_on_the_network_comes_first_in_its_own_words():
     assert headline(both) == "; ".join(headlines(both))
     assert brief(both) == "rates too low"
     alone = measured(roots=[of_network("width", "8 times as wide")], not_judged={MATRICES[0]: "frozen"})
-    assert headlines(alone)[1] == "none of 75 layers off by itself, 1 not judged: frozen"
+    assert headlines(alone)[1] == "no single layer is at fault, 1 not judged: frozen"
     assert "healthy" not in headline(alone)
     assert {tally(some).state for some in (lost, both, alone)} == {"off"}
     assert brief(measured(roots=[of_network("a_cause_of_many_words")])) == "network off"

@@ -89,8 +89,23 @@ def _picked(table: Table, measurement: Measurement, pattern: str | None, sort: s
     if sort is not None:
         key = _by(sort, table, measurement)
         rows.sort(key=lambda i: key[i])
+        table = _with_column(sort, table, measurement)
     columns = tuple(replace(column, cells=tuple(column.cells[i] for i in rows)) for column in table.columns)
     return replace(table, columns=columns, states=tuple(table.states[i] for i in rows))
+
+
+def _with_column(key: str, table: Table, measurement: Measurement) -> Table:
+    """Return a table with a column of what its rows are sorted by, which stays where there is no room for all."""
+    from spectral_monitor.reporting.text.lines import Column
+    from spectral_monitor.reporting.text.table import number
+
+    shown = [replace(column, spare=0) if key in (column.title, column.quantity) else column for column in table.columns]
+    if key in measurement.values and not any(key in (column.title, column.quantity) for column in shown):
+        names = shown[0].cells
+        numbers = dict(zip((info.name for info in measurement.layers), measurement.values[key].tolist(), strict=True))
+        cells = tuple(number(numbers[name]) if name in numbers else "" for name in names)
+        shown.append(Column(key, cells, quantity=key))
+    return replace(table, columns=tuple(shown))
 
 
 def _by(sort: str, table: Table, measurement: Measurement) -> list[Any]:

@@ -39,12 +39,14 @@ class History(NamedTuple):
         first_pace: relative update of the median layer when it was first known.
         large_outputs: first layer whose outputs were too large at the start; empty if there is none.
         fastest: relative update of the fastest layer at the peak of its learning rate; 0 if none is known.
+        bad_batch: whether outputs of all layers were once not finite though weights were in order.
     """
 
     pace: float = math.nan
     first_pace: float = math.nan
     large_outputs: str = ""
     fastest: float = 0.0
+    bad_batch: bool = False
 
 
 def of_network(finding: Finding, network: Network, history: History) -> Explanation:
@@ -129,10 +131,11 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     even = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in slow)
     most = MOST if even else MOST_UNEVEN
     by = min(most, float(f"{max(min(SLOWEST / finding.value, room), 2.0):.1g}"))
+    clipping = "" if even else ", or clip gradients less"  # Adam's steps do not depend on the size of gradients
     return Explanation(
         "rates_too_small",
         f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply "
-        f"{_rates(finding)} by {f'{by:.0f} or more' if by == most else f'about {by:.0f}'}, or clip gradients less",
+        f"{_rates(finding)} by {f'{by:.0f} or more' if by == most else f'about {by:.0f}'}{clipping}",
         Remedy("scale_lr", finding.layers, by),
     )
 
@@ -148,11 +151,18 @@ def _warmup(finding: Finding, network: Network, history: History) -> Explanation
 
 
 def _diverged(finding: Finding, network: Network, history: History) -> Explanation:
+    if history.bad_batch:
+        return Explanation(
+            "diverged",
+            "no layer's outputs are finite although its weights were in order before the step: the batch holds NaN or "
+            "inf; look for them in the data, and go on from weights of before",
+            Remedy("check"),
+        )
     by = _divisor(history.first_pace, 10.0)
     return Explanation(
         "diverged",
-        "weights, updates or outputs are not finite or on their way there: go back to a checkpoint and divide every "
-        f"learning rate by {by:.0f}",
+        "weights, updates or outputs are NaN or inf, or so large that they soon will be: go back to a checkpoint and "
+        f"divide every learning rate by {by:.0f}",
         Remedy("scale_lr", (), 1 / by),
     )
 

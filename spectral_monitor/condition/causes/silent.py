@@ -8,6 +8,7 @@ from itertools import takewhile
 from spectral_monitor.condition.causes.explanation import Explanation, at_peak, number
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.optimizers.left_out import OTHERS
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy, short
 
@@ -98,9 +99,10 @@ def left_out(finding: Finding, row: Row, network: Network) -> Explanation | None
         seen = f"gradients arrive, but {seen}"
     if row.settings.frozen:
         seen, how = "it is frozen", f"set requires_grad_(True), and {how}"
+    trained = "others are" if finding.against == OTHERS else f"most of {finding.against} are"
     return Explanation(
         "left_out",
-        f"{seen} and it has never moved, though most of {finding.against} are trained: {how}",
+        f"{seen} and it has never moved, though {trained} trained: {how}",
         Remedy("check", (row.name,)),
     )
 

@@ -145,8 +145,10 @@ class _Function:
         if isinstance(parent, ast.Subscript) and parent.value is place:
             return [parent]
         index = None
-        if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id == "zip":
-            index = next((i for i, argument in enumerate(parent.args) if argument is place), None)
+        call = parent.func.id if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) else ""
+        if call in ("zip", "enumerate"):
+            places = [None, place] if call == "enumerate" else parent.args  # an item comes after its number
+            index = next((i for i, argument in enumerate(places) if argument is place), None)
             place, parent = parent, self.parents[parent]
         if not isinstance(parent, (ast.For, ast.comprehension)) or parent.iter is not place:
             return []

@@ -137,7 +137,7 @@ def _layers(measurement: Measurement, count: Tally) -> str:
     elif count.disturbed:
         parts.append(f"{len(count.disturbed)} of {count.layers} layers disturbed")
     elif count.network:
-        parts.append(f"none of {count.layers} layers off by itself")
+        parts.append("no single layer is at fault")
     elif count.healthy == count.layers:
         parts.append(f"all {count.layers} layers healthy" if count.layers > 1 else "the only layer is healthy")
     else:

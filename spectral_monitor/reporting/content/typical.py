@@ -45,7 +45,7 @@ def legend(measurement: Measurement) -> str:
     words = (
         "" if math.isnan(high) else f"; OK below {power(high)}" if low == 0 else f"; OK {power(low)} to {power(high)}"
     )
-    return f"{VS_TYPICAL}: size of the update / that of a typical layer{words}"
+    return f"{VS_TYPICAL}: size of the update / that of a typical layer at its lr{words}"
 
 
 def limits(measurement: Measurement, quantity: str = "update_natural") -> tuple[float, float]:

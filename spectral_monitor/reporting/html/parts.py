@@ -26,8 +26,8 @@ TERMS = {
     "layer": "one weight matrix of the network. Biases and gains are measured too, but have no curve.",
     "hidden, output, embedding": "the role of a layer: most are hidden, the last one gives the network's outputs, "
     "embeddings turn tokens into vectors.",
-    VS_TYPICAL: "the size of a layer's update over that of a typical layer of the network, mostly their median. 1 is "
-    "typical; the legend says what is healthy.",
+    VS_TYPICAL: "the size of a layer's update over that of a typical layer with its learning rate, mostly the median. "
+    "1 is typical; the legend says what is healthy.",
     "band": "the values within which a layer counts as healthy. Green on this page.",
     "off": "outside its band, far enough or for long enough.",
     "disturbed": "off because of another layer. Fix that one first; this one follows.",

@@ -140,7 +140,8 @@ def summary_line(measurement: Measurement) -> str:
     if s.get("feature_error", 0.0) > DOUBTFUL:
         parts.append(f"dh/h of few samples, off by up to {100 * s['feature_error']:.0f} %")
     if s.get("skipped_updates"):
-        parts.append(f"{s['skipped_updates']:.0f} measured steps with NaN, inf or no update")
+        steps = f"{s['skipped_updates']:.0f} measured step{'s' * (s['skipped_updates'] != 1)}"
+        parts.append(f"{steps} with NaN, inf or no update")
     if "overhead_ms" in s:
         parts.append(f"took {s['overhead_ms']:.0f} ms")
     return "   ".join(parts)
