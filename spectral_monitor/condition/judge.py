@@ -48,6 +48,7 @@ NAMED_BY = {
     "loss_input": "loss",
     "features_grow": "rates_too_large",
     "symmetric": "weights",
+    "large_weights": "weights",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where the two differ."""
 

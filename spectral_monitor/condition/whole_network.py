@@ -29,6 +29,10 @@ MOSTLY_EVAL = 0.5
 """Share of dropouts and batch norms that may be in evaluation mode, as in parts that are frozen on purpose."""
 MOST_DROPPED = 0.75
 """Largest part of its inputs that a dropout may drop; 0.9 is mostly meant as the part to keep."""
+LARGE_WEIGHTS = 3.0
+"""Initial weights of the median layer over the largest usual ones; at most 2.6 in healthy networks."""
+UNIT = 0.1
+"""With entries of size 1 to this part, weights are divided where they are used: an equalized learning rate."""
 FROZEN = "every layer is frozen"
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
 UNITS = 4
@@ -74,6 +78,10 @@ class Whole:
                 return
         yield from _parametrization(network)
         yield _certain("symmetric", "weight_natural", _is_symmetric(network), "random weights")
+        if network.fresh and len(network.peers) > 1 and not _has_unit_entries(network):
+            limits = (0.0, LARGE_WEIGHTS)
+            size = network.initial_size
+            yield Finding("large_weights", NETWORK, "weight_natural", size, 1.0, limits, AT_ONCE, "usual")
         yield from self._pace.findings(network)
         yield from self._losses.findings(measurement, network, self._pace.pace)
         yield from self._outputs.findings(measurement, network)
@@ -139,6 +147,12 @@ def _parametrization(network: Network) -> Iterator[Finding]:
         ("momentum", LASTING <= momentum < 1),
     ):
         yield _certain(check, "lr", wrong, "the rule of the optimizer")
+
+
+def _has_unit_entries(network: Network) -> bool:
+    """Return whether the median weight has entries of size 1, as those of an equalized learning rate have."""
+    size = geometric_median(row.get("weight_fro") / math.sqrt(math.prod(row.info.shape)) for row in network.peers)
+    return abs(size - 1) < UNIT
 
 
 def _is_symmetric(network: Network) -> bool:

@@ -89,6 +89,16 @@ def test_the_slow_one_is_named():
     assert [verdict.remedy.layers for verdict in both] == [()]
 
 
+@pytest.mark.parametrize(("natural", "is_told"), [(0.002, True), (0.004, False)])
+def test_the_one_that_lags_is_named_though_the_network_is_not_slow(natural, is_told):
+    """Their steps are of size 0.0015 or 0.0022, those of the other 0.0387: 25 and 18 times as large."""
+    layers = network()
+    settings = settings_of(layers, optimizers=("Adam", "SGD"))
+    changed = {"update_ratio": (0.0012, 0.03), "update_natural": (natural, 0.05)}
+    found = roots((1, 2, 4, 8, 16), settings, layers, **changed)
+    assert [list(verdict.remedy.layers) for verdict in found] == [GENERATOR] * is_told
+
+
 @pytest.mark.parametrize("count", [3, 4])
 @pytest.mark.parametrize(
     ("steps", "cause", "named"), [((0.0005, 0.05), "lr_too_small", GENERATOR), ((0.06, 6.0), "lr_too_large", CRITIC)]

@@ -184,6 +184,27 @@ def test_layers_whose_steps_are_not_known_are_not_said_to_be_slow():
     assert not any(told(*[every(1e-4, "update_ratio") | unknown] * 30))
 
 
+def all_weights(gain):
+    """The first measurement of weights that multiply the size of independent inputs by this."""
+    dense = [name for name, info in LAYERS.items() if info.role != "embedding"]
+    return {"weight_fro": {name: gain * math.sqrt(LAYERS[name].fan_out) for name in dense}}
+
+
+def test_weights_that_all_began_too_large():
+    """Usual ones multiply by 0.1 to 1.6. Beyond three times that they are told at once, and later too."""
+    found = told(all_weights(7.0), *[all_weights(2.0)] * 3)
+    assert [set(some) for some in found] == [{"weights_too_large"}] * 4
+    assert "large enough to multiply features by 7 or more in each layer" in found[0]["weights_too_large"].sentence
+    assert "divide initial weights by about 12" in found[0]["weights_too_large"].sentence  # 7 / 0.6
+    assert found[0]["weights_too_large"].remedy.value == pytest.approx(0.6 / 7)
+    assert told(all_weights(4.7)) == [{}]
+
+
+def test_weights_of_size_1_are_divided_where_they_are_used():
+    """As those of an equalized learning rate: with 64 inputs they multiply by 8."""
+    assert told(all_weights(8.0)) == [{}]
+
+
 def features(**sizes):
     return {"feature_rms": dict.fromkeys("abc", 1.0) | {"head": 1.0} | sizes}
 

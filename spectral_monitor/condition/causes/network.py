@@ -103,6 +103,16 @@ def _too_large(finding: Finding, network: Network, history: History) -> Explanat
     )
 
 
+def _large_weights(finding: Finding, network: Network, history: History) -> Explanation:
+    began = finding.value * GAINS[1]
+    return Explanation(
+        "weights_too_large",
+        f"most weights began large enough to multiply features by {short(began)} or more in each layer: divide initial "
+        f"weights by about {short(began / USUAL_GAIN)}",
+        Remedy("scale_weights", (), USUAL_GAIN / began),
+    )
+
+
 def _overshoots(finding: Finding, network: Network, history: History) -> Explanation:
     best = network.top_lr / finding.value
     rates = f" ({network.top_lr:.2g} -> {best:.2g})" if best > 0 else ""
@@ -115,11 +125,8 @@ def _overshoots(finding: Finding, network: Network, history: History) -> Explana
 
 
 def _too_small(finding: Finding, network: Network, history: History) -> Explanation:
-    times = geometric_median(
-        network.initial_sizes.get(row.name, math.nan) for row in network.peers if not network.began_small(row)
-    )
-    if times > LARGE:
-        began = times * GAINS[1]
+    if network.initial_size > LARGE:
+        began = network.initial_size * GAINS[1]
         return Explanation(
             "weights_too_large",
             "steps are small beside the weights, of which most began large enough to multiply features by "
@@ -131,11 +138,13 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     even = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in slow)
     most = MOST if even else MOST_UNEVEN
     by = min(most, float(f"{max(min(SLOWEST / finding.value, room), 2.0):.1g}"))
-    clipping = "" if even else ", or clip gradients less"  # Adam's steps do not depend on the size of gradients
+    clipped = any(row.settings.family == "sgd" for row in slow)  # others' steps do not depend on the size of gradients
     return Explanation(
         "rates_too_small",
         f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply "
-        f"{_rates(finding)} by {f'{by:.0f} or more' if by == most else f'about {by:.0f}'}{clipping}",
+        f"{_rates(finding)} by {f'{by:.0f} or more' if by == most else f'about {by:.0f}'}"
+        + ", or clip gradients less"
+        * clipped,
         Remedy("scale_lr", finding.layers, by),
     )
 
@@ -288,6 +297,7 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "rates_too_small": _too_small,
     "warmup": _warmup,
     "diverged": _diverged,
+    "large_weights": _large_weights,
     "features_vanish": _features_vanish,
     "eps": _eps,
     "momentum": _momentum,

@@ -25,6 +25,10 @@ SLOW = 0.0065
 Networks that are tuned for the steps they have are above four times this. It is about this at published rates, which
 are meant for many more steps than a small network needs.
 """
+LAG = 20.0
+"""Slow steps of an optimizer that are so many times smaller than another's are told although that one's are large
+enough. Healthy optimizers that train side by side are within 10.
+"""
 NARROW = 32
 """Below this number of inputs, steps at usual learning rates shrink with the number of inputs."""
 SETTLED = 16
@@ -102,8 +106,9 @@ class PaceTrend:
         told, self.fastest = self._size(ALL, network), self._steps[ALL].fastest
         sizes = {key: self._size(key, part) for key, part in network.parts.items() if _moving(part)}
         slow = [key for key, size in sizes.items() if not size.inside()]
-        if not told.inside() and 0 < len(slow) < len(network.parts):
-            slowest = min(slow, key=lambda key: sizes[key].ratio)
+        slowest = min(sizes, key=lambda key: sizes[key].ratio, default=ALL)
+        lags = slowest in slow and sizes[slowest].ratio < max(size.ratio for size in sizes.values()) / LAG
+        if lags or (not told.inside() and 0 < len(slow) < len(network.parts)):
             told, self.fastest = sizes[slowest], self._steps[slowest].fastest
             told = replace(told, layers=_names(network.parts[slowest]))
         yield told

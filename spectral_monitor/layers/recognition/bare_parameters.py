@@ -145,9 +145,12 @@ class _Function:
         if isinstance(parent, ast.Subscript) and parent.value is place:
             return [parent]
         index = None
-        call = parent.func.id if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) else ""
-        if call in ("zip", "enumerate"):
-            places = [None, place] if call == "enumerate" else parent.args  # an item comes after its number
+        if (
+            isinstance(parent, ast.Call)
+            and isinstance(parent.func, ast.Name)
+            and (name := parent.func.id) in ("zip", "enumerate")
+        ):
+            places = [None, place] if name == "enumerate" else parent.args  # an item comes after its number
             index = next((i for i, argument in enumerate(places) if argument is place), None)
             place, parent = parent, self.parents[parent]
         if not isinstance(parent, (ast.For, ast.comprehension)) or parent.iter is not place:
