@@ -250,13 +250,6 @@ class Network:
         moved = row.get("drift_ratio") > MOVED and self.step > 1  # the first step begins with the initial weights
         return math.nan if moved else self.initial_sizes.get(row.name, row.gain / self.usual_gain(row))
 
-    @cached_property
-    def initial_size(self) -> float:
-        """The initial gain of the median layer's weights over the largest usual one."""
-        return geometric_median(
-            self.initial_sizes.get(row.name, math.nan) for row in self.peers if not self.began_small(row)
-        )
-
     def began_small(self, row: Row) -> bool:
         """Return whether a layer began so close to zero that any step is large relative to its size."""
         began = self.initial_sizes.get(row.name, math.nan)

@@ -9,7 +9,7 @@ from typing import Any
 
 from spectral_monitor.condition.causes import History
 from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, DIVIDED, NO_STEP, NOT_ZERO, Finding
-from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.network import GAINS, Network
 from spectral_monitor.condition.optimizers.plans import FADED
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.trends.losses import LossTrend
@@ -30,7 +30,7 @@ MOSTLY_EVAL = 0.5
 MOST_DROPPED = 0.75
 """Largest part of its inputs that a dropout may drop; 0.9 is mostly meant as the part to keep."""
 LARGE_WEIGHTS = 3.0
-"""Initial weights of the median layer over the largest usual ones; at most 2.6 in healthy networks."""
+"""Gain of the median layer's initial weights over the largest usual one; at most 1.6 in healthy networks."""
 UNIT = 0.1
 """With entries of size 1 to this part, weights are divided where they are used: an equalized learning rate."""
 FROZEN = "every layer is frozen"
@@ -54,6 +54,7 @@ class Whole:
         self._stale = 0.0  # 1 if a step was last seen to use old gradients
         # Part of the learning rate by which Adam moved an entry in the first steps; 0 if unknown, 1 without a fault.
         self._share = 0.0
+        self._gain = 0.0  # of the median layer's initial weights; 0 if unknown
         self._bad_batch = False  # whether weights were in order when no layer's outputs were finite
 
     @property
@@ -78,14 +79,21 @@ class Whole:
                 return
         yield from _parametrization(network)
         yield _certain("symmetric", "weight_natural", _is_symmetric(network), "random weights")
-        if network.fresh and len(network.peers) > 1 and not _has_unit_entries(network):
-            limits = (0.0, LARGE_WEIGHTS)
-            size = network.initial_size
-            yield Finding("large_weights", NETWORK, "weight_natural", size, 1.0, limits, AT_ONCE, "usual")
+        yield from self._weights(network)
         yield from self._pace.findings(network)
         yield from self._losses.findings(measurement, network, self._pace.pace)
         yield from self._outputs.findings(measurement, network)
         yield from self._eps(network)
+
+    def _weights(self, network: Network) -> Iterator[Finding]:
+        """Compare the initial weights of the median layer with the largest usual ones."""
+        divided = network.ntk_weights or _has_unit_entries(network)
+        if network.is_early and not self._gain and not divided:
+            known = (row.gain for row in network.peers if not math.isnan(network.initial_gain(row)))
+            self._gain = round(geometric_median(known), 2)
+        if network.fresh and len(network.peers) > 1 and self._gain > 0:
+            limits = (0.0, LARGE_WEIGHTS)
+            yield Finding("large_weights", NETWORK, "weight_natural", self._gain, GAINS[1], limits, AT_ONCE, "usual")
 
     def _reused(self, measurement: Measurement) -> Iterator[Finding]:
         """Check that no optimizer uses old gradients; once one does, that holds until gradients are seen cleared."""
@@ -116,7 +124,7 @@ class Whole:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        remembered = {"stale": self._stale, "eps_share": self._share, "bad_batch": self._bad_batch}
+        remembered = {"stale": self._stale, "eps_share": self._share, "gain": self._gain, "bad_batch": self._bad_batch}
         own = {key: value for key, value in remembered.items() if value}
         return {key: value for trend in self._trends for key, value in trend.state_dict().items()} | own
 
@@ -125,7 +133,7 @@ class Whole:
         for trend in self._trends:
             trend.load_state_dict(state)
         self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("eps_share", 0.0))
-        self._bad_batch = bool(state.get("bad_batch", False))
+        self._gain, self._bad_batch = float(state.get("gain", 0.0)), bool(state.get("bad_batch", False))
 
 
 def _in_code(measurement: Measurement) -> Iterator[Finding]:

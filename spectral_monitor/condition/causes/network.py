@@ -104,12 +104,11 @@ def _too_large(finding: Finding, network: Network, history: History) -> Explanat
 
 
 def _large_weights(finding: Finding, network: Network, history: History) -> Explanation:
-    began = finding.value * GAINS[1]
     return Explanation(
         "weights_too_large",
-        f"most weights began large enough to multiply features by {short(began)} or more in each layer: divide initial "
-        f"weights by about {short(began / USUAL_GAIN)}",
-        Remedy("scale_weights", (), USUAL_GAIN / began),
+        f"most weights began large enough to multiply features by {short(finding.value)} or more in each layer: divide "
+        f"initial weights by about {short(finding.value / USUAL_GAIN)}",
+        Remedy("scale_weights", (), USUAL_GAIN / finding.value),
     )
 
 
@@ -125,8 +124,11 @@ def _overshoots(finding: Finding, network: Network, history: History) -> Explana
 
 
 def _too_small(finding: Finding, network: Network, history: History) -> Explanation:
-    if network.initial_size > LARGE:
-        began = network.initial_size * GAINS[1]
+    times = geometric_median(
+        network.initial_sizes.get(row.name, math.nan) for row in network.peers if not network.began_small(row)
+    )
+    if times > LARGE:
+        began = times * GAINS[1]
         return Explanation(
             "weights_too_large",
             "steps are small beside the weights, of which most began large enough to multiply features by "
