@@ -250,7 +250,8 @@ _SENTENCES = {
     "features": (
         "input_scale",
         "the outputs of {history.large_outputs} had RMS {size} when first measured, where about 1 is usual, though its "
-        "weights are of ordinary size: its inputs are too large; normalize them to mean 0 and variance 1",
+        "weights are of ordinary size: its inputs are too large; if they are data, normalize them to mean 0 and "
+        "variance 1, else look at what makes them",
     ),
     "targets": (
         "target_scale",

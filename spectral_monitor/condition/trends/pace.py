@@ -26,8 +26,8 @@ Networks that are tuned for the steps they have are above four times this. It is
 are meant for many more steps than a small network needs.
 """
 LAG = 20.0
-"""Slow steps of an optimizer that are so many times smaller than another's are told although that one's are large
-enough. Healthy optimizers that train side by side are within 10.
+"""Slow steps of an optimizer are told, although those of another are large enough, if these are so much larger. Healthy
+optimizers that train side by side are within 10 times.
 """
 NARROW = 32
 """Below this number of inputs, steps at usual learning rates shrink with the number of inputs."""
