@@ -31,8 +31,10 @@ MOST_DROPPED = 0.75
 """Largest part of its inputs that a dropout may drop; 0.9 is mostly meant as the part to keep."""
 LARGE_WEIGHTS = 3.0
 """Gain of the median layer's initial weights over the largest usual one; at most 1.6 in healthy networks."""
-UNIT = 0.1
-"""With entries of size 1 to this part, weights are divided where they are used: an equalized learning rate."""
+DIVIDED_BY = 4.0
+"""Outputs this much smaller than independent inputs of size 1 would give show that weights are divided where used."""
+UNIT = 1.8
+"""Usual weights that are divided by the root of their inputs have entries of 0.58 to 1.41."""
 FROZEN = "every layer is frozen"
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
 UNITS = 4
@@ -87,10 +89,10 @@ class Whole:
 
     def _weights(self, network: Network) -> Iterator[Finding]:
         """Compare the initial weights of the median layer with the largest usual ones."""
-        divided = network.ntk_weights or _has_unit_entries(network)
-        if network.is_early and not self._gain and not divided:
+        if network.is_early and not self._gain and not network.ntk_weights:
             known = (row.gain for row in network.peers if not math.isnan(network.initial_gain(row)))
-            self._gain = round(geometric_median(known), 2)
+            gain = round(geometric_median(known), 2)
+            self._gain = gain if _is_in_use(gain, network) else 0.0
         if network.fresh and len(network.peers) > 1 and self._gain > 0:
             limits = (0.0, LARGE_WEIGHTS)
             yield Finding("large_weights", NETWORK, "weight_natural", self._gain, GAINS[1], limits, AT_ONCE, "usual")
@@ -157,10 +159,16 @@ def _parametrization(network: Network) -> Iterator[Finding]:
         yield _certain(check, "lr", wrong, "the rule of the optimizer")
 
 
-def _has_unit_entries(network: Network) -> bool:
-    """Return whether the median weight has entries of size 1, as those of an equalized learning rate have."""
-    size = geometric_median(row.get("weight_fro") / math.sqrt(math.prod(row.info.shape)) for row in network.peers)
-    return abs(size - 1) < UNIT
+def _is_in_use(gain: float, network: Network) -> bool:
+    """Return whether outputs are as large as weights of this gain make them; where none is known, by their entries.
+
+    Equalized learning rates divide weights by the root of their inputs where they are used.
+    """
+    outputs = [size for row in network.peers if (size := row.get("feature_rms")) > 0]
+    if len(outputs) > 1:
+        return geometric_median(outputs) > gain / DIVIDED_BY
+    entry = geometric_median(row.get("weight_fro") / math.sqrt(math.prod(row.info.shape)) for row in network.peers)
+    return not 1 / UNIT < entry < UNIT
 
 
 def _is_symmetric(network: Network) -> bool:

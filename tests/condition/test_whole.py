@@ -184,10 +184,11 @@ def test_layers_whose_steps_are_not_known_are_not_said_to_be_slow():
     assert not any(told(*[every(1e-4, "update_ratio") | unknown] * 30))
 
 
-def all_weights(gain):
-    """The first measurement of weights that multiply the size of independent inputs by this."""
-    dense = [name for name, info in LAYERS.items() if info.role != "embedding"]
-    return {"weight_fro": {name: gain * math.sqrt(LAYERS[name].fan_out) for name in dense}}
+def all_weights(gain, rms=None):
+    """The first measurement of weights that multiply the size of independent inputs by this; outputs as large."""
+    dense = ("a", "b", "c", "head")
+    sizes = {"feature_rms": dict.fromkeys(dense, gain if rms is None else rms)}
+    return sizes | {"weight_fro": {name: gain * math.sqrt(LAYERS[name].fan_out) for name in dense}}
 
 
 def test_weights_that_all_began_too_large():
@@ -200,9 +201,12 @@ def test_weights_that_all_began_too_large():
     assert told(all_weights(4.7)) == [{}]
 
 
-def test_weights_of_size_1_are_divided_where_they_are_used():
-    """As those of an equalized learning rate: with 64 inputs they multiply by 8."""
-    assert told(all_weights(8.0)) == [{}]
+def test_weights_that_are_divided_where_they_are_used():
+    """As with an equalized learning rate. Outputs show it or, where none is known, entries, here of size 1 or 2."""
+    unknown = {"feature_rms": nothing(*LAYERS)}
+    assert [set(told(all_weights(gain) | unknown)[0]) for gain in (8.0, 16.0)] == [set(), {"weights_too_large"}]
+    for rms, causes in ((1.9, set()), (2.1, {"weights_too_large"})):
+        assert set(told(all_weights(8.0, rms))[0]) == causes
 
 
 def features(**sizes):
