@@ -296,7 +296,7 @@ class Judge:
 
         Optimizers that take turns step within as many measurements as there are optimizers; later states do not stand.
         """
-        turns = len({row.settings.owner for row in network.rows})
+        turns = len({row.settings.owner for row in network.rows} - {-1})  # no optimizer
         found = dict(states)
         for name, state in states.items():
             waits = state.reason == NOT_STEPPED and name in self.states and self._waited.get(name, 0) < turns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmResta
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import Judge, SpectralCondition
-from tests.condition.synthetic import LAYERS, measured, set_by
+from tests.condition.synthetic import LAYERS, measured, set_by, verdicts_on
 
 
 def told(schedule, steps=128, momentum=0.9):
@@ -95,3 +96,10 @@ def test_a_judge_that_is_resumed_knows_the_highest_rate(part, said):
         verdicts = other.judge(measured(step, lr=rates), set_by("SGD", lr=rates))
         judge = other
         assert any("too early" in verdict.sentence for verdict in verdicts) is (said and step == 32)
+
+
+def test_of_several_warm_ups_the_one_that_comes_farthest_is_told():
+    settings = {name: replace(its, peak=1e-4, reached=0.4) for name, its in set_by("Adam").items()}
+    settings["head"] = replace(settings["head"], peak=1e-2, reached=0.1)
+    (verdict,) = (verdict for verdict in verdicts_on(1, settings=settings) if verdict.cause == "warmup_too_long")
+    assert "will only have come to 0.0001 (0.00025 is set)" in verdict.sentence

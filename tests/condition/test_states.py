@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from spectral_monitor.condition import Judge, SpectralCondition
 from spectral_monitor.measurement import HEALTHY as GOOD
-from spectral_monitor.measurement import NOT_JUDGED, OFF, LayerState
+from spectral_monitor.measurement import NOT_JUDGED, NOT_STEPPED, OFF, LayerState
 from tests.condition.synthetic import LAYERS, ZERO, judged, measured, nothing, set_by
 
 FAR = {"update_natural": {"b": 10.0}}
@@ -117,3 +118,16 @@ def test_each_pair_of_tied_layers_has_its_own():
     )
     assert found["tok"] == found["head"] == LayerState(OFF, "unknown")
     assert found["z"] == found["b"] == LayerState(GOOD)
+
+
+def test_a_state_stands_while_optimizers_take_turns():
+    """As many measurements as there are optimizers; layers that none holds are no further one."""
+    settings = {name: replace(its, owner=0) for name, its in set_by("Adam").items()}
+    settings |= {"head": replace(settings["head"], owner=1), "c": replace(settings["c"], owner=-1)}
+    waiting = {key: nothing("head") for key in UNMOVED}
+    judge, found = Judge(SpectralCondition()), []
+    for step in range(1, 6):
+        waits = {"reasons": {"update_natural/head": NOT_STEPPED}, **waiting} if step > 1 else {}
+        judge.judge(measured(step, **waits), settings)
+        found.append(judge.states["head"])
+    assert found == [LayerState(GOOD)] * 3 + [not_judged(NOT_STEPPED)] * 2

@@ -152,7 +152,8 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
 
 
 def _warmup(finding: Finding, network: Network, history: History) -> Explanation:
-    top = max(row.settings.peak for row in network.rows if not row.settings.frozen and row.settings.reached < 1)
+    whose = [row.settings for row in network.rows if row.settings.reached == finding.value and not row.settings.frozen]
+    top = max(its.peak for its in whose)
     return Explanation(
         "warmup_too_long",
         f"when training ends the learning rate will only have come to {top:.2g} ({top / finding.value:.2g} is set): "
