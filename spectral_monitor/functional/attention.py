@@ -113,7 +113,9 @@ def _norm(left: Tensor, right: Tensor) -> Tensor:
     right = torch.where(finite[..., None, None], right, torch.zeros_like(right))
     ridge = _RIDGE * left.diagonal(dim1=-2, dim2=-1) + _TINY
     root, _ = torch.linalg.cholesky_ex(left + torch.diag_embed(ridge))
-    found = torch.linalg.eigvalsh(root.mT @ right @ root)[..., -1].clamp(min=0).sqrt().masked_fill(nothing, 0.0)
+    square = torch.linalg.eigvalsh(root.mT @ right @ root)[..., -1].clamp(min=0)
+    nothing |= square <= 2 * _TINY * _trace(right)  # which is the ridge's
+    found = square.sqrt().masked_fill(nothing, 0.0)
     return torch.where(finite, found, torch.full_like(found, torch.nan))
 
 

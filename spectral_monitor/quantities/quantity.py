@@ -103,8 +103,8 @@ class Quantity:
 
     @property
     def bounded(self) -> bool:
-        """True if it is a share or a cosine, whose scale ends at 1."""
-        return self.range in ("[0, 1]", "[-1, 1]")
+        """True if it is a ratio or a cosine whose scale ends at 1. Shares do, too, but are next to 0 when healthy."""
+        return self.range in ("[0, 1]", "[-1, 1]") and self.unit != "share"
 
     @property
     def counted_in(self) -> str:

@@ -45,7 +45,7 @@ class NotANumber(zoo.Classifier):
         (RateZero, "every learning rate is 0"),
         (BeginsAtZero, "every learning rate is 0"),
         (CopysParameters, "no optimizer holds its parameters"),
-        (NotANumber, "not finite"),
+        (NotANumber, "NaN or inf"),
     ],
 )
 def test_a_warning_says_it_and_no_headline_says_healthy(module, words):

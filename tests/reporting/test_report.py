@@ -252,8 +252,8 @@ def test_what_is_zero_is_drawn_at_the_bottom_and_called_zero():
     assert page.heatmap("update_natural")["z"][2][1] == page.heatmap("update_natural")["zmin"]
 
 
-@pytest.mark.parametrize("key", ["radial", "dual_bfa_cos", "bfk_ratio", "dead_rows", "alignment"])
-def test_a_share_or_a_cosine_has_a_linear_axis_that_ends_at_one(key):
+@pytest.mark.parametrize("key", ["radial", "dual_bfa_cos", "bfk_ratio", "momentum_cos", "alignment"])
+def test_a_ratio_or_a_cosine_has_a_linear_axis_that_ends_at_one(key):
     page = page_of(RUN[0], measured(20, values={key: torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])}))
     figure = next(f for f in page.figures.values() if any(t["x"] == key and "yaxis" in t for t in f["data"]))
     axis = next(figure["layout"][t["yaxis"].replace("y", "yaxis")] for t in figure["data"] if t["x"] == key)
