@@ -250,8 +250,11 @@ def _not_finite(measurement: Measurement) -> bool:
 def _is_bad_batch(measurement: Measurement, network: Network) -> bool:
     """Return whether no layer's outputs are finite although all weights were in order before the step."""
     in_order = all(row.weight < SIZE for row in network.peers)
-    outputs = [measurement.why("feature_rms", row.name) for row in network.rows]
-    return in_order and bool(outputs) and all(why == NOT_FINITE for why in outputs)
+    lost = [
+        row.get("feature_rms") == math.inf or measurement.why("feature_rms", row.name) == NOT_FINITE
+        for row in network.rows
+    ]
+    return in_order and bool(lost) and all(lost)
 
 
 def _share_of_rate(network: Network) -> float:
