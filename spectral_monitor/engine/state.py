@@ -124,8 +124,9 @@ class EngineState:
         """Take some weights, or those of now, for those of the start, and measure their norms."""
         if start is None:
             start = {i: host_copies(m.now()) for i, m in enumerate(self.members) if m.layer.sources}
+        self._start = start  # drift can be measured even if what follows fails
         norms = yield from start_norms(self.members, start, self.settings, self.processes)
-        self._start, self._start_norms = start, norms.fetch()
+        self._start_norms = norms.fetch()
 
     def _put_together(self, step: int, asked: Settings, facts: StepContext, raw: Raw) -> Measurement:
         for i, norms in self._start_norms.items():

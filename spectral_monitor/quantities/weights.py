@@ -61,7 +61,7 @@ ENTRIES = (
         of_vectors=True,
         question=questions.UPDATES,
         title="update",
-        column=Column("|dW|", "|dW|: largest RMS change of the output for RMS 1 in", spare=7),
+        column=Column("|dW|", "|dW|: largest output change for RMS 1 in", spare=7),
         picture="Size of updates",
     ),
     Quantity(

@@ -144,13 +144,13 @@ def explained(measurement):
 
 
 def test_the_number_against_typical_is_explained_with_the_limits_that_most_layers_have():
-    said = "vs. typical: size of the update / that of a typical layer at its lr"
+    said = "vs. typical: update size / that of a typical layer at its lr"
     assert explained(ONE) == f"{said}; OK 1/8 to 8"
     bands = [[0.1 / 8, 0.8, 0.1]] * (len(LAYERS) - 5) + [[0.001, 4.0, 0.1]] * 5
     assert explained(replace(ONE, bands={"update_natural": torch.tensor(bands)})) == f"{said}; OK 1/8 to 8"
     own = replace(ONE, bands={"update_natural": torch.tensor([[0.01, 0.1 * k, 0.1] for k in range(1, 88)])})
     assert explained(own) == said
-    assert explained(replace(ONE, bands={})) == "vs. typical: size of the update / median of the layers"
+    assert explained(replace(ONE, bands={})) == "vs. typical: update size / median of the layers"
     assert "vs. typical" not in str(measurement_rows(replace(ONE, values={"lr": torch.ones(len(LAYERS))})))
 
 

@@ -40,12 +40,12 @@ def legend(measurement: Measurement) -> str:
     if not any(map(math.isfinite, vs_typical(measurement))):
         return ""
     if not any(map(math.isfinite, over_reference(measurement))):
-        return f"{VS_TYPICAL}: size of the update / median of the layers"
+        return f"{VS_TYPICAL}: update size / median of the layers"
     low, high = limits(measurement)
     words = (
         "" if math.isnan(high) else f"; OK below {power(high)}" if low == 0 else f"; OK {power(low)} to {power(high)}"
     )
-    return f"{VS_TYPICAL}: size of the update / that of a typical layer at its lr{words}"
+    return f"{VS_TYPICAL}: update size / that of a typical layer at its lr{words}"
 
 
 def limits(measurement: Measurement, quantity: str = "update_natural") -> tuple[float, float]:
