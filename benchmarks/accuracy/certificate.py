@@ -242,7 +242,7 @@ def make(seed: int) -> dict[str, tuple[str, Made]]:
 
 
 def complaints(estimate: SpectralEstimate, values: Tensor) -> dict[str, Tensor]:
-    """Which matrices break what, given all singular values (k, r)."""
+    """Return the matrices that break each promise, given all singular values (k, r)."""
     sigma, low, bound, high = (
         x.double() for x in (estimate.sigma, estimate.sigma_low, estimate.error_bound, estimate.sigma_high)
     )
@@ -252,7 +252,7 @@ def complaints(estimate: SpectralEstimate, values: Tensor) -> dict[str, Tensor]:
 
 
 def one_round(seed: int) -> list[dict[str, Any]]:
-    """What came of each family."""
+    """Return the outcome for each family."""
     made = make(seed)
     g = torch.Generator().manual_seed(seed + 1)
     with torch.inference_mode():

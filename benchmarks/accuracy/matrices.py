@@ -44,7 +44,7 @@ class Spec(NamedTuple):
 
 
 def specs(longest: float = math.inf, longer_than: int = 0) -> list[Spec]:
-    """What there is to make, of longest sides above ``longer_than`` and at most ``longest``."""
+    """Return the matrices to make, of longest sides above ``longer_than`` and at most ``longest``."""
     families = (_random(), _structured(), _spectra(), _numerics(), _trained())
     return [spec for spec in itertools.chain(*families) if longer_than < spec.longest <= longest]
 

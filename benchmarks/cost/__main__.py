@@ -58,7 +58,7 @@ def parts(device: Device, quick: bool, text: str | None) -> dict[str, Callable[[
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What was measured before."""
+    """Return the numbers that were measured before."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
 

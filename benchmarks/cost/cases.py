@@ -165,7 +165,7 @@ def plain_counts(counts: Counts) -> dict[str, Any]:
 
 
 def all_counts(text: str | None) -> dict[str, dict[str, Any]]:
-    """Of the headline's model, one setting after the other."""
+    """Count a measured step of the headline's model, one setting after the other."""
     progress = tqdm(COUNTED, "counts", leave=False, disable=None)
     return {name: plain_counts(counted(HEADLINE, name, text)) for name in progress}
 
@@ -186,7 +186,7 @@ def ranks(quick: bool, text: str | None) -> list[dict[str, Any]]:
 
 
 def writing(quick: bool) -> list[dict[str, Any]]:
-    """What it costs to write measurements down, for every sink."""
+    """Measure the time and bytes of writing measurements, for every sink."""
     found = []
     every, rounds, matrices = 20, 1 if quick else 2, 100
     for bias in (False, True):

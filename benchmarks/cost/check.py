@@ -24,12 +24,12 @@ class Line:
 
     @property
     def good(self) -> bool:
-        """Whether it is no dearer."""
+        """Return whether the number has not grown."""
         return self.now <= self.limit  # NaN is not
 
     @property
     def word(self) -> str:
-        """What to say of it."""
+        """Return the verdict on the number, in words."""
         if math.isnan(self.now):
             return "FAIL, gone"
         return ("better" if self.now < self.committed else "") if self.good else "FAIL"

@@ -39,7 +39,7 @@ def _clean(axes: Any) -> None:
 
 
 def intervals(found: Mapping[str, Any], path: Path) -> None:
-    """What training takes longer by, against every_n_steps."""
+    """Draw the share of training time against every_n_steps."""
     figure, axes = plt.subplots(figsize=(7, 3.6))
     steps = [2**k for k in range(10)]
     for name, color in COLORS.items():

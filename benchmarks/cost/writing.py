@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 def measured(matrices: int, bias: bool, steps: int = 8, width: int = 64) -> list[Measurement]:
-    """Of a residual network that learns labels drawn by lot; every step."""
+    """Measure every step of a residual network that learns random labels."""
     torch.manual_seed(0)
     blocks = (Block(width, bias) for _ in range(matrices - 1))
     model = nn.Sequential(*blocks, nn.Linear(width, 10, bias=bias))

@@ -113,7 +113,7 @@ def counted_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def extrapolate(args: argparse.Namespace) -> None:
-    """What the formulas give for 7 billion parameters on 64 GPUs."""
+    """Evaluate the formulas for 7 billion parameters on 64 GPUs."""
     shapes, ranks, rows_seen = llama(), 64, 64 * 4096
     parameters = sum(m * n for m, n, _ in shapes)
     link, latency = args.link * 1e9, args.latency * 1e-6

@@ -249,7 +249,7 @@ def work(rank: int, ranks: int, cases: list[Case], folder: str) -> None:
 
 
 def run(cases: list[Case]) -> dict[Case, dict[str, Any]]:
-    """What came out of every case; those of one number of processes share their start."""
+    """Run every case and return the outcomes; those of one number of processes share their start."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

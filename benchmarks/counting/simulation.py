@@ -62,7 +62,7 @@ def uniform(steps: int) -> Callable[[], Callable[[str, int], Sequence[int]]]:
 
 
 def numbers(case: Case, depth: int) -> dict[str, float]:
-    """What is counted of a model of so many blocks."""
+    """Count a measured step of a model with this number of blocks."""
     config = replace(CONFIGS[case.model], depth=depth)
     done = simulated(config, case.way, (1, LENGTH), case.tier, uniform(case.steps))
     plain, measured = done.plain, done.measured

@@ -31,8 +31,8 @@ MOST_DROPPED = 0.75
 """Largest part of its inputs that a dropout may drop; 0.9 is mostly meant as the part to keep."""
 LARGE_WEIGHTS = 3.0
 """Gain of the median layer's initial weights over the largest usual one; at most 1.6 in healthy networks."""
-DIVIDED_BY = 4.0
-"""Outputs this much smaller than independent inputs of size 1 would give show that weights are divided where used."""
+IN_USE = 1 / 4
+"""If outputs are smaller than this part of the gain, the forward pass divides the weights."""
 UNIT = 1.8
 """Usual weights that are divided by the root of their inputs have entries of 0.58 to 1.41."""
 FROZEN = "every layer is frozen"
@@ -56,7 +56,7 @@ class Whole:
         self._stale = 0.0  # 1 if a step was last seen to use old gradients
         # Part of the learning rate by which Adam moved an entry in the first steps; 0 if unknown, 1 without a fault.
         self._share = 0.0
-        self._gain = 0.0  # of the median layer's initial weights; 0 if unknown
+        self._gain = 0.0  # gain of the median layer's initial weights as the forward pass uses them; 0 if unknown
         self._bad_batch = False  # whether weights were in order when no layer's outputs were finite
 
     @property
@@ -92,7 +92,8 @@ class Whole:
         if network.is_early and not self._gain and not network.ntk_weights:
             known = (row.gain for row in network.peers if not math.isnan(network.initial_gain(row)))
             gain = round(geometric_median(known), 2)
-            self._gain = gain if _is_in_use(gain, network) else 0.0
+            if gain > 0:  # decided once: outputs grow later
+                self._gain = gain if _is_in_use(gain, network) else min(gain, GAINS[1])
         if network.fresh and len(network.peers) > 1 and self._gain > 0:
             limits = (0.0, LARGE_WEIGHTS)
             yield Finding("large_weights", NETWORK, "weight_natural", self._gain, GAINS[1], limits, AT_ONCE, "usual")
@@ -160,13 +161,13 @@ def _parametrization(network: Network) -> Iterator[Finding]:
 
 
 def _is_in_use(gain: float, network: Network) -> bool:
-    """Return whether outputs are as large as weights of this gain make them; where none is known, by their entries.
+    """Return whether outputs are as large as weights of this gain make them; if none is known, go by the entries.
 
     Equalized learning rates divide weights by the root of their inputs where they are used.
     """
     outputs = [size for row in network.peers if (size := row.get("feature_rms")) > 0]
     if len(outputs) > 1:
-        return geometric_median(outputs) > gain / DIVIDED_BY
+        return geometric_median(outputs) > IN_USE * gain
     entry = geometric_median(row.get("weight_fro") / math.sqrt(math.prod(row.info.shape)) for row in network.peers)
     return not 1 / UNIT < entry < UNIT
 

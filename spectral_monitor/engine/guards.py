@@ -91,8 +91,8 @@ class ParameterTracker:
             hint = "Another fit, or another probe, measures it as it is then"
             warn(f"not measured any more: {some(names, MAX_NAMES)}; {REPLACED}. {hint}")
         if self._layers and (new := _added(self._first, now)):
-            hint = "Another fit, or another probe, lists what there is then"
-            warn(f"not measured: {some(new, MAX_NAMES)}; it was not in the model when the layers were listed. {hint}")
+            hint = "Another fit, or another probe, measures what there is then"
+            warn(f"not measured, because added after the layers were listed: {some(new, MAX_NAMES)}. {hint}")
         return found
 
 

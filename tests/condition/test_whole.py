@@ -209,6 +209,11 @@ def test_weights_that_are_divided_where_they_are_used():
         assert set(told(all_weights(8.0, rms))[0]) == causes
 
 
+def test_whether_weights_are_divided_is_decided_at_the_first_measurement():
+    """Outputs grow later."""
+    assert not any(told(all_weights(8.0, 1.0), *[all_weights(8.0, 9.0)] * 3))
+
+
 def features(**sizes):
     return {"feature_rms": dict.fromkeys("abc", 1.0) | {"head": 1.0} | sizes}
 

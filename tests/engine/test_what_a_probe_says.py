@@ -151,7 +151,7 @@ def test_of_several_steps_in_a_block_the_last_update_is_measured_and_that_is_sai
         optimizer.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
-    with pytest.warns(SpectralMonitorWarning, match="more than once.*are those of its last one"):
+    with pytest.warns(SpectralMonitorWarning, match="more than once.*are those of its last step"):
         probe.end_step()
     assert probe.latest.value("update_fro", "0") == pytest.approx((model[0].weight - before).norm().item(), rel=1e-4)
 
@@ -166,6 +166,7 @@ def test_several_optimizers_that_step_once_each_are_not_said_to_repeat_steps():
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+    assert [m.step for m in probe.measurements] == [1, 2]
 
 
 @pytest.mark.parametrize("state", [{"a": 1}, [{"steps": 1}], ["x"]])

@@ -16,7 +16,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 STEPPED_AGAIN = (
     "an optimizer stepped more than once in what was measured as one step: updates, gradients and learning rates are "
-    "those of its last one. In a loop of your own, give each of its steps a probe.step() of its own"
+    "those of its last step. In a loop of your own, give each of its steps a probe.step() of its own"
 )
 
 

@@ -166,8 +166,8 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
     if history.bad_batch:
         return Explanation(
             "diverged",
-            "no layer's outputs are finite although its weights were in order before the step: the batch holds NaN or "
-            "inf; look for them in the data, and go on from weights of before",
+            "no layer's outputs are finite although all weights were before the step: the batch holds NaN or inf, or "
+            "values too large for its dtype; look for them in the data, and go back to earlier weights",
             Remedy("check"),
         )
     by = _divisor(history.first_pace, 10.0)

@@ -108,7 +108,7 @@ class PaceTrend:
         slow = [key for key, size in sizes.items() if not size.inside()]
         slowest = min(sizes, key=lambda key: sizes[key].ratio, default=ALL)
         lags = slowest in slow and sizes[slowest].ratio < max(size.ratio for size in sizes.values()) / LAG
-        if lags or (not told.inside() and 0 < len(slow) < len(network.parts)):
+        if 0 < len(slow) < len(network.parts) and (lags or not told.inside()):
             told, self.fastest = sizes[slowest], self._steps[slowest].fastest
             told = replace(told, layers=_names(network.parts[slowest]))
         yield told

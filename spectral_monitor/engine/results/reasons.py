@@ -26,7 +26,7 @@ NOT_QUERIES = "it does not make the queries of an attention block, where those o
 ONE_HOT = "an embedding's inputs are one-hot"
 NO_DECAY = WeightDecay(math.nan, math.nan)
 SHARED = "all samples have its output in common, and only some were run eagerly: replay_samples=None runs all"
-OUT_OF_RANGE = "it is known, but too small or too large for a number of 32 bits"
+OUT_OF_RANGE = "it is too small or too large for a 32-bit number"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 CHANGE_MARGIN = 2.0
