@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spectral_monitor.layers.naming import PARALLEL
+from spectral_monitor.messages import some
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -56,7 +57,8 @@ def unwrap_optimizers(optimizer: Any, model: nn.Module) -> list[Optimizer]:
 
     Raises:
         TypeError: something is no optimizer, or there is none.
-        ValueError: an optimizer is given twice, or none holds a parameter of the model.
+        ValueError: an optimizer is given twice, none holds a parameter of the model, or one holds a parameter on the
+            meta device.
     """
     found = [unwrap_optimizer(item) for item in (optimizer if isinstance(optimizer, Iterable) else [optimizer])]
     if not found or not all(isinstance(item, Optimizer) for item in found):
@@ -64,8 +66,13 @@ def unwrap_optimizers(optimizer: Any, model: nn.Module) -> list[Optimizer]:
     for place, item in enumerate(found):
         if any(item is other for other in found[:place]):
             raise ValueError(f"optimizer: the same {type(item).__name__} is given twice; give each optimizer once")
-    mine = {id(p) for p in model.parameters()}
-    if mine and not any(id(p) in mine for item in found for group in item.param_groups for p in group["params"]):
+    mine = {id(p): name for name, p in model.named_parameters()}
+    held = [p for item in found for group in item.param_groups for p in group["params"] if id(p) in mine]
+    if mine and not held:
         kind = type(model).__name__
         raise ValueError(f"the optimizer holds no parameter of the model ({kind}): it is another model's, or a copy's")
+    empty = [mine[id(p)] for p in held if p.is_meta]
+    if empty:
+        names = some(empty, 3)
+        raise ValueError(f"{names}: on the meta device, without values; give them values, then make the optimizer")
     return found

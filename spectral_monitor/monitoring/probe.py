@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Literal
 
@@ -191,7 +191,7 @@ class SpectralProbe(ResumableRun):
         self._supervisor = Supervisor(mode, condition, correction, self._engine)
         self._engine.start()
         self._watch = StepWatch(self._engine, optimizer, asks_for_loss=mode != "correct")
-        self._open = False
+        self._open = self._unentered = False
 
     @property
     def anatomy(self) -> Anatomy:
@@ -215,9 +215,8 @@ class SpectralProbe(ResumableRun):
         """Return every measured layer with its role, and what is not measured."""
         return Roles.of(self.anatomy)
 
-    @contextmanager
-    def step(self, *, accumulated: int = 1) -> Iterator[None]:
-        """Around forward, backward and ``optimizer.step()`` of one iteration.
+    def step(self, *, accumulated: int = 1) -> AbstractContextManager[None]:
+        """Return the ``with`` block around forward, backward and ``optimizer.step()`` of one iteration.
 
         Args:
             accumulated: what the loss was divided by, when gradients are accumulated over that many micro-batches;
@@ -229,6 +228,13 @@ class SpectralProbe(ResumableRun):
         """
         if isinstance(accumulated, bool) or not isinstance(accumulated, int) or accumulated < 1:
             raise ValueError(f"accumulated is a number of micro-batches, an integer of at least 1, got {accumulated!r}")
+        if self._unentered:
+            self._warn("probe.step() measures its block: write `with probe.step():` around forward, backward and step")
+        self._unentered = True
+        return self._block(accumulated)
+
+    @contextmanager
+    def _block(self, accumulated: int) -> Iterator[None]:
         try:
             self.begin_step()
             yield
@@ -239,6 +245,7 @@ class SpectralProbe(ResumableRun):
 
     def begin_step(self) -> None:
         """Begin a step where that is no block of code, as in callbacks of a trainer; :meth:`end_step` ends it."""
+        self._unentered = False
         if self._open:
             self.abandon_step()
         if not self._begun:

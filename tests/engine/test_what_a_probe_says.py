@@ -127,6 +127,24 @@ def test_an_optimizer_that_is_given_twice_is_refused():
         SpectralProbe(model, [optimizer, optimizer])
 
 
+def test_parameters_without_values_are_refused():
+    with torch.device("meta"):
+        model, optimizer = parts()
+    with pytest.raises(ValueError, match=r"0.weight, 0.bias, 2.weight and 3 more: on the meta device, without values"):
+        SpectralProbe(model, optimizer)
+
+
+def test_a_step_that_is_called_like_an_optimizers_is_told_once():
+    model, optimizer = parts()
+    probe = SpectralProbe(model, optimizer)
+    probe.step()
+    with pytest.warns(SpectralMonitorWarning, match="write `with probe.step"):
+        probe.step()
+    probe.step()
+    steps(probe, model, optimizer, 2)
+    assert [m.step for m in probe.measurements] == [1, 2]
+
+
 @pytest.mark.parametrize("accumulated", [0, -1, 2.5, "a", True])
 def test_a_number_of_micro_batches_is_at_least_one(accumulated):
     probe = SpectralProbe(*parts())
