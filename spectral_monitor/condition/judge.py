@@ -41,6 +41,7 @@ NAMED_BY = {
     "sgd_rule": "rates",
     "ntk": "rates",
     "features_vanish": "features",
+    "features_collapsed": "features",
     "faded": "schedule",
     "warmup": "schedule",
     "eval_mode": "modes",

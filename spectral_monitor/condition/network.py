@@ -17,6 +17,10 @@ from spectral_monitor.condition.row import Columns, Row
 from spectral_monitor.fitting.medians import geometric_median, nanmax
 from spectral_monitor.measurement import DENSE, Measurement
 
+SEVERAL = 8
+"""Inputs of a matrix that need not lie along one direction."""
+ALIKE = 0.0025
+"""Inputs are all alike if their stable rank is this close to 1; at least 0.03 above it in healthy networks."""
 WIDE = 32
 """With fewer inputs, entries of size 1 and of size 1/sqrt(fan_in) are hard to tell apart."""
 GAINS = (0.1, 1.6)
@@ -281,6 +285,12 @@ class Network:
         """
         sizes = [row.gradient_entry / row.settings.eps for row in self.peers if row.settings.eps > 0]
         return geometric_median(sizes) < 1
+
+    @cached_property
+    def input_spreads(self) -> dict[str, float]:
+        """How far the stable rank of the inputs of each matrix with several is above 1, which means they are alike."""
+        ranks = {row.name: row.get("input_stable_rank") for row in self.peers if row.info.fan_in >= SEVERAL}
+        return {name: max(rank - 1, 0.0) for name, rank in ranks.items() if not math.isnan(rank)}
 
     @cached_property
     def has_small_gains(self) -> bool:

@@ -11,7 +11,7 @@ from spectral_monitor.measurement import LOST, NOT_CALLED, UNFIT, UNUSED, LayerI
 
 READ = frozenset(
     {"weight_natural", "weight_fro", "update_natural", "update_norm", "update_fro", "update_ratio"}
-    | {"drift_ratio", "contribution", "lr", "lr_multiplier", "feature_rms"}
+    | {"drift_ratio", "contribution", "lr", "lr_multiplier", "feature_rms", "input_stable_rank"}
     | {"attention_logit_max", "attention_entropy_lowest"}
 )
 """Quantities that verdicts and their causes depend on."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from spectral_monitor.condition.causes import History
 from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, DIVIDED, NO_STEP, NOT_ZERO, Finding
-from spectral_monitor.condition.network import GAINS, Network
+from spectral_monitor.condition.network import ALIKE, GAINS, Network
 from spectral_monitor.condition.optimizers.plans import FADED
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.trends.losses import LossTrend
 from spectral_monitor.condition.trends.outputs import OutputTrend
-from spectral_monitor.condition.trends.pace import PaceTrend
+from spectral_monitor.condition.trends.pace import SETTLED, PaceTrend
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.fitting.medians import geometric_median, nanmax
 from spectral_monitor.measurement import NOT_FINITE, Measurement
@@ -35,6 +35,8 @@ IN_USE = 1 / 4
 """If outputs are smaller than this part of the gain, the forward pass divides the weights."""
 UNIT = 1.8
 """Usual weights that are divided by the root of their inputs have entries of 0.58 to 1.41."""
+THIRD = 3
+"""Features have collapsed if one layer in so many has inputs that are all alike."""
 FROZEN = "every layer is frozen"
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
 UNITS = 4
@@ -82,6 +84,7 @@ class Whole:
         yield from _parametrization(network)
         yield _certain("symmetric", "weight_natural", _is_symmetric(network), "random weights")
         yield from self._weights(network)
+        yield from _collapse(network)
         yield from self._pace.findings(network)
         yield from self._losses.findings(measurement, network, self._pace.pace)
         yield from self._outputs.findings(measurement, network)
@@ -158,6 +161,14 @@ def _parametrization(network: Network) -> Iterator[Finding]:
         ("momentum", LASTING <= momentum < 1),
     ):
         yield _certain(check, "lr", wrong, "the rule of the optimizer")
+
+
+def _collapse(network: Network) -> Iterator[Finding]:
+    """Check that inputs differ from row to row, in the third of the layers where they differ least."""
+    spreads = sorted(network.input_spreads.values())
+    if network.step >= SETTLED and network.fresh and len(spreads) >= THIRD:
+        least = max(spreads[len(spreads) // THIRD], ALIKE / 100)
+        yield Finding("features_collapsed", NETWORK, "input_stable_rank", least, 1.0, (ALIKE, math.inf), 256, "usual")
 
 
 def _is_in_use(gain: float, network: Network) -> bool:

@@ -36,7 +36,7 @@ lr_too_small, rates_too_large, global_lr_too_large, stale_gradients, one_directi
 decay_too_large, warmup_too_long, schedule_too_short, eval_mode, dropout, loss_input, width, \
 sgd_rule_under_adam, ntk_scaling, eps, input_scale, target_scale, symmetric, readout_init, weights_too_large, \
 weights_too_small, weights_grown, embedding_scale, exploding, rounding, dead, dead_input, dead_above, left_out, \
-unmoved, vanishing, readout_width, frobenius_rule, readout_takes_all, diverged, ... (44 in all)
+unmoved, vanishing, readout_width, frobenius_rule, readout_takes_all, diverged, ... (45 in all)
     """
 
     def __init__(self, on_verdict: OnVerdict | None, stop_on: str | Sequence[str]) -> None:

@@ -155,8 +155,8 @@ class Readings:
         return float(means.amax()) if means.numel() else math.nan
 
     def row_stable_rank(self, name: str) -> float:
-        """Return the stable rank of a matrix of rows."""
-        sigma = self.get(f"{name}.sigma")
+        """Return the stable rank of a matrix of rows; NaN for a single row, of which it is always 1."""
+        sigma = self.get(f"{name}.sigma") if self.get(f"{name}.rows") != 1 else math.nan
         return (self.get(f"{name}.fro") / sigma) ** 2 if sigma > 0 else math.nan
 
     def cancellation(self, after: str, before: str, change: str) -> float:

@@ -256,6 +256,7 @@ def plant(run: Run, draw: random.Random) -> None:
         for k, step in enumerate(STEPS):
             run.values[step, "attention_logit_max", name] = 2.0 * draw.choice((1.0, 1.7)) ** k
             run.values[step, "attention_entropy_lowest", name] = 0.6 / (1 + k * min(factor, 20))
+            run.values.update({(step, "input_stable_rank", name): 1 + 5 * 3.0**-k for name in run.matrices})
     elif kind == "readout":
         for step in STEPS[draw.randint(0, 3) :]:
             run.summary.setdefault(step, {})["readout_share"] = draw.uniform(0.93, 0.99)

@@ -50,6 +50,7 @@ CAUSES = {
     "diverged": "weights or outputs are not finite, or on their way there",
     "nothing_trains": "no parameter moves",
     "logits_exploding": "attention logits have grown beyond 50",
+    "features_collapsed": "inputs of layers hardly differ between samples",
     "attention_collapsed": "a head of attention has looked at a single key for long",
     "unknown": "none of the above",
 }

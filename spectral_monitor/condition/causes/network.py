@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from spectral_monitor.condition.causes.explanation import Explanation
 from spectral_monitor.condition.findings import Finding
-from spectral_monitor.condition.network import GAINS, Network
+from spectral_monitor.condition.network import ALIKE, GAINS, Network
 from spectral_monitor.condition.optimizers.rates import HEALTHY_STEP
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.fitting.medians import geometric_median
@@ -192,6 +192,18 @@ def _features_vanish(finding: Finding, network: Network, history: History) -> Ex
     )
 
 
+def _features_collapsed(finding: Finding, network: Network, history: History) -> Explanation:
+    limit = max(finding.value, ALIKE)
+    alike = [name for name, spread in network.input_spreads.items() if spread <= limit]
+    sentence = (
+        f"the inputs of {len(alike)} of {len(network.input_spreads)} layers, from {alike[0]} on, differ between samples "
+        f"by less than {short(100 * math.sqrt(limit))} % of their size, so that the network gives nearly the same answer "
+        "to all: look there for a residual connection or a norm that is missing, for activations that saturate, or for "
+        "inputs that are all alike"
+    )
+    return Explanation("features_collapsed", sentence, Remedy("check"))
+
+
 def _eps(finding: Finding, network: Network, history: History) -> Explanation:
     eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=math.nan)
     if eps <= 1e-8:
@@ -303,6 +315,7 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "diverged": _diverged,
     "large_weights": _large_weights,
     "features_vanish": _features_vanish,
+    "features_collapsed": _features_collapsed,
     "eps": _eps,
     "momentum": _momentum,
     "ntk": _ntk,

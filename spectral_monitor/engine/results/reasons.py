@@ -25,6 +25,7 @@ REPLACED = "since training began its weight was replaced, pruned or parametrized
 NOT_QUERIES = "it does not make the queries of an attention block, where those of a block are reported"
 ONE_HOT = "an embedding's inputs are one-hot"
 NO_DECAY = WeightDecay(math.nan, math.nan)
+SINGLE_ROW = "of a single row it is always 1"
 SHARED = "all samples have its output in common, and only some were run eagerly: replay_samples=None runs all"
 OUT_OF_RANGE = "it is too small or too large for a 32-bit number"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
@@ -278,6 +279,8 @@ def _no_features(key: str, i: int, layer: Layer, readings: Readings, facts: Step
     changed = {"backward_speed": "b", "dual_bfa_cos": "b", "gradient_change": "g"}.get(key, "")
     if changed and 0 < readings.get(f"d{changed}.norm") < entry.margin * facts.eps[i] * readings.get(f"{changed}.norm"):
         return "its change is too close to the rounding of its gradients"
+    if entry.unit == "directions" and readings.get("h_in.rows" if entry.of_inputs else "b.rows") == 1:
+        return SINGLE_ROW
     if "dh" not in needs:
         return ""
     if facts.no_replay:
