@@ -63,7 +63,10 @@ def test_evidence_adds_up_and_an_earlier_training_excuses():
     assert [len(some) for some in found] == [0, 1, 1]
     (verdict,) = found[-1]
     assert (verdict.layer, verdict.quantity, verdict.remedy.action) == (NETWORK, "input_stable_rank", "check")
-    assert "the inputs of 3 of 4 layers, from b on, differ between samples by less than 5 % of their size" in verdict.sentence
+    assert (
+        "the inputs of 3 of 4 layers, from b on, differ between samples by less than 5 % of their size"
+        in verdict.sentence
+    )
     assert not any(told(*[alike] * 6, **TRAINED))
 
 
