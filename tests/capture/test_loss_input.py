@@ -24,6 +24,12 @@ def sequence():
     return nn.Conv1d(4, 3, 1)(torch.randn(2, 4, 6)).permute(2, 0, 1)
 
 
+def recurrent(dtype=None):
+    """The same, batches first: outputs of the LSTM are a view, so that the readout's bias is added apart."""
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        return nn.Linear(8, 3)(nn.LSTM(4, 8, batch_first=True)(torch.randn(2, 6, 4))[0]).transpose(0, 1).float()
+
+
 def ctc(outputs):
     return F.ctc_loss(outputs, torch.ones(2, 2, dtype=torch.long), torch.full((2,), 6), torch.full((2,), 2))
 
@@ -49,6 +55,10 @@ RIGHT = {
     "capped logits": lambda: F.cross_entropy(30 * (logits() / 30).tanh(), Y),
     "attention before it": lambda: F.cross_entropy(nn.Linear(3, 3)(logits().softmax(-1)), Y),
     "ctc_loss": lambda: ctc(sequence().log_softmax(-1)),
+    "ctc_loss of a recurrent network": lambda: ctc(recurrent().log_softmax(-1)),
+    "ctc_loss of log-probabilities with a learned prior": lambda: ctc(
+        recurrent().log_softmax(-1) + nn.Parameter(torch.zeros(3))
+    ),
     "no graph": lambda: torch.tensor(1.0),
 }
 WRONG = {
@@ -65,6 +75,8 @@ WRONG = {
     "nll_loss of logits": lambda: F.nll_loss(logits(), Y),
     "nll_loss of probabilities": lambda: F.nll_loss(logits().softmax(-1), Y),
     "ctc_loss of logits": lambda: ctc(sequence()),
+    "ctc_loss of logits of a recurrent network": lambda: ctc(recurrent()),
+    "the same in half precision": lambda: ctc(recurrent(torch.bfloat16)),
     "after the backward pass": lambda: backward(F.cross_entropy(logits().softmax(-1), Y)),
 }
 

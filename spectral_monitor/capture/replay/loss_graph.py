@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 BOUNDED = ("Softmax", "Sigmoid", "Tanh", "Relu")
-RAW = (*BOUNDED, "Addmm", "Mm", "Convolution")
+RAW = (*BOUNDED, "Addmm", "Mm", "Bmm", "Convolution")
 UNFIT = {
     "LogSoftmax": BOUNDED,
     "BinaryCrossEntropyWithLogits": BOUNDED,
@@ -56,7 +56,7 @@ def has_unfit_input(loss: Tensor) -> bool:
             continue
         seen.add(node)
         given = node.next_functions[0][0] if node.next_functions else None
-        if kind_of(before_shapes(given)) in UNFIT.get(kind_of(node), ()):
+        if kind_of(_before_bias(before_shapes(given))) in UNFIT.get(kind_of(node), ()):
             return True
         if kind_of(node) not in LAYERS:
             left += [following for following, _ in node.next_functions]
@@ -67,6 +67,15 @@ def before_shapes(node: Any) -> Any:
     """Return the node that made what a node passes on, before it got its shape and precision."""
     while kind_of(node) in SHAPES and node.next_functions:
         node = node.next_functions[0][0]
+    return node
+
+
+def _before_bias(node: Any) -> Any:
+    """Return the node whose output a bias is added to, where a layer does that apart; else the node itself."""
+    if kind_of(node) == "Add" and len(node.next_functions) == 2:
+        (made, _), (bias, _) = node.next_functions
+        if (leaf := before_shapes(bias)) is not None and leaf.name().endswith("AccumulateGrad"):
+            return before_shapes(made)
     return node
 
 

@@ -197,9 +197,9 @@ def _features_collapsed(finding: Finding, network: Network, history: History) ->
     alike = [name for name, spread in network.input_spreads.items() if spread <= limit]
     seen = f"the inputs of {len(alike)} of {len(network.input_spreads)} layers, from {alike[0]} on, differ"
     sentence = (
-        f"{seen} between samples by less than {short(100 * math.sqrt(limit))} % of their size, so that the network gives "
-        "nearly the same answer to all: look there for a residual connection or a norm that is missing, for activations "
-        "that saturate, or for inputs that are all alike"
+        f"{seen} between samples by less than {short(100 * math.sqrt(limit))} % of their size, so that the network "
+        "gives nearly the same answer to all: look there for a residual connection or a norm that is missing, for "
+        "activations that saturate, or for inputs that are all alike"
     )
     return Explanation("features_collapsed", sentence, Remedy("check"))
 
