@@ -288,7 +288,7 @@ class Network:
 
     @cached_property
     def input_spreads(self) -> dict[str, float]:
-        """The stable rank of the inputs of each matrix with several inputs, less 1: 0 where all samples give the same."""
+        """Matrix with several inputs -> their stable rank less 1, which is 0 where all samples give the same."""
         ranks = {row.name: row.get("input_stable_rank") for row in self.peers if row.info.fan_in >= SEVERAL}
         return {name: max(rank - 1, 0.0) for name, rank in ranks.items() if not math.isnan(rank)}
 

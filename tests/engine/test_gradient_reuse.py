@@ -150,6 +150,35 @@ def test_gradients_of_another_loss_that_are_cleared_before_the_backward_pass_are
     assert stale(probe) == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("between", [False, True], ids=["in the step", "between steps"])
+@pytest.mark.parametrize("clears", [True, False])
+def test_gradients_that_another_loss_was_added_to_are_used_again(clears, between, every):
+    """The discriminator steps first, and the generator's loss adds to what its step has used."""
+    torch.manual_seed(0)
+    both = nn.ModuleDict({"generator": nn.Linear(4, 8), "discriminator": nn.Linear(8, 1)})
+    generator, discriminator = (torch.optim.Adam(part.parameters(), 1e-3) for part in both.values())
+    probe = SpectralProbe(both, [discriminator, generator], every_n_steps=every)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpectralConditionWarning)
+        for _ in range(6):
+            with probe.step():
+                made = both["generator"](torch.randn(16, 4))
+                if clears and not between:
+                    discriminator.zero_grad()
+                (both["discriminator"](X[:16]).mean() - both["discriminator"](made.detach()).mean()).backward()
+                discriminator.step()
+                generator.zero_grad()
+                both["discriminator"](made).mean().backward()
+                generator.step()
+            if clears and between:
+                discriminator.zero_grad()
+    if every == 1:
+        assert stale(probe) == ([0] * 6 if clears else [0, 1, 1, 1, 1, 1])
+    else:  # the step after the first measured one is watched for it
+        assert stale(probe)[-1] == (0 if clears else 1)
+
+
 def test_a_closure_clears_its_gradients():
     net = network()
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)

@@ -23,7 +23,8 @@ class GradientReuse:
 
     If a backward pass finds the gradient that the latest step left behind, unchanged, and it is still there when
     the optimizer steps, it is used again. A loop that clears gradients between two backward passes, as those of a GAN
-    do, has none of the first left when it steps. Nothing is copied: a tensor is known by itself and by its version.
+    do, has none of the first left when it steps. One that does not may add another network's gradients to them before
+    the measured step ends. Nothing is copied: a tensor is known by itself and by its version.
 
     That takes two steps in a row. Where the second is not measured, it is watched all the same, once.
 
@@ -36,7 +37,8 @@ class GradientReuse:
         self._decided = False  # whether a step was looked at that follows another one that was
         self._handles: list[GradientHook] = []
         self._watched: dict[int, Tensor] = {}  # optimizer -> its parameter
-        self._left: dict[int, tuple[ReferenceType[Tensor], int]] = {}  # optimizer -> gradient after its latest step
+        # Optimizer -> gradient after its latest step or the latest measured one, and 1 if a step has used it.
+        self._left: dict[int, tuple[ReferenceType[Tensor], int, Tensor]] = {}
         self._found: dict[int, Tensor] = {}  # since its latest step: 1 used before, 0 new, NaN unknown
         self._known: dict[int, Tensor] = {}  # found, but not reported yet
 
@@ -70,6 +72,8 @@ class GradientReuse:
         """Remove the hooks; safe to call at any time."""
         while self._handles:
             self._handles.pop().remove()
+        for key, found in self._found.items():  # by backward passes since its latest step
+            self._leave(key, found)
         self._watched.clear()
         self._found.clear()
         self.steps = 0
@@ -90,11 +94,10 @@ class GradientReuse:
         """Return 1 if a gradient is the one that was left behind, 0 if it was cleared, NaN if neither is known, as of
         one that was left behind as zeros; no waiting.
         """
-        left, version = self._left.get(key, (None, -1))
-        same = left is not None and left() is held and held._version == version
+        left, version, used = self._left.get(key, (None, -1, None))
         unknown = torch.full((), torch.nan, device=held.device)
-        if same:
-            return torch.where(held.any(), torch.ones_like(unknown), unknown)
+        if left is not None and used is not None and left() is held and held._version == version:
+            return torch.where(held.any(), used, unknown)
         return torch.where(held.any(), unknown, torch.zeros_like(unknown))
 
     def stepping(self, optimizer: Optimizer) -> Tensor | None:
@@ -119,7 +122,13 @@ class GradientReuse:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note what a step leaves behind."""
-        p = self._watched.get(id(optimizer))
-        self._left.pop(id(optimizer), None)
-        if p is not None and p.grad is not None and not p.grad.is_sparse:
-            self._left[id(optimizer)] = ref(p.grad), p.grad._version
+        key = id(optimizer)
+        self._left.pop(key, None)
+        if (p := self._watched.get(key)) is not None:
+            self._leave(key, torch.ones((), device=p.device))
+
+    def _leave(self, key: int, used: Tensor) -> None:
+        """Remember a gradient that is there now, and whether a step has used it."""
+        gradient = self._watched[key].grad
+        if gradient is not None and not gradient.is_sparse:
+            self._left[key] = ref(gradient), gradient._version, used
