@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -35,6 +36,8 @@ IN_USE = 1 / 4
 """If outputs are smaller than this part of the gain, the forward pass divides the weights."""
 UNIT = 1.8
 """Usual weights that are divided by the root of their inputs have entries of 0.58 to 1.41."""
+RECURRENT = re.compile(r"weight_[ih]h(_l\d+)?(_reverse)?$")
+"""Names of the weights of torch's recurrent layers, whose outputs are not seen."""
 THIRD = 3
 """Features have collapsed if one layer in so many has inputs that are all alike."""
 FROZEN = "every layer is frozen"
@@ -174,8 +177,10 @@ def _collapse(network: Network) -> Iterator[Finding]:
 def _is_in_use(gain: float, network: Network) -> bool:
     """Return whether outputs are as large as weights of this gain make them; if none is known, go by the entries.
 
-    Equalized learning rates divide weights by the root of their inputs where they are used.
+    Equalized learning rates divide weights by the root of their inputs where they are used, but not in recurrent layers.
     """
+    if sum(bool(RECURRENT.search(row.name)) for row in network.peers) > len(network.peers) / 2:
+        return True
     outputs = [size for row in network.peers if (size := row.get("feature_rms")) > 0]
     if len(outputs) > 1:
         return geometric_median(outputs) > IN_USE * gain

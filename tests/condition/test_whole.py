@@ -209,6 +209,18 @@ def test_weights_that_are_divided_where_they_are_used():
         assert set(told(all_weights(8.0, rms))[0]) == causes
 
 
+@pytest.mark.parametrize(
+    "recurrent", [("weight_ih_l0", "weight_hh_l0_reverse", "weight_hh_l1"), ("weight_ih", "weight_hh")]
+)
+def test_recurrent_layers_do_not_divide_their_weights(recurrent):
+    """Their outputs are not seen, and entries may be of size 1."""
+    layers = {name: replace(LAYERS["a"], name=name) for name in (*(f"rnn.{name}" for name in recurrent), "rnn.weight")}
+    large = {"weight_fro": dict.fromkeys(layers, 8.0 * math.sqrt(LAYERS["a"].fan_out))}
+    assert set(told({"layers": layers} | large)[0]) == {"weights_too_large"}
+    few = {name: layers[name] for name in ("rnn.weight", *list(layers)[:1])}
+    assert not any(told({"layers": few} | large)), "no more than half of them"
+
+
 def test_whether_weights_are_divided_is_decided_at_the_first_measurement():
     """Outputs grow later."""
     assert not any(told(all_weights(8.0, 1.0), *[all_weights(8.0, 9.0)] * 3))
