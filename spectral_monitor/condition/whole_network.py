@@ -177,7 +177,7 @@ def _collapse(network: Network) -> Iterator[Finding]:
 def _is_in_use(gain: float, network: Network) -> bool:
     """Return whether outputs are as large as weights of this gain make them; if none is known, go by the entries.
 
-    Equalized learning rates divide weights by the root of their inputs where they are used, but not in recurrent layers.
+    Equalized learning rates divide weights by the root of their inputs where they are used, recurrent ones excepted.
     """
     if sum(bool(RECURRENT.search(row.name)) for row in network.peers) > len(network.peers) / 2:
         return True
