@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,15 +21,11 @@ from spectral_monitor.correction.logit_clip import LogitClip
 from spectral_monitor.correction.multiplier import Change, Multiplier
 from spectral_monitor.correction.override.lr_override import INSTEAD, LRMultiplierOverride
 from spectral_monitor.correction.param_groups_code import param_groups_code
-from spectral_monitor.correction.peak_rates import Peaks, unmeasured
+from spectral_monitor.correction.peak_rates import Peaks, share_of
+from spectral_monitor.correction.policies import usual_multipliers
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, UPHILL_EDGE, StepLength
-from spectral_monitor.correction.update_size import (
-    block_contributions,
-    cancelled,
-    observed,
-    remnant,
-)
+from spectral_monitor.correction.update_size import block_contributions, cancelled, observed, remnant
 from spectral_monitor.correction.wanted import WantedUpdates
 from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import Layer
@@ -74,8 +70,10 @@ class Corrector:
         layers: Sequence[Layer],
         optimizers: Sequence[Optimizer],
         attention: Sequence[AttentionBlock] = (),
+        unmeasured: Collection[nn.Parameter] = (),
     ) -> None:
-        """``attention``: the blocks whose logits are limited, if they are.
+        """``attention``: blocks whose logits are limited; ``unmeasured``: parameters that take the others' usual
+        multiplier.
 
         Raises:
             ValueError: an optimizer whose learning rates cannot be corrected, or groups without one.
@@ -85,6 +83,7 @@ class Corrector:
         self.correction = correction
         self._layers = tuple(layers)
         self._optimizers = tuple(optimizers)
+        self._unmeasured = frozenset(unmeasured if correction.of_peak else ())
         self._units = contribution_blocks(layers) if correction.policy == "fsc" else units(layers)
         self._leaders = [self._layers[unit.leader] for unit in self._units]
         self.wanted = WantedUpdates(correction, self._layers, hyperparameters(layers, optimizers))
@@ -143,8 +142,11 @@ class Corrector:
         if not self.correction.of_peak:
             return ""
         groups = self._groups()
-        held = {p for layer in self._layers for p in layer.sources}
-        return self._peaks.meaning(groups, self.wanted.size, self.wanted.sizes) + unmeasured(groups, held)
+        held = {p for layer in self._layers for p in layer.sources} | self._unmeasured
+        meaning = self._peaks.meaning(groups, self.wanted.size, self.wanted.sizes)
+        like_others = "are not measured and take the usual rate of the others"
+        meaning += share_of(groups, self._unmeasured.__contains__, like_others)
+        return meaning + share_of(groups, lambda p: p not in held, "are left out and keep their learning rates")
 
     @property
     def unreached(self) -> str:
@@ -175,8 +177,11 @@ class Corrector:
 
     def by_layer(self) -> dict[int, float]:
         """Return the multipliers by index of the layer, at the learning rates of now."""
-        factors = {p: part for group in self._groups() for part in [self._of_group(group)] for p in group["params"]}
+        factors = self._of_groups()
         return {i: rate * factors.get(self._layers[i].sources[0], 1.0) for i, rate in self._by_member()}
+
+    def _of_groups(self) -> dict[nn.Parameter, float]:
+        return {p: part for group in self._groups() for part in [self._of_group(group)] for p in group["params"]}
 
     def code(self, names: Iterable[tuple[str, nn.Parameter]]) -> str:
         """Return Python code that makes the optimizers with the learning rates found, as they are at the peak.
@@ -190,12 +195,15 @@ class Corrector:
             highest = self._peaks.see(group).highest
             # Without the correction an optimizer goes on multiplying its learning rate by that.
             peaks |= dict.fromkeys(group["params"], highest * self._rectified(group))
-            rates |= dict.fromkeys(group["params"], highest) if highest else {}  # of what is not measured
-        found = {p: m * peaks[p] for i, m in self.by_layer().items() for p in self._layers[i].sources if peaks.get(p)}
+            rates |= dict.fromkeys(group["params"], highest) if highest else {}  # of what is left out
+        factors = self._of_groups()
+        found = {p: rate * factors[p] * peaks[p] for p, rate in self._by_parameter().items() if peaks.get(p)}
         return param_groups_code(names, self._optimizers, rates | found)
 
     def _by_parameter(self) -> dict[nn.Parameter, float]:
-        return {p: rate for i, rate in self._by_member() for p in self._layers[i].sources}
+        found = {p: rate for i, rate in self._by_member() for p in self._layers[i].sources}
+        groups = [[group["params"] for group in optimizer.param_groups] for optimizer in self._optimizers]
+        return usual_multipliers(found, self._unmeasured, groups) | found
 
     def _by_member(self) -> Iterator[tuple[int, float]]:
         """Yield what the learning rate of each layer is multiplied with, before any factor of its group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -140,22 +140,20 @@ class Peaks:
             self._peaks.update({p: Peak(*state) for p in parameters})
 
 
-def unmeasured(groups: Iterable[Mapping[str, Any]], held: Collection[nn.Parameter]) -> str:
-    """Return, as the end of a sentence, which parameters keep their learning rates; empty if none does.
+def share_of(groups: Iterable[Mapping[str, Any]], some: Callable[[nn.Parameter], bool], what: str) -> str:
+    """Return, as the end of a sentence, how many parameters are of a kind; empty if none is.
 
     Args:
         groups: of the optimizers.
-        held: parameters that are measured.
+        some: whether a parameter is of that kind.
+        what: what is said of them.
     """
     trained = [p for group in groups for p in group["params"] if p.requires_grad]
-    left = [p for p in trained if p not in held]
-    if not left:
+    kind = list(filter(some, trained))
+    if not kind:
         return ""
-    part = _entries(left) / max(_entries(trained), 1)
-    return (
-        f"; {len(left)} of {len(trained)} parameters, with {part:.0%} of all entries, are not measured and keep their "
-        "learning rates"
-    )
+    part = _entries(kind) / max(_entries(trained), 1)
+    return f"; {len(kind)} of {len(trained)} parameters, with {part:.0%} of all entries, {what}"
 
 
 def _entries(parameters: Iterable[nn.Parameter]) -> int:

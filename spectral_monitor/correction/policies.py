@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+from torch import nn
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.fitting.medians import geometric_median
@@ -136,3 +138,25 @@ def wanted_decrease(measurement: Measurement, polyak: float | None) -> float:
     if math.isnan(loss):
         raise ValueError(f"polyak needs the loss; {measurement.why('loss', SUMMARY)}")
     return loss - polyak
+
+
+def usual_multipliers(
+    known: Mapping[nn.Parameter, float],
+    others: Set[nn.Parameter],
+    optimizers: Iterable[Sequence[Sequence[nn.Parameter]]],
+) -> dict[nn.Parameter, float]:
+    """Return the multipliers of parameters that have none of their own: the median of their group's, or of their
+    optimizer's where none in the group has one.
+
+    Args:
+        known: parameter -> its multiplier.
+        others: those without; what no optimizer with a known multiplier holds is left out.
+        optimizers: the parameters of each one's groups.
+    """
+    usual: dict[nn.Parameter, float] = {}
+    for groups in optimizers if others else ():
+        every = geometric_median(known[p] for group in groups for p in group if p in known)
+        for group in groups:
+            own = geometric_median(known[p] for p in group if p in known)
+            usual |= dict.fromkeys(others.intersection(group), every if math.isnan(own) else own)
+    return {p: multiplier for p, multiplier in usual.items() if multiplier > 0}

@@ -27,6 +27,8 @@ from spectral_monitor.layers.parametrized import computed_weights
 from spectral_monitor.measurement import NODE, ROLE_NAMES, LayerInfo
 from spectral_monitor.state.dtensor import is_distributed
 
+LEFT_OUT = "left out"
+"""How the reason begins why something is not measured that a user does not want to be."""
 ROLE_CHOICES = (*ROLES, "ignore")
 _GIVEN = {name: role for role, name in ROLE_NAMES.items()}
 
@@ -193,9 +195,9 @@ def dissect(
         count = first_match(blocks, name)
         reason = guess.reason if not role else ""
         if (include and not matches(include, name, item.owner)) or (exclude and matches(exclude, name, item.owner)):
-            reason = "left out by include or exclude"
+            reason = f"{LEFT_OUT} by include or exclude"
         if role == "ignore":
-            reason = "left out by roles"
+            reason = f"{LEFT_OUT} by roles"
         if reason:
             unmeasured.append(Unmeasured(name, item.shape, reason))
             continue

@@ -18,6 +18,7 @@ from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Corrector, LRCorrection, looks_drawn, rescale, starting_norm
 from spectral_monitor.engine import CLEARED, START, STEP_LOSS, TURN, Engine
 from spectral_monitor.engine.results.loss import UPHILL
+from spectral_monitor.layers.inspect_model import LEFT_OUT
 from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.monitoring.correction_report import CorrectionReport, held
@@ -59,8 +60,10 @@ class Supervisor:
         self._corrector: Corrector | None = None
         self._report: CorrectionReport | None = None
         if correction is not None:
+            names = {item.name for item in engine.anatomy.unmeasured if not item.reason.startswith(LEFT_OUT)}
+            unmeasured = [p for name, p in engine.model.named_parameters() if name in names]
             self._corrector = Corrector(
-                correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention.blocks
+                correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention.blocks, unmeasured
             )
             self._report = CorrectionReport(self._corrector)
             engine.embedding_scales = None if correction.of_peak else {}

@@ -15,6 +15,7 @@ from spectral_monitor.condition.optimizers.recipe import relative_rates
 from spectral_monitor.correction.corrector import SETTLED, Corrector
 from spectral_monitor.correction.peak_rates import CONSTANT, Peaks
 from spectral_monitor.correction.policies import SHARES
+from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import dissect
 from tests.correction.test_corrector import batch, perceptron
 
@@ -279,10 +280,55 @@ def test_what_keeps_its_rate_is_told():
     network = nn.Sequential(nn.Linear(70, 8))
     network.register_parameter("waves", nn.Parameter(torch.ones(142, dtype=torch.complex64)))
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
-    decision = Corrector(LRCorrection(), dissect(network).layers, [optimizer]).decision
-    assert decision.endswith(
-        "; 1 of 3 parameters, with 20% of all entries, are not measured and keep their learning rates"
+    left_out = Corrector(LRCorrection(), dissect(network).layers, [optimizer])
+    assert left_out.decision.endswith(
+        "; 1 of 3 parameters, with 20% of all entries, are left out and keep their learning rates"
     )
+    follows = Corrector(LRCorrection(), dissect(network).layers, [optimizer], unmeasured=[network.waves])
+    assert follows.decision.endswith(
+        "; 1 of 3 parameters, with 20% of all entries, are not measured and take the usual rate of the others"
+    )
+
+
+class Waves(nn.Module):
+    """Half of it is a parameter in three dimensions, which is not measured."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.waves, self.last = nn.Linear(8, 16), nn.Parameter(torch.randn(16, 4, 4) / 4), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.last(
+            torch.einsum("bi,ijk,bjk->bi", self.first(x), self.waves.cos(), x[:, :4, None] * x[:, None, 4:])
+        )
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one group", "a group of its own"])
+@pytest.mark.parametrize("make", [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)], ids=["Adam", "SGD"])
+def test_what_is_not_measured_takes_the_usual_multiplier(make, apart):
+    """So that the run is the same from any rate; what is left out keeps its own."""
+
+    def trained(lr, **settings):
+        torch.manual_seed(0)
+        model = Waves()
+        groups = [[p for p in model.parameters() if (p is model.waves) == kind] for kind in (False, True)]
+        optimizer = make([{"params": some} for some in groups] if apart else model.parameters(), lr=lr)
+        probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection(), verbose=False, **settings)
+        for _ in range(12):
+            x = torch.randn(32, 8)
+            with probe.step():
+                optimizer.zero_grad()
+                (model(x)[:, 0] - x[:, 0] * x[:, 1]).square().mean().backward()
+                optimizer.step()
+        return model, probe
+
+    (model, probe), (same, _), (own, _) = trained(1e-2), trained(1.0), trained(1.0, exclude=["waves"])
+    for a, b in zip(model.parameters(), same.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert (own.waves - model.waves).abs().max() > 0.1
+    usual = 1e-2 * geometric_median(probe.multipliers.values())
+    if not apart:
+        assert f'{{"params": ["waves"], "lr": {usual:.4g}}}' in probe.param_groups_code()
 
 
 def radam(lr):
