@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -142,7 +142,7 @@ def wanted_decrease(measurement: Measurement, polyak: float | None) -> float:
 
 def usual_multipliers(
     known: Mapping[nn.Parameter, float],
-    others: Set[nn.Parameter],
+    others: frozenset[nn.Parameter],
     optimizers: Iterable[Sequence[Sequence[nn.Parameter]]],
 ) -> dict[nn.Parameter, float]:
     """Return the multipliers of parameters that have none of their own: the median of their group's, or of their
