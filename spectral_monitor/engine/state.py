@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from spectral_monitor.engine.state_dict import (
 from spectral_monitor.engine.weights.matrix_batches import BatchMember, host_copies
 from spectral_monitor.engine.weights.stage import start_norms
 from spectral_monitor.layers import Anatomy, Layer
-from spectral_monitor.linalg import Coroutine, run, run_local
+from spectral_monitor.linalg import Coroutine, run
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.sharding import ProcessGroup
@@ -52,8 +52,6 @@ CLEARED = "cleared"
 
 COMPARED = frozenset(key for key, q in QUANTITIES.items() if "probe" in q.needs) - {"feature_drift"}
 """Quantities that compare features with those of the start, and are due by a count of their own."""
-
-T = TypeVar("T")
 
 
 def still_due(due: frozenset[str], pending: frozenset[str]) -> frozenset[str]:
@@ -76,6 +74,7 @@ class EngineState:
 
     model: nn.Module
     settings: Settings
+    asked: Settings
     processes: ProcessGroup | None
     anatomy: Anatomy
     layers: tuple[Layer, ...]
@@ -96,10 +95,6 @@ class EngineState:
         self._start_norms: Raw = {}
         self._reasons: dict[tuple[str, ...], dict[str, str]] = {}
 
-    def _run(self, routine: Coroutine[T]) -> T:
-        """To its end, with the other processes if there are any."""
-        return run_local(routine) if self.processes is None else run(routine, self.processes)
-
     def start(self, step: int = 0) -> None:
         """Remember the weights, after ``step`` steps, as those drift is counted from, in host memory."""
         self.start_step = step
@@ -108,10 +103,11 @@ class EngineState:
                 self._parameters = start_parameters(self.model)
         if "W0" in self.settings.needs:
             with self._guard("remembering the start"), full_precision(), torch.no_grad():
-                self._run(agreed(self._begin(), self.processes))
+                run(agreed(self._begin(), self.processes), self.processes)
 
-    def _drift_due(self, keys: Sequence[str]) -> bool:
+    def _drift_due(self) -> bool:
         """Return whether the probe batch is run again: at every n-th step that is asked for one of the two kinds."""
+        keys = self.asked.keys
         counts = [self.drifts] if "feature_drift" in keys else []
         counts += [self.comparisons] if COMPARED & set(keys) and self.processes is None else []
         return any(count % self.settings.drift_every == 0 for count in counts)
@@ -249,7 +245,7 @@ class EngineState:
         else:
             self.start_step = start_step
             with self._guard("remembering the start"), full_precision(), torch.no_grad():
-                self._run(self._begin(start))
+                run(self._begin(start), self.processes)
         if self._linearized and self.probe_taken:
             self._parameters = kept  # those of now do not belong to the batch
         elif self._linearized:

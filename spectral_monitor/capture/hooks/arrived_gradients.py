@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.registration import (
     GradientHook,
+    Harmless,
     Hooks,
     Removable,
     WrappedCall,
@@ -37,11 +38,23 @@ class ArrivedGradients:
     the optimizer's, so there it shows itself at what modules returned.
 
     Args:
+        optimizers: whose gradients are looked at.
+        model: what several processes train, FSDP's wrapper where there is one; ``None`` in a single process.
+        flat: ids of parameters whose place is FSDP's affair.
         norms_of: returns the norms of what is here of the gradients of parameters.
+        harmless: to be entered around what hooks do.
     """
 
-    def __init__(self, norms_of: Callable[[Sequence[Tensor]], Tensor]) -> None:
-        self._norms_of = norms_of
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        model: nn.Module | None,
+        flat: Collection[int],
+        norms_of: Callable[[Sequence[Tensor]], Tensor],
+        harmless: Harmless,
+    ) -> None:
+        self._optimizers, self._model, self._flat = optimizers, model, flat
+        self._norms_of, self._harmless = norms_of, harmless
         self._handles: list[Removable] = []
         self._hooks: Hooks[nn.Module] = Hooks()
         self._norms: dict[Tensor, Tensor] = {}
@@ -49,28 +62,15 @@ class ArrivedGradients:
         self._reached: dict[Tensor, int] = {}  # parameter -> the latest backward pass that has reached it
         self._seen: set[int] = set()  # backward passes whose end is waited for, or has come
 
-    def arm(
-        self,
-        optimizers: Sequence[Optimizer],
-        model: nn.Module | None,
-        flat: Collection[int],
-        harmless: Callable[[str], Any],
-    ) -> None:
-        """Register the hooks.
-
-        Args:
-            optimizers: whose gradients are looked at.
-            model: what several processes train, FSDP's wrapper where there is one; ``None`` in a single process.
-            flat: ids of parameters whose place is FSDP's affair.
-            harmless: to be entered around what hooks do.
-        """
+    def arm(self) -> None:
+        """Register the hooks."""
         self.disarm()
-        self._harmless = harmless
-        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        model = self._model
+        held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         for p in dict.fromkeys(held):
             if not p.requires_grad or is_lazy(p):
                 continue
-            if is_distributed(p) or id(p) in flat:
+            if is_distributed(p) or id(p) in self._flat:
                 self._sharded.append(p)
             elif p.is_leaf:
                 self._handles.append(GradientHook(p, partial(self._reaching, p)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_backward, in_transform
+from spectral_monitor.capture.hooks.registration import Harmless, Hooks, Removable, in_backward, in_transform
 from spectral_monitor.capture.row_sampling import first_tensor
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.state.dtensor import local_part
-
-Harmless = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.recording import BORROWED, CallRecorder, Harmless, Watcher
+from spectral_monitor.capture.hooks.recording import BORROWED, CallRecorder, Watcher
 from spectral_monitor.capture.hooks.registration import (
     GradientHook,
+    Harmless,
     Hook,
     Hooks,
     Removable,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.registration import Removable, in_transform
+from spectral_monitor.capture.hooks.registration import Harmless, Removable, backward_pass, in_transform
 from spectral_monitor.capture.records.assumption_checks import CHECKED, Checks, is_linear
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
@@ -35,7 +34,6 @@ from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import NODE, UNFIT
 from spectral_monitor.state.dtensor import local_part
 
-Harmless = Callable[[str], AbstractContextManager[None]]
 Foresight = Callable[[Any], BatchSlice | None]
 """Of a call that begins: the samples that will be run again, if it is known that those will do."""
 
@@ -255,7 +253,7 @@ class CallRecorder:
         if not self.backward_open:
             return False
         self._backward_seen = True
-        self.backward_pass = torch._C._current_graph_task_id()
+        self.backward_pass = backward_pass()
         return True
 
     def _gradient(self, i: int, call: Call, gradient: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.recording import nothing
+from spectral_monitor.capture.hooks.registration import Harmless
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import Replayable
@@ -89,7 +90,7 @@ class FeatureWatch:
         layout: ModelLayout,
         settings: Settings,
         processes: ProcessGroup | None,
-        harmless: Callable[[str], AbstractContextManager[None]],
+        harmless: Harmless,
         warn: WarnOnce,
         warn_here: WarnOnce,
     ) -> None:
