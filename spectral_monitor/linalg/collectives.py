@@ -37,7 +37,7 @@ class AllReduce(Protocol):
 
 
 def run(routine: Coroutine[T], exchange: AllReduce | None) -> T:
-    """Run a coroutine in every process at once, or in a single one, where a sum is its only summand; return its result."""
+    """Return the result of a coroutine run by every process at once, or alone, where a sum is its only summand."""
     try:
         request = next(routine)
         while True:

@@ -318,13 +318,13 @@ class CallRecorder:
 
     def inputs(self, i: int) -> Outputs:
         """Return the same for the inputs of one layer; nothing if they are not available."""
-        layer, found = self.layers.get(i), []
+        found = []
         for call in self.calls.get(i, ()):
-            rows = None if call.h_in is None else call.h_in.get()
-            if rows is None or layer is None:
+            rows = call.input()
+            if rows is None:
                 return {}
             index = self._chosen_inputs(self.calls[i][0].inputs, call.inputs, rows.shape[1], rows.device)
-            found.append(CallRows(index, rows, None, call.inputs, call.inputs, len(rows), call.inputs))
+            found.append(CallRows(index, rows, None, call.inputs, call.inputs, call.inputs))
         return {i: found} if found else {}
 
     def _chosen_inputs(self, first: int, rows: int, features: int, device: torch.device) -> Tensor | None:

@@ -16,7 +16,7 @@ from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.records.assumption_checks import is_pointwise
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs
 from spectral_monitor.capture.replay.replay import Replayable
-from spectral_monitor.capture.row_sampling import rows_of
+from spectral_monitor.capture.row_sampling import concatenated, rows_of
 from spectral_monitor.engine.features.replays import Probe
 from spectral_monitor.engine.features.step_inputs import Context
 from spectral_monitor.engine.results.raw import RawScalars
@@ -91,8 +91,7 @@ class _Rows:
         if not calls or not len(calls) == len(self.found[i]) == len(self.kept[i]):
             return None
         rows, derivatives, inputs = zip(*calls, strict=True)
-        known = [x for x in inputs if x is not None]
-        return torch.cat(rows), torch.cat(derivatives), torch.cat(known) if len(known) == len(calls) else None
+        return torch.cat(rows), torch.cat(derivatives), concatenated(inputs)
 
 
 class _Whole(nn.Module):

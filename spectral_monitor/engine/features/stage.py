@@ -38,16 +38,6 @@ ROW_TOLERANCE = 0.05
 """Relative tolerance of spectral norms of rows, of which a stable rank is made that differs more between batches."""
 
 
-def inputs(calls: Sequence[Call]) -> list[Tensor | None]:
-    """Return a layer's inputs, call by call; ``None`` where they are not available."""
-    return [call.h_in.get() if call.h_in is not None else None for call in calls]
-
-
-def gradients(calls: Sequence[Call]) -> list[Tensor | None]:
-    """Gradients of a layer's outputs, call by call; ``None`` where they did not arrive exactly once."""
-    return [call.gradient() for call in calls]
-
-
 def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
     """Return the gradients of a layer's outputs over all calls, in the dtype they are measured in, or the sample of
     them.
@@ -57,7 +47,7 @@ def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
 
 def input_rows(calls: Sequence[Call]) -> Tensor | None:
     """Return a layer's inputs over all its calls, in the dtype they are measured in."""
-    return joined(inputs(calls))
+    return joined([call.input() for call in calls])
 
 
 class _Kind(NamedTuple):

@@ -102,14 +102,11 @@ class FeatureWatch:
         self._processes = processes
         self._alone = processes is None and wrapper is model
         self._harmless, self._warn = harmless, warn
-        layers = layout.layers
-        wanted = range(len(layers)) if settings.needs & FEATURES else ()
+        layers = dict(enumerate(layout.layers)) if settings.needs & FEATURES else {}
         room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
         # Where the weights of a forward lie is no one's but FSDP's affair.
         watched = [p for p in model.parameters() if id(p) not in layout.flat]
-        self.capture = FeatureCapture(
-            model, layers, wanted, room, watched, harmless, layout.entries, not layout.sharded
-        )
+        self.capture = FeatureCapture(model, layers, room, watched, harmless, layout.entries, not layout.sharded)
         self.replays = Replays(model, wrapper, self.capture, settings, layout.compiled, warn, warn_here)
         self.readouts = Readouts(layout.anatomy)
         self._context: Context = nullcontext
