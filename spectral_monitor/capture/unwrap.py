@@ -51,6 +51,11 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer holds, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def unwrap_optimizers(optimizer: Any, model: nn.Module) -> list[Optimizer]:
     """Return the optimizers of a model, one or several, without their wrappers.
 
@@ -65,7 +70,7 @@ def unwrap_optimizers(optimizer: Any, model: nn.Module) -> list[Optimizer]:
         if any(item is other for other in found[:place]):
             raise ValueError(f"optimizer: the same {type(item).__name__} is given twice; give each optimizer once")
     mine = {id(p) for p in model.parameters()}
-    if mine and not any(id(p) in mine for item in found for group in item.param_groups for p in group["params"]):
+    if mine and not any(id(p) in mine for item in found for p in parameters_of(item)):
         kind = type(model).__name__
         raise ValueError(f"the optimizer holds no parameter of the model ({kind}): it is another model's, or a copy's")
     return found

@@ -26,6 +26,7 @@ from spectral_monitor.capture.hooks.registration import (
     in_transform,
 )
 from spectral_monitor.capture.replay.loss_flow import tensors_in
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.layers import compiled_modules, entrances
 from spectral_monitor.state.dtensor import is_distributed
 
@@ -66,7 +67,7 @@ class ArrivedGradients:
         """Register the hooks."""
         self.disarm()
         model = self._model
-        held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        held = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
         for p in dict.fromkeys(held):
             if not p.requires_grad or is_lazy(p):
                 continue
@@ -124,7 +125,7 @@ class ArrivedGradients:
         """Return the parameters of an optimizer that is about to step whose gradients have arrived, and their norms as
         loss scaling would have left them; ``None`` if there are none.
         """
-        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._norms]
+        mine = [p for p in parameters_of(optimizer) if p in self._norms]
         if not mine:
             return None
         norms = torch.stack([self._norms[p].to(self._norms[mine[0]]) for p in mine])

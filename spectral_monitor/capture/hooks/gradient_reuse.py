@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.registration import GradientHook, Harmless
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.state.dtensor import is_distributed
 
 
@@ -56,10 +57,9 @@ class GradientReuse:
         self.disarm()
         ends = set(map(id, outputs))
         for optimizer in self._optimizers:
-            held = [p for group in optimizer.param_groups for p in group["params"]]
             some = [
                 p
-                for p in held
+                for p in parameters_of(optimizer)
                 if p.requires_grad and p.is_leaf and not is_lazy(p) and p.numel() > 1 and not is_distributed(p)
             ]
             if some:

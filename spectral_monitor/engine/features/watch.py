@@ -17,6 +17,7 @@ from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import Replayable
 from spectral_monitor.capture.row_sampling import Marks, RowSampler, marks
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.features.changes import ChangeStage
@@ -173,8 +174,7 @@ class FeatureWatch:
     def before(self, optimizer: Optimizer) -> None:
         """Mark the weights that an optimizer is about to change."""
         if self.wanted:
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            self._held_at[id(optimizer)] = marks(parameters)
+            self._held_at[id(optimizer)] = marks(parameters_of(optimizer))
 
     def ready(self, optimizer: Optimizer, around: Context) -> None:
         """Look at what was recorded when an optimizer's gradients are there; ``around`` is entered for a pass beside

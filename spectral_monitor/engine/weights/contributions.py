@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars, one_each
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.weights.gradients import (
@@ -84,9 +85,9 @@ class ContributionStage:
             optimizer: about to step.
             mine: the layers it trains.
         """
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owned = {id(p) for p in parameters_of(optimizer)}
         measured = {id(p) for i, m in mine.items() for p in m.layer.sources if i not in self._facts.divided}
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
         for i, member in mine.items():
             layer = member.layer
             if layer.compute is not None and not layer.tied_to and i not in self._facts.divided:
@@ -102,7 +103,7 @@ class ContributionStage:
         arrived: tuple[tuple[Tensor, ...], Tensor] | None,
     ) -> None:
         """Note gradients now that they are final; ``arrived``: as for :meth:`.MatrixStage.ready`."""
-        held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held.trained = [p for p in parameters_of(optimizer) if p.grad is not None]
         held.norms = gradient_norms(held.trained)
         if self.overwrites and not self._host:
             held.copies = [p.grad.clone() for p in held.trained if p.grad is not None]
