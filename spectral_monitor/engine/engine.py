@@ -127,7 +127,7 @@ class Engine(EngineState):
         )
         self._stage.contributions.overwrites = self._overwrites
         self.attention.clear(self.asked, out)
-        self.features.clear(self.asked, out)
+        self.features.clear(self.asked, facts, out)
 
     @property
     def calls(self) -> Sequence[RootCall]:
@@ -232,13 +232,13 @@ class Engine(EngineState):
             self.turns.measured(facts.held, facts.stepped)
         if self.optimizers.compiled:
             self._warn(COMPILED_STEP)
-        self.features.explain(facts, seen)
+        self.features.explain(seen)
         # Matrices and rows as the step saw them, then the forward again.
         rows = self.features.begin_rows(seen)
-        run(agreed(self._before_replay(rows, forward, facts), processes), processes)
+        run(agreed(self._before_replay(rows, forward), processes), processes)
         if self.features.wanted:
             due, start = self._drift_due(), self._parameters
-            run(self.features.changes(forward, seen, rows, facts, given, due, stage, start), processes)
+            run(self.features.changes(forward, seen, rows, given, due, stage, start), processes)
             if self._guard.failed and processes is None:
                 return None
         if self.step_loss.wanted:
@@ -303,9 +303,9 @@ class Engine(EngineState):
             self.features.replays.probe = None  # what one has lost is no use to the others
         return True
 
-    def _before_replay(self, rows: RowStage, forward: WatchedForward, facts: StepContext) -> Coroutine[None]:
+    def _before_replay(self, rows: RowStage, forward: WatchedForward) -> Coroutine[None]:
         """Matrices, attention, and rows as the step saw them."""
-        features = self.features.routine(rows, forward.outputs, facts)
+        features = self.features.routine(rows, forward.outputs)
         if self.processes is None:
             yield from sequence([self.attention.routine(), features])
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from spectral_monitor.linalg import Coroutine, all_reduce_norm, rank_table, resume
+from spectral_monitor.linalg import AllReduce, Coroutine, all_reduce_norm, rank_table, resume
 from spectral_monitor.sharding import ProcessGroup
 
 
@@ -274,7 +274,7 @@ def agreed(routine: Coroutine[None], processes: ProcessGroup | None) -> Coroutin
 
 
 def mean_of_batches(
-    pair: torch.Tensor | None, flags: Sequence[float], seen: RankReports, processes: ProcessGroup | None
+    pair: torch.Tensor | None, flags: Sequence[float], seen: RankReports, processes: AllReduce | None
 ) -> Coroutine[tuple[torch.Tensor | None, list[float]]]:
     """Return the mean over the batches of two numbers, ``None`` if a process does not know them, and sums of flags."""
     if processes is None:

@@ -119,7 +119,8 @@ class Linearization:
     """Compares how far layers' outputs on the probe batch have come with where the linearization has them, and takes
     the change of a readout's outputs apart.
 
-    ``start``: parameters at the start of the run, by name; ``host``: whether copies are held by the host.
+    ``start``: parameters at the start of the run, by name; ``host``: whether copies are held by the host; ``context``:
+    the precision that forwards run under.
     """
 
     model: nn.Module
@@ -127,10 +128,9 @@ class Linearization:
     start: Mapping[str, Tensor]
     host: bool
     out: RawScalars
+    context: Context
 
-    def measure(
-        self, keys: Collection[str], probe: Probe, context: Context, eps: Mapping[int, float]
-    ) -> dict[tuple[str, int], str]:
+    def measure(self, keys: Collection[str], probe: Probe, eps: Mapping[int, float]) -> dict[tuple[str, int], str]:
         """Put what is asked for of the layers; return for what is missing the reason.
 
         Two forwards: one at the weights of the start, for ``linearity`` with its derivative along what the weights have
@@ -139,7 +139,6 @@ class Linearization:
         Args:
             keys: some of :data:`SINCE_START`.
             probe: the batch, and what the layers gave for it at the start.
-            context: the precision it is run under.
             eps: layer index -> rounding of its outputs.
 
         Raises:
@@ -152,8 +151,8 @@ class Linearization:
         # Fused kernels of attention have no derivative in forward mode.
         with torch.inference_mode(False), torch.no_grad(), forward_ad.dual_level():
             with sdpa_kernel(SDPBackend.MATH):
-                self._run(probe.again, context, begin, self._begun("linearity" in keys))
-            self._run(probe.again, context, now, {})
+                self._run(probe.again, begin, self._begun("linearity" in keys))
+            self._run(probe.again, now, {})
         found: dict[tuple[str, int], str] = {}
         for i, kept in probe.outputs.items():
             missing = self._compare(keys, i, kept, begin, now, eps.get(i, 0))
@@ -176,10 +175,10 @@ class Linearization:
             found[name] = begin if change is None else forward_ad.make_dual(begin, change)
         return found
 
-    def _run(self, again: Replayable, context: Context, watcher: _Rows, parameters: Mapping[str, Tensor]) -> None:
+    def _run(self, again: Replayable, watcher: _Rows, parameters: Mapping[str, Tensor]) -> None:
         with preserved(self.model, host=self.host):
             again.rewind()
-            with context(), self.features.replaying(watcher):
+            with self.context(), self.features.replaying(watcher):
                 whole = {f"model.{name}": p for name, p in parameters.items()}
                 functional_call(_Whole(self.model), whole, (again,))
 

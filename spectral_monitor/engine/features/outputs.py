@@ -55,7 +55,7 @@ def _channels(rows: RowStage, features: Mapping[int, Tensor | None]) -> Coroutin
         device = None if h is None else h.device
         table = torch.zeros(2, rows.feature_count(i, "h"), dtype=torch.float64, device=device)
         if h is not None:
-            table[:, slice(*(rows.cols(i, "h") or (0, table.shape[1])))] = channel_sizes(h)
+            table[:, rows.columns(i, "h")] = channel_sizes(h)
         tables.append(rank_table(table, rows.exchange))
     tables = yield tables
     for i, table in zip(features, tables, strict=True):

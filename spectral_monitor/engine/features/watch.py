@@ -113,11 +113,11 @@ class FeatureWatch:
         self._context: Context = nullcontext
         self._picker = RowSampler(settings.max_rows)
 
-    def clear(self, asked: Settings, out: RawScalars) -> None:
-        """Drop what was seen, and begin a step of which ``asked`` is measured."""
+    def clear(self, asked: Settings, facts: StepContext, out: RawScalars) -> None:
+        """Drop what was seen, and begin a step of which ``asked`` is measured; ``facts`` are told what is missing."""
         self.capture.disarm()
         self.replays.begin(asked.needs)
-        self._asked, self._keys, self._out = asked, frozenset(asked.keys), out
+        self._asked, self._keys, self._facts, self._out = asked, frozenset(asked.keys), facts, out
         self._held_at: dict[int, Marks] = {}
         self.moved = False
         self._rows: RowStage | None = None
@@ -203,9 +203,9 @@ class FeatureWatch:
             forward.begun = given.begun(forward.loss)
             forward.part = self.replays.look(forward.again)
 
-    def explain(self, facts: StepContext, seen: RankReports) -> None:
+    def explain(self, seen: RankReports) -> None:
         """Put what is known of features that were not seen, or of some samples only."""
-        capture = self.capture
+        capture, facts = self.capture, self._facts
         facts.unseen = self.replays.unseen or (MOVED if any(some.moved for some in seen.steps) else "")
         facts.shared = capture.shared
         facts.sampled = bool(capture.looked_at)
@@ -218,14 +218,14 @@ class FeatureWatch:
         self._rows = RowStage(self._members, self._asked, seen, self._processes, self._picker, self._out)
         return self._rows
 
-    def routine(self, rows: RowStage, outputs: Outputs, facts: StepContext) -> Coroutine[None]:
+    def routine(self, rows: RowStage, outputs: Outputs) -> Coroutine[None]:
         """Measure rows as the step saw them."""
         calls, keys = self.capture.calls, self._keys
         seen = [rows.forward(calls)] if self.wanted else []
         if NOISE in keys:
             seen.append(measure_noise(calls, len(self._members), self._processes, self._out))
         if OF_ROWS & keys:
-            seen.append(measure_outputs(rows, keys, calls, outputs, facts))
+            seen.append(measure_outputs(rows, keys, calls, outputs, self._facts))
         yield from (sequence if self._processes is None else gather)(seen)
 
     def sample(self, i: int) -> Tensor | None:
@@ -243,7 +243,6 @@ class FeatureWatch:
         forward: WatchedForward,
         seen: RankReports,
         rows: RowStage,
-        facts: StepContext,
         given: StepInputs,
         due: bool,
         stage: MatrixStage,
@@ -254,7 +253,6 @@ class FeatureWatch:
         Args:
             forward, rows: those of the step.
             seen: what all processes saw of it.
-            facts: get the reasons for what is missing.
             given: what the training loop knows of the step.
             due: whether the probe batch is run again too.
             stage: has the weights before the step, and their learning rates.
@@ -264,7 +262,7 @@ class FeatureWatch:
             self._out.note(NETWORK, LOSS, seen.begun)
         elif forward.begun is not None:
             self._out.put(NETWORK, LOSS, forward.begun)
-        asked, host = ALONE & self._keys, self._asked.low_memory
+        facts, host, asked = self._facts, self._asked.low_memory, ALONE & self._keys
         if not self._alone:
             facts.why_not |= {(key, NETWORK): SEVERAL for key in asked}
             asked = frozenset()
@@ -283,7 +281,7 @@ class FeatureWatch:
             self.replays.run(due, again, part, replay, facts, given.context)
         done, self.replays.done = self.replays.done, ReplayOutcome()
         known = all(some.loss for some in seen.steps)
-        after = ChangeStage(rows, self._processes, full)
+        after = ChangeStage(rows, full)
         yield from after.measure(done, slices.off, facts, forward.loss if known else None)
         if after.off and not slices.off:
             slices.give_up()
@@ -292,8 +290,10 @@ class FeatureWatch:
         if after.probe_lost:
             self.replays.probe = None
         with self._harmless("running the forward again with a graph"):
-            graphs = GraphPasses(self._model, self.capture, asked, host, facts, self._out, self._warn)
-            graphs.measure(again, given, forward.outputs, stage.rates)
+            graphs = GraphPasses(
+                self._model, self.capture, asked, host, facts, self._out, self._warn, given, stage.rates
+            )
+            graphs.measure(again, forward.outputs)
             full.linearized(self.replays.probe, start, given.context)
 
     def settle(self, measurement: Measurement) -> None:
