@@ -112,8 +112,6 @@ def _table(block: AttentionBlock, call: AttentionCall) -> Tensor:
     Raises:
         ValueError: something that is needed was not seen.
     """
-    if call.overwritten:
-        raise ValueError("its queries, keys or outputs were overwritten")
     sample, query, key, value, output = _parts(block, call)
     module, arguments = block.module, call.arguments
     turns = rotations(module, arguments, sample)
@@ -133,7 +131,7 @@ def _parts(block: AttentionBlock, call: AttentionCall) -> tuple[Sample, Tensor, 
 
     Outputs are (sequences, rows, features), in the dtype of the module.
     """
-    seen = dict(call.tensors)
+    seen = call.seen()
     projections: dict[str, Projection | None] = {"query": block.query, "key": block.key, "value": block.value}
     ours = isinstance(block.module, nn.MultiheadAttention)
     if ours:
