@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from spectral_monitor.capture.replay.batch_slicing import Samples, slice_batch, tree_map
 from spectral_monitor.capture.replay.eager_pass import LossGradient, OutputGradients, precisely
 from spectral_monitor.capture.replay.loss_flow import LossFlow, loss_in
+from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.state.muted_warnings import muted_warnings
 from spectral_monitor.state.rng import AutocastState, RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
@@ -97,6 +98,10 @@ class Replayable(Repeatable):
     def output(self) -> Any:
         """Run it; return all that it returns."""
         raise NotImplementedError
+
+    def name_in(self, model: nn.Module) -> str:
+        """Return the module's name in a model; empty for the model itself, and for what is no part of it."""
+        return next((name for name, module in named_modules(model) if module is self.module), "")
 
     def part(self: Whole, which: Samples) -> Whole:
         """Return the same forward with some samples of its batch."""

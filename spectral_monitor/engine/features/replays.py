@@ -26,7 +26,7 @@ from spectral_monitor.engine.features.replay_subset import DRAWN, DRAWS, NO, UNS
 from spectral_monitor.engine.features.step_inputs import Context, StepInputs
 from spectral_monitor.engine.results.reasons import MOVED, StepContext
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.layers.naming import label, named_modules
+from spectral_monitor.layers.naming import label
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import call_through, reshard
 from spectral_monitor.state.snapshot import preserved
@@ -289,8 +289,7 @@ class Replays:
         """Return the module's name as the user knows it."""
         if not isinstance(again, RootCall):
             return "training_step"
-        name = next((name for name, module in named_modules(self._model) if module is again.module), "")
-        return label(name, again.module)
+        return label(again.name_in(self._model), again.module)
 
     def _pack(self, again: Replayable) -> tuple[dict[str, Any] | None, str]:
         try:
