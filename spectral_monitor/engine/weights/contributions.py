@@ -141,30 +141,22 @@ class ContributionStage:
         shares: dict[int, Tensor] = {}
         pairs: dict[tuple[torch.dtype, torch.device], dict[int, list[tuple[Tensor, Tensor]]]] = defaultdict(dict)
         for stack in found:
-            for i in (i for i, member in stack.members.items() if self._is_known(i, member)):
-                layer, gradient = stack.members[i].layer, None
-                parts: list[Tensor] = []
-                if layer.tied_to or i in self._facts.unused:
-                    pass
-                elif layer.compute is not None or i in self._originals:  # to first order this is the same
-                    kept_here = [(p, old, n) for p, old, n in self._originals.pop(i, ()) if p.grad is not None]
-                    parts = [contribution_here(p, old) / n for p, old, n in kept_here]
-                else:
-                    gradient = gradient_here(layer.sources[0])
-                if gradient is not None:
-                    both = zip(stack.members[i].contents(gradient), stack.entries(i), strict=True)
-                    pairs[stack.like.dtype, stack.like.device][i] = list(both)
-                elif parts:
-                    shares[i] = torch.stack(parts).sum()
-                else:
-                    shares[i] = stack.like.new_zeros(())
+            for i, member in stack.members.items():
+                layer, parts = member.layer, []
+                if layer.compute is not None and i not in self._originals and not layer.tied_to:
+                    continue  # divided parameters are counted as such
+                if not layer.tied_to and i not in self._facts.unused:
+                    if i in self._originals:  # to first order this is the same
+                        kept_here = [(p, old, n) for p, old, n in self._originals.pop(i) if p.grad is not None]
+                        parts = [contribution_here(p, old) / n for p, old, n in kept_here]
+                    elif (gradient := gradient_here(layer.sources[0])) is not None:
+                        both = zip(member.contents(gradient), stack.entries(i), strict=True)
+                        pairs[stack.like.dtype, stack.like.device][i] = list(both)
+                        continue
+                shares[i] = torch.stack(parts).sum() if parts else stack.like.new_zeros(())
         for (dtype, _), some in pairs.items():
             shares.update(zip(some, -inner_sums(list(some.values()), dtype), strict=True))
         return shares
-
-    def _is_known(self, i: int, member: BatchMember) -> bool:
-        """Return whether a layer's contribution is defined; divided parameters are counted as such."""
-        return member.layer.compute is None or i in self._originals or bool(member.layer.tied_to)
 
     def _arrivals(self, held: Gradients, layers: Iterable[int]) -> Tensor:
         """Return, for each layer, how many of its parameters have a local gradient that is not zero, whatever the
