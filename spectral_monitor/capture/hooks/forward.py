@@ -246,8 +246,7 @@ class FeatureCapture(CallRecorder):
             root, self._root = self._root, None
             if root.reached or self.hidden_layers:
                 with self._harmless("the end of the forward pass"):
-                    root.keep_loss(output)
-                    self._handles += root.watch_loss(output) if self.watch_losses else []
+                    self._handles += root.keep_loss(output, watch=self.watch_losses)
                     if self.hidden_layers or (self.refined and root.halves):
                         root.returned = OutputGradients(output, self._arriving)
                         self._handles += root.returned.handles

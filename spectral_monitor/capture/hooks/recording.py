@@ -186,7 +186,7 @@ class CallRecorder:
         copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
         kept = GuardedTensor(h_out.clone() if copy else h_out)
         original = h_out if copy and first is None and i not in self._overwritten else None
-        call = Call(None, kept, chosen, eps, index, self._root, h_out.shape[1], outputs, norm, original)
+        call = Call(kept, chosen, eps, index, self._root, h_out.shape[1], outputs, norm, original)
         call.first, call.first_index = first, first_index
         if self.traced:
             call.node, call.place = whole.grad_fn, self._count

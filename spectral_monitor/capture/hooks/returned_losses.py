@@ -60,7 +60,6 @@ class ReturnedLosses:
         if self._depth == 0 and self._open is not None:
             call, self._open = self._open, None
             with self._harmless("the end of the forward pass"):
-                call.keep_loss(output)
-                self._handles += call.watch_loss(output)
+                self._handles += call.keep_loss(output)
                 if call.flow is not None:
                     self.calls.append(call)

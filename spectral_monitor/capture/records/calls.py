@@ -43,7 +43,6 @@ class Call:
         arrival: where the gradient of the output arrives, while a pass beside the step is under way.
     """
 
-    h_in: GuardedTensor | None
     h_out: GuardedTensor
     count: int
     eps: float
@@ -53,6 +52,7 @@ class Call:
     outputs: int
     norm: Tensor
     original: Tensor | None = None
+    h_in: GuardedTensor | None = None
     watched: bool = False
     b: GuardedTensor | None = None
     b_count: int = 0

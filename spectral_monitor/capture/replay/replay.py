@@ -145,15 +145,11 @@ class RootCall(Replayable):
         self._autocast = AutocastState.now(module)
         self.halves = self._autocast.halves
 
-    def keep_loss(self, output: Any) -> None:
-        """Remember the loss in the call's output."""
+    def keep_loss(self, output: Any, watch: bool = True) -> list[RemovableHandle]:
+        """Remember the loss in the call's output and, to ``watch`` it, wait for its gradient; return the hooks."""
         loss = loss_in(output)
         self.loss = None if loss is None else loss.detach().clone()
-
-    def watch_loss(self, output: Any) -> list[RemovableHandle]:
-        """Wait for the gradient of the loss in the call's output, if there is one."""
-        loss = loss_in(output)
-        if loss is None or loss.grad_fn is None:
+        if not watch or loss is None or loss.grad_fn is None:
             return []
         self.flow = LossFlow(loss, output)
         return self.flow.handles

@@ -65,7 +65,8 @@ class StepObservation:
         measured: steps that were measured before.
         drifts: those of them that ``feature_drift`` was asked of.
         probe: whether the probe batch has been taken.
-        part: whether the first samples will do where the forward is run again: 0 no, 1 that is to be seen, 2 yes.
+        part: whether the first samples will do where the forward is run again, as
+            :mod:`~spectral_monitor.engine.features.replay_subset` has it.
         samples: how many those would be; 0 for all.
         apart: steps from the measured step before to the next one, at least, by this process's clock.
         begun: the loss that the backward pass began with, NaN if it is not known.

@@ -116,7 +116,7 @@ class FeatureWatch:
     def clear(self, asked: Settings, facts: StepContext, out: RawScalars) -> None:
         """Drop what was seen, and begin a step of which ``asked`` is measured; ``facts`` are told what is missing."""
         self.capture.disarm()
-        self.replays.begin(asked.needs)
+        self.replays.begin(asked.needs, facts)
         self._asked, self._keys, self._facts, self._out = asked, frozenset(asked.keys), facts, out
         self._held_at: dict[int, Marks] = {}
         self.moved = False
@@ -278,7 +278,7 @@ class FeatureWatch:
             again = None
             facts.no_replay = "the forward cannot be run again: the processes called the model differently"
         with self._harmless("running the forward again"):
-            self.replays.run(due, again, part, replay, facts, given.context)
+            self.replays.run(due, again, part, replay, given.context)
         done, self.replays.done = self.replays.done, ReplayOutcome()
         known = all(some.loss for some in seen.steps)
         after = ChangeStage(rows, full)
