@@ -199,36 +199,19 @@ class EngineState:
         Raises:
             ValueError: if the state is of another model or format; nothing has been changed then.
         """
-        reason = self.said_anywhere(refusal(state, self.anatomy.layers))
-        if reason:
+        if reason := self.said_anywhere(refusal(state, self.anatomy.layers)):
             raise ValueError(reason)
-        measured, skipped = int(state["measured"]), int(state["skipped_updates"])
-        drifts = int(state["drifts"])
+        measured, drifts, skipped = int(state["measured"]), int(state["drifts"]), int(state["skipped_updates"])
         start_step, lasting, no_probe = int(state["start_step"]), list(state["lasting"]), str(state["no_probe"])
         anew: list[str] = []
         start: dict[int, list[Tensor]] | None = None
         if tensors is not None and "W0" in self.settings.needs:
-            error = ""
-            try:
-                start = unpack_start(tensors["start"], self.members)
-            except ValueError as raised:
-                error = str(raised)
-            error = self.said_anywhere(error)
-            if error:
-                start = None
-                anew.append(f"drift is counted from here ({error})")
+            start, no_start = self._saved_start(tensors)
+            anew += [f"drift is counted from here ({no_start})"] if no_start else []
         if tensors is not None and "probe" in self.settings.needs:
-            no_probe = no_probe or str(tensors.get("no_probe", ""))
-            try:
-                if tensors["probe"] is not None:
-                    make = revive or self.revive
-                    self.features.replays.probe = unpack_probe(tensors["probe"], self.layers, make)
-            except Exception as error_here:
-                no_probe = f"{type(error_here).__name__}: {error_here}"
-            no_probe = self.said_anywhere(no_probe)
-            if no_probe:
-                self.features.replays.probe = None
-                anew.append(f"feature_drift is counted from here (the probe batch could not be kept: {no_probe})")
+            no_probe = self._take_probe(tensors, no_probe, revive or self.revive)
+            said = f"feature_drift is counted from here (the probe batch could not be kept: {no_probe})"
+            anew += [said] if no_probe else []
         self.measured, self.drifts, self.skipped_updates = measured, drifts, skipped
         self.comparisons = int(state.get("comparisons", 0))
         if self.budget is not None and state["budget"] is not None:
@@ -251,6 +234,29 @@ class EngineState:
         elif self._linearized:
             self._parameters = start_parameters(self.model)
         return anew
+
+    def _saved_start(self, tensors: dict[str, Any]) -> tuple[dict[int, list[Tensor]] | None, str]:
+        """Return the weights of the start; or ``None``, and why some process does not have all of its own."""
+        start, error = None, ""
+        try:
+            start = unpack_start(tensors["start"], self.members)
+        except ValueError as raised:
+            error = str(raised)
+        error = self.said_anywhere(error)
+        return (None if error else start), error
+
+    def _take_probe(self, tensors: dict[str, Any], no_probe: str, revive: Revive) -> str:
+        """Take the probe batch that was saved, unless there is none; return why some process has none, if it should."""
+        no_probe = no_probe or str(tensors.get("no_probe", ""))
+        try:
+            if tensors["probe"] is not None:
+                self.features.replays.probe = unpack_probe(tensors["probe"], self.layers, revive)
+        except Exception as error:
+            no_probe = f"{type(error).__name__}: {error}"
+        no_probe = self.said_anywhere(no_probe)
+        if no_probe:
+            self.features.replays.probe = None
+        return no_probe
 
     def said_anywhere(self, reason: str) -> str:
         """Return a reason that some process has, empty if none has; all processes must call it at once."""
