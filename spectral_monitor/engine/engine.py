@@ -238,7 +238,7 @@ class Engine(EngineState):
         run(agreed(self._before_replay(rows, forward), processes), processes)
         if self.features.wanted:
             due, start = self._drift_due(), self._parameters
-            run(self.features.changes(forward, seen, rows, given, due, stage, start), processes)
+            run(self.features.changes(forward, rows, given, due, stage, start), processes)
             if self._guard.failed and processes is None:
                 return None
         if self.step_loss.wanted:

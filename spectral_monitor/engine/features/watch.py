@@ -221,12 +221,12 @@ class FeatureWatch:
     def routine(self, rows: RowStage, outputs: Outputs) -> Coroutine[None]:
         """Measure rows as the step saw them."""
         calls, keys = self.capture.calls, self._keys
-        seen = [rows.forward(calls)] if self.wanted else []
+        routines = [rows.forward(calls)] if self.wanted else []
         if NOISE in keys:
-            seen.append(measure_noise(calls, len(self._members), self._processes, self._out))
+            routines.append(measure_noise(calls, len(self._members), self._processes, self._out))
         if OF_ROWS & keys:
-            seen.append(measure_outputs(rows, keys, calls, outputs, self._facts))
-        yield from (sequence if self._processes is None else gather)(seen)
+            routines.append(measure_outputs(rows, keys, calls, outputs, self._facts))
+        yield from (sequence if self._processes is None else gather)(routines)
 
     def sample(self, i: int) -> Tensor | None:
         """Return the input rows that a layer's alignments are measured on."""
@@ -241,7 +241,6 @@ class FeatureWatch:
     def changes(
         self,
         forward: WatchedForward,
-        seen: RankReports,
         rows: RowStage,
         given: StepInputs,
         due: bool,
@@ -252,12 +251,12 @@ class FeatureWatch:
 
         Args:
             forward, rows: those of the step.
-            seen: what all processes saw of it.
             given: what the training loop knows of the step.
             due: whether the probe batch is run again too.
             stage: has the weights before the step, and their learning rates.
             start: parameter name -> its value at the start of the run, where that is asked for.
         """
+        seen = rows.census
         if self._processes is not None:
             self._out.note(NETWORK, LOSS, seen.begun)
         elif forward.begun is not None:
