@@ -45,47 +45,45 @@ NO_MATRIX = "known of readouts that are a single matrix, itself a parameter, and
 NEW_PARAMETERS = "parameters are trained that were not at the start"
 
 
+_Moving = tuple[Tensor, Tensor, Tensor | None]
+"""Rows (R, m), their derivatives and, of a readout, the inputs (R, n), if there are any."""
+
+
+def _copied_rows(given: Tensor | None, out: Tensor, layer: Layer, kept: CallRows) -> _Moving | None:
+    """Return copies of the rows of a call that were kept of it; ``None`` if it was called differently."""
+
+    def chosen(x: Tensor) -> Tensor:
+        return rows_of(x, *layer.features_of(x), kept.index)[: len(kept.h)]
+
+    value, derivative = forward_ad.unpack_dual(out)
+    rows = chosen(value)
+    if rows.shape != kept.h.shape:
+        return None
+    moved = torch.zeros_like(rows) if derivative is None else chosen(derivative).clone()  # None: nothing has moved yet
+    of_matrix = layer.info.role == "readout" and is_pointwise(layer)
+    if not of_matrix or given is None or not given.is_floating_point():
+        return rows.clone(), moved, None
+    return rows.clone(), moved, chosen(forward_ad.unpack_dual(given).primal).clone()
+
+
 @dataclass
 class _Rows:
     """A watcher that copies rows of calls, those that were kept of the probe batch, with their derivatives.
 
     Attributes:
         kept: what was kept of the calls.
-        found: layer index -> of each call rows (R, m), their derivatives and, of a readout, their inputs (R, n), if
-            there are any; ``None`` if it was called differently.
+        found: layer index -> what each call showed; ``None`` if it was called differently.
     """
 
     kept: Outputs
-    found: dict[int, list[tuple[Tensor, Tensor, Tensor | None] | None]] = field(default_factory=dict)
+    found: dict[int, list[_Moving | None]] = field(default_factory=dict)
 
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
         """Copy rows of one more call of layer ``i``."""
         calls, before = self.found.setdefault(i, []), self.kept.get(i, [])
-        kept = before[len(calls)] if len(calls) < len(before) else None
-        calls.append(None if kept is None else self._rows(given, out, layer, kept))
+        calls.append(_copied_rows(given, out, layer, before[len(calls)]) if len(calls) < len(before) else None)
 
-    def _inputs(self, given: Tensor | None, layer: Layer, kept: CallRows) -> Tensor | None:
-        of_matrix = layer.info.role == "readout" and is_pointwise(layer)
-        if not of_matrix or given is None or not given.is_floating_point():
-            return None
-        value = forward_ad.unpack_dual(given).primal
-        return rows_of(value, *layer.features_of(value), kept.index)[: len(kept.h)].clone()
-
-    def _rows(
-        self, given: Tensor | None, out: Tensor, layer: Layer, kept: CallRows
-    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        value, derivative = forward_ad.unpack_dual(out)
-        form = layer.features_of(value)
-        rows = rows_of(value, *form, kept.index)[: len(kept.h)]
-        if rows.shape != kept.h.shape:
-            return None
-        if derivative is None:  # nothing before it has moved
-            moved = torch.zeros_like(rows)
-        else:
-            moved = rows_of(derivative, *form, kept.index)[: len(kept.h)].clone()
-        return rows.clone(), moved, self._inputs(given, layer, kept)
-
-    def of(self, i: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def of(self, i: int) -> _Moving | None:
         """Return rows, derivatives and, if they are known, inputs of all calls of a layer, if they were as before."""
         calls = [call for call in self.found.get(i, ()) if call is not None]
         if not calls or not len(calls) == len(self.found[i]) == len(self.kept[i]):

@@ -163,10 +163,10 @@ class ReplaySubset:
         self.off = True
 
     def _cut(self, again: Replayable) -> BatchSlice | None:
-        size = None if self._samples is None or self.off else batch_size(again.given)
-        return (
-            None if self._samples is None or size is None or size <= self._samples else BatchSlice(self._samples, size)
-        )
+        if self._samples is None or self.off:
+            return None
+        size = batch_size(again.given)
+        return None if size is None or size <= self._samples else BatchSlice(self._samples, size)
 
     def _built(self, again: Replayable) -> tuple[str, list[str]]:
         """Return the form of a call without its values, and the values."""
