@@ -131,6 +131,14 @@ def count_rows(x: Tensor, channels_first: bool, spatial: int) -> int:
     return x.numel() // max(features, 1)
 
 
+def concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return rows of several calls as one tensor; ``None`` if any is missing, or there are none."""
+    there = [part for part in parts if part is not None]
+    if not there or len(there) < len(parts):
+        return None
+    return torch.cat(there) if len(there) > 1 else there[0]
+
+
 def first_rows(x: Tensor, first: int, count: int) -> Tensor:
     """Return the part of ``x`` that holds the first of its ``count`` rows."""
     return x.narrow(0, 0, len(x) * first // count)

@@ -52,6 +52,11 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer holds, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def unwrap_optimizers(optimizer: Any, model: nn.Module) -> list[Optimizer]:
     """Return the optimizers of a model, one or several, without their wrappers.
 
@@ -67,7 +72,7 @@ def unwrap_optimizers(optimizer: Any, model: nn.Module) -> list[Optimizer]:
         if any(item is other for other in found[:place]):
             raise ValueError(f"optimizer: the same {type(item).__name__} is given twice; give each optimizer once")
     mine = {id(p): name for name, p in model.named_parameters()}
-    held = [p for item in found for group in item.param_groups for p in group["params"] if id(p) in mine]
+    held = [p for item in found for p in parameters_of(item) if id(p) in mine]
     if mine and not held:
         kind = type(model).__name__
         raise ValueError(f"the optimizer holds no parameter of the model ({kind}): it is another model's, or a copy's")

@@ -34,7 +34,7 @@ from spectral_monitor.engine.state import CLEARED, COMPARED, START, STEP_LOSS, T
 from spectral_monitor.engine.weights.gradients import gradient_norms
 from spectral_monitor.engine.weights.stage import MatrixStage
 from spectral_monitor.layers.training_mode import TrainingModes
-from spectral_monitor.linalg import Coroutine, gather, sequence
+from spectral_monitor.linalg import Coroutine, gather, run, sequence
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import ProcessGroup, copies, reshard
@@ -94,13 +94,14 @@ class Engine(EngineState):
         self.anatomy, self.layers, self.members = layout.anatomy, layout.layers, layout.members
         self.attention = AttentionWatch(layout, processes, self._guard)
         self._tracker = ParameterTracker(model, () if layout.flat else self.anatomy.layers)
-        self._flat = layout.flat
         self._copies = partial(copies, flat=layout.flat, processes=processes)
         if settings.needs & FEATURES:
             check_supported(optimizers)
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
-        self._reuse = GradientReuse()
-        self._arrived = ArrivedGradients(gradient_norms)
+        held = self.optimizers.optimizers
+        self._reuse = GradientReuse(held, self._guard)
+        several = None if processes is None else self._wrapper
+        self._arrived = ArrivedGradients(held, several, layout.flat, gradient_norms, self._guard)
         self.features = FeatureWatch(
             model, self._wrapper, layout, settings, processes, self._guard, self._warn, own_warn
         )
@@ -109,7 +110,8 @@ class Engine(EngineState):
         self._awaited: frozenset[int] = frozenset()  # in the step that is watched
         self._overwrites = False  # whether an optimizer was seen to overwrite gradients
         returned = not (whole_steps or layout.compiled)
-        self.step_loss = StepLoss(model, self.features.replays.run_again, layout.sharded, returned, own_warn)
+        again = self.features.replays.run_again
+        self.step_loss = StepLoss(model, again, layout.sharded, returned, own_warn, self._guard)
         self.armed = self.idle = False
         self._reported: Settings | None = settings  # None: nothing of the step that is watched
         self.multipliers: Mapping[int, float] = {}
@@ -119,20 +121,13 @@ class Engine(EngineState):
     def _clear(self) -> None:
         self._guard.begin()
         self._apart: float | None = None
-        self._out, self._facts = RawScalars(), StepContext()
+        out, facts = self._out, self._facts = RawScalars(), StepContext()
         self._stage = MatrixStage(
-            self.members,
-            self.asked,
-            self._start,
-            self.features.sample,
-            self._copies,
-            self.processes,
-            self._facts,
-            self._out,
+            self.members, self.asked, self._start, self.features.sample, self._copies, self.processes, facts, out
         )
         self._stage.contributions.overwrites = self._overwrites
-        self.attention.clear(self.asked, self._out)
-        self.features.clear(self.asked, self._out)
+        self.attention.clear(self.asked, out)
+        self.features.clear(self.asked, facts, out)
 
     @property
     def calls(self) -> Sequence[RootCall]:
@@ -171,11 +166,10 @@ class Engine(EngineState):
             if not self.features.capture.hidden_layers:
                 self.attention.arm(self.asked)
             if self.processes is None and ("contribution" in self.asked.keys or CLEARED in keys):
-                self._reuse.arm(self.optimizers.optimizers, self._guard, output_parameters(self.anatomy.layers))
+                self._reuse.arm(output_parameters(self.anatomy.layers))
             if "g" in self.asked.needs:
-                several = None if self.processes is None else self._wrapper
-                self._arrived.arm(self.optimizers.optimizers, several, self._flat, self._guard)
-            self.step_loss.arm(self._guard)
+                self._arrived.arm()
+            self.step_loss.arm()
             self.optimizers.arm()
 
     def disarm(self) -> None:
@@ -220,7 +214,8 @@ class Engine(EngineState):
         forward = WatchedForward.of(len(self.layers))
         with self._guard("looking at what was seen"):
             self._look(forward, given)
-        seen = self._run(census(self._observed(forward, given), forward.layers, forward.prints, self.processes))
+        processes = self.processes
+        seen = run(census(self._observed(forward, given), forward.layers, forward.prints, processes), processes)
         if not self._agree(seen):
             return None
         if self.idle and any(some.optional for some in seen.steps):
@@ -237,18 +232,18 @@ class Engine(EngineState):
             self.turns.measured(facts.held, facts.stepped)
         if self.optimizers.compiled:
             self._warn(COMPILED_STEP)
-        self.features.explain(facts, seen)
+        self.features.explain(seen)
         # Matrices and rows as the step saw them, then the forward again.
         rows = self.features.begin_rows(seen)
-        self._run(agreed(self._before_replay(rows, forward, facts), self.processes))
+        run(agreed(self._before_replay(rows, forward), processes), processes)
         if self.features.wanted:
-            due = self._drift_due(self.asked.keys)
-            self._run(self.features.changes(forward, seen, rows, facts, given, due, stage, self._parameters))
-            if self._guard.failed and self.processes is None:
+            due, start = self._drift_due(), self._parameters
+            run(self.features.changes(forward, rows, given, due, stage, start), processes)
+            if self._guard.failed and processes is None:
                 return None
         if self.step_loss.wanted:
             changed = len(self.optimizers.optimizers)
-            self._run(self.step_loss.after(changed, given, seen, facts, self.processes, out))
+            run(self.step_loss.after(changed, given, seen, facts, processes, out), processes)
         if self._reported is None:
             return None
         if self.optimizers.repeated:
@@ -308,9 +303,9 @@ class Engine(EngineState):
             self.features.replays.probe = None  # what one has lost is no use to the others
         return True
 
-    def _before_replay(self, rows: RowStage, forward: WatchedForward, facts: StepContext) -> Coroutine[None]:
+    def _before_replay(self, rows: RowStage, forward: WatchedForward) -> Coroutine[None]:
         """Matrices, attention, and rows as the step saw them."""
-        features = self.features.routine(rows, forward.outputs, facts)
+        features = self.features.routine(rows, forward.outputs)
         if self.processes is None:
             yield from sequence([self.attention.routine(), features])
         else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.optim import Optimizer
 
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.settings import ATTENTION, FEATURES, Settings
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.layers import Anatomy, Layer, compiled_modules, dissect, entrances, without_compiled
@@ -64,7 +65,7 @@ class ModelLayout:
         patterns = {key: getattr(settings, key) for key in ("include", "exclude", "roles", "blocks")}
         flat = flat_extents(wrapper)
         sharded = bool(flat) or any(is_distributed(p) for p in model.parameters())
-        held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+        held = [{id(p) for p in parameters_of(optimizer)} for optimizer in optimizers]
         shapes = {key: extent.shape for key, extent in flat.items()}
         anatomy = dissect(model, **patterns, shapes=shapes, optimized=held)
         if settings.nodes:

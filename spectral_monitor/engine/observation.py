@@ -10,7 +10,6 @@ from spectral_monitor.capture.hooks.recording import WHY_HIDDEN
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
-from spectral_monitor.engine.features.stage import gradients, inputs
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.watch import FeatureWatch, WatchedForward
 from spectral_monitor.engine.results.reasons import StepContext
@@ -29,12 +28,11 @@ def observe(forward: WatchedForward, watch: FeatureWatch, facts: StepContext, pr
         observation = LayerObservation(i in facts.stepped, i in facts.unused, bool(recorded), features.hidden.get(i, 0))
         forward.layers[i] = observation
         if recorded:
-            x, b = inputs(recorded), gradients(recorded)
-            observation.fed = all(h is not None for h in x)
-            observation.graded = all(g is not None for g in b)
+            there = [x for call in recorded if (x := call.input()) is not None]
+            observation.fed = len(there) == len(recorded)
+            observation.graded = all(call.gradient() is not None for call in recorded)
             observation.lasted = i in outputs
             observation.eps = max(noise.get(i, 0.0), *(call.eps for call in recorded))
-            there = [h for h in x if h is not None]
             observation.inputs, observation.outputs = sum(map(len, there)), sum(call.count for call in recorded)
             observation.input_print = prints[i][1] if i in prints else math.nan
             observation.split_inputs = any(call.split_in for call in recorded)

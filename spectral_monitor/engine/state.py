@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from spectral_monitor.engine.state_dict import (
 from spectral_monitor.engine.weights.matrix_batches import BatchMember, host_copies
 from spectral_monitor.engine.weights.stage import start_norms
 from spectral_monitor.layers import Anatomy, Layer
-from spectral_monitor.linalg import Coroutine, run, run_local
+from spectral_monitor.linalg import Coroutine, run
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.sharding import ProcessGroup
@@ -52,8 +52,6 @@ CLEARED = "cleared"
 
 COMPARED = frozenset(key for key, q in QUANTITIES.items() if "probe" in q.needs) - {"feature_drift"}
 """Quantities that compare features with those of the start, and are due by a count of their own."""
-
-T = TypeVar("T")
 
 
 def still_due(due: frozenset[str], pending: frozenset[str]) -> frozenset[str]:
@@ -76,6 +74,7 @@ class EngineState:
 
     model: nn.Module
     settings: Settings
+    asked: Settings
     processes: ProcessGroup | None
     anatomy: Anatomy
     layers: tuple[Layer, ...]
@@ -96,10 +95,6 @@ class EngineState:
         self._start_norms: Raw = {}
         self._reasons: dict[tuple[str, ...], dict[str, str]] = {}
 
-    def _run(self, routine: Coroutine[T]) -> T:
-        """To its end, with the other processes if there are any."""
-        return run_local(routine) if self.processes is None else run(routine, self.processes)
-
     def start(self, step: int = 0) -> None:
         """Remember the weights, after ``step`` steps, as those drift is counted from, in host memory."""
         self.start_step = step
@@ -108,10 +103,11 @@ class EngineState:
                 self._parameters = start_parameters(self.model)
         if "W0" in self.settings.needs:
             with self._guard("remembering the start"), full_precision(), torch.no_grad():
-                self._run(agreed(self._begin(), self.processes))
+                run(agreed(self._begin(), self.processes), self.processes)
 
-    def _drift_due(self, keys: Sequence[str]) -> bool:
+    def _drift_due(self) -> bool:
         """Return whether the probe batch is run again: at every n-th step that is asked for one of the two kinds."""
+        keys = self.asked.keys
         counts = [self.drifts] if "feature_drift" in keys else []
         counts += [self.comparisons] if COMPARED & set(keys) and self.processes is None else []
         return any(count % self.settings.drift_every == 0 for count in counts)
@@ -203,36 +199,19 @@ class EngineState:
         Raises:
             ValueError: if the state is of another model or format; nothing has been changed then.
         """
-        reason = self.said_anywhere(refusal(state, self.anatomy.layers))
-        if reason:
+        if reason := self.said_anywhere(refusal(state, self.anatomy.layers)):
             raise ValueError(reason)
-        measured, skipped = int(state["measured"]), int(state["skipped_updates"])
-        drifts = int(state["drifts"])
+        measured, drifts, skipped = int(state["measured"]), int(state["drifts"]), int(state["skipped_updates"])
         start_step, lasting, no_probe = int(state["start_step"]), list(state["lasting"]), str(state["no_probe"])
         anew: list[str] = []
         start: dict[int, list[Tensor]] | None = None
         if tensors is not None and "W0" in self.settings.needs:
-            error = ""
-            try:
-                start = unpack_start(tensors["start"], self.members)
-            except ValueError as raised:
-                error = str(raised)
-            error = self.said_anywhere(error)
-            if error:
-                start = None
-                anew.append(f"drift is counted from here ({error})")
+            start, no_start = self._saved_start(tensors)
+            anew += [f"drift is counted from here ({no_start})"] if no_start else []
         if tensors is not None and "probe" in self.settings.needs:
-            no_probe = no_probe or str(tensors.get("no_probe", ""))
-            try:
-                if tensors["probe"] is not None:
-                    make = revive or self.revive
-                    self.features.replays.probe = unpack_probe(tensors["probe"], self.layers, make)
-            except Exception as error_here:
-                no_probe = f"{type(error_here).__name__}: {error_here}"
-            no_probe = self.said_anywhere(no_probe)
-            if no_probe:
-                self.features.replays.probe = None
-                anew.append(f"feature_drift is counted from here (the probe batch could not be kept: {no_probe})")
+            no_probe = self._take_probe(tensors, no_probe, revive or self.revive)
+            said = f"feature_drift is counted from here (the probe batch could not be kept: {no_probe})"
+            anew += [said] if no_probe else []
         self.measured, self.drifts, self.skipped_updates = measured, drifts, skipped
         self.comparisons = int(state.get("comparisons", 0))
         if self.budget is not None and state["budget"] is not None:
@@ -249,12 +228,35 @@ class EngineState:
         else:
             self.start_step = start_step
             with self._guard("remembering the start"), full_precision(), torch.no_grad():
-                self._run(self._begin(start))
+                run(self._begin(start), self.processes)
         if self._linearized and self.probe_taken:
             self._parameters = kept  # those of now do not belong to the batch
         elif self._linearized:
             self._parameters = start_parameters(self.model)
         return anew
+
+    def _saved_start(self, tensors: dict[str, Any]) -> tuple[dict[int, list[Tensor]] | None, str]:
+        """Return the weights of the start; or ``None``, and why some process does not have all of its own."""
+        start, error = None, ""
+        try:
+            start = unpack_start(tensors["start"], self.members)
+        except ValueError as raised:
+            error = str(raised)
+        error = self.said_anywhere(error)
+        return (None if error else start), error
+
+    def _take_probe(self, tensors: dict[str, Any], no_probe: str, revive: Revive) -> str:
+        """Take the probe batch that was saved, unless there is none; return why some process has none, if it should."""
+        no_probe = no_probe or str(tensors.get("no_probe", ""))
+        try:
+            if tensors["probe"] is not None:
+                self.features.replays.probe = unpack_probe(tensors["probe"], self.layers, revive)
+        except Exception as error:
+            no_probe = f"{type(error).__name__}: {error}"
+        no_probe = self.said_anywhere(no_probe)
+        if no_probe:
+            self.features.replays.probe = None
+        return no_probe
 
     def said_anywhere(self, reason: str) -> str:
         """Return a reason that some process has, empty if none has; all processes must call it at once."""

@@ -144,7 +144,7 @@ def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive
     indices = {layer.info.name: i for i, layer in enumerate(layers)}
     outputs: Outputs = {
         indices[name]: [
-            CallRows(None if index is None else index.to(device), h, None, count, count, len(h), count)
+            CallRows(None if index is None else index.to(device), h, None, count, count, count)
             for index, h, count in calls
         ]
         for name, calls in packed["outputs"].items()

@@ -7,7 +7,7 @@ of the longest of them, however many there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import Protocol, TypeVar
 
 import torch
@@ -36,9 +36,20 @@ class AllReduce(Protocol):
         """Replace a flat tensor by its sum over all processes, bit for bit the same in each."""
 
 
+def run(routine: Coroutine[T], exchange: AllReduce | None) -> T:
+    """Return the result of a coroutine run by every process at once, or alone, where a sum is its only summand."""
+    try:
+        request = next(routine)
+        while True:
+            request = routine.send(request if exchange is None else _summed(request, exchange))
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
 def run_local(routine: Coroutine[T]) -> T:
-    """Run a coroutine in a single process, where a sum is its only summand; return its result."""
-    return _driven(routine, lambda request: request)
+    """Run a coroutine in a single process; return its result."""
+    return run(routine, None)
 
 
 def gather(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
@@ -75,21 +86,6 @@ def resume(routine: Coroutine[T], request: list[Tensor]) -> Coroutine[T]:
     try:
         while True:
             request = routine.send((yield request))
-    except StopIteration as end:
-        result: T = end.value
-        return result
-
-
-def run(routine: Coroutine[T], exchange: AllReduce) -> T:
-    """Run a coroutine in every process at once; return its result."""
-    return _driven(routine, lambda request: _summed(request, exchange))
-
-
-def _driven(routine: Coroutine[T], answer: Callable[[list[Tensor]], list[Tensor]]) -> T:
-    try:
-        request = next(routine)
-        while True:
-            request = routine.send(answer(request))
     except StopIteration as end:
         result: T = end.value
         return result

@@ -110,7 +110,7 @@ def test_rows_of_a_call_are_those_of_the_first_samples():
         picker = RowSampler(room)
         index = picker.choose(40, room, h.device)
         rows = [torch.arange(40) if index is None else index][0]
-        call = CallRows(index, h[rows], b[rows], 40, 40, len(rows), 40)
+        call = CallRows(index, h[rows], b[rows], 40, 40, 40)
         for _ in range(2):  # once more changes nothing
             call = call.first(10, picker)
             expected = rows[rows < 10]

@@ -224,7 +224,7 @@ def test_whether_outputs_repeat_counts_only_without_inputs():
 
 
 def rows(h, index=None, count=None):
-    return CallRows(index, h, None, len(h) if count is None else count, len(h), len(h), len(h))
+    return CallRows(index, h, None, len(h) if count is None else count, len(h), len(h))
 
 
 def numbers(*calls):

@@ -277,8 +277,8 @@ def test_gradients_that_nobody_touches_have_the_very_norms_they_arrived_with(dty
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(size, dtype=dtype)) for size in (3, 1000, (64, 64), ())]
     optimizer = torch.optim.SGD(weights, lr=0.1)
-    arrived = ArrivedGradients(gradient_norms)
-    arrived.arm([optimizer], None, (), lambda what: nullcontext())
+    arrived = ArrivedGradients([optimizer], None, (), gradient_norms, lambda what: nullcontext())
+    arrived.arm()
     sum((w * w.conj()).real.float().sum() for w in weights).backward()
     parameters, norms = arrived.of(optimizer)
     assert list(map(id, parameters)) == list(map(id, weights))

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.registration import (
     GradientHook,
+    Harmless,
     Hooks,
     Removable,
     WrappedCall,
@@ -25,6 +26,7 @@ from spectral_monitor.capture.hooks.registration import (
     in_transform,
 )
 from spectral_monitor.capture.replay.loss_flow import tensors_in
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.layers import compiled_modules, entrances
 from spectral_monitor.state.dtensor import is_distributed
 
@@ -37,11 +39,23 @@ class ArrivedGradients:
     the optimizer's, so there it shows itself at what modules returned.
 
     Args:
+        optimizers: whose gradients are looked at.
+        model: what several processes train, FSDP's wrapper where there is one; ``None`` in a single process.
+        flat: ids of parameters whose place is FSDP's affair.
         norms_of: returns the norms of what is here of the gradients of parameters.
+        harmless: to be entered around what hooks do.
     """
 
-    def __init__(self, norms_of: Callable[[Sequence[Tensor]], Tensor]) -> None:
-        self._norms_of = norms_of
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        model: nn.Module | None,
+        flat: Collection[int],
+        norms_of: Callable[[Sequence[Tensor]], Tensor],
+        harmless: Harmless,
+    ) -> None:
+        self._optimizers, self._model, self._flat = optimizers, model, flat
+        self._norms_of, self._harmless = norms_of, harmless
         self._handles: list[Removable] = []
         self._hooks: Hooks[nn.Module] = Hooks()
         self._norms: dict[Tensor, Tensor] = {}
@@ -49,28 +63,15 @@ class ArrivedGradients:
         self._reached: dict[Tensor, int] = {}  # parameter -> the latest backward pass that has reached it
         self._seen: set[int] = set()  # backward passes whose end is waited for, or has come
 
-    def arm(
-        self,
-        optimizers: Sequence[Optimizer],
-        model: nn.Module | None,
-        flat: Collection[int],
-        harmless: Callable[[str], Any],
-    ) -> None:
-        """Register the hooks.
-
-        Args:
-            optimizers: whose gradients are looked at.
-            model: what several processes train, FSDP's wrapper where there is one; ``None`` in a single process.
-            flat: ids of parameters whose place is FSDP's affair.
-            harmless: to be entered around what hooks do.
-        """
+    def arm(self) -> None:
+        """Register the hooks."""
         self.disarm()
-        self._harmless = harmless
-        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        model = self._model
+        held = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
         for p in dict.fromkeys(held):
             if not p.requires_grad or is_lazy(p):
                 continue
-            if is_distributed(p) or id(p) in flat:
+            if is_distributed(p) or id(p) in self._flat:
                 self._sharded.append(p)
             elif p.is_leaf:
                 self._handles.append(GradientHook(p, partial(self._reaching, p)))
@@ -124,7 +125,7 @@ class ArrivedGradients:
         """Return the parameters of an optimizer that is about to step whose gradients have arrived, and their norms as
         loss scaling would have left them; ``None`` if there are none.
         """
-        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._norms]
+        mine = [p for p in parameters_of(optimizer) if p in self._norms]
         if not mine:
             return None
         norms = torch.stack([self._norms[p].to(self._norms[mine[0]]) for p in mine])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_backward, in_transform
-from spectral_monitor.capture.row_sampling import first_tensor
+from spectral_monitor.capture.hooks.registration import Harmless, Hooks, Removable, in_backward, in_transform
+from spectral_monitor.capture.row_sampling import GuardedTensor, first_tensor
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.state.dtensor import local_part
-
-Harmless = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass
@@ -31,20 +28,23 @@ class AttentionCall:
     """
 
     arguments: Mapping[str, Any]
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    versions: dict[str, int] = field(default_factory=dict)
+    tensors: dict[str, GuardedTensor] = field(default_factory=dict)
 
     def put(self, name: str, tensor: Tensor | None) -> None:
         """Note a tensor, without a copy."""
         if tensor is not None:
-            self.tensors[name] = local_part(tensor)
-            self.versions[name] = 0 if tensor.is_inference() else tensor._version
+            self.tensors[name] = GuardedTensor(local_part(tensor))
 
-    @property
-    def overwritten(self) -> bool:
-        """True if something was written to since."""
-        pairs = [(tensor, self.versions[name]) for name, tensor in self.tensors.items() if not tensor.is_inference()]
-        return any(tensor._version != version for tensor, version in pairs)
+    def seen(self) -> dict[str, Tensor]:
+        """Return the tensors.
+
+        Raises:
+            ValueError: one was overwritten.
+        """
+        found = {name: x for name, guarded in self.tensors.items() if (x := guarded.get()) is not None}
+        if len(found) < len(self.tensors):
+            raise ValueError("its queries, keys or outputs were overwritten")
+        return found
 
 
 class AttentionCapture:
@@ -129,8 +129,7 @@ class AttentionCapture:
         if call is None or in_backward() or output is None:  # which is what a call that failed returns
             return
         with self._harmless(f"the forward pass of {block.name}"), torch.no_grad():
-            call.tensors.setdefault("output", torch.empty(0))
-            if not call.tensors["output"].numel():
+            if "output" not in call.tensors:
                 call.put("output", first_tensor(output))
             self._show(block, call)
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.recording import BORROWED, CallRecorder, Harmless, Watcher
+from spectral_monitor.capture.hooks.recording import BORROWED, CallRecorder, Watcher
 from spectral_monitor.capture.hooks.registration import (
     GradientHook,
+    Harmless,
     Hook,
     Hooks,
     Removable,
@@ -55,16 +56,16 @@ class FeatureCapture(CallRecorder):
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[Layer],
-        wanted: Sequence[int],
+        layers: Mapping[int, Layer],
         max_rows: int | None,
         watched: Sequence[Tensor],
         harmless: Harmless,
-        entrances: Sequence[nn.Module] | None = None,
-        refined: bool = False,
+        entrances: Sequence[nn.Module] | None,
+        refined: bool,
     ) -> None:
         """``entrances``: modules whose calls are seen, of a model in which others are compiled; ``None`` for all."""
-        super().__init__({i: layers[i] for i in wanted if layers[i].module is not None}, max_rows, harmless)
+        called = {i: layer for i, layer in layers.items() if layer.module is not None}
+        super().__init__(called, max_rows, harmless)
         self._entrances = entrances
         self._hooks: Hooks[nn.Module] = Hooks()
         self._sees_layers = False
@@ -128,12 +129,13 @@ class FeatureCapture(CallRecorder):
         """
         return self._entrances is not None or self.inlined
 
-    def _layer_hooks(self) -> list[Removable]:
-        """Register hooks for a pass in which nothing is compiled."""
-        if self._sees_layers:
-            return []
-        hooks = {i: Hook(partial(self._called, i)) for i in self._hooked}
-        return [self._hooked[i].register_forward_hook(hook, with_kwargs=True) for i, hook in hooks.items()]
+    @contextmanager
+    def _seeing_layers(self) -> Iterator[None]:
+        """Inside, calls of layers are seen that are compiled in the step: for a pass in which nothing is."""
+        with ExitStack() as stack:
+            for i, module in self._hooked.items() if not self._sees_layers else ():
+                stack.enter_context(module.register_forward_hook(Hook(partial(self._called, i)), with_kwargs=True))
+            yield
 
     def _weight_hooks(self) -> list[Removable]:
         """Register hooks where gradients of weights arrive."""
@@ -155,16 +157,17 @@ class FeatureCapture(CallRecorder):
         return [GradientHook(p, partial(hook, i)) for i, p in weights.items() if p.requires_grad]
 
     def _table_gradient(self, i: int, gradients: Sequence[Tensor | None]) -> None:
-        apart = self.hidden_layers or self.halved  # known by now
-        if apart and self.backward_open and not self._looking and gradients[0] is not None:
-            with self._harmless(f"the gradient of {self.layers[i].info.name}"):
-                self.of_all[i] = None if i in self.of_all else gradients[0].detach().clone()
+        if self.hidden_layers or self.halved:  # known by now
+            self._keep_gradient(i, gradients[0], self.of_all)
 
     def _weight_gradient(self, i: int, gradients: Sequence[Tensor | None]) -> None:
-        if self.backward_open and not self._looking and gradients[0] is not None:
+        self._keep_gradient(i, gradients[0], self.weight_gradients)
+
+    def _keep_gradient(self, i: int, gradient: Tensor | None, kept: dict[int, Tensor | None]) -> None:
+        """Copy the gradient of a weight, if it is the only one that arrives."""
+        if self.backward_open and not self._looking and gradient is not None:
             with self._harmless(f"the gradient of {self.layers[i].info.name}"):
-                once = i not in self.weight_gradients
-                self.weight_gradients[i] = gradients[0].detach().clone() if once else None
+                kept[i] = None if i in kept else gradient.detach().clone()
 
     @property
     def halved(self) -> bool:
@@ -177,8 +180,14 @@ class FeatureCapture(CallRecorder):
         self._own, self._sees_layers = {}, False
         self.begin()
 
+    @property
+    def _passes_by(self) -> bool:
+        """True if calls that are made now are none of the forward that leads to the step."""
+        again = self._replayed is not None or self._looking
+        return again or not self.forward_open or in_backward() or in_transform()
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._replayed is not None or self._looking or not self.forward_open or in_backward() or in_transform():
+        if self._passes_by:
             return
         if self._way_in and module is self._model:
             self._way_in, self._way_out = False, True
@@ -227,7 +236,7 @@ class FeatureCapture(CallRecorder):
                 self.calls[i] = rest
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._replayed is not None or self._looking or not self.forward_open or in_backward() or in_transform():
+        if self._passes_by:
             return
         if self._way_out and self._depth == 0 and module is self._model:
             self._way_out = False
@@ -237,8 +246,7 @@ class FeatureCapture(CallRecorder):
             root, self._root = self._root, None
             if root.reached or self.hidden_layers:
                 with self._harmless("the end of the forward pass"):
-                    root.keep_loss(output)
-                    self._handles += root.watch_loss(output) if self.watch_losses else []
+                    self._handles += root.keep_loss(output, watch=self.watch_losses)
                     if self.hidden_layers or (self.refined and root.halves):
                         root.returned = OutputGradients(output, self._arriving)
                         self._handles += root.returned.handles
@@ -268,13 +276,11 @@ class FeatureCapture(CallRecorder):
     def replaying(self, *watchers: Watcher) -> Iterator[None]:
         """While inside, calls of layers are shown to some watchers, and nothing else is recorded."""
         self._replayed = watchers
-        handles = self._layer_hooks()
         try:
-            yield
+            with self._seeing_layers():
+                yield
         finally:
             self._replayed = None
-            for handle in handles:
-                handle.remove()
 
     def look_aside(
         self, around: Callable[[], AbstractContextManager[object]], whole: tuple[Replayable, LossGradient] | None
@@ -308,8 +314,7 @@ class FeatureCapture(CallRecorder):
             again, gradients = whole[0].precise(), whole[1]
         else:
             return f"the model is called in {len(there)} separate parts" if there else "no gradient arrived"
-        reason = why_not(again)
-        if reason:
+        if reason := why_not(again):
             return reason
         again.rewind()
         portion = self._portion = self._foresight(again)
@@ -319,20 +324,18 @@ class FeatureCapture(CallRecorder):
         opened = self.forward_open, self.backward_open
         self.calls, self.order = {}, []
         self._looking = self.forward_open = self.backward_open = True
-        handles = self._layer_hooks()
         try:
-            with around():
-                output = run.output()
-            arrivals = [call.arrival for calls in self.calls.values() for call in calls if call.arrival is not None]
-            gradients.send(output, portion, arrivals)
+            with self._seeing_layers():
+                with around():
+                    output = run.output()
+                seen = [call for calls in self.calls.values() for call in calls]
+                gradients.send(output, portion, [call.arrival for call in seen if call.arrival is not None])
         except Exception:
             self.calls, self.order, _ = before
             raise
         finally:
             self._looking = False
             (self.forward_open, self.backward_open), self.backward_pass = opened, before[-1]
-            for handle in handles:
-                handle.remove()
             for call in (call for calls in self.calls.values() for call in calls):
                 call.arrival = None
         # Of a large table that some samples look up themselves no copy is made again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from spectral_monitor.capture.hooks.registration import GradientHook
+from spectral_monitor.capture.hooks.registration import GradientHook, Harmless
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.state.dtensor import is_distributed
 
 
@@ -32,7 +33,9 @@ class GradientReuse:
         steps: of optimizers that were looked at since it was armed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], harmless: Harmless) -> None:
+        """``harmless``: to be entered around what hooks do."""
+        self._optimizers, self._harmless = optimizers, harmless
         self.steps = 0
         self._decided = False  # whether a step was looked at that follows another one that was
         self._handles: list[GradientHook] = []
@@ -51,17 +54,14 @@ class GradientReuse:
         """Return whether a step has left gradients behind, and none was seen that follows such a step."""
         return bool(self._left) and not self._decided
 
-    def arm(
-        self, optimizers: Sequence[Optimizer], harmless: Callable[[str], Any], outputs: Sequence[Tensor] = ()
-    ) -> None:
+    def arm(self, outputs: Sequence[Tensor]) -> None:
         """Register the hooks; ``outputs`` are parameters of output layers."""
         self.disarm()
-        self._harmless, ends = harmless, set(map(id, outputs))
-        for optimizer in optimizers:
-            held = [p for group in optimizer.param_groups for p in group["params"]]
+        ends = set(map(id, outputs))
+        for optimizer in self._optimizers:
             some = [
                 p
-                for p in held
+                for p in parameters_of(optimizer)
                 if p.requires_grad and p.is_leaf and not is_lazy(p) and p.numel() > 1 and not is_distributed(p)
             ]
             if some:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.registration import Removable, in_transform
+from spectral_monitor.capture.hooks.registration import Harmless, Removable, backward_pass, in_transform
 from spectral_monitor.capture.records.assumption_checks import CHECKED, Checks, is_linear
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
@@ -35,7 +34,6 @@ from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import NODE, UNFIT
 from spectral_monitor.state.dtensor import local_part
 
-Harmless = Callable[[str], AbstractContextManager[None]]
 Foresight = Callable[[Any], BatchSlice | None]
 """Of a call that begins: the samples that will be run again, if it is known that those will do."""
 
@@ -131,15 +129,13 @@ class CallRecorder:
         if i in self.hidden:
             return
         with self._harmless(f"the forward pass of {self.layers[i].info.name}"):
-            whole = first_tensor(output)
+            whole, layer = first_tensor(output), self.layers[i]
             if whole is None:
                 return
-            layer = self.layers[i]
-            is_node = layer.info.role == NODE
-            given = None if is_node else first_tensor(args) if args else first_tensor(kwargs)
             if not is_table(whole):
                 self.hide(i, NESTED)
                 return
+            given = None if layer.info.role == NODE else first_tensor(args or kwargs)
             given = given if given is None or is_table(given) else None
             if i in self._doubted and self._replayed is None:
                 self._doubted.discard(i)
@@ -151,49 +147,16 @@ class CallRecorder:
                 for watcher in self._replayed:
                     watcher.add(i, given, whole, layer)
                 return
-            out = local_part(whole)
-            channels_first, spatial = layer.features_of(whole)
-            count = count_rows(out, channels_first, spatial)
-            index = self._chosen(i, count, out.device)
-            h_out = rows_of(out, channels_first, spatial, index)
-            eps, norm = torch.finfo(out.dtype).eps, whole_length(h_out) * math.sqrt(count / max(len(h_out), 1))
-            n = len(self.calls.get(i, ()))
-            first, chosen = None if self._looking else self._first((i, n), out, count), len(h_out)
-            first_index, outputs = None, count
-            if self._looking and self._portion is not None:  # nothing but the first rows is here
-                first, first_index, outputs = count, index, self._portion.whole((i, n), count)
-                norm = norm * math.sqrt(outputs / max(count, 1))
-            elif first is not None:
-                room = -(-first * chosen // count) if i in self._shares else self._max_rows or first
-                first_index = self._picker.choose(first, room, out.device)
-                h_out = rows_of(first_rows(out, first, count), channels_first, spatial, first_index)
-            copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
-            kept = GuardedTensor(h_out.clone() if copy else h_out)
-            original = h_out if copy and first is None and i not in self._overwritten else None
-            call = Call(None, kept, chosen, eps, index, self._root, h_out.shape[1], outputs, norm, original)
-            call.first, call.first_index = first, first_index
-            if self.traced:
-                call.node, call.place = whole.grad_fn, self._count
-                self._count += 1
-            x = None if given is None else local_part(given)
-            if given is not None and x is not None and not channels_first:
-                asked = given.numel() if layer.info.role == "embedding" else count_rows(given, False, 0)
-                call.split_in = x.numel() < given.numel() and x.shape[-1] == given.shape[-1]
-                call.split_out = count < asked
-            if given is not None and x is not None and x.is_floating_point() and layer.info.role != "embedding":
-                channels = channels_first
-                if layer.layout.kind == "patches":
-                    x, channels = patches_of(x, layer.layout.shape[2:]), False
-                rows = count_rows(x, channels, spatial)
-                call.inputs = rows
-                first = self.calls[i][0].inputs if i in self.calls else rows
-                sample = self._chosen_inputs(first, rows, x.numel() // max(rows, 1), x.device)
-                call.h_in = GuardedTensor.of(given, rows_of(x, channels, spatial, sample))
+            form, n = layer.features_of(whole), len(self.calls.get(i, ()))
+            count = count_rows(local_part(whole), *form)
+            call = self._call((i, n), whole, count, *form)
+            if given is not None:
+                self._take_inputs(i, call, given, count, *form)
             self.calls.setdefault(i, []).append(call)
             self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:
                 self._root.reached += 1
-            if self.checks is not None and not is_node:
+            if self.checks is not None and layer.info.role != NODE:
                 call.checked = self.checks.forward(layer, given, whole, self._samples)
             if self._looking and self._portion is not None and (i, n) in self._portion.common:
                 # Its gradient is a sum over samples, of which only some are here; a table's is known all the same.
@@ -201,9 +164,51 @@ class CallRecorder:
                 if of_all is None or of_all.shape != (count, call.features):
                     self.shared.add(i)
                 else:
-                    call.b, call.b_count = GuardedTensor(rows_of(of_all, False, 0, index)), 1
+                    call.b, call.b_count = GuardedTensor(rows_of(of_all, False, 0, call.index)), 1
             else:
                 self._watch(i, call, whole)
+
+    def _call(self, place: tuple[int, int], whole: Tensor, count: int, channels_first: bool, spatial: int) -> Call:
+        """Return the record of a call, (layer index, its number), with some of its ``count`` rows of outputs."""
+        (i, _), out, outputs = place, local_part(whole), count
+        index = self._chosen(i, count, out.device)
+        h_out = rows_of(out, channels_first, spatial, index)
+        eps, norm = torch.finfo(out.dtype).eps, whole_length(h_out) * math.sqrt(count / max(len(h_out), 1))
+        first, chosen = None if self._looking else self._first(place, out, count), len(h_out)
+        first_index = None
+        if self._looking and self._portion is not None:  # nothing but the first rows is here
+            first, first_index, outputs = count, index, self._portion.whole(place, count)
+            norm = norm * math.sqrt(outputs / max(count, 1))
+        elif first is not None:
+            room = -(-first * chosen // count) if i in self._shares else self._max_rows or first
+            first_index = self._picker.choose(first, room, out.device)
+            h_out = rows_of(first_rows(out, first, count), channels_first, spatial, first_index)
+        copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
+        kept = GuardedTensor(h_out.clone() if copy else h_out)
+        original = h_out if copy and first is None and i not in self._overwritten else None
+        call = Call(kept, chosen, eps, index, self._root, h_out.shape[1], outputs, norm, original)
+        call.first, call.first_index = first, first_index
+        if self.traced:
+            call.node, call.place = whole.grad_fn, self._count
+            self._count += 1
+        return call
+
+    def _take_inputs(self, i: int, call: Call, given: Tensor, count: int, channels_first: bool, spatial: int) -> None:
+        """Add rows of a call's input, and whether processes with one batch share out rows; ``count``: of outputs."""
+        layer, x = self.layers[i], local_part(given)
+        looks_up = layer.info.role == "embedding"
+        if not channels_first:
+            asked = given.numel() if looks_up else count_rows(given, False, 0)
+            call.split_in = x.numel() < given.numel() and x.shape[-1] == given.shape[-1]
+            call.split_out = count < asked
+        if looks_up or not x.is_floating_point():
+            return
+        if layer.layout.kind == "patches":
+            x, channels_first = patches_of(x, layer.layout.shape[2:]), False
+        call.inputs = rows = count_rows(x, channels_first, spatial)
+        first = self.calls[i][0].inputs if i in self.calls else rows
+        sample = self._chosen_inputs(first, rows, x.numel() // max(rows, 1), x.device)
+        call.h_in = GuardedTensor.of(given, rows_of(x, channels_first, spatial, sample))
 
     def hide(self, i: int, why: int) -> None:
         """Leave a layer without features in this step, for a reason of ``WHY_HIDDEN``."""
@@ -255,7 +260,7 @@ class CallRecorder:
         if not self.backward_open:
             return False
         self._backward_seen = True
-        self.backward_pass = torch._C._current_graph_task_id()
+        self.backward_pass = backward_pass()
         return True
 
     def _gradient(self, i: int, call: Call, gradient: Tensor) -> None:
@@ -320,13 +325,13 @@ class CallRecorder:
 
     def inputs(self, i: int) -> Outputs:
         """Return the same for the inputs of one layer; nothing if they are not available."""
-        layer, found = self.layers.get(i), []
+        found = []
         for call in self.calls.get(i, ()):
-            rows = None if call.h_in is None else call.h_in.get()
-            if rows is None or layer is None:
+            rows = call.input()
+            if rows is None:
                 return {}
             index = self._chosen_inputs(self.calls[i][0].inputs, call.inputs, rows.shape[1], rows.device)
-            found.append(CallRows(index, rows, None, call.inputs, call.inputs, len(rows), call.inputs))
+            found.append(CallRows(index, rows, None, call.inputs, call.inputs, call.inputs))
         return {i: found} if found else {}
 
     def _chosen_inputs(self, first: int, rows: int, features: int, device: torch.device) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 Owner = TypeVar("Owner")
+
+Harmless = Callable[[str], AbstractContextManager[None]]
+"""What is done -> to be entered around it: an error there costs the measurement, never the step."""
 
 
 class Removable(Protocol):

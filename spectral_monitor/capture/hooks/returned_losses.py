@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_backward, in_transform
+from spectral_monitor.capture.hooks.registration import Harmless, Hooks, Removable, in_backward, in_transform
 from spectral_monitor.capture.replay.replay import RootCall
 
 
@@ -19,17 +18,19 @@ class ReturnedLosses:
         calls: one for each micro-batch, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, harmless: Harmless) -> None:
+        """``harmless``: to be entered around what hooks do."""
+        self._model, self._harmless = model, harmless
         self.calls: list[RootCall] = []
         self._handles: list[Removable] = []
         self._hooks: Hooks[nn.Module] = Hooks()
         self._depth = 0
         self._open: RootCall | None = None
 
-    def arm(self, model: nn.Module, harmless: Callable[[str], Any]) -> None:
+    def arm(self) -> None:
         """Register the hooks."""
         self.disarm()
-        self._harmless = harmless
+        model = self._model
         # First in line, to see the arguments before the user's own pre-hooks change them.
         before, after = model.register_forward_pre_hook, model.register_forward_hook
         self._handles += self._hooks.add(model, before, self._enter, prepend=True, with_kwargs=True)
@@ -59,7 +60,6 @@ class ReturnedLosses:
         if self._depth == 0 and self._open is not None:
             call, self._open = self._open, None
             with self._harmless("the end of the forward pass"):
-                call.keep_loss(output)
-                self._handles += call.watch_loss(output)
+                self._handles += call.keep_loss(output)
                 if call.flow is not None:
                     self.calls.append(call)

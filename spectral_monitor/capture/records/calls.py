@@ -13,7 +13,7 @@ from spectral_monitor.capture.records.assumption_checks import Checked
 from spectral_monitor.capture.replay.eager_pass import Arrival
 from spectral_monitor.capture.replay.feature_change import CallRows
 from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler
+from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler, concatenated
 from spectral_monitor.linalg import compute_dtype
 
 
@@ -43,7 +43,6 @@ class Call:
         arrival: where the gradient of the output arrives, while a pass beside the step is under way.
     """
 
-    h_in: GuardedTensor | None
     h_out: GuardedTensor
     count: int
     eps: float
@@ -53,6 +52,7 @@ class Call:
     outputs: int
     norm: Tensor
     original: Tensor | None = None
+    h_in: GuardedTensor | None = None
     watched: bool = False
     b: GuardedTensor | None = None
     b_count: int = 0
@@ -66,6 +66,10 @@ class Call:
     node: Any = None
     place: int = 0
     arrival: Arrival | None = None
+
+    def input(self) -> Tensor | None:
+        """Return the input, if it is available and nobody has overwritten it."""
+        return None if self.h_in is None else self.h_in.get()
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the output, if it arrived exactly once and nobody has overwritten it."""
@@ -101,13 +105,10 @@ class Call:
         """Return what is compared of it, ``h`` of the output."""
         index = self.index if self.first is None else self.first_index
         pool = self.outputs if self.first is None else self.first
-        return CallRows(index, h, self.gradient(), self.outputs, pool, len(h), self.outputs)
+        return CallRows(index, h, self.gradient(), self.outputs, pool, self.outputs)
 
 
 def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Rows of all calls as one matrix in the dtype they are measured in; ``None`` if any is missing."""
-    there = [part for part in parts if part is not None]
-    if not there or len(there) < len(parts):
-        return None
-    rows = torch.cat(there) if len(there) > 1 else there[0]
-    return rows.to(compute_dtype(rows.dtype))
+    """Return rows of all calls in the dtype they are measured in; ``None`` if any is missing."""
+    rows = concatenated(parts)
+    return None if rows is None else rows.to(compute_dtype(rows.dtype))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
-from spectral_monitor.capture.row_sampling import RowSampler, count_rows, rows_of
+from spectral_monitor.capture.row_sampling import RowSampler, concatenated, count_rows, rows_of
 from spectral_monitor.functional.vector_norms import lengths, row_products
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import compute_dtype
@@ -33,7 +33,6 @@ class CallRows:
         b: their gradients where they count.
         count: rows the call had.
         pool: how many of them, the first ones, these were chosen from.
-        chosen: how many were chosen.
         again: rows it has to have when it is run again, the first of those it had.
     """
 
@@ -42,17 +41,16 @@ class CallRows:
     b: Tensor | None
     count: int
     pool: int
-    chosen: int
     again: int
 
     def first(self, rows: int, picker: RowSampler) -> CallRows:
         """Those that are among the first ``rows`` of the call, when only these are run again."""
         if self.pool <= rows:
             return replace(self, again=rows)
-        before, _ = picker.share(self.pool, self.chosen, rows, self.pool, self.h.device)
+        before, _ = picker.share(self.pool, len(self.h), rows, self.pool, self.h.device)
         index = None if self.index is None else self.index[:before]
         b = None if self.b is None else self.b[:before]
-        return replace(self, index=index, h=self.h[:before], b=b, again=rows)
+        return replace(self, index=index, h=self.h[:before], b=b, pool=rows, again=rows)
 
 
 Outputs = dict[int, list[CallRows]]
@@ -149,19 +147,16 @@ class Replay:
             return None
         if len(there) == 1:
             return there[0]
-        products = [change.inner for change in there if change.inner is not None]
-        gradients = [change.gradient for change in there if change.gradient is not None]
-        after = [change.after for change in there if change.after is not None]
         pairs = [change.pairs for change in there if change.pairs is not None]
         return Change(
             torch.cat([change.lengths for change in there]),
             torch.cat([change.before for change in there]),
-            torch.cat(products) if len(products) == len(there) else None,
-            torch.cat(gradients) if len(gradients) == len(there) else None,
+            concatenated([change.inner for change in there]),
+            concatenated([change.gradient for change in there]),
             sum(change.size for change in there),
             sum((change.calls for change in there), ()),
             sum(change.of for change in there),
-            torch.cat(after) if after else None,
+            concatenated([change.after for change in there]),
             (torch.cat([old for old, _ in pairs]), torch.cat([new for _, new in pairs])) if pairs else None,
         )
 

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from spectral_monitor.capture.replay.batch_slicing import Samples, slice_batch, tree_map
 from spectral_monitor.capture.replay.eager_pass import LossGradient, OutputGradients, precisely
 from spectral_monitor.capture.replay.loss_flow import LossFlow, loss_in
+from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.state.muted_warnings import muted_warnings
 from spectral_monitor.state.rng import AutocastState, RandomState
 from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
@@ -98,6 +99,10 @@ class Replayable(Repeatable):
         """Run it; return all that it returns."""
         raise NotImplementedError
 
+    def name_in(self, model: nn.Module) -> str:
+        """Return the module's name in a model; empty for the model itself, and for what is no part of it."""
+        return next((name for name, module in named_modules(model) if module is self.module), "")
+
     def part(self: Whole, which: Samples) -> Whole:
         """Return the same forward with some samples of its batch."""
         part = copy.copy(self)
@@ -140,15 +145,11 @@ class RootCall(Replayable):
         self._autocast = AutocastState.now(module)
         self.halves = self._autocast.halves
 
-    def keep_loss(self, output: Any) -> None:
-        """Remember the loss in the call's output."""
+    def keep_loss(self, output: Any, watch: bool = True) -> list[RemovableHandle]:
+        """Remember the loss in the call's output and, to ``watch`` it, wait for its gradient; return the hooks."""
         loss = loss_in(output)
         self.loss = None if loss is None else loss.detach().clone()
-
-    def watch_loss(self, output: Any) -> list[RemovableHandle]:
-        """Wait for the gradient of the loss in the call's output, if there is one."""
-        loss = loss_in(output)
-        if loss is None or loss.grad_fn is None:
+        if not watch or loss is None or loss.grad_fn is None:
             return []
         self.flow = LossFlow(loss, output)
         return self.flow.handles

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.records.dataflow import Ran, readouts
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.agreement.rank_report import RankReports
 from spectral_monitor.layers import Anatomy, Layer
 
@@ -51,7 +52,7 @@ class Readouts:
 
     def stepped(self, optimizer: Optimizer, backward_pass: int) -> None:
         """Note what an optimizer steps; those that step after the same backward pass train one network together."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = {id(p) for p in parameters_of(optimizer)}
         for i in self._called:
             if any(id(source) in held for source in self.layers[i].sources):
                 self._trainers[i] = backward_pass

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from spectral_monitor.linalg import Coroutine, all_reduce_norm, rank_table, resume
+from spectral_monitor.linalg import AllReduce, Coroutine, all_reduce_norm, rank_table, resume
 from spectral_monitor.sharding import ProcessGroup
 
 
@@ -65,7 +65,8 @@ class StepObservation:
         measured: steps that were measured before.
         drifts: those of them that ``feature_drift`` was asked of.
         probe: whether the probe batch has been taken.
-        part: whether the first samples will do where the forward is run again: 0 no, 1 that is to be seen, 2 yes.
+        part: whether the first samples will do where the forward is run again, as
+            :mod:`~spectral_monitor.engine.features.replay_subset` has it.
         samples: how many those would be; 0 for all.
         apart: steps from the measured step before to the next one, at least, by this process's clock.
         begun: the loss that the backward pass began with, NaN if it is not known.
@@ -274,7 +275,7 @@ def agreed(routine: Coroutine[None], processes: ProcessGroup | None) -> Coroutin
 
 
 def mean_of_batches(
-    pair: torch.Tensor | None, flags: Sequence[float], seen: RankReports, processes: ProcessGroup | None
+    pair: torch.Tensor | None, flags: Sequence[float], seen: RankReports, processes: AllReduce | None
 ) -> Coroutine[tuple[torch.Tensor | None, list[float]]]:
     """Return the mean over the batches of two numbers, ``None`` if a process does not know them, and sums of flags."""
     if processes is None:

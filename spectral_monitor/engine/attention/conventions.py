@@ -78,7 +78,7 @@ def _mask(x: Tensor, forbids: bool) -> Mask:
     """Return a mask that has numbers that are added, or says what is allowed, or what is not."""
     if x.is_floating_point():
         allowed = x > LEAST
-        return Mask(allowed, torch.where(allowed, x, torch.zeros_like(x)).float())
+        return Mask(allowed, torch.where(allowed, x, 0.0).float())
     says = x.bool()
     return Mask(~says if forbids else says, torch.zeros((), device=x.device))
 

@@ -112,8 +112,6 @@ def _table(block: AttentionBlock, call: AttentionCall) -> Tensor:
     Raises:
         ValueError: something that is needed was not seen.
     """
-    if call.overwritten:
-        raise ValueError("its queries, keys or outputs were overwritten")
     sample, query, key, value, output = _parts(block, call)
     module, arguments = block.module, call.arguments
     turns = rotations(module, arguments, sample)
@@ -133,7 +131,7 @@ def _parts(block: AttentionBlock, call: AttentionCall) -> tuple[Sample, Tensor, 
 
     Outputs are (sequences, rows, features), in the dtype of the module.
     """
-    seen = dict(call.tensors)
+    seen = call.seen()
     projections: dict[str, Projection | None] = {"query": block.query, "key": block.key, "value": block.value}
     ours = isinstance(block.module, nn.MultiheadAttention)
     if ours:
@@ -245,7 +243,7 @@ def _numbers(
     allowed = mask.allowed.expand_as(logits)
     weights = torch.where(allowed, logits, -torch.inf).softmax(-1).nan_to_num(0.0)
     numbers = attention_numbers(logits, mask.allowed, weights)
-    some = mask.allowed.expand(len(logits), *mask.allowed.shape[1:3], logits.shape[-1]).any(-1).all(1)[..., None]
+    some = allowed.any(-1).all(1)[..., None]  # rows that see a key in every head
     whole = _whole(block, weights, values)
     if whole.shape != output.shape:
         raise ValueError(f"it returned {output.shape[-1]} features, its values have {whole.shape[-1]}")
@@ -258,7 +256,7 @@ def _numbers(
         noise = wrong.square() / (scatter * share / (1 - share))
         off = torch.minimum(off, noise.log2().abs()) if sure else off
     if not sure:
-        off = torch.where(sharp, off, torch.full_like(off, WRONG))
+        off = torch.where(sharp, off, WRONG)
     known = wrong.isfinite() & numbers.logit_max.isfinite()
-    off = torch.where(known, off.nan_to_num(WRONG, WRONG), torch.full_like(off, UNSOUND))
+    off = torch.where(known, off.nan_to_num(WRONG, WRONG), UNSOUND)
     return torch.stack([torch.ones_like(off), off, *numbers]).double()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.attention import AttentionCall, AttentionCapture
+from spectral_monitor.capture.hooks.registration import Harmless
 from spectral_monitor.engine.attention.logits import AttentionStage
 from spectral_monitor.engine.guards import full_precision
 from spectral_monitor.engine.model_layout import ModelLayout
@@ -29,12 +30,7 @@ class AttentionWatch:
         blocks: those of the model.
     """
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        processes: ProcessGroup | None,
-        harmless: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, layout: ModelLayout, processes: ProcessGroup | None, harmless: Harmless) -> None:
         blocks, members = layout.attention, layout.members
         self.blocks, self._members = blocks, members
         self._processes = processes

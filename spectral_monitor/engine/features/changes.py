@@ -21,7 +21,6 @@ from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.functional.features import row_ratios
 from spectral_monitor.functional.standard_errors import GROUPS, standard_error
 from spectral_monitor.linalg import Coroutine, gather, rank_table, reduce_table, sequence, to_device
-from spectral_monitor.sharding import ProcessGroup
 
 ELSEWHERE = "the forward could not be run again in another process"
 ROWS, RATIOS, COUNTED, INNER, DH, H, B = range(7)
@@ -57,7 +56,6 @@ class ChangeStage:
     """
 
     rows: RowStage
-    processes: ProcessGroup | None
     full: FullStage
     probe_lost: bool = False
     off: bool = False
@@ -83,8 +81,8 @@ class ChangeStage:
         losses = None if before is None or after is None else (after.double(), before.double())
         change = None if losses is None else torch.stack([losses[0] - losses[1], losses[1]]) * facts.loss_parts
         lost = [float(ran is not None and ran.replay is None) for ran in (done.same, done.drift)]
-        routines.append(mean_of_batches(change, [float(off), *lost], census, self.processes))
-        *found, (change, (some_off, *lost)) = yield from (sequence if self.processes is None else gather)(routines)
+        routines.append(mean_of_batches(change, [float(off), *lost], census, self.rows.exchange))
+        *found, (change, (some_off, *lost)) = yield from (sequence if self.rows.exchange is None else gather)(routines)
         self.off = bool(some_off)
         if lost[0]:
             facts.no_replay = facts.no_replay or ELSEWHERE

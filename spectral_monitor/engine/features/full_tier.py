@@ -121,11 +121,11 @@ class FullStage:
         ``start``: parameters then, by name.
         """
         keys = SINCE_START & self.keys
-        found = Linearization(self.model, self.features, start, self.host, self.out)
+        found = Linearization(self.model, self.features, start, self.host, self.out, context)
         while keys and not self.facts.no_drift and probe is not None:
             failed = {"linearity"} & keys or keys
             try:
-                self.facts.why_not.update(found.measure(keys, probe, context, self.facts.eps))
+                self.facts.why_not.update(found.measure(keys, probe, self.facts.eps))
                 return
             except Exception as error:
                 said = f"{type(error).__name__}: {error}".splitlines()[0]

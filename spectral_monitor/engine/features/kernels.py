@@ -15,7 +15,7 @@ from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.graph_replay import Graph, sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import Replayable, RootCall
 from spectral_monitor.capture.row_sampling import rows_of
-from spectral_monitor.engine.features.step_inputs import Context, StepInputs
+from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.functional.kernels import bfk_extremes, bfk_moments, dual_bfk_moments, signs
@@ -50,15 +50,14 @@ NO_WEIGHT = "no gradient arrived at its weight, or more than one"
 NO_LOSS = "the loss after the step is not known: the model does not return what was trained on"
 
 Work = Callable[[Graph, Tensor | None], None]
-Rates = Sequence[tuple[nn.Parameter, float]]
-"""The parameters that are trained, and their learning rates."""
 
 
 @dataclass(frozen=True)
 class GraphPasses:
     """Passes through the graph of a step's forward, run again at the weights after the step.
 
-    ``keys``: quantities that are measured; ``host``: whether copies are held by the host.
+    ``keys``: quantities that are measured; ``host``: whether copies are held by the host; ``rates``: the parameters
+    that are trained, and their learning rates.
     """
 
     model: nn.Module
@@ -68,48 +67,51 @@ class GraphPasses:
     facts: StepContext
     out: RawScalars
     warn: WarnOnce
+    given: StepInputs
+    rates: Sequence[tuple[nn.Parameter, float]]
 
-    def measure(self, again: Replayable | None, given: StepInputs, outputs: Outputs, rates: Rates) -> None:
+    def measure(self, again: Replayable | None, outputs: Outputs) -> None:
         """Measure what takes forwards with a graph, and passes through it.
 
         Args:
             again: the step's forward, if it can be run again.
-            given: what is known of the step.
             outputs: of the layers, before it, with their gradients.
-            rates: the parameters that are trained, and their learning rates.
         """
         accumulated = ACCUMULATED if self.facts.accumulated > 1 else ""
-        trained = [(p, rate) for p, rate in rates if p.requires_grad]
         if (MOMENTS | EXTREMES) & self.keys:
-            self._kernels(again, accumulated, rates, trained, given.context)
+            self._kernels(again, accumulated)
         if not BACKWARD & self.keys:
             return
-        run, start = given.up_to_loss(again)
+        run, start = self.given.up_to_loss(again)
         reason = NO_LOSS if again is not None and run is None else ""
         if not reason and isinstance(self.features.looked, RootCall) and self.features.looked.halves:
             reason = HALVED
         if CHANGES & self.keys:
-            self._backwards(run, start, reason, given.context, outputs, [p for p, _ in rates])
+            self._backwards(run, start, reason, outputs)
         if DUAL in self.keys:
-            self._dual_kernels(run, start, accumulated or reason, given.context, trained)
+            self._dual_kernels(run, start, accumulated or reason)
 
-    def _kernels(self, again: Replayable | None, reason: str, rates: Rates, trained: Rates, context: Context) -> None:
+    def _trained(self) -> tuple[list[nn.Parameter], list[float]]:
+        """Return the parameters that take gradients, and their learning rates."""
+        return [p for p, _ in self.rates if p.requires_grad], [rate for p, rate in self.rates if p.requires_grad]
+
+    def _kernels(self, again: Replayable | None, reason: str) -> None:
         """Moments and extreme eigenvalues of backward-to-feature kernels, at the weights after the step."""
         keys = (MOMENTS | EXTREMES) & self.keys
 
         def work(graph: Graph, loss: Tensor | None) -> None:
             for i in self._as_before(keys, graph):
-                self._kernel(i, graph.outputs[i], trained)
+                self._kernel(i, graph.outputs[i])
 
         with sdpa_kernel(SDPBackend.MATH):  # of attention's ways the one that can be differentiated twice
-            self._trace(keys, again, reason, [p for p, _ in rates], context, Graph(copies=True), work)
+            self._trace(keys, again, reason, Graph(copies=True), work)
 
-    def _kernel(self, i: int, outputs: Sequence[Tensor], trained: Rates) -> None:
+    def _kernel(self, i: int, outputs: Sequence[Tensor]) -> None:
         keys = (MOMENTS | EXTREMES) & self.keys
         if not all(out.requires_grad for out in outputs):
             self._missing(keys, i, NO_GRAPH)
             return
-        probes, parameters, rates = _probes(outputs), [p for p, _ in trained], [rate for _, rate in trained]
+        probes, (parameters, rates) = _probes(outputs), self._trained()
         found: dict[str, Tensor] = {}
         try:
             if MOMENTS & keys:
@@ -123,15 +125,7 @@ class GraphPasses:
         for name, value in found.items():
             self.out.put(i, name, value)
 
-    def _backwards(
-        self,
-        run: Replayable | None,
-        start: Tensor | float,
-        reason: str,
-        context: Context,
-        outputs: Outputs,
-        parameters: Sequence[nn.Parameter],
-    ) -> None:
+    def _backwards(self, run: Replayable | None, start: Tensor | float, reason: str, outputs: Outputs) -> None:
         """Measure how far the gradients of the layers' outputs and weights have moved."""
         keys, seen = self.keys & CHANGES, self.features.weight_gradients
 
@@ -153,13 +147,11 @@ class GraphPasses:
         self.facts.why_not.update(
             {("gradient_change", i): NO_WEIGHT for i in self.features.layers if seen.get(i) is None}
         )
-        self._trace(keys, run, reason, parameters, context, Graph(copies=False), work)
+        self._trace(keys, run, reason, Graph(copies=False), work)
 
-    def _dual_kernels(
-        self, run: Replayable | None, start: Tensor | float, reason: str, context: Context, trained: Rates
-    ) -> None:
+    def _dual_kernels(self, run: Replayable | None, start: Tensor | float, reason: str) -> None:
         """Put moments of the layers' feature-to-backward kernels, at the weights after the step."""
-        parameters, rates = [p for p, _ in trained], [rate for _, rate in trained]
+        parameters, rates = self._trained()
 
         def work(graph: Graph, loss: Tensor | None) -> None:
             loss = _differentiable(loss)
@@ -178,7 +170,7 @@ class GraphPasses:
                 self.out.put(i, "dual.2", second)
 
         with sdpa_kernel(SDPBackend.MATH):
-            self._trace({DUAL}, run, reason, parameters, context, Graph(copies=True), work)
+            self._trace({DUAL}, run, reason, Graph(copies=True), work)
 
     def _backward(self, i: int, after: Sequence[Tensor | None], outputs: Outputs) -> None:
         layer, parts = self.features.layers[i], []
@@ -218,26 +210,17 @@ class GraphPasses:
     def _missing(self, keys: Collection[str], i: int, reason: str) -> None:
         self.facts.why_not.update({(key, i): reason for key in keys})
 
-    def _trace(
-        self,
-        keys: Collection[str],
-        again: Replayable | None,
-        reason: str,
-        parameters: Sequence[Tensor],
-        context: Context,
-        graph: Graph,
-        work: Work,
-    ) -> None:
+    def _trace(self, keys: Collection[str], again: Replayable | None, reason: str, graph: Graph, work: Work) -> None:
         """Run a forward again with its graph, and ``work`` on that, unless there is a reason not to."""
         reason = self.facts.no_replay or reason or sees_all_modules()
         if again is None or reason:
             self._missing(keys, NETWORK, reason)
             return
         try:
-            with preserved(self.model, host=self.host), unseen(self.model, parameters):
+            with preserved(self.model, host=self.host), unseen(self.model, [p for p, _ in self.rates]):
                 again.rewind()
                 with self.features.replaying(graph):
-                    with context():
+                    with self.given.context():
                         loss = again()
                     work(graph, loss)
         except Exception as error:

@@ -16,7 +16,7 @@ from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.records.assumption_checks import is_pointwise
 from spectral_monitor.capture.replay.feature_change import CallRows, Outputs
 from spectral_monitor.capture.replay.replay import Replayable
-from spectral_monitor.capture.row_sampling import rows_of
+from spectral_monitor.capture.row_sampling import concatenated, rows_of
 from spectral_monitor.engine.features.replays import Probe
 from spectral_monitor.engine.features.step_inputs import Context
 from spectral_monitor.engine.results.raw import RawScalars
@@ -45,54 +45,51 @@ NO_MATRIX = "known of readouts that are a single matrix, itself a parameter, and
 NEW_PARAMETERS = "parameters are trained that were not at the start"
 
 
+_Moving = tuple[Tensor, Tensor, Tensor | None]
+"""Rows (R, m), their derivatives and, of a readout, the inputs (R, n), if there are any."""
+
+
+def _copied_rows(given: Tensor | None, out: Tensor, layer: Layer, kept: CallRows) -> _Moving | None:
+    """Return copies of the rows of a call that were kept of it; ``None`` if it was called differently."""
+
+    def chosen(x: Tensor) -> Tensor:
+        return rows_of(x, *layer.features_of(x), kept.index)[: len(kept.h)]
+
+    value, derivative = forward_ad.unpack_dual(out)
+    rows = chosen(value)
+    if rows.shape != kept.h.shape:
+        return None
+    moved = torch.zeros_like(rows) if derivative is None else chosen(derivative).clone()  # None: nothing has moved yet
+    of_matrix = layer.info.role == "readout" and is_pointwise(layer)
+    if not of_matrix or given is None or not given.is_floating_point():
+        return rows.clone(), moved, None
+    return rows.clone(), moved, chosen(forward_ad.unpack_dual(given).primal).clone()
+
+
 @dataclass
 class _Rows:
     """A watcher that copies rows of calls, those that were kept of the probe batch, with their derivatives.
 
     Attributes:
         kept: what was kept of the calls.
-        found: layer index -> of each call rows (R, m), their derivatives and, of a readout, their inputs (R, n), if
-            there are any; ``None`` if it was called differently.
+        found: layer index -> what each call showed; ``None`` if it was called differently.
     """
 
     kept: Outputs
-    found: dict[int, list[tuple[Tensor, Tensor, Tensor | None] | None]] = field(default_factory=dict)
+    found: dict[int, list[_Moving | None]] = field(default_factory=dict)
 
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
         """Copy rows of one more call of layer ``i``."""
         calls, before = self.found.setdefault(i, []), self.kept.get(i, [])
-        kept = before[len(calls)] if len(calls) < len(before) else None
-        calls.append(None if kept is None else self._rows(given, out, layer, kept))
+        calls.append(_copied_rows(given, out, layer, before[len(calls)]) if len(calls) < len(before) else None)
 
-    def _inputs(self, given: Tensor | None, layer: Layer, kept: CallRows) -> Tensor | None:
-        of_matrix = layer.info.role == "readout" and is_pointwise(layer)
-        if not of_matrix or given is None or not given.is_floating_point():
-            return None
-        value = forward_ad.unpack_dual(given).primal
-        return rows_of(value, *layer.features_of(value), kept.index)[: len(kept.h)].clone()
-
-    def _rows(
-        self, given: Tensor | None, out: Tensor, layer: Layer, kept: CallRows
-    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        value, derivative = forward_ad.unpack_dual(out)
-        form = layer.features_of(value)
-        rows = rows_of(value, *form, kept.index)[: len(kept.h)]
-        if rows.shape != kept.h.shape:
-            return None
-        if derivative is None:  # nothing before it has moved
-            moved = torch.zeros_like(rows)
-        else:
-            moved = rows_of(derivative, *form, kept.index)[: len(kept.h)].clone()
-        return rows.clone(), moved, self._inputs(given, layer, kept)
-
-    def of(self, i: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def of(self, i: int) -> _Moving | None:
         """Return rows, derivatives and, if they are known, inputs of all calls of a layer, if they were as before."""
         calls = [call for call in self.found.get(i, ()) if call is not None]
         if not calls or not len(calls) == len(self.found[i]) == len(self.kept[i]):
             return None
         rows, derivatives, inputs = zip(*calls, strict=True)
-        known = [x for x in inputs if x is not None]
-        return torch.cat(rows), torch.cat(derivatives), torch.cat(known) if len(known) == len(calls) else None
+        return torch.cat(rows), torch.cat(derivatives), concatenated(inputs)
 
 
 class _Whole(nn.Module):
@@ -120,7 +117,8 @@ class Linearization:
     """Compares how far layers' outputs on the probe batch have come with where the linearization has them, and takes
     the change of a readout's outputs apart.
 
-    ``start``: parameters at the start of the run, by name; ``host``: whether copies are held by the host.
+    ``start``: parameters at the start of the run, by name; ``host``: whether copies are held by the host; ``context``:
+    the precision that forwards run under.
     """
 
     model: nn.Module
@@ -128,10 +126,9 @@ class Linearization:
     start: Mapping[str, Tensor]
     host: bool
     out: RawScalars
+    context: Context
 
-    def measure(
-        self, keys: Collection[str], probe: Probe, context: Context, eps: Mapping[int, float]
-    ) -> dict[tuple[str, int], str]:
+    def measure(self, keys: Collection[str], probe: Probe, eps: Mapping[int, float]) -> dict[tuple[str, int], str]:
         """Put what is asked for of the layers; return for what is missing the reason.
 
         Two forwards: one at the weights of the start, for ``linearity`` with its derivative along what the weights have
@@ -140,7 +137,6 @@ class Linearization:
         Args:
             keys: some of :data:`SINCE_START`.
             probe: the batch, and what the layers gave for it at the start.
-            context: the precision it is run under.
             eps: layer index -> rounding of its outputs.
 
         Raises:
@@ -153,8 +149,8 @@ class Linearization:
         # Fused kernels of attention have no derivative in forward mode.
         with torch.inference_mode(False), torch.no_grad(), forward_ad.dual_level():
             with sdpa_kernel(SDPBackend.MATH):
-                self._run(probe.again, context, begin, self._begun("linearity" in keys))
-            self._run(probe.again, context, now, {})
+                self._run(probe.again, begin, self._begun("linearity" in keys))
+            self._run(probe.again, now, {})
         found: dict[tuple[str, int], str] = {}
         for i, kept in probe.outputs.items():
             missing = self._compare(keys, i, kept, begin, now, eps.get(i, 0))
@@ -177,10 +173,10 @@ class Linearization:
             found[name] = begin if change is None else forward_ad.make_dual(begin, change)
         return found
 
-    def _run(self, again: Replayable, context: Context, watcher: _Rows, parameters: Mapping[str, Tensor]) -> None:
+    def _run(self, again: Replayable, watcher: _Rows, parameters: Mapping[str, Tensor]) -> None:
         with preserved(self.model, host=self.host):
             again.rewind()
-            with context(), self.features.replaying(watcher):
+            with self.context(), self.features.replaying(watcher):
                 whole = {f"model.{name}": p for name, p in parameters.items()}
                 functional_call(_Whole(self.model), whole, (again,))
 

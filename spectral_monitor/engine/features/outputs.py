@@ -4,14 +4,14 @@ gradients over samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from spectral_monitor.capture.records.calls import Call, joined
+from spectral_monitor.capture.records.calls import joined
 from spectral_monitor.capture.replay.feature_change import Outputs
-from spectral_monitor.engine.features.stage import RowStage, gradient_rows, input_rows
+from spectral_monitor.engine.features.stage import Calls, RowStage, gradient_rows, input_rows
 from spectral_monitor.engine.results.noise import COLUMNS, MOMENTS
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
@@ -25,8 +25,6 @@ CHANNELS = frozenset({"feature_kurtosis", "outlier_ratio"})
 OF_ROWS = CHANNELS | FORMATS.keys() | {"log_z"}
 """Quantities that are measured of rows here."""
 DIVIDED = "processes share out its outputs"
-
-Calls = Mapping[int, Sequence[Call]]
 
 
 def measure_outputs(
@@ -57,7 +55,7 @@ def _channels(rows: RowStage, features: Mapping[int, Tensor | None]) -> Coroutin
         device = None if h is None else h.device
         table = torch.zeros(2, rows.feature_count(i, "h"), dtype=torch.float64, device=device)
         if h is not None:
-            table[:, slice(*(rows.cols(i, "h") or (0, table.shape[1])))] = channel_sizes(h)
+            table[:, rows.columns(i, "h")] = channel_sizes(h)
         tables.append(rank_table(table, rows.exchange))
     tables = yield tables
     for i, table in zip(features, tables, strict=True):

@@ -14,7 +14,6 @@ from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice, batch_size, signature
 from spectral_monitor.capture.replay.replay import Replayable
 from spectral_monitor.capture.replay.sample_independence import ExchangeCheck, SampleCheck
-from spectral_monitor.layers.naming import named_modules
 from spectral_monitor.state.serialize import fingerprint
 
 NO, DRAWN, UNSEEN, YES = 0, 1, 2, 3
@@ -164,18 +163,18 @@ class ReplaySubset:
         self.off = True
 
     def _cut(self, again: Replayable) -> BatchSlice | None:
-        size = None if self._samples is None or self.off else batch_size(again.given)
-        return (
-            None if self._samples is None or size is None or size <= self._samples else BatchSlice(self._samples, size)
-        )
+        if self._samples is None or self.off:
+            return None
+        size = batch_size(again.given)
+        return None if size is None or size <= self._samples else BatchSlice(self._samples, size)
 
     def _built(self, again: Replayable) -> tuple[str, list[str]]:
         """Return the form of a call without its values, and the values."""
-        name = next((name for name, module in named_modules(self._model) if module is again.module), "")
         where = sorted({f"{p.dtype} {p.device.type}" for p in again.module.parameters()})  # roundings are others there
         leaves = signature(again.given)
         kinds = [(place, kind) for place, kind, _ in leaves]
-        return _short([type(again).__name__, name, where, again.modes, kinds]), [_short(value) for *_, value in leaves]
+        form = [type(again).__name__, again.name_in(self._model), where, again.modes, kinds]
+        return _short(form), [_short(value) for *_, value in leaves]
 
     def _key(self, form: str, now: Sequence[str]) -> str:
         """Return the key of a call with the values that matter."""

@@ -26,7 +26,7 @@ from spectral_monitor.engine.features.replay_subset import DRAWN, DRAWS, NO, UNS
 from spectral_monitor.engine.features.step_inputs import Context, StepInputs
 from spectral_monitor.engine.results.reasons import MOVED, StepContext
 from spectral_monitor.engine.settings import Settings
-from spectral_monitor.layers.naming import label, named_modules
+from spectral_monitor.layers.naming import label
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import call_through, reshard
 from spectral_monitor.state.snapshot import preserved
@@ -52,10 +52,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """A forward that was run again; no replay if it failed."""
+    """A forward that was run again; no replay if it failed. The loss is kept of the same batch only."""
 
-    replay: Replay | None
-    loss: Tensor | None
+    replay: Replay | None = None
+    loss: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ class Replays:
         self.slices = ReplaySubset(settings.replay_samples, model)
         self.probe: Probe | None = None
         self.done = ReplayOutcome()
-        self.begin(settings.needs)
+        self.begin(settings.needs, StepContext())
 
-    def begin(self, needs: frozenset[str]) -> None:
-        """Begin a step of which ``needs`` must be captured."""
-        self.needs = needs
+    def begin(self, needs: frozenset[str], facts: StepContext) -> None:
+        """Begin a step of which ``needs`` must be captured; ``facts`` are told why something was not run again."""
+        self.needs, self._facts = needs, facts
         self.looked, self.unseen = False, ""
         self.whole: tuple[Replayable, LossGradient] | None = None
 
@@ -183,15 +183,7 @@ class Replays:
         """
         return again is self._features.looked and self._features.began_at_loss and again.drew
 
-    def run(
-        self,
-        due: bool,
-        again: Replayable | None,
-        part: int,
-        replay: Replay,
-        facts: StepContext,
-        context: Context,
-    ) -> None:
+    def run(self, due: bool, again: Replayable | None, part: int, replay: Replay, context: Context) -> None:
         """Run what is due, into :attr:`done`; ``again`` is ``None`` if the forward cannot be run, and facts say why.
 
         ``replay`` has the outputs that those of the same batch are compared with, of its first samples if those will do
@@ -201,22 +193,21 @@ class Replays:
         """
         first = due and self.probe is None
         wanted = again is not None and ("dh" in self.needs or first)
-        failed = ReplayResult(None, None)
+        failed = ReplayResult()
         self.done = ReplayOutcome(failed if wanted else None, failed if due and (wanted or not first) else None, first)
+        facts = self._facts
         if not due:
             facts.no_drift = f"measured at every {self._drift_every}th measured step"
         probe = self.probe
         if again is not None and wanted:
-            same = self._same_batch(again, part, replay, facts, context)
+            same = self._same_batch(again, part, replay, context)
             self.done = replace(self.done, same=same, drift=same if first else self.done.drift)
         if first:
             facts.no_drift = facts.no_replay
         elif due and probe is not None:
-            self.done = replace(self.done, drift=self._probe_batch(probe, replay.keys, facts, context))
+            self.done = replace(self.done, drift=self._probe_batch(probe, replay.keys, context))
 
-    def _same_batch(
-        self, again: Replayable, part: int, replay: Replay, facts: StepContext, context: Context
-    ) -> ReplayResult:
+    def _same_batch(self, again: Replayable, part: int, replay: Replay, context: Context) -> ReplayResult:
         check = self._check_samples(again, part, context) if part in (DRAWN, UNSEEN) else None
         may_draw = self._draws_alike(again)  # asked before it is run again
         what, portion = f"the forward of {self._name(again)}", self.slices.portion
@@ -227,13 +218,13 @@ class Replays:
             if part == YES:
                 _check_part(run, replay, may_draw)
         except Exception as error:
-            facts.no_replay = f"{what} could not be run again ({type(error).__name__}: {error})"
+            self._facts.no_replay = f"{what} could not be run again ({type(error).__name__}: {error})"
             further = ""
             if part == YES:
                 self.slices.give_up()
                 further = "; from the next measured step on the whole batch is run again"
-            self._warn(f"{facts.no_replay}; what needs the features after the step is left out{further}", error)
-            return ReplayResult(None, None)
+            self._warn(f"{self._facts.no_replay}; what needs the features after the step is left out{further}", error)
+            return ReplayResult()
         if check is not None:
             why = self.slices.settle(check)
             if why and not self.slices.automatic:
@@ -273,24 +264,23 @@ class Replays:
         rows = {(i, n): call.outputs for i, calls in self._features.calls.items() for n, call in enumerate(calls)}
         return ExchangeCheck(runs, portion, rows, wrong)
 
-    def _probe_batch(self, probe: Probe, keys: Collection[str], facts: StepContext, context: Context) -> ReplayResult:
+    def _probe_batch(self, probe: Probe, keys: Collection[str], context: Context) -> ReplayResult:
         replay = Replay(probe.outputs, keys, samples=batch_size(probe.again.given) if probe.part else None)
         try:
-            loss = self.run_again(probe.again, context, replay)
+            self.run_again(probe.again, context, replay)
             if probe.part:
                 _check_part(probe.again, replay)
         except Exception as error:
-            facts.no_drift = f"the probe batch could not be run again ({type(error).__name__}: {error})"
-            self._warn(facts.no_drift, error)
-            return ReplayResult(None, None)
-        return ReplayResult(replay, loss)
+            self._facts.no_drift = f"the probe batch could not be run again ({type(error).__name__}: {error})"
+            self._warn(self._facts.no_drift, error)
+            return ReplayResult()
+        return ReplayResult(replay)
 
     def _name(self, again: Replayable) -> str:
         """Return the module's name as the user knows it."""
         if not isinstance(again, RootCall):
             return "training_step"
-        name = next((name for name, module in named_modules(self._model) if module is again.module), "")
-        return label(name, again.module)
+        return label(again.name_in(self._model), again.module)
 
     def _pack(self, again: Replayable) -> tuple[dict[str, Any] | None, str]:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,16 +36,8 @@ ROW_ENTRIES = 1 << 24
 """Entries of the rows that are copied and measured in one solve, in a single process."""
 ROW_TOLERANCE = 0.05
 """Relative tolerance of spectral norms of rows, of which a stable rank is made that differs more between batches."""
-
-
-def inputs(calls: Sequence[Call]) -> list[Tensor | None]:
-    """Return a layer's inputs, call by call; ``None`` where they are not available."""
-    return [call.h_in.get() if call.h_in is not None else None for call in calls]
-
-
-def gradients(calls: Sequence[Call]) -> list[Tensor | None]:
-    """Gradients of a layer's outputs, call by call; ``None`` where they did not arrive exactly once."""
-    return [call.gradient() for call in calls]
+STABLE_RANKS = {"h_in": "input_stable_rank", "b": "backward_stable_rank"}
+"""Quantities for which spectra of inputs, and of gradients of outputs, are measured."""
 
 
 def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
@@ -57,7 +49,15 @@ def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
 
 def input_rows(calls: Sequence[Call]) -> Tensor | None:
     """Return a layer's inputs over all its calls, in the dtype they are measured in."""
-    return joined(inputs(calls))
+    return joined([call.input() for call in calls])
+
+
+def _spans(keys: Iterable[tuple[int, str]]) -> dict[str, dict[int, slice]]:
+    """Return for each kind of rows where the layers have their one entry among all of these, in order."""
+    found: dict[str, dict[int, slice]] = defaultdict(dict)
+    for k, (i, name) in enumerate(keys):
+        found[name][i] = slice(k, k + 1)
+    return found
 
 
 class _Kind(NamedTuple):
@@ -150,31 +150,25 @@ class RowStage:
         run = sequence if exchange is None else gather
         if {"backward_speed", "dual_bfa_cos", "backward_rms"} & set(self.settings.keys):
             sizes.update({key: _rows_size(found) for key, found in plain.items() if key[1] == "b"})
-        yield from run([self._sizes(sizes), self._measured(plain), self._of_sums(common)])
-
-    def _measured(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
-        wanted = {"h_in": "input_stable_rank", "b": "backward_stable_rank"}
-        return self._spectra({key: found for key, found in rows.items() if wanted[key[1]] in self.settings.keys})
+        yield from run([self._sizes(sizes), self._spectra(plain), self._of_sums(common)])
 
     def _of_sums(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
         """Return the rows of the sums over batches of output gradients, where outputs are the same for all batches."""
         if not rows:
             return
         assert self.exchange is not None
-        shares, cols = [], []
+        shares = []
         for (i, name), found in rows.items():
-            part = self.cols(i, name)
-            width = self.feature_count(i, name)
-            share = torch.zeros(self.census.rows(i, "outputs").total, width, device=self.exchange.device)
-            if found is not None and (part is not None or self.census.first_of_batch):
+            total, width = self.census.rows(i, "outputs").total, self.feature_count(i, name)
+            share = torch.zeros(total, width, device=self.exchange.device)
+            if found is not None and (self.cols(i, name) is not None or self.census.first_of_batch):
                 share = share.to(found.dtype)
-                share[:, slice(*(part or (0, width)))] = found
+                share[:, self.columns(i, name)] = found
             shares.append(share)
-            cols.append(slice(*(part or (0, width))))
         sums = yield shares
-        summed = {key: total[:, some] for key, total, some in zip(rows, sums, cols, strict=True)}
+        summed = {key: whole[:, self.columns(*key)] for key, whole in zip(rows, sums, strict=True)}
         sizes = {key: _rows_size(some) for key, some in summed.items()}
-        yield from gather([self._sizes(sizes), self._measured(summed)])
+        yield from gather([self._sizes(sizes), self._spectra(summed)])
 
     def _which(self, name: str) -> str:
         return "inputs" if name == "h_in" else "outputs"
@@ -200,6 +194,10 @@ class RowStage:
         if part is None:
             return None
         return None if self._seen(i, name) - {0.0} == {float(self._width(i, name))} else part
+
+    def columns(self, i: int, name: str) -> slice:
+        """Return where the features that are here lie among all."""
+        return slice(*(self.cols(i, name) or (0, self.feature_count(i, name))))
 
     def _seen(self, i: int, name: str) -> set[float]:
         """Return how many features the processes have seen; 0 where there was none."""
@@ -237,22 +235,22 @@ class RowStage:
             ]
         )
         rows = numbers / torch.tensor([float(max(self.feature_count(i, name), 1)) for i, name in sizes])
-        for of in dict.fromkeys(name for _, name in sizes):
-            spans = {i: slice(k, k + 1) for k, (i, name) in enumerate(sizes) if name == of}
+        for of, spans in _spans(sizes).items():
             self.out.put_each(f"{of}.norm", spans, both)
             self.out.put_each(f"{of}.size", spans, numbers)
             if of == "h":
                 self.out.put_each("h.rows", spans, rows)
 
     def _spectra(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
-        """Put spectral and Frobenius norms of matrices of rows, a fixed choice of those of each layer."""
+        """Put spectral and Frobenius norms of matrices of rows, a fixed choice of those of each layer, if asked for."""
         groups: dict[_Kind, list[tuple[int, str]]] = defaultdict(list)
         chosen: dict[tuple[int, str], _Chosen] = {}
         for (i, name), found in rows.items():
-            part = self.cols(i, name)
+            if STABLE_RANKS[name] not in self.settings.keys:
+                continue
             width = self.feature_count(i, name)
             some = self._chosen(i, name, found, sample_size(width))
-            split = (some.holders > 1, part is not None)
+            split = (some.holders > 1, self.cols(i, name) is not None)
             like = None if found is None or self.exchange is not None else (found.dtype, found.device)
             if some.total and width:
                 chosen[(i, name)] = some
@@ -276,8 +274,7 @@ class RowStage:
     def _solve(self, batch: Sequence[tuple[Sequence[tuple[int, str]], ShardedStack]]) -> Coroutine[None]:
         found = yield from spectral_estimates([pieces for _, pieces in batch], ROW_TOLERANCE, bounds=False)
         for (keys, pieces), estimate in zip(batch, found, strict=True):
-            for of in dict.fromkeys(name for _, name in keys):
-                spans = {i: slice(k, k + 1) for k, (i, name) in enumerate(keys) if name == of}
+            for of, spans in _spans(keys).items():
                 self.out.put_each(f"{of}.sigma", spans, estimate.sigma)
                 self.out.put_each(f"{of}.fro", spans, estimate.fro)
                 for i in spans:
@@ -313,14 +310,13 @@ class RowStage:
         fed = sorted(self.census.wherever_called("fed"))
         asked: list[Tensor] = []
         for i in fed:
-            found, part = input_rows(calls.get(i, ())), self.cols(i, "h_in")
-            width = self.feature_count(i, "h_in")
+            found = input_rows(calls.get(i, ()))
             some = self._chosen(i, "h_in", found, rows_worth(self.members[i].layer.layout))
             mine = some.get()
-            rows = torch.zeros(some.total, width, device=self.exchange.device)
+            rows = torch.zeros(some.total, self.feature_count(i, "h_in"), device=self.exchange.device)
             if mine is not None:
                 rows = rows.to(mine.dtype)
-                rows[some.first : some.first + len(mine), slice(*(part or (0, width)))] = mine
+                rows[some.first : some.first + len(mine), self.columns(i, "h_in")] = mine
             asked.append(rows)
         if asked:
             asked = yield asked

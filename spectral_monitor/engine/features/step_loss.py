@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from spectral_monitor.capture.hooks.registration import Harmless
 from spectral_monitor.capture.hooks.returned_losses import ReturnedLosses
 from spectral_monitor.capture.replay.eager_pass import undecorated
 from spectral_monitor.capture.replay.replay import Repeatable, RootCall, why_not
@@ -63,15 +64,22 @@ class StepLoss:
     """
 
     def __init__(
-        self, model: nn.Module, run: Callable[..., Tensor | None], sharded: bool, returned: bool, warn: WarnOnce
+        self,
+        model: nn.Module,
+        run: Callable[..., Tensor | None],
+        sharded: bool,
+        returned: bool,
+        warn: WarnOnce,
+        harmless: Harmless,
     ) -> None:
         """``run``: runs a forward again without a trace and returns its loss, see :meth:`.replays.Replays.run_again`;
-        ``sharded``: whether processes share weights; ``returned``: whether calls of the model are watched.
+        ``sharded``: whether processes share weights; ``returned``: whether calls of the model are watched;
+        ``harmless``: to be entered around what hooks do.
         """
         self._model, self._run_again, self._sharded, self._warn = model, run, sharded, warn
         self._graph = self._checked = False
         self._never = ""
-        self._calls = ReturnedLosses() if returned else None
+        self._calls = ReturnedLosses(model, harmless) if returned else None
         self._compiled = bool(compiled_modules(model))
         self.begin(False)
 
@@ -88,10 +96,10 @@ class StepLoss:
         self._rounded = False
         self._why = self._never
 
-    def arm(self, harmless: Callable[[str], AbstractContextManager[None]]) -> None:
+    def arm(self) -> None:
         """Register the hooks that watch which calls of the model return a loss, if they are needed."""
         if self._calls is not None and self.wanted:
-            self._calls.arm(self._model, harmless)
+            self._calls.arm()
 
     @property
     def returned(self) -> Sequence[RootCall]:

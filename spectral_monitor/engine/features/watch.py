@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.recording import nothing
+from spectral_monitor.capture.hooks.registration import Harmless
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import Replayable
 from spectral_monitor.capture.row_sampling import Marks, RowSampler, marks
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.features.changes import ChangeStage
@@ -89,7 +91,7 @@ class FeatureWatch:
         layout: ModelLayout,
         settings: Settings,
         processes: ProcessGroup | None,
-        harmless: Callable[[str], AbstractContextManager[None]],
+        harmless: Harmless,
         warn: WarnOnce,
         warn_here: WarnOnce,
     ) -> None:
@@ -101,24 +103,21 @@ class FeatureWatch:
         self._processes = processes
         self._alone = processes is None and wrapper is model
         self._harmless, self._warn = harmless, warn
-        layers = layout.layers
-        wanted = range(len(layers)) if settings.needs & FEATURES else ()
+        layers = dict(enumerate(layout.layers)) if settings.needs & FEATURES else {}
         room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
         # Where the weights of a forward lie is no one's but FSDP's affair.
         watched = [p for p in model.parameters() if id(p) not in layout.flat]
-        self.capture = FeatureCapture(
-            model, layers, wanted, room, watched, harmless, layout.entries, not layout.sharded
-        )
+        self.capture = FeatureCapture(model, layers, room, watched, harmless, layout.entries, not layout.sharded)
         self.replays = Replays(model, wrapper, self.capture, settings, layout.compiled, warn, warn_here)
         self.readouts = Readouts(layout.anatomy)
         self._context: Context = nullcontext
         self._picker = RowSampler(settings.max_rows)
 
-    def clear(self, asked: Settings, out: RawScalars) -> None:
-        """Drop what was seen, and begin a step of which ``asked`` is measured."""
+    def clear(self, asked: Settings, facts: StepContext, out: RawScalars) -> None:
+        """Drop what was seen, and begin a step of which ``asked`` is measured; ``facts`` are told what is missing."""
         self.capture.disarm()
-        self.replays.begin(asked.needs)
-        self._asked, self._keys, self._out = asked, frozenset(asked.keys), out
+        self.replays.begin(asked.needs, facts)
+        self._asked, self._keys, self._facts, self._out = asked, frozenset(asked.keys), facts, out
         self._held_at: dict[int, Marks] = {}
         self.moved = False
         self._rows: RowStage | None = None
@@ -175,8 +174,7 @@ class FeatureWatch:
     def before(self, optimizer: Optimizer) -> None:
         """Mark the weights that an optimizer is about to change."""
         if self.wanted:
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            self._held_at[id(optimizer)] = marks(parameters)
+            self._held_at[id(optimizer)] = marks(parameters_of(optimizer))
 
     def ready(self, optimizer: Optimizer, around: Context) -> None:
         """Look at what was recorded when an optimizer's gradients are there; ``around`` is entered for a pass beside
@@ -205,9 +203,9 @@ class FeatureWatch:
             forward.begun = given.begun(forward.loss)
             forward.part = self.replays.look(forward.again)
 
-    def explain(self, facts: StepContext, seen: RankReports) -> None:
+    def explain(self, seen: RankReports) -> None:
         """Put what is known of features that were not seen, or of some samples only."""
-        capture = self.capture
+        capture, facts = self.capture, self._facts
         facts.unseen = self.replays.unseen or (MOVED if any(some.moved for some in seen.steps) else "")
         facts.shared = capture.shared
         facts.sampled = bool(capture.looked_at)
@@ -220,15 +218,15 @@ class FeatureWatch:
         self._rows = RowStage(self._members, self._asked, seen, self._processes, self._picker, self._out)
         return self._rows
 
-    def routine(self, rows: RowStage, outputs: Outputs, facts: StepContext) -> Coroutine[None]:
+    def routine(self, rows: RowStage, outputs: Outputs) -> Coroutine[None]:
         """Measure rows as the step saw them."""
         calls, keys = self.capture.calls, self._keys
-        seen = [rows.forward(calls)] if self.wanted else []
+        routines = [rows.forward(calls)] if self.wanted else []
         if NOISE in keys:
-            seen.append(measure_noise(calls, len(self._members), self._processes, self._out))
+            routines.append(measure_noise(calls, len(self._members), self._processes, self._out))
         if OF_ROWS & keys:
-            seen.append(measure_outputs(rows, keys, calls, outputs, facts))
-        yield from (sequence if self._processes is None else gather)(seen)
+            routines.append(measure_outputs(rows, keys, calls, outputs, self._facts))
+        yield from (sequence if self._processes is None else gather)(routines)
 
     def sample(self, i: int) -> Tensor | None:
         """Return the input rows that a layer's alignments are measured on."""
@@ -243,9 +241,7 @@ class FeatureWatch:
     def changes(
         self,
         forward: WatchedForward,
-        seen: RankReports,
         rows: RowStage,
-        facts: StepContext,
         given: StepInputs,
         due: bool,
         stage: MatrixStage,
@@ -255,18 +251,17 @@ class FeatureWatch:
 
         Args:
             forward, rows: those of the step.
-            seen: what all processes saw of it.
-            facts: get the reasons for what is missing.
             given: what the training loop knows of the step.
             due: whether the probe batch is run again too.
             stage: has the weights before the step, and their learning rates.
             start: parameter name -> its value at the start of the run, where that is asked for.
         """
+        seen = rows.census
         if self._processes is not None:
             self._out.note(NETWORK, LOSS, seen.begun)
         elif forward.begun is not None:
             self._out.put(NETWORK, LOSS, forward.begun)
-        asked, host = ALONE & self._keys, self._asked.low_memory
+        facts, host, asked = self._facts, self._asked.low_memory, ALONE & self._keys
         if not self._alone:
             facts.why_not |= {(key, NETWORK): SEVERAL for key in asked}
             asked = frozenset()
@@ -282,10 +277,10 @@ class FeatureWatch:
             again = None
             facts.no_replay = "the forward cannot be run again: the processes called the model differently"
         with self._harmless("running the forward again"):
-            self.replays.run(due, again, part, replay, facts, given.context)
+            self.replays.run(due, again, part, replay, given.context)
         done, self.replays.done = self.replays.done, ReplayOutcome()
         known = all(some.loss for some in seen.steps)
-        after = ChangeStage(rows, self._processes, full)
+        after = ChangeStage(rows, full)
         yield from after.measure(done, slices.off, facts, forward.loss if known else None)
         if after.off and not slices.off:
             slices.give_up()
@@ -294,8 +289,10 @@ class FeatureWatch:
         if after.probe_lost:
             self.replays.probe = None
         with self._harmless("running the forward again with a graph"):
-            graphs = GraphPasses(self._model, self.capture, asked, host, facts, self._out, self._warn)
-            graphs.measure(again, given, forward.outputs, stage.rates)
+            graphs = GraphPasses(
+                self._model, self.capture, asked, host, facts, self._out, self._warn, given, stage.rates
+            )
+            graphs.measure(again, forward.outputs)
             full.linearized(self.replays.probe, start, given.context)
 
     def settle(self, measurement: Measurement) -> None:

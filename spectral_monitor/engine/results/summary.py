@@ -16,8 +16,8 @@ from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import NODE, SUMMARY
 from spectral_monitor.parametrization.tying import contribution_blocks
 
-OF_READOUTS = {"final_layer_alignment": "alignment", "linearity": "linearity"}
-"""Values that are those of a readout."""
+OF_READOUTS = {"final_layer_alignment": ("alignment", min), "linearity": ("linearity", max)}
+"""Values that are those of a readout: of which quantity, and of several readouts the smallest or the largest."""
 WITHOUT = {
     "loss_change_predicted": "a contribution is not finite, or gradients were changed after the backward pass",
     "contribution_spread": "it divides by the least contribution of a block, and one does not lower the loss",
@@ -57,7 +57,7 @@ def summarize(values: Mapping[str, Tensor], layers: Sequence[Layer], raw: Raw) -
         decrease = -summary["loss_change_predicted"]
         summary["readout_share"] = taken / decrease if decrease > 0 else math.nan
         summary["contribution_spread"] = max(shares) / min(shares) if downhill else math.nan
-    for name, key, end in (("final_layer_alignment", "alignment", min), ("linearity", "linearity", max)):
+    for name, (key, end) in OF_READOUTS.items():
         if key in values:
             heads = [float(values[key][i]) for i, layer in enumerate(layers) if layer.info.role == "readout"]
             summary[name] = end((head for head in heads if not math.isnan(head)), default=math.nan)
@@ -101,7 +101,7 @@ def other_reasons(summary: Mapping[str, float], layers: Sequence[Layer], known: 
         why = WITHOUT.get(key, "")
         if key in OF_READOUTS:
             heads = [layer.info.name for layer in layers if layer.info.role == "readout"]
-            reasons = [known[own] for head in heads if (own := f"{OF_READOUTS[key]}/{head}") in known]
+            reasons = [known[own] for head in heads if (own := f"{OF_READOUTS[key][0]}/{head}") in known]
             why = reasons[0] if reasons else "no readout is measured"
         found[f"{key}/{SUMMARY}"] = why
     return found

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.results.raw import NETWORK, RawScalars, one_each
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.weights.gradients import (
@@ -84,9 +85,9 @@ class ContributionStage:
             optimizer: about to step.
             mine: the layers it trains.
         """
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owned = {id(p) for p in parameters_of(optimizer)}
         measured = {id(p) for i, m in mine.items() for p in m.layer.sources if i not in self._facts.divided}
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
         for i, member in mine.items():
             layer = member.layer
             if layer.compute is not None and not layer.tied_to and i not in self._facts.divided:
@@ -102,7 +103,7 @@ class ContributionStage:
         arrived: tuple[tuple[Tensor, ...], Tensor] | None,
     ) -> None:
         """Note gradients now that they are final; ``arrived``: as for :meth:`.MatrixStage.ready`."""
-        held.trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held.trained = [p for p in parameters_of(optimizer) if p.grad is not None]
         held.norms = gradient_norms(held.trained)
         if self.overwrites and not self._host:
             held.copies = [p.grad.clone() for p in held.trained if p.grad is not None]
@@ -140,30 +141,22 @@ class ContributionStage:
         shares: dict[int, Tensor] = {}
         pairs: dict[tuple[torch.dtype, torch.device], dict[int, list[tuple[Tensor, Tensor]]]] = defaultdict(dict)
         for stack in found:
-            for i in (i for i, member in stack.members.items() if self._is_known(i, member)):
-                layer, gradient = stack.members[i].layer, None
-                parts: list[Tensor] = []
-                if layer.tied_to or i in self._facts.unused:
-                    pass
-                elif layer.compute is not None or i in self._originals:  # to first order this is the same
-                    kept_here = [(p, old, n) for p, old, n in self._originals.pop(i, ()) if p.grad is not None]
-                    parts = [contribution_here(p, old) / n for p, old, n in kept_here]
-                else:
-                    gradient = gradient_here(layer.sources[0])
-                if gradient is not None:
-                    both = zip(stack.members[i].contents(gradient), stack.entries(i), strict=True)
-                    pairs[stack.like.dtype, stack.like.device][i] = list(both)
-                elif parts:
-                    shares[i] = torch.stack(parts).sum()
-                else:
-                    shares[i] = stack.like.new_zeros(())
+            for i, member in stack.members.items():
+                layer, parts = member.layer, []
+                if layer.compute is not None and i not in self._originals and not layer.tied_to:
+                    continue  # divided parameters are counted as such
+                if not layer.tied_to and i not in self._facts.unused:
+                    if i in self._originals:  # to first order this is the same
+                        kept_here = [(p, old, n) for p, old, n in self._originals.pop(i) if p.grad is not None]
+                        parts = [contribution_here(p, old) / n for p, old, n in kept_here]
+                    elif (gradient := gradient_here(layer.sources[0])) is not None:
+                        both = zip(member.contents(gradient), stack.entries(i), strict=True)
+                        pairs[stack.like.dtype, stack.like.device][i] = list(both)
+                        continue
+                shares[i] = torch.stack(parts).sum() if parts else stack.like.new_zeros(())
         for (dtype, _), some in pairs.items():
             shares.update(zip(some, -inner_sums(list(some.values()), dtype), strict=True))
         return shares
-
-    def _is_known(self, i: int, member: BatchMember) -> bool:
-        """Return whether a layer's contribution is defined; divided parameters are counted as such."""
-        return member.layer.compute is None or i in self._originals or bool(member.layer.tied_to)
 
     def _arrivals(self, held: Gradients, layers: Iterable[int]) -> Tensor:
         """Return, for each layer, how many of its parameters have a local gradient that is not zero, whatever the

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,13 +53,13 @@ class Job(NamedTuple):
     name: str
 
 
-Mapped = tuple[Job, Tensor, Tensor | None]
-"""Matrices, lengths (K, R) of what they make of the inputs, and their norms (K,), if known."""
-
 NEEDS = {"W": "W", "dW": "dW", "W1": "W1", "drift": "W0", "W0": "W0", "g": "|g|"}
 """What a quantity needs that is read off these matrices."""
 MAPS = {"W": ("alignment", ""), "dW": ("update_alignment", "feature_change_local")}
-"""Quantities that say what matrices make of the layers' inputs: how well they are aligned, and their length."""
+"""Quantities that say what matrices make of the layers' inputs: how well they are aligned, and their length.
+
+Spectral norms are taken for all of them.
+"""
 
 
 class MatrixNorms:
@@ -97,10 +96,8 @@ class MatrixNorms:
             self._out.put_each(f"{job.name}.fro", job.stack.spans, norms[job])
             if job in sigmas:
                 self._out.put_each(f"{job.name}.sigma", job.stack.spans, sigmas[job])
-        for some in _alike(
-            [(job, x, sigmas.get(job)) for job, x in zip(mapped, products, strict=True) if x is not None]
-        ):
-            self._put_maps(some)
+        for some in _alike([x for x in products if x is not None]):
+            self._put_maps(some, sigmas)
         for job in mapped:
             if job.name == "dW":
                 self._inputs_of.pop(tuple(job.stack.members), None)
@@ -146,8 +143,8 @@ class MatrixNorms:
         for i, (total, count) in zip(stack.members, shares, strict=True):
             self._out.put(i, "underflow_weights", total / count)
 
-    def _mapped(self, job: Job) -> Coroutine[Tensor | None]:
-        """Return lengths (K, R) of what the matrices make of the layers' inputs; ``None`` if there are no inputs."""
+    def _mapped(self, job: Job) -> Coroutine[_Mapped | None]:
+        """Return what the matrices make of the layers' inputs; ``None`` if there are no inputs."""
         stack = job.stack
         if stack.exchange is not None:
             yield []  # the inputs are on their way
@@ -156,12 +153,12 @@ class MatrixNorms:
             return None
         products = stack.pieces.times(rows.x)  # (K, R, m), what is here of them
         if stack.exchange is None:
-            return lengths(products)
+            return _Mapped(job, rows, lengths(products))
         if stack.split[1]:
             (whole,) = yield [products]
-            return lengths(whole)
+            return _Mapped(job, rows, lengths(whole))
         (squares,) = yield [lengths(products).square()]
-        return squares.sqrt()
+        return _Mapped(job, rows, squares.sqrt())
 
     def _rows(self, stack: MatrixBatch) -> _Rows | None:
         """Return input rows for each matrix of a stack, which are the same for weights and updates."""
@@ -171,39 +168,32 @@ class MatrixNorms:
             self._inputs_of[key] = _rows_of(stack, self._inputs, most)
         return self._inputs_of[key]
 
-    def _put_maps(self, found: Sequence[Mapped]) -> None:
-        """Put alignments, and lengths of what matrices make of the inputs.
-
-        Args:
-            found: jobs, lengths (K, R) of what their matrices make of the inputs, and their norms (K,), if known.
-        """
-        wanted, rows = set(self._settings.keys), [self._rows(job.stack) for job, _, _ in found]
+    def _put_maps(self, found: Sequence[_Mapped], sigmas: Mapping[Job, Tensor]) -> None:
+        """Put alignments, and lengths of what matrices make of the inputs; ``sigmas``: their norms (K,)."""
+        wanted = set(self._settings.keys)
         # The matrices of all stacks side by side, (K, R): rows that are missing are zero and do not count.
-        longest = max(products.shape[1] for _, products, _ in found)
-        products = _side_by_side([products for _, products, _ in found], longest)
-        lengths_of = _side_by_side([some.lengths for some in rows if some is not None], longest)
-        sigma = torch.cat(
-            [products.new_full((len(some),), math.nan) if norm is None else norm for _, some, norm in found]
-        )
+        longest = max(some.products.shape[1] for some in found)
+        products = _side_by_side([some.products for some in found], longest)
+        lengths_of = _side_by_side([some.rows.lengths for some in found], longest)
+        sigma = torch.cat([sigmas[some.job] for some in found])
         aligned = mean_alignment(products, lengths_of, sigma)
         squares = None
         if any(length in wanted for _, length in MAPS.values()):
-            sizes = _side_by_side([some.sizes for some in rows if some is not None], longest)
+            sizes = _side_by_side([some.rows.sizes for some in found], longest)
             squares = (products * sizes).square()
         errors = off = None
         there = lengths_of > 0
         if self._settings.max_rows is not None or self.samples:
-            groups = None if not self.samples else _groups(found, rows, min(GROUPS, self.samples), lengths_of)
+            groups = None if not self.samples else _groups(found, min(GROUPS, self.samples), lengths_of)
             errors = mean_alignment_error(products, lengths_of, sigma, groups)
             if squares is not None:  # of the root, relative to it
                 off = standard_error_of_mean(squares, there, groups) * there.sum(1) / squares.sum(1) / 2
         first = 0
-        for (job, some, norm), inputs in zip(found, rows, strict=True):
+        for job, rows, some in found:
             alignment, length = MAPS[job.name]
-            assert inputs is not None
-            for i, count in inputs.counts.items():
+            for i, count in rows.counts.items():
                 span = slice(first + job.stack.spans[i].start, first + job.stack.spans[i].stop)
-                if norm is not None and alignment in wanted:
+                if alignment in wanted:
                     self._out.put(i, alignment, aligned[span])
                     if errors is not None:
                         self._out.put(i, f"{alignment}.error", errors[span])
@@ -214,13 +204,13 @@ class MatrixNorms:
             first += len(some)
 
 
-def _alike(found: Sequence[Mapped]) -> list[list[Mapped]]:
+def _alike(found: Sequence[_Mapped]) -> list[list[_Mapped]]:
     """Return what can stand side by side: filled up with zeros, none becomes both large and twice as large."""
-    groups: list[list[Mapped]] = []
+    groups: list[list[_Mapped]] = []
     longest = 0
-    for some in sorted(found, key=lambda some: (str(some[1].device), -some[1].shape[1])):
-        matrices, rows = some[1].shape
-        here = groups and groups[-1][0][1].device == some[1].device
+    for some in sorted(found, key=lambda some: (str(some.products.device), -some.products.shape[1])):
+        matrices, rows = some.products.shape
+        here = groups and groups[-1][0].products.device == some.products.device
         if not here or matrices * longest > max(FILLED, 2 * matrices * rows):
             groups.append([])
             longest = rows
@@ -233,12 +223,12 @@ def _side_by_side(columns: Sequence[Tensor], longest: int) -> Tensor:
     return torch.cat([x if x.shape[1] == longest else pad(x, (0, longest - x.shape[1])) for x in columns])
 
 
-def _groups(found: Sequence[Mapped], inputs: Sequence[_Rows | None], groups: int, like: Tensor) -> Tensor:
+def _groups(found: Sequence[_Mapped], groups: int, like: Tensor) -> Tensor:
     """Return the group (K, R) of samples each row is of, like some lengths; rows of a sample stand together."""
     counts = torch.ones(len(like), dtype=torch.long)
     first = 0
-    for (job, some, _), rows in zip(found, inputs, strict=True):
-        for i, count in ({} if rows is None else rows.counts).items():
+    for job, rows, some in found:
+        for i, count in rows.counts.items():
             counts[first + job.stack.spans[i].start : first + job.stack.spans[i].stop] = count
         first += len(some)
     places = torch.arange(like.shape[1]) * groups // counts[:, None]
@@ -259,6 +249,14 @@ class _Rows(NamedTuple):
     sizes: Tensor
     lengths: Tensor
     counts: dict[int, int]
+
+
+class _Mapped(NamedTuple):
+    """Lengths (K, R) of the products of matrices with input rows."""
+
+    job: Job
+    rows: _Rows
+    products: Tensor
 
 
 def _rows_of(stack: MatrixBatch, inputs: Callable[[int], Tensor | None], most: int | None) -> _Rows | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
@@ -87,7 +88,7 @@ class QueryKeyStage:
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
         """Measure the blocks that an optimizer is about to change, and copy them if their change is measured."""
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owned = {id(p) for p in parameters_of(optimizer)}
         mine = [block for block in self._blocks.values() if self._sources(block) & owned]
         if self._changes:
             copies = {block.layer: self._weights(block) for block in mine if block.layer not in self._before}

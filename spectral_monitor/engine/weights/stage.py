@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.condition.optimizers.hyperparameters import learning_rate, weight_decay
 from spectral_monitor.engine.results.raw import RawScalars, one_each
 from spectral_monitor.engine.results.reasons import StepContext
@@ -31,7 +31,9 @@ class _Held:
 
     members: dict[int, BatchMember]
     stacks: list[MatrixBatch]
-    gradients: Gradients
+    gradients: Gradients = field(default_factory=Gradients)
+    shares: dict[int, Tensor] = field(default_factory=dict)  # what this process's part of each layer contributes
+    inner: dict[int, Tensor] = field(default_factory=dict)  # and of the products of weights and updates
 
 
 class MatrixStage:
@@ -83,7 +85,7 @@ class MatrixStage:
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
         """Copy what the update is about to change."""
-        owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        owned = {id(p) for p in parameters_of(optimizer)}
         mine = {i: m for i, m in self._there() if any(id(p) in owned for p in m.layer.sources)}
         for i in mine:
             if self._stepper.setdefault(i, id(optimizer)) != id(optimizer):
@@ -127,65 +129,45 @@ class MatrixStage:
         held = self._held.pop(id(optimizer))
         self._facts.stepped.update(held.members)
         with given_back(held.gradients):
-            self._after(optimizer, held)
+            self._measure_all(held, self.settings.needs)
+            if held.inner:
+                self._sum(self._inner_products(held.inner))
+            if "state" in self.settings.needs:
+                self._sum(adam_state(optimizer, held.members, self._copies, self._facts, self._out))
+            if "g" in self.settings.needs:
+                for routine in self.contributions.after(held.gradients, held.shares):
+                    self._sum(routine)
 
-    def _after(self, optimizer: Optimizer, held: _Held) -> None:
-        shares: dict[int, Tensor] = {}
-        inner: dict[int, Tensor] = {}
-        factor = held.gradients.factor
-        needs = self.settings.needs
-        self._measure_all(held.stacks, partial(self._changes, needs, shares=shares, inner=inner, factor=factor))
-        if inner:
-            self._sum(self._inner_products(inner))
-        if "state" in self.settings.needs:
-            self._sum(adam_state(optimizer, held.members, self._copies, self._facts, self._out))
-        if "g" in self.settings.needs:
-            for routine in self.contributions.after(held.gradients, shares):
-                self._sum(routine)
-
-    def _measure_all(
-        self, found: Sequence[MatrixBatch], measure: Callable[[Sequence[MatrixBatch], bool], None]
-    ) -> None:
+    def _measure_all(self, held: _Held, needs: frozenset[str]) -> None:
         """Measure stacks with memory, as many at a time as there is room for; that is gone then."""
         if self._exchange is not None or self._host:
-            for stack in found:
-                measure([stack.here()], self._host)
+            for stack in held.stacks:
+                self._changes([stack.here()], self._host, held, needs)
                 stack.buffers = []
             return
-        for portion in chunks(found, len(self.settings.needs & {"dW", "W0", "W1", "|g|"})):
-            measure([stack.here() for stack in portion.stacks], portion.in_place)
+        for portion in chunks(held.stacks, len(self.settings.needs & {"dW", "W0", "W1", "|g|"})):
+            self._changes([stack.here() for stack in portion.stacks], portion.in_place, held, needs)
             self._solve()
 
-    def _changes(
-        self,
-        needs: frozenset[str],
-        found: Sequence[MatrixBatch],
-        in_place: bool,
-        shares: dict[int, Tensor],
-        inner: dict[int, Tensor],
-        factor: Tensor | None,
-    ) -> None:
-        """Measure everything that is read off some layers, whose weights before the update these are.
-
-        ``factor``: by which gradients were larger before they were clipped, if they were.
-        """
+    def _changes(self, found: Sequence[MatrixBatch], in_place: bool, held: _Held, needs: frozenset[str]) -> None:
+        """Measure everything that is read off some layers, whose weights before the update these are."""
         if "W" in needs:
             self._measure("W", found, in_place)
         if "dW" in needs:
             found = [stack.change(in_place=in_place) for stack in found]
             self._measure("dW", found, in_place)
             if "g" in needs:
-                shares.update(self.contributions.shares(found))
+                held.shares.update(self.contributions.shares(found))
             if "WdW" in needs:
                 for stack in found:
-                    inner.update(_with_weights(stack))
+                    held.inner.update(_with_weights(stack))
         if "W0" in needs:
             self._measure("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
         if "W1" in needs:
             self._measure("W1", [stack.now(in_place=in_place) for stack in found], in_place)
         if "|g|" in needs:
             gradients = [stack.gradients(in_place=in_place) for stack in found]
-            if factor is not None:
+            if (factor := held.gradients.factor) is not None:
                 for buffer in (buffer for stack in gradients for buffer in stack.buffers):
                     buffer.mul_(factor.to(buffer))
             self._measure("g", gradients, in_place)
@@ -197,7 +179,7 @@ class MatrixStage:
             found = self._stacks({i: m for i, m in self._there() if i not in self._facts.stepped})
             for stack in found:
                 stack.load()
-            self._measure_all(found, partial(self._changes, needs, shares={}, inner={}, factor=None))
+            self._measure_all(_Held({}, found), needs)
 
     def _there(self) -> list[tuple[int, BatchMember]]:
         """Return the layers whose weights can be had: what one was computed by may be gone."""
