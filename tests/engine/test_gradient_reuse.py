@@ -226,3 +226,32 @@ def test_a_manual_training_step_that_forgets_to_clear_is_warned_of_at_step_2(cle
         [] if clears else said
     )
     assert bool(said) != clears
+
+
+def test_the_parameter_of_the_step_before_is_looked_at_again_when_another_layer_turns_out_to_be_the_output():
+    """The last layer that is registered is taken for the output until the first step shows which one runs last."""
+
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 8)])
+
+        def forward(self, x):
+            for part in list(self.parts)[::-1]:
+                x = part(x.relu())
+            return x
+
+    torch.manual_seed(0)
+    net = Backwards()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    probe = SpectralProbe(net, optimizer, every_n_steps="1, 2, every 100")
+    guessed = [info.role for info in probe.anatomy.infos if info.is_dense]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpectralConditionWarning)
+        for _ in range(2):
+            with probe.step():
+                F.cross_entropy(net(X), Y).backward()
+                optimizer.step()
+    found = [info.role for info in probe.latest.layers if info.is_dense]
+    assert (guessed, found) == (["operator", "readout"], ["readout", "operator"])
+    assert stale(probe) == [0, 1]

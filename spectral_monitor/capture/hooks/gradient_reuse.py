@@ -40,6 +40,7 @@ class GradientReuse:
         self._decided = False  # whether a step was looked at that follows another one that was
         self._handles: list[GradientHook] = []
         self._watched: dict[int, Tensor] = {}  # optimizer -> its parameter
+        self._looked_at: dict[int, int] = {}  # optimizer -> id of the parameter that was watched last
         # Optimizer -> gradient after its latest step or the latest measured one, and 1 if a step has used it.
         self._left: dict[int, tuple[ReferenceType[Tensor], int, Tensor]] = {}
         self._found: dict[int, Tensor] = {}  # since its latest step: 1 used before, 0 new, NaN unknown
@@ -65,8 +66,12 @@ class GradientReuse:
                 if p.requires_grad and p.is_leaf and not is_lazy(p) and p.numel() > 1 and not is_distributed(p)
             ]
             if some:
-                self._watched[id(optimizer)] = p = min([p for p in some if id(p) in ends] or some, key=Tensor.numel)
-                self._handles.append(GradientHook(p, partial(self._arrive, id(optimizer))))
+                key = id(optimizer)
+                # The first steps show which layers are outputs; what a step has left is that parameter's it looked at.
+                same = [p for p in some if key in self._left and id(p) == self._looked_at[key]]
+                p = min(same or [p for p in some if id(p) in ends] or some, key=Tensor.numel)
+                self._watched[key], self._looked_at[key] = p, id(p)
+                self._handles.append(GradientHook(p, partial(self._arrive, key)))
 
     def disarm(self) -> None:
         """Remove the hooks; safe to call at any time."""
