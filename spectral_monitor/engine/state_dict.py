@@ -125,7 +125,8 @@ def pack_probe(probe: Probe | None, layers: Sequence[Layer]) -> dict[str, Any] |
         return None
     outputs = {
         layers[i].info.name: [
-            [None if call.index is None else host_copy(call.index, "rows"), call.h, call.again] for call in calls
+            [None if call.index is None else host_copy(call.index, "rows"), call.h, call.again, call.count, call.pool]
+            for call in calls
         ]
         for i, calls in probe.outputs.items()
     }
@@ -144,8 +145,9 @@ def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive
     indices = {layer.info.name: i for i, layer in enumerate(layers)}
     outputs: Outputs = {
         indices[name]: [
-            CallRows(None if index is None else index.to(device), h, None, count, count, count)
-            for index, h, count in calls
+            CallRows(None if index is None else index.to(device), h, None, count, pool, again)
+            # Earlier versions did not save the last two.
+            for index, h, again, count, pool in ((*call, call[2], call[2])[:5] for call in calls)
         ]
         for name, calls in packed["outputs"].items()
         if name in indices  # nodes may be others

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -55,6 +57,20 @@ class Holder(nn.Module):
         self.part = Holds()
 
 
+@dataclass
+class Batch:
+    """What a collate function may return."""
+
+    source: Iterator
+
+
+class DrawsFromABatch(Net):
+    """Takes its batch from an iterator that is in what it is given."""
+
+    def forward(self, batch):
+        return self.layers(next(batch.source)).square().mean()
+
+
 class Overwrites(Net):
     """Changes its input in place."""
 
@@ -94,14 +110,20 @@ def one_source():
     return lambda: source
 
 
+def in_a_dataclass():
+    source = batches()
+    return lambda: Batch(source)
+
+
 @pytest.mark.parametrize(
     ("make", "argument", "part", "name", "layer"),
     [
         (Draws, one_source, None, "Draws", "layers.0"),
+        (DrawsFromABatch, in_a_dataclass, None, "DrawsFromABatch", "layers.0"),
         (Holds, lambda: lambda: None, None, "Holds", "layers.0"),
         (Holder, lambda: lambda: None, "part", "'part'", "part.layers.0"),
     ],
-    ids=["argument", "held", "held by a part"],
+    ids=["argument", "in a dataclass", "held", "held by a part"],
 )
 def test_iterators_are_not_used_up(make, argument, part, name, layer):
     probe, said = compared(make, argument, part)

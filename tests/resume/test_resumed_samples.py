@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 
@@ -33,6 +34,37 @@ def test_every_number_is_that_of_the_uninterrupted_run(tmp_path, quantities):
     resumed(path, rest, module=zoo.Classifier())
     assert measured(rest) == measured(whole, after=EPOCH)
     assert len(rest.measurements) == EPOCH
+
+
+def test_errors_of_a_drift_are_those_of_the_uninterrupted_run():
+    """The probe batch are the first samples of one: the others of its rows, which were not compared, count."""
+
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"quantities": ["feature_drift"], "replay_samples": 8, "drift_every": 1}
+        return model, optimizer, SpectralProbe(model, optimizer, **settings)
+
+    def step(model, optimizer, probe):
+        with probe.step():
+            optimizer.zero_grad()
+            model(torch.randn(64, 16)).square().mean().backward()
+            optimizer.step()
+
+    whole, rest = made(), made()
+    for _ in range(3):
+        step(*whole)
+    for old, new in zip(whole, rest, strict=True):
+        new.load_state_dict(copy.deepcopy(old.state_dict()))
+    state = torch.get_rng_state()
+    step(*whole)
+    torch.set_rng_state(state)
+    step(*rest)
+    for kind in ("values", "errors"):
+        a, b = (getattr(some[2].latest, kind)["feature_drift"] for some in (whole, rest))
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert (a > 0).sum() == 2
 
 
 def test_it_is_in_the_checkpoint_in_plain_types(tmp_path):

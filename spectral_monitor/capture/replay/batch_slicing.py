@@ -32,7 +32,7 @@ def tree_map(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
         copied = _copied(value)
         copied.data = tree_map(value.data, of)
         return copied
-    inside = _inside(value)
+    inside = contents(value)
     if inside is None:
         return value
     items = [(key, tree_map(item, of)) for key, item in inside]
@@ -48,7 +48,7 @@ def tree_map(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
     return copied
 
 
-def _inside(value: Any) -> list[tuple[Any, Any]] | None:
+def contents(value: Any) -> list[tuple[Any, Any]] | None:
     """Return what a container holds, and under which index, key or name; ``None`` for anything else."""
     if isinstance(value, (tuple, list)):
         return list(enumerate(value))
@@ -86,7 +86,7 @@ def _tuple_like(value: Any, items: list[Any]) -> Any:
 
 def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each leaf that :func:`tree_map` maps or shares, and its place."""
-    inside = None if isinstance(value, Tensor) else _inside(value)
+    inside = None if isinstance(value, Tensor) else contents(value)
     if inside is None:
         yield where, value
     else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from spectral_monitor.capture.replay.batch_slicing import Samples, slice_batch, tree_map
+from spectral_monitor.capture.replay.batch_slicing import Samples, contents, slice_batch, tree_map
 from spectral_monitor.capture.replay.eager_pass import LossGradient, OutputGradients, precisely
 from spectral_monitor.capture.replay.loss_flow import LossFlow, loss_in
 from spectral_monitor.layers.naming import named_modules
@@ -215,7 +215,7 @@ def obstacles_in(arguments: Any, state: Snapshot) -> list[str]:
 
 def iterators_in(value: Any) -> list[str]:
     """Types of the iterators in nested containers."""
-    if isinstance(value, (list, tuple, Mapping)):
-        items = value.values() if isinstance(value, Mapping) else value
-        return [name for item in items for name in iterators_in(item)]
-    return [type(value).__name__] if isinstance(value, Iterator) else []
+    if isinstance(value, Iterator):
+        return [type(value).__name__]
+    inside = value.items() if isinstance(value, Mapping) else contents(value) or ()
+    return [name for _, item in inside for name in iterators_in(item)]
