@@ -169,8 +169,12 @@ class Measurement:
             raise KeyError(f"one layer at a time, such as [{names[-1]!r}]; one number is value(quantity, layer)")
         raise KeyError(unknown("layer", layer, names))
 
-    def why(self, quantity: str, layer: str) -> str:
+    def why(self, quantity: str, layer: str = SUMMARY) -> str:
         """Return why a value is NaN; empty where no reason is known.
+
+        Args:
+            quantity: key of :attr:`values`, or without a layer of :attr:`summary`.
+            layer: its name.
 
         Raises:
             KeyError: there is no such quantity or layer, with what may have been meant.

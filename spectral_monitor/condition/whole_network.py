@@ -62,6 +62,7 @@ class Whole:
         # Part of the learning rate by which Adam moved an entry in the first steps; 0 if unknown, 1 without a fault.
         self._share = 0.0
         self._gain = 0.0  # gain of the median layer's initial weights as the forward pass uses them; 0 if unknown
+        self._symmetric: bool | None = None  # whether weights began as constants; None before the first measurement
         self._bad_batch = False  # whether weights were in order when no layer's outputs were finite
 
     @property
@@ -85,7 +86,10 @@ class Whole:
             if not still.inside():
                 return
         yield from _parametrization(network)
-        yield _certain("symmetric", "weight_natural", _is_symmetric(network), "random weights")
+        alike = _is_symmetric(network)
+        if self._symmetric is None:  # decided once: other faults take weights there later
+            self._symmetric = alike and network.is_early
+        yield _certain("symmetric", "weight_natural", alike and self._symmetric, "random weights")
         yield from self._weights(network)
         yield from _collapse(network)
         yield from self._pace.findings(network)
@@ -134,6 +138,7 @@ class Whole:
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
         remembered = {"stale": self._stale, "eps_share": self._share, "gain": self._gain, "bad_batch": self._bad_batch}
+        remembered["symmetric"] = bool(self._symmetric)
         own = {key: value for key, value in remembered.items() if value}
         return {key: value for trend in self._trends for key, value in trend.state_dict().items()} | own
 
@@ -143,6 +148,7 @@ class Whole:
             trend.load_state_dict(state)
         self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("eps_share", 0.0))
         self._gain, self._bad_batch = float(state.get("gain", 0.0)), bool(state.get("bad_batch", False))
+        self._symmetric = bool(state.get("symmetric", False))
 
 
 def _in_code(measurement: Measurement) -> Iterator[Finding]:

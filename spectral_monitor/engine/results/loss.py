@@ -16,7 +16,7 @@ DIGITS = 0.01
 """Two digits: what rounding may amount to, relative to the edge."""
 
 ACCUMULATED = "gradients are accumulated: the loss after the step is of the last micro-batch alone"
-SEVERAL = "several optimizers made a step, and the loss after it is of one of them"
+SEVERAL = "there are several optimizers, and the loss after a step is of one of them"
 NO_LOSS = (
     "the loss after the step is not known: only some samples were run again (replay_samples=None runs all), or the "
     "call that is run again does not return the loss; in a loop of your own, probe.report_loss(loss, again=...) helps"
