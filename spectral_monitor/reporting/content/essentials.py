@@ -17,7 +17,7 @@ from typing import Literal
 from spectral_monitor.layers.naming import matches
 from spectral_monitor.measurement import NODE, LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.families import OTHERS, kinds
+from spectral_monitor.reporting.content.families import OTHERS, families_of
 from spectral_monitor.reporting.content.typical import limits, log2_within, vs_typical
 from spectral_monitor.suggestions import did_you_mean
 
@@ -110,7 +110,7 @@ def grouped(layers: tuple[LayerInfo, ...]) -> Groups:
     matrices = tuple(i for i, info in enumerate(layers) if info.is_matrix)
     if len(matrices) <= FEW:
         return Groups(matrices, {}, matrices)
-    found = kinds([layers[i].name for i in matrices])
+    found = families_of([layers[i].name for i in matrices])
     alone = found.pop(OTHERS, [])
     # The largest families; layers of the others are single ones, and if those are many, a family of their own.
     most = sorted(found, key=lambda name: -len(found[name]))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.messages import some
-from spectral_monitor.reporting.content.families import folded
+from spectral_monitor.reporting.content.families import folded_names
 from spectral_monitor.reporting.content.labels import unprefixed
 from spectral_monitor.reporting.content.tally import Tally, followers, named_by, tally
 
@@ -116,7 +116,7 @@ def names_in(measurement: Measurement, layers: Iterable[str]) -> str:
         >>> names_in(Measurement(5, layers, {}, {}), names[3:])
         'h.*.mlp x9, head'
     """
-    return some(folded(_bare(measurement, layers)), 2 * MAX_NAMES)
+    return some(folded_names(_bare(measurement, layers)), 2 * MAX_NAMES)
 
 
 def _bare(measurement: Measurement, layers: Iterable[str]) -> list[str]:

@@ -33,7 +33,7 @@ def role_name(role: str) -> str:
 def shortened(names: tuple[str, ...], room: int = NAME) -> dict[str, str]:
     """Return each name, or what distinguishes it from the others; all results differ, in any order.
 
-    Numbers that differ stay, and the ``*`` of a kind; then the parts that tell most among these names, then the end.
+    Numbers that differ stay, and the ``*`` of a family; then the parts that tell most among these names, then the end.
     Names that differ only in numbers, or in their last part, are cut alike. They are longer than asked for only where
     they would be the same.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from spectral_monitor.condition.verdict import in_words
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.families import OTHERS, kind, kinds
+from spectral_monitor.reporting.content.families import OTHERS, families_of, family_of
 from spectral_monitor.reporting.content.history import Thinned
 from spectral_monitor.reporting.content.labels import shortened, unprefixed
 from spectral_monitor.reporting.content.panels import Panel, shown
@@ -22,7 +22,7 @@ from spectral_monitor.reporting.html.figures import Figure, digits, drawable, es
 from spectral_monitor.reporting.html.limit_lines import limit_traces, widened
 
 FEW = 14
-"""Layers that each have a place in the legend; more of them have one by kind."""
+"""Layers that each have a place in the legend; more of them have one by family."""
 LINES = 120
 """Layers that are drawn, at most; a browser takes its time for more."""
 CROWD = 5
@@ -166,7 +166,7 @@ class _Chart:
         self.crowd = sum(self.outside) > CROWD
         self.few = few
         self.of_every, self.every_name = values[every], [now.layers[i].name for i in every]
-        self.families = {} if self.few else kinds(self.every_name)
+        self.families = {} if self.few else families_of(self.every_name)
         self.family = {self.every_name[k]: (n, of) for n, (of, some) in enumerate(self.families.items()) for k in some}
         # Layers that are off have a red line.
         self.inside = {
@@ -248,7 +248,7 @@ class _Chart:
             yield self._group(OUTSIDE, OUTSIDE, sum(self.outside), "@danger", "solid", 500)
         bare = unprefixed(tuple(self.every_name))
         first = {of: bare[self.every_name[some[0]]] for of, some in self.families.items()}
-        names = {of: OTHERS if of == OTHERS else kind(name, OTHERS) for of, name in first.items()}
+        names = {of: OTHERS if of == OTHERS else family_of(name) for of, name in first.items()}
         short = shortened(tuple(names.values()))
         for n, (of, some) in enumerate(self.inside.items()):
             yield self._group(of, short[names[of]], len(some), colour(n), DASHES[n % len(DASHES)], 2000 + n)

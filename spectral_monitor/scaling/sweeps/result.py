@@ -13,7 +13,7 @@ from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.parametrization.layer_position import LayerPosition
 from spectral_monitor.parametrization.param_groups import Family
 from spectral_monitor.parametrization.prediction import Axis, predict
-from spectral_monitor.reporting.content.families import OTHERS, kind
+from spectral_monitor.reporting.content.families import family_of
 from spectral_monitor.scaling.sweeps.figure import sweep_figure
 from spectral_monitor.scaling.sweeps.limit import How, WidthLimit, limits_of
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
@@ -292,21 +292,21 @@ def labels(infos: Mapping[int, Sequence[LayerInfo]], axis: str) -> dict[int, dic
     names = {size: found or [info.name for info in infos[size]] for size, found in matrices.items()}
     if axis == "width":
         return {size: {name: name for name in some} for size, some in names.items()}
-    by_kind = {size: _by_kind(some) for size, some in names.items()}
-    several = {of for groups in by_kind.values() for of, some in groups.items() if len(some) > 1}
-    return {size: _places(groups, several) for size, groups in by_kind.items()}
+    by_family = {size: _by_family(some) for size, some in names.items()}
+    several = {of for groups in by_family.values() for of, some in groups.items() if len(some) > 1}
+    return {size: _followed(groups, several) for size, groups in by_family.items()}
 
 
-def _by_kind(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the layers by kind; a layer without a number in its name is a kind by itself."""
+def _by_family(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the layers by family; a layer without a number in its name is a family by itself."""
     found: dict[str, list[str]] = {}
     for name in names:
-        of = kind(name)
-        found.setdefault(name if of == OTHERS else of, []).append(name)
+        found.setdefault(family_of(name, alone=name), []).append(name)
     return found
 
 
-def _places(groups: Mapping[str, Sequence[str]], several: set[str]) -> dict[str, str]:
+def _followed(groups: Mapping[str, Sequence[str]], several: set[str]) -> dict[str, str]:
+    """Return label -> layer: of a family with several layers at any size, the first, the middle one and the last."""
     found: dict[str, str] = {}
     for of, names in groups.items():
         if of not in several:
