@@ -164,17 +164,16 @@ def _heatmap(key: str, drawn: Thinned, rows: Sequence[int], now: Measurement) ->
     values = drawn.values(key)[rows]
     if key == "update_natural":
         shares, unit = _shares(values, drawn.bands(key)[rows][..., 2], [now.layers[i].role for i in rows])
-        picture, bar = _against_share(shares)
+        picture, colours, ticks = _against_share(shares)
     elif key == "bfa_cos":
-        unit, picture, bar = "cosine, 1 is downhill", values.clamp(-1, 1), {"tickvals": [-1, -0.5, 0, 0.5, 1]}
-        bar |= {"zmin": -1, "zmax": 1, "colorscale": "@diverging-reversed"}
+        unit, picture, ticks = "cosine, 1 is downhill", values.clamp(-1, 1), {"tickvals": [-1, -0.5, 0, 0.5, 1]}
+        colours = {"zmin": -1, "zmax": 1, "colorscale": "@diverging-reversed"}
     else:
         unit = "as a share"
-        picture, bar = _logarithmic(values)
+        picture, colours, ticks = _logarithmic(values)
     if not picture.isfinite().any():
         return []
-    colorbar = {k: v for k, v in bar.items() if k.startswith("tick")}
-    colorbar |= {"orientation": "h", "thickness": 10, "outlinewidth": 0, "yanchor": "top", "ypad": 0, "xpad": 0}
+    colorbar = {**ticks, "orientation": "h", "thickness": 10, "outlinewidth": 0, "yanchor": "top", "ypad": 0, "xpad": 0}
     colorbar |= {"tickfont": {"size": 10}, "tickangle": 0}
     trace = {
         "type": "heatmap",
@@ -183,7 +182,7 @@ def _heatmap(key: str, drawn: Thinned, rows: Sequence[int], now: Measurement) ->
         "z": [digits(row) for row in picture.tolist()],
         "meta": [escaped(now.layers[i].name) for i in rows],
         "customdata": [[number(value) for value in row] for row in values.tolist()],
-        **{k: v for k, v in bar.items() if not k.startswith("tick")},
+        **colours,
         "ygap": 1 if len(rows) <= 40 else 0,
         "hoverongaps": False,
         "hovertemplate": f"<b>%{{customdata[0]}}</b><br>step %{{x}}<br>{key} %{{customdata[1]}}<extra></extra>",
@@ -205,24 +204,28 @@ def _shares(values: Tensor, references: Tensor, roles: Sequence[str]) -> tuple[T
     return ratios, f"{VS_TYPICAL}: over the median"
 
 
-def _against_share(shares: Tensor) -> tuple[Tensor, Figure]:
-    """Logarithm to base 2; white is 1, and what is 0 has the colour of the smallest."""
+def _against_share(shares: Tensor) -> tuple[Tensor, Figure, Figure]:
+    """Return the picture, its range of colours and the ticks beside it.
+
+    Colours go by the logarithm to base 2; white is 1, and what is 0 has the colour of the smallest.
+    """
     logs = shares.log2()
     finite = logs[logs.isfinite()]
     reach = min(max(4.0, finite.abs().max().item() if len(finite) else 0.0), REACH)
     powers, words = powers_of_two(reach)
-    bar = {"tickvals": powers, "ticktext": words}
-    return logs.clamp(-reach, reach), {**bar, "zmin": -reach, "zmax": reach, "colorscale": "@diverging"}
+    colours = {"zmin": -reach, "zmax": reach, "colorscale": "@diverging"}
+    return logs.clamp(-reach, reach), colours, {"tickvals": powers, "ticktext": words}
 
 
-def _logarithmic(values: Tensor) -> tuple[Tensor, Figure]:
+def _logarithmic(values: Tensor) -> tuple[Tensor, Figure, Figure]:
+    """Return the same with colours by the logarithm to base 10, of six powers at most."""
     logs = values.abs().log10()
     finite = logs[logs.isfinite()]
     high = finite.max().item() if len(finite) else 0.0
     low = max(finite.min().item(), high - 6) if len(finite) else -1.0
     ticks = [math.log10(x) for x in _round_numbers(10**low, 10**high)]
-    bar = {"tickvals": ticks, "ticktext": [short(10**tick) for tick in ticks], "colorscale": "@sequential"}
-    return logs.clamp(low, high), {**bar, "zmin": low, "zmax": max(high, low + 0.1)}
+    colours = {"colorscale": "@sequential", "zmin": low, "zmax": max(high, low + 0.1)}
+    return logs.clamp(low, high), colours, {"tickvals": ticks, "ticktext": [short(10**tick) for tick in ticks]}
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
