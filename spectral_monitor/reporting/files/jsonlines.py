@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -143,7 +142,7 @@ def _dump(value: Any) -> str:
 
 
 def _column(values: Tensor) -> list[float | str | None]:
-    return [plain(value) if not math.isfinite(value) else float(f"{value:.{DIGITS}g}") for value in values.tolist()]
+    return [plain(float(f"{value:.{DIGITS}g}")) for value in values.tolist()]
 
 
 def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
