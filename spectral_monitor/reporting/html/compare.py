@@ -47,7 +47,8 @@ def write_comparison(a: Run, b: Run, names: Sequence[str], lines: Sequence[str],
     for place, panel in enumerate(PANELS):
         figure, known = _overlaid(panel, (a.measurements, b.measurements))
         if figure is not None:
-            figures[f"panel-{place}"], steps = figure, {**steps, **known}
+            figures[f"panel-{place}"] = figure
+            steps |= known
             drawn = f'<div class="wide"><div class="figure" id="panel-{place}"></div></div>'
             sections.append(f"<section><h2>{escaped(panel.question)}</h2>\n{drawn}</section>")
     document = page(escaped(answer), "\n".join(sections), figures, steps)

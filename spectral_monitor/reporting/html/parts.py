@@ -103,7 +103,7 @@ def facts(about: RunFacts, measurements: Sequence[Measurement], now: Measurement
     )
     known["measured"] = f"{len(measurements)} times, steps {measurements[0].step} to {measurements[-1].step}"
     spans = "".join(f"<span>{escaped(key)}: {escaped(value)}</span>" for key, value in known.items())
-    return f'<section id="run"><h2>The run</h2><p class="facts">{spans}</p>'
+    return f'<p class="facts">{spans}</p>'
 
 
 def with_measured_loss(about: RunFacts, measurements: Sequence[Measurement]) -> RunFacts:
@@ -136,10 +136,12 @@ def loss_figure(about: RunFacts) -> Figure | None:
 
 
 def loss_words(about: RunFacts) -> str:
-    """Return the text alternative of the loss curve."""
+    """Return the text alternative of the loss curve; empty where there is none."""
     known = [(step, value) for step, value in about.points if math.isfinite(value)]
-    low, high = known[0], known[-1]
-    return f"{about.loss}: {number(low[1])} at step {low[0]}, {number(high[1])} at step {high[0]}"
+    if not known:
+        return ""
+    (first, start), (last, end) = known[0], known[-1]
+    return f"{about.loss}: {number(start)} at step {first}, {number(end)} at step {last}"
 
 
 def glossary(keys: Iterable[str]) -> str:

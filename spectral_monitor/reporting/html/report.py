@@ -90,20 +90,16 @@ def report(
         raise ValueError("there is nothing to report on: no measurements")
     now = _judged(run)
     told = latest_judged(run) or run[-1]
-    figures: dict[str, Figure] = {}
-    steps: dict[str, Sequence[int]] = {}
-    about = about or RunFacts()
-    sections = [_verdicts(told if told.roots else now), facts(about, run, now)]
-    chapters = ([("off", "What is off")] if sections[0] else []) + [("run", "The run")]
-    about = with_measured_loss(about, run)
+    about = with_measured_loss(about or RunFacts(), run)
     loss = loss_figure(about)
-    if loss is not None:
-        figures["loss-figure"] = loss
-        sections[-1] += _drawing("loss-figure", loss_words(about))
-    sections[-1] += "</section>" if loss is not None else f'<p class="soft">{escaped(LOSS_HINT)}</p></section>'
+    figures: dict[str, Figure] = {} if loss is None else {"loss-figure": loss}
+    steps: dict[str, Sequence[int]] = {}
+    sections = [_verdicts(told if told.roots else now), _run(about, run, now)]
+    chapters = ([("off", "What is off")] if sections[0] else []) + [("run", "The run")]
     picture, known = overview(run, now)
     if picture is not None:
-        figures["overview-figure"], steps = picture, {**steps, **known}
+        figures["overview-figure"] = picture
+        steps |= known
         sections.append(_overview(now))
         chapters.append(("overview", "Every layer"))
     sections.append(_key(now))
@@ -114,7 +110,8 @@ def report(
         if figure is None:
             missing += [] if panel.by_name else [panel.question]
             continue
-        figures[f"panel-{place}"], steps = figure, {**steps, **known}
+        figures[f"panel-{place}"] = figure
+        steps |= known
         sections.append(_panel(panel, f"panel-{place}", summary, now))
         chapters.append((f"question-{place}", panel.question))
     if missing:
@@ -222,6 +219,13 @@ def _verdict(root: Verdict, told: Measurement) -> str:
 
 def _of_layer(name: str) -> str:
     return "" if name == NETWORK else f' data-layer="{escape(escaped(name))}"'
+
+
+def _run(about: RunFacts, measurements: Sequence[Measurement], now: Measurement) -> str:
+    """Return the section on the run: facts, and the place of its loss curve, or how to get one."""
+    words = loss_words(about)
+    drawn = _drawing("loss-figure", words) if words else f'<p class="soft">{escaped(LOSS_HINT)}</p>'
+    return f'<section id="run"><h2>The run</h2>{facts(about, measurements, now)}{drawn}</section>'
 
 
 def _overview(now: Measurement) -> str:
