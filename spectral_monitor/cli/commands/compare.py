@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spectral_monitor.cli.commands.report import check_target, wrote
-from spectral_monitor.cli.parser import add_run, command
-from spectral_monitor.cli.reading import found, matching, records
+from spectral_monitor.cli.parser import add_layer, add_run, command
+from spectral_monitor.cli.reading import find_file, matching, records
 from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.content.tally import JUDGED_BY, latest_judged, off
@@ -36,7 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_run(parser, "a", "A")
     add_run(parser, "b", "B")
     parser.add_argument("--quantity", metavar="KEY", help=f"default: {JUDGED_BY[0]}")
-    parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
+    add_layer(parser)
     parser.add_argument("--step", type=int, metavar="N", help="the measurements of this optimizer step")
     parser.add_argument("--all", action="store_true", help=f"a row for every layer, not for {SHOWN} of them")
     parser.add_argument(
@@ -69,7 +69,7 @@ def _compare(args: argparse.Namespace) -> None:
         from spectral_monitor.reporting.html.compare import write_comparison
         from spectral_monitor.reporting.logged_run import read_run
 
-        a_run, b_run = (read_run(found(place, quiet=True)) for place in (args.a, args.b))
+        a_run, b_run = (read_run(find_file(place, quiet=True)) for place in (args.a, args.b))
         write_comparison(a_run, b_run, (str(args.a), str(args.b)), lines, args.output)
         print(wrote(args.output))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from spectral_monitor.cli.commands.report import check_target
-from spectral_monitor.cli.parser import add_run, command
+from spectral_monitor.cli.parser import add_layer, add_run, command
 from spectral_monitor.cli.reading import matching, records
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.files.long_format import COLUMNS, frame, long_rows
@@ -31,7 +31,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_run(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=".csv or .parquet; CSV on stdout without it")
-    parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
+    add_layer(parser)
     parser.add_argument("--quantity", metavar="PATTERN", help="these quantities only")
 
 
