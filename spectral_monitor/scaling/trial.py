@@ -97,8 +97,8 @@ class Trial:
             yield loss.reshape(())
 
     @torch.no_grad()
-    def forward_factors(self, layers: Sequence[Layer]) -> dict[int, float]:
-        """By ``id`` of a weight, in order of execution: what it takes for the outputs of its layers to have RMS 1.
+    def forward_factors(self, layers: Sequence[Layer]) -> dict[nn.Parameter, float]:
+        """Return, for each weight in order of execution, the factor with which its layers' outputs have RMS 1.
 
         Outputs are divided by their RMS while the pass goes on, so that of one batch a single pass is exact. Over
         several batches, and where a layer is called again, the first layer is exact after one pass, the second after
@@ -107,12 +107,12 @@ class Trial:
         Raises:
             ValueError: outputs that are zero or not finite, a layer that is not called, sizes that do not settle.
         """
-        sums: dict[int, dict[tuple[int, int], tuple[float, int]]] = {}
-        calls: dict[tuple[int, int], int] = {}
-        factors: dict[int, float] = {}
+        sums: dict[nn.Parameter, dict[tuple[int, int], tuple[float, int]]] = {}
+        calls: dict[tuple[nn.Parameter, int], int] = {}
+        factors: dict[nn.Parameter, float] = {}
 
         def rescale(layer: Layer, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            weight = id(layer.sources[0])
+            weight = layer.sources[0]
             call = calls[weight, self.batch] = calls.get((weight, self.batch), 0) + 1
             size = float(F.feature_rms(output))
             if not 0 < size < math.inf:
@@ -135,14 +135,14 @@ class Trial:
                 calls.clear()
                 for _ in self.losses():
                     pass
-                changes = {key: abs(math.log(factors[key] / before.get(key, math.nan))) for key in factors}
+                changes = {weight: abs(math.log(now / before.get(weight, math.nan))) for weight, now in factors.items()}
                 if all(change < SETTLED for change in changes.values()):
                     break
             else:
-                moving = [layer.info.name for layer in layers if not changes[id(layer.sources[0])] < SETTLED]
+                moving = [layer.info.name for layer in layers if not changes[layer.sources[0]] < SETTLED]
                 raise ValueError(f"the size of features does not settle, those of {', '.join(moving)}")
         for layer in layers:
-            if id(layer.sources[0]) not in factors:
+            if layer.sources[0] not in factors:
                 raise ValueError(f"{layer.info.name!r} is not called on any of the {len(self.batches)} batches")
         return factors
 
@@ -267,8 +267,8 @@ def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer:
     """
     parameters = [parameter for members in blocks.values() for _, parameter in members]
     look = trial.look(readout, parameters)
-    gradient_of = {id(p): gradient for p, gradient in zip(parameters, look.gradients, strict=True)}
-    by_block = {block: [gradient_of[id(p)] for _, p in members] for block, members in blocks.items()}
+    gradient_of = dict(zip(parameters, look.gradients, strict=True))
+    by_block = {block: [gradient_of[p] for _, p in members] for block, members in blocks.items()}
     order = 1 if optimizer == "adam" else 2
     sizes = {block: _norm(torch.cat([g.flatten() for g in some]), order) for block, some in by_block.items()}
     rates, updates, before, decrease = [], [], 0.0, 0.0
