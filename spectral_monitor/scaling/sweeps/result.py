@@ -162,7 +162,8 @@ class _Group:
     def slope(self, recipe: SweepConfig, layer: str, quantity: str) -> Slope:
         """Return the slope of one layer and quantity, or why there is none."""
         found = {at: self._value(*at, layer, quantity) for at in ((x, seed) for seed in self.seeds for x in self.sizes)}
-        excluded, reasons = self._left_out({at: why for at, (_, why) in found.items() if why})
+        reasons = {at: why for at, (_, why) in found.items() if why}
+        excluded = self._left_out(reasons)
         finite = [value for value, _ in found.values() if not math.isnan(value)]
         sign = -1.0 if finite and max(finite) < 0 else 1.0
         rows = [[sign * found[size, seed][0] for size in self.sizes] for seed in self.seeds]
@@ -172,7 +173,8 @@ class _Group:
             fit = fit_slope(self.sizes, rows)
         if not finite:
             excluded = []
-            fit = replace(fit, reason=reasons[0] if len(reasons) == 1 else "no values")
+            whys = set(reasons.values())
+            fit = replace(fit, reason=whys.pop() if len(whys) == 1 else "no values")
         for place, seed in enumerate(self.seeds):
             if fit.seeds and place not in fit.seeds:
                 excluded.append(f"seed {seed}: values at too few {self.axis}s")
@@ -194,8 +196,8 @@ class _Group:
             note=self._note(layer),
         )
 
-    def _left_out(self, why: Mapping[tuple[int, int], str]) -> tuple[list[str], list[str]]:
-        """In words, all seeds of a size at once where that is so; and the reasons there are."""
+    def _left_out(self, why: Mapping[tuple[int, int], str]) -> list[str]:
+        """Return what is left out and why, in words; all seeds of a size at once where the reason is the same."""
         found: list[str] = []
         for size in self.sizes:
             here = {seed: why[size, seed] for seed in self.seeds if (size, seed) in why}
@@ -204,7 +206,7 @@ class _Group:
                 found.append(f"{self.axis} {size}: {reasons.pop()}")
             else:
                 found += [f"{self.axis} {size}, seed {seed}: {reason}" for seed, reason in here.items()]
-        return found, list(dict.fromkeys(why.values()))
+        return found
 
     def _value(self, size: int, seed: int, layer: str, quantity: str) -> tuple[float, str]:
         """Return a number, or NaN and why; no reason where the whole point is out."""

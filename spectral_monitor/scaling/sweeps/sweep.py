@@ -15,7 +15,7 @@ from spectral_monitor.parametrization.prediction import Axis
 from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps import storage as points_file
-from spectral_monitor.scaling.sweeps.arguments import integer, integers
+from spectral_monitor.scaling.sweeps.arguments import integer, integers, positive
 from spectral_monitor.scaling.sweeps.limit import How, checked_limit, exact_points
 from spectral_monitor.scaling.sweeps.point import MakeModule, MakeOptimizer, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.result import SweepResult, evaluated
@@ -150,6 +150,7 @@ def sweep(
     )
     keys, axis = _keys(widths, depths, seeds)
     limit = checked_limit(limit, axis, recipe, depths)
+    processes = positive("processes", processes)
     check_executor(executor, processes, recipe)
     target = None if path is None else Path(path)
     if part is not None and target is None:
