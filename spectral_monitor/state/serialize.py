@@ -135,16 +135,18 @@ class _StatePacker:
             return ["tuple", kind.__name__, [self.value(item, f"{where}[{i}]") for i, item in enumerate(value)]]
         if isinstance(value, nn.Module):
             return self.module(value, where)
+        if not self._first(value):
+            return _LEFT
         if isinstance(value, Tensor):
-            return pack(value, where) if is_state(value, weights=False) and self._first(value) else _LEFT
+            return pack(value, where) if is_state(value, weights=False) else _LEFT
         if isinstance(value, CONTAINERS):
-            return self._container(value, where) if self._first(value) else _LEFT
+            return self._container(value, where)
         if issubclass(kind, self._generators):
-            return ["generator", pack(generator_state(value), where)] if self._first(value) else _LEFT
+            return ["generator", pack(generator_state(value), where)]
         if is_array(value):
-            return pack(value, where) if self._first(value) else _LEFT
+            return pack(value, where)
         if is_looked_into(kind) or passed_on(value) or is_data(value):
-            return self._object(value, where) if self._first(value) else _LEFT
+            return self._object(value, where)
         return _LEFT
 
     def _object(self, value: Any, where: str) -> Packed:

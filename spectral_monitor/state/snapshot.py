@@ -194,10 +194,12 @@ class Snapshot:
         if not is_looked_into(kind):
             return []
         self._objects += 1
-        if depth > MAX_DEPTH or self._objects > MAX_OBJECTS:
-            if depth > MAX_DEPTH or self._objects == MAX_OBJECTS + 1:
-                where = f"more than {MAX_DEPTH} steps away" if depth > MAX_DEPTH else f"one of more than {MAX_OBJECTS}"
-                self._refuse(value, f"it is {where}")
+        if depth > MAX_DEPTH:
+            self._refuse(value, f"it is more than {MAX_DEPTH} steps away")
+            return []
+        if self._objects > MAX_OBJECTS:
+            if self._objects == MAX_OBJECTS + 1:  # said once
+                self._refuse(value, f"it is one of more than {MAX_OBJECTS}")
             return []
         before = read(value)
         held = list(before.values())
