@@ -190,6 +190,6 @@ def by_entry(layer: Layer, weight: Tensor, factors: list[float]) -> Tensor:
         return scale
     numbers = torch.arange(1, weight.numel() + 1, device=weight.device).view(weight.shape)
     places = layer.layout.stack(numbers)  # where blocks differ in size, they end in zeros
-    by_entry = torch.ones(weight.numel() + 1, dtype=weight.dtype, device=weight.device)
-    by_entry[places] = scale[None, :, None, None].expand(places.shape)
-    return by_entry[1:].view(weight.shape)
+    flat = torch.ones(weight.numel() + 1, dtype=weight.dtype, device=weight.device)
+    flat[places] = scale[None, :, None, None].expand(places.shape)
+    return flat[1:].view(weight.shape)

@@ -169,11 +169,9 @@ class _NetworkSlopes:
         readouts = [name for name in self.names if self._role(name) == "readout"]
         self._gradient = 0.0  # R
         if readouts:
-            last = readouts[-1]
-            of_update = self._of(last, lambda s, n, m: s.sgd if self._sgd else s.adam)
-            self._gradient = self._of(last, lambda s, n, m: s.std)
+            self._gradient = self._of(readouts[-1], lambda s, n, m: s.std)
             if not start:
-                self._gradient = max(self._gradient, of_update)
+                self._gradient = max(self._gradient, self._of(readouts[-1], lambda s, n, m: self._rate(s)))
         if self._deep and not self._keeps_its_signal():
             self._gradient = math.nan  # and with it all that has passed through features
         self._updates = {name: self._update(name) for name in self.names}
@@ -257,10 +255,10 @@ class _NetworkSlopes:
 
     def _update(self, name: str) -> float:
         """Return the slope of the natural norm of an update."""
-        size = self._of(name, lambda s, n, m: n * (s.sgd if self._sgd else s.adam))
-        if self._sgd and self._tied:
-            return math.nan
-        return size + (self._backward(name) if self._sgd else 0.0)
+        size = self._of(name, lambda s, n, m: n * self._rate(s))
+        if not self._sgd:
+            return size
+        return math.nan if self._tied else size + self._backward(name)
 
     def _backward(self, name: str) -> float:
         """Return the slope of the gradient's entries at a layer's outputs."""
@@ -296,7 +294,7 @@ class _NetworkSlopes:
     def _contribution(self, name: str) -> float:
         if self._tied:
             return math.nan
-        size = self._of(name, lambda s, n, m: n * m * (s.sgd if self._sgd else s.adam))
+        size = self._of(name, lambda s, n, m: n * m * self._rate(s))
         return size + self._backward(name) * (2 if self._sgd else 1)
 
     def _weight(self, name: str) -> float:
@@ -311,6 +309,10 @@ class _NetworkSlopes:
 
     def _role(self, name: str) -> str:
         return self._infos[name][0].role
+
+    def _rate(self, scale: Scale) -> float:
+        """Return what the learning rate is multiplied by."""
+        return scale.sgd if self._sgd else scale.adam
 
     def _of(self, name: str, value: Callable[[Scale, float, float], float]) -> float:
         """Return the slope of a function's values over the sizes; NaN if there is no rule."""
