@@ -107,24 +107,16 @@ def curves(
         words += [f"healthy: {QUANTITIES[key].limits}"] if QUANTITIES[key].limits else []
     most = max(map(len, meanings.values()))
     layout["margin"]["t"] += 15 * (most - 1)
-    lines = -(-len(known) // BESIDE)  # of charts, equally long
-    beside = -(-len(known) // lines)
-    width = (1 - GAP * (beside - 1)) / beside
     between = layout["margin"]["t"] + layout["margin"]["b"]
-    pixels = lines * PLOT + (lines - 1) * between
+    pixels, domains = _grid(len(known), between)
     layout["height"] = pixels + between
-    for place, (key, found) in enumerate(known.items()):
+    for place, ((key, found), (across, upright)) in enumerate(zip(known.items(), domains, strict=True)):
         suffix = "" if place == 0 else str(place + 1)
         chart = _Chart(key, found, rows, every, now, few)
         dashed = limit_traces(limit, key, chart.names)
         chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
-        row, column = divmod(place, beside)
-        left = column * (width + GAP)
-        top = 1 - row * (PLOT + between) / pixels
-        across: Figure = {"domain": [left, min(1.0, left + width)], "anchor": f"y{suffix}"}
-        across |= {"title": {"text": "step", "standoff": 4}}
-        upright = {"domain": [max(0.0, top - PLOT / pixels), top], "anchor": f"x{suffix}", **chart.axis()}
-        layout |= {f"xaxis{suffix}": across, f"yaxis{suffix}": upright}
+        layout[f"xaxis{suffix}"] = {"domain": across, "anchor": f"y{suffix}", "title": {"text": "step", "standoff": 4}}
+        layout[f"yaxis{suffix}"] = {"domain": upright, "anchor": f"x{suffix}", **chart.axis()}
         title = titled(
             QUANTITIES[key].counted_in, *map(escaped, meanings[key]), *["&nbsp;"] * (most - len(meanings[key]))
         )
@@ -135,6 +127,24 @@ def curves(
             trace["showlegend"] = trace.get("showlegend", False) and place == 0
             data.append({**trace, "xaxis": f"x{suffix}", "yaxis": f"y{suffix}"})
     return {"data": data, "layout": layout}, {key: found.steps for key, found in known.items()}
+
+
+def _grid(count: int, between: int) -> tuple[int, list[tuple[list[float], list[float]]]]:
+    """Return the height of some charts in rows of equal length, and the part of it that each takes across and upright.
+
+    Args:
+        count: of the charts.
+        between: pixels from one row to the next.
+    """
+    rows = -(-count // BESIDE)
+    beside = -(-count // rows)
+    width = (1 - GAP * (beside - 1)) / beside
+    pixels = rows * PLOT + (rows - 1) * between
+    domains = []
+    for row, column in (divmod(place, beside) for place in range(count)):
+        left, top = column * (width + GAP), 1 - row * (PLOT + between) / pixels
+        domains.append(([left, min(1.0, left + width)], [max(0.0, top - PLOT / pixels), top]))
+    return pixels, domains
 
 
 class _Chart:
