@@ -121,18 +121,21 @@ def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
     if key is None:
         return []
     outside = set(off(now))
-    seen = []
-    for i, value, band in zip(rows, now.values[key][rows].tolist(), now.bands[key][rows].tolist(), strict=True):
-        if band[2] > 0 and value >= 0:
-            name = now.layers[i].name
-            seen.append((_row(name), value, value / band[2], band[0] / band[2], band[1] / band[2], name in outside))
-    logs = [abs(math.log2(x)) for _, _, *some, _ in seen for x in some if 0 < x < math.inf]
+    names, values, ratios = [], [], []
+    for i, value, (low, high, reference) in zip(
+        rows, now.values[key][rows].tolist(), now.bands[key][rows].tolist(), strict=True
+    ):
+        if reference > 0 and value >= 0:
+            names.append(now.layers[i].name)
+            values.append(value)
+            ratios.append([x / reference for x in (value, low, high)])
+    logs = [abs(math.log2(x)) for of in ratios for x in of if 0 < x < math.inf]
     reach = min(max([4.0, *(log + 0.7 for log in logs)]), REACH)
-    within = [[min(max(x, 2**-reach), 2**reach) for x in some] for _, _, *some, _ in seen]
+    within = [[min(max(x, 2**-reach), 2**reach) for x in of] for of in ratios]
     thick = max(1, min(16, 480 // len(rows)))
     band = line(
         [x for _, low, high in within for x in (*digits([low, high]), None)],
-        [y for name, *_ in seen for y in (name, name, None)],
+        [y for name in names for y in (_row(name), _row(name), None)],
         line={"color": "@band", "width": thick},
         hoverinfo="skip",
     )
@@ -140,11 +143,11 @@ def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
         "type": "scatter",
         "mode": "markers",
         "x": digits([ratio for ratio, _, _ in within]),
-        "y": [name for name, *_ in seen],
-        "customdata": [[name, number(ratio), number(value)] for name, value, ratio, *_ in seen],
+        "y": list(map(_row, names)),
+        "customdata": [[_row(n), number(of[0]), number(x)] for n, of, x in zip(names, ratios, values, strict=True)],
         "marker": {
-            "size": [11 if out else max(5, min(9, thick)) for *_, out in seen],
-            "color": ["@danger" if out else "@accent" for *_, out in seen],
+            "size": [11 if name in outside else max(5, min(9, thick)) for name in names],
+            "color": ["@danger" if name in outside else "@accent" for name in names],
             "opacity": 1,
             "line": {"color": "@card", "width": 1 if thick > 2 else 0},
         },
