@@ -141,11 +141,10 @@ def essentials(measurement: Measurement, log: Log = "essential", asked: Sequence
             found[f"{group(key)}/{names[i]}"] = values[i]
         for family, places in groups.families.items():
             found |= _spread(f"{group(key)}/{family_key(family)}", [values[i] for i in places])
-        overall = _spread(f"{group(key)}/{ALL}", [values[i] for i in groups.matrices])
-        if groups.families:
-            found |= overall
-        else:
-            found |= {name: value for name, value in overall.items() if name.removeprefix(f"{PREFIX}_") in OVERLAID}
+        every = _spread(f"{group(key)}/{ALL}", [values[i] for i in groups.matrices])
+        if not groups.families:
+            every = {name: value for name, value in every.items() if name.removeprefix(f"{PREFIX}_") in OVERLAID}
+        found |= every
     found |= _limits(measurement)
     found |= {f"{PREFIX}/summary/{key}": measurement.summary.get(key, math.nan) for key in SUMMARIES}
     if log == "all":

@@ -42,7 +42,7 @@ def contents(sections: Iterable[tuple[str, str]]) -> str:
     return f'<nav aria-label="On this page">{links}</nav>'
 
 
-def bar(table: Mapping[str, Any] | None, families: bool) -> str:
+def bar(table: Mapping[str, Any], families: bool) -> str:
     """Return the controls that stay in sight.
 
     Args:
@@ -55,7 +55,7 @@ def bar(table: Mapping[str, Any] | None, families: bool) -> str:
     ]
     if families:
         parts.append('<label><input type="checkbox" id="single"> single layers instead of families</label>')
-    if table is not None and len(table["steps"]) > 1:
+    if len(table["steps"]) > 1:
         last, now = len(table["steps"]) - 1, table["now"]
         said = f"step {table['steps'][now]}"
         parts.append(
