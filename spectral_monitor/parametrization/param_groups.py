@@ -120,8 +120,7 @@ def grouped(
         eps: gives Adam's eps from the position; by default the optimizer's own. Where no rule is, it is that of a
             gradient of size 1.
     """
-    if not _is_positive(lr):
-        raise ValueError(f"lr must be a positive number, got {lr!r}")
+    check_lr(lr)
     if weight_decay is not None and not (is_number(weight_decay) and 0 <= weight_decay < math.inf):
         raise ValueError(f"weight_decay must be a number >= 0, got {weight_decay!r}")
     flat = flat_extents(module)
@@ -157,7 +156,7 @@ def grouped(
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Yield every parameter that requires a gradient once, with its name.
+    """Return every parameter that requires a gradient once, with its name.
 
     Raises:
         ValueError: there is none.
@@ -184,7 +183,8 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _is_positive(lr: Any) -> bool:
-    if isinstance(lr, Tensor):
-        return lr.numel() == 1 and 0 < float(lr) < math.inf
-    return is_number(lr) and 0 < lr < math.inf
+def check_lr(lr: Any) -> None:
+    """Raise a ValueError unless it is a positive number, or a tensor of one."""
+    is_one = lr.numel() == 1 if isinstance(lr, Tensor) else is_number(lr)
+    if not (is_one and 0 < float(lr) < math.inf):
+        raise ValueError(f"lr must be a positive number, got {lr!r}")

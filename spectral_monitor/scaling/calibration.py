@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from spectral_monitor.layers import Anatomy, Layer, dissect
 from spectral_monitor.layers.naming import named_modules
-from spectral_monitor.parametrization.param_groups import check_family
+from spectral_monitor.parametrization.param_groups import check_family, check_lr
 from spectral_monitor.scaling.readout_search import normalize_backward
 from spectral_monitor.scaling.trial import FAMILIES, Blocks, Family, Loss, Trial
 from spectral_monitor.state.dtensor import is_distributed
@@ -86,8 +85,7 @@ class Calibration:
             >>> [group["parameter_names"] for group in optimizer.param_groups]
             [['0.weight', '0.bias'], ['2.weight', '2.bias']]
         """
-        if isinstance(lr, bool) or not 0 < lr < math.inf:
-            raise ValueError(f"lr must be a positive number, got {lr!r}")
+        check_lr(lr)
         block_of = {name: block for block, names in self.parameters.items() for name in names}
         groups: dict[str, dict[str, Any]] = {}
         for name, parameter in module.named_parameters():
@@ -195,8 +193,8 @@ def calibrate(
 def _readout(anatomy: Anatomy) -> Layer:
     readouts = [layer for layer in anatomy.layers if layer.info.role == "readout"]
     last = [layer for layer in anatomy.layers if layer.info.is_dense][-1:]
-    if readouts and last and last[0] not in readouts and not last[0].sources[0].requires_grad:
-        raise ValueError(f"the readout, {last[0].info.name!r}, is frozen: its scale is what Eq. 7 sets")
+    if readouts and last and last[0] not in readouts:
+        _require_trained(last[0])
     if len(readouts) != 1:
         names = ", ".join(repr(layer.info.name) for layer in readouts)
         count = f"several readouts ({names})" if readouts else "no readout"
@@ -211,10 +209,14 @@ def _readout(anatomy: Anatomy) -> Layer:
             f"the readout, {name!r}, shares its weight with {others[0]!r}, so that it has no scale of its own: untie "
             "them, or put a factor of your own between features and outputs"
         )
-    if not weight.requires_grad:
-        raise ValueError(f"the readout, {name!r}, is frozen: its scale is what Eq. 7 sets")
+    _require_trained(readout)
     _require_scale(readout)
     return readout
+
+
+def _require_trained(readout: Layer) -> None:
+    if not readout.sources[0].requires_grad:
+        raise ValueError(f"the readout, {readout.info.name!r}, is frozen: its scale is what Eq. 7 sets")
 
 
 def _scalable(anatomy: Anatomy, readout: Layer) -> tuple[list[Layer], dict[str, str]]:

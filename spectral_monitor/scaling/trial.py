@@ -147,8 +147,9 @@ class Trial:
         return factors
 
     @contextmanager
-    def _given(self, readout: nn.Module) -> Iterator[list[Tensor]]:
-        """Inside, the inputs of a module are collected."""
+    def _given(self, readout: Layer) -> Iterator[list[Tensor]]:
+        """Inside, the inputs of a layer's module are collected."""
+        assert readout.module is not None
         inputs: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -156,7 +157,7 @@ class Trial:
             if given is not None:
                 inputs.append(given)
 
-        with readout.register_forward_pre_hook(keep, with_kwargs=True):
+        with readout.module.register_forward_pre_hook(keep, with_kwargs=True):
             yield inputs
 
     @torch.enable_grad()
@@ -169,8 +170,7 @@ class Trial:
         """
         total, h, b, eps = 0.0, [], [], 0.0
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
-        assert readout.module is not None
-        with self._given(readout.module) as inputs:
+        with self._given(readout) as inputs:
             for loss in self.losses():
                 if not inputs or not all(given.requires_grad for given in inputs):
                     what = "is given what no trained weight leads to" if inputs else "is not called"
@@ -203,12 +203,11 @@ class Trial:
             ValueError: it does not move by more than rounding does.
         """
         before = [parameter.detach().clone() for parameter in parameters]
-        assert readout.module is not None
 
         def given(length: float) -> Tensor:
             for parameter, start, along in zip(parameters, before, direction, strict=True):
                 parameter.copy_(start.add(along, alpha=length))
-            with self._given(readout.module) as inputs:  # type: ignore[arg-type]
+            with self._given(readout) as inputs:
                 for _ in self.losses():
                     pass
             return torch.cat([x.double().flatten() for x in inputs])
