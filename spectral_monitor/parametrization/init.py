@@ -163,7 +163,7 @@ def _is_spread(layer: Layer) -> bool:
 
 
 def largest_row(layer: Layer, weight: Tensor) -> float:
-    """RMS of the largest row of an embedding, or of an update of it; of a readout's outputs if it is one."""
+    """Return the RMS of the largest row of an embedding, or of an update of it; of a readout, that of its outputs."""
     return float(layer.layout.stack(weight.detach())[0, 0].double().square().mean(1).sqrt().max())
 
 

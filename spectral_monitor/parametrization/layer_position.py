@@ -52,7 +52,7 @@ def data_reader(infos: Sequence[LayerInfo]) -> str:
 
 
 def kinds(infos: Sequence[LayerInfo]) -> dict[str, Kind]:
-    """Layer -> kind of its place; a bias beside a readout is a readout.
+    """Return layer -> kind of its place; a bias beside a readout is a readout.
 
     Example:
         >>> layers = [LayerInfo("0", "operator", 512, 64, (512, 64)), LayerInfo("2", "readout", 10, 512, (10, 512)),
@@ -72,7 +72,7 @@ def kinds(infos: Sequence[LayerInfo]) -> dict[str, Kind]:
 
 
 def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None = None) -> dict[int, LayerPosition]:
-    """By ``id`` of a parameter, its place; parameters that share a learning rate stand where their leader does.
+    """Return ``id`` of a parameter -> its place; parameters that share a learning rate stand where their leader does.
 
     ``depth`` takes the place of both numbers that are counted, of matrices and of hidden ones.
     """
@@ -121,8 +121,9 @@ def all_outputs(layer: Layer) -> int:
 
 
 def _outputs(module: nn.Module, layers: Sequence[Layer]) -> dict[int, int]:
-    """By ``id`` of a bias beside a matrix: outputs of one block of that, if the bias is as long as it has outputs; else
-    of one of the matrices beside it, if it is as long as all of them together.
+    """Return ``id`` of a bias -> outputs of one block of the matrix beside it.
+
+    The bias must be as long as that matrix has outputs, or as long as all matrices beside it together.
     """
     by_id = {id(layer.sources[0]): layer for layer in layers}
     found: dict[int, int] = {}

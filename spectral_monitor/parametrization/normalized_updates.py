@@ -112,7 +112,7 @@ class NormalizedUpdates(Optimizer):
         return update * by_entry(layer, update, [lr / size if 0 < size < float("inf") else 1.0 for size in sizes])
 
     def _sizes(self, layer: Layer, update: Tensor) -> list[float]:
-        """Natural norm of each block."""
+        """Return the natural norm of each block."""
         if not layer.is_matrix:
             return [float(natural_norm(update.flatten(), "vector"))]
         if layer.info.role == "embedding":
@@ -135,7 +135,7 @@ class NormalizedUpdates(Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after the start, when the module is known.
+        """Refuse another group, for the module is known; only the base class adds groups, at the start.
 
         Raises:
             RuntimeError: always, but while it is made.

@@ -29,7 +29,7 @@ def spectral_param_groups(
     blocks: Mapping[str, int] | None = None,
     weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    r"""Groups for an optimizer, in which ``lr`` is right at every width once it is at one.
+    r"""Return groups for an optimizer, in which ``lr`` is right at every width once it is at one.
 
     So asks the spectral condition (A Spectral Condition for Feature Learning, Parametrization 1, Appendices D and E):
     an update changes features by as much as ``lr`` says, whatever the widths. Each learning rate is ``lr`` times
@@ -172,7 +172,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _name(factor: Fraction | float) -> str:
-    """Exact if it is a fraction, and without a slash, which would make folders of it in TensorBoard."""
+    """Return a factor's name, exact if it is a fraction; without a slash, of which TensorBoard would make folders."""
     if not isinstance(factor, Fraction):
         return f"x{factor:.6g}"
     return f"x{factor.numerator}" + (f"_over_{factor.denominator}" if factor.denominator != 1 else "")

@@ -35,7 +35,7 @@ def predict(
     axis: Axis = "width",
     start: bool = False,
 ) -> dict[str, float]:
-    r"""Layer -> the slope against width or depth that theory predicts, on log-log axes, over these very sizes.
+    r"""Return layer -> the slope that theory predicts against width or depth, on log-log axes, over these sizes.
 
     With n the fan_in, m the fan_out, R the size of a gradient's entry before the readout (that of the readout's
     weights or of their update, whichever goes with the larger power; 1 at the readout itself), and updates of low rank
@@ -134,7 +134,7 @@ def predict(
 
 
 def _told(infos: Sequence[LayerInfo]) -> dict[str, LayerPosition]:
-    """Places as far as layers tell them: none is tied, and each group of a convolution is alone."""
+    """Return the places as far as layers tell them: none is tied, and each group of a convolution is alone."""
     dense = [info.name for info in infos if info.is_dense]
     index, depth, kind = {name: i for i, name in enumerate(dense)}, max(1, len(dense)), kinds(infos)
     return {i.name: LayerPosition(kind[i.name], i.fan_in, i.fan_out, index.get(i.name, 0), depth) for i in infos}
@@ -281,7 +281,7 @@ class _NetworkSlopes:
         return self._line([place.index + 1 + own for place in self._places[name]])
 
     def _moves(self, other: str, name: str) -> float:
-        """By how much an update changes what a later layer puts out; tokens in relation to what they are."""
+        """Return the slope of what an update changes of a later layer's outputs; of tokens relative to their size."""
         own = self._updates[other] - (self._weight(other) if self._role(other) == "embedding" else 0.0)
         if not self._deep:
             return own

@@ -162,7 +162,7 @@ class Trial:
 
     @torch.enable_grad()
     def look(self, readout: Layer, parameters: Sequence[nn.Parameter]) -> GradientPass:
-        """Losses and gradients.
+        """Return losses and gradients on all batches.
 
         Raises:
             ValueError: the readout is not called, what it is given does not depend on trained weights or is rounded

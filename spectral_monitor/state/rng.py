@@ -52,7 +52,7 @@ class RandomState:
             torch.cuda.set_rng_state_all(list(self.cuda))
 
     def pack(self) -> Packed:
-        """In plain types."""
+        """Return the state in plain types."""
         return pack([self.python, self.numpy, self.cpu, self.cuda], "the random state")
 
     @classmethod
@@ -86,7 +86,7 @@ class AutocastState:
 
     @classmethod
     def now(cls, module: nn.Module) -> AutocastState:
-        """Autocast of the CPU and of the module's own devices."""
+        """Return the autocast of the CPU and of the module's own devices."""
         devices = {"cpu", *(p.device.type for p in module.parameters())} - {"meta"}
         return cls(
             tuple(
@@ -105,7 +105,7 @@ class AutocastState:
         return AutocastState(tuple((device, False, dtype) for device, _, dtype in self.states))
 
     def pack(self) -> Packed:
-        """In plain types."""
+        """Return the state in plain types."""
         return [[device, enabled, str(dtype).removeprefix("torch.")] for device, enabled, dtype in self.states]
 
     @classmethod

@@ -114,7 +114,7 @@ class _StatePacker:
         return first
 
     def module(self, module: nn.Module, where: str) -> Packed:
-        """Attributes and buffers of a module and its parts."""
+        """Pack the attributes and buffers of a module and its parts."""
         parts = []
         for name, part in module.named_modules():
             if self._first(part):
@@ -127,7 +127,7 @@ class _StatePacker:
         return [[key, self.value(value, f"{where}.{key}")] for key, value in items.items()]
 
     def value(self, value: Any, where: str) -> Packed:
-        """Whatever an attribute or container holds; ``_LEFT`` for what is not rewound either."""
+        """Pack whatever an attribute or container holds; ``_LEFT`` for what is not rewound either."""
         kind = type(value)
         if kind in (type(None), bool, int, float, str):
             return ["value", value]

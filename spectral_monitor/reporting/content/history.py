@@ -121,7 +121,7 @@ class History(Thinned):
         return sorted(found.values(), key=lambda measurement: measurement.step)
 
     def of(self, quantity: str) -> Thinned:
-        """Those that have a quantity, of the same layers; none if it was not measured."""
+        """Return the measurements that have a quantity, of the same layers; none if it was not measured."""
         found = self._of.get(quantity)
         if found is None or found.layers != self.layers:
             found = Thinned(self._columns)

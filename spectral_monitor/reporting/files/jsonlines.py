@@ -89,7 +89,7 @@ class JSONLinesSink:
         self._layers, self._reasons = measurement.layers, others | measurement.reasons
 
     def close(self) -> None:
-        """Nothing is open; the next run begins with a line on its layers."""
+        """Begin the next run with a line on its layers; no file is open."""
         self._layers = None
 
     def __repr__(self) -> str:

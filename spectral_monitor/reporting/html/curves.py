@@ -210,7 +210,7 @@ class _Chart:
         return low / pad, high * pad
 
     def axis(self) -> Figure:
-        """Its layout."""
+        """Return the layout of the y axis."""
         if not self.log:
             return {"range": [self.low, self.high]}
         ends = [math.log10(self.low), math.log10(self.high)]
@@ -264,7 +264,7 @@ class _Chart:
             yield self._group(of, short[names[of]], len(some), colour(n), DASHES[n % len(DASHES)], 2000 + n)
 
     def family_bands(self) -> Iterator[Figure]:
-        """Families of which the page shows the lowest, median and highest value, unless single layers are asked for."""
+        """Yield the traces of families, which the page shows unless single layers are asked for."""
         found = {of: some for of, some in self.inside.items() if some and of != OTHERS}
         yield from family_traces(self.key, self.of_every, found, self.log, self.low)
 
@@ -300,7 +300,7 @@ class _Chart:
                     yield self._edge(limit, colour, f"limit of {of}", "band" if place == 0 and not single else name)
 
     def _alike(self) -> list[list[int]]:
-        """Layers by band, the largest group first."""
+        """Return the layers grouped by band, the largest group first."""
         groups: list[list[int]] = []
         for k, limits in enumerate(self.limits):
             if not limits.isfinite().any():

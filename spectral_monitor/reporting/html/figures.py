@@ -197,7 +197,7 @@ def _heatmap(key: str, drawn: Thinned, rows: Sequence[int], now: Measurement) ->
 
 
 def _shares(values: Tensor, references: Tensor, roles: Sequence[str]) -> tuple[Tensor, str]:
-    """Values over their references; where none is known, over the operators' median."""
+    """Return values over their references; where none is known, over the median of operators and readouts."""
     if references.isfinite().any():
         return values / references, VS_TYPICAL
     ratios = torch.full_like(values, math.nan)
@@ -232,7 +232,7 @@ def _logarithmic(values: Tensor) -> tuple[Tensor, Figure, Figure]:
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """To be written on a log scale: powers of ten if there are two, else halves and fifths of them too.
+    """Return ticks of a log scale: powers of ten if there are two, else halves and fifths of them too.
 
     Example:
         >>> _round_numbers(0.003, 0.2), _round_numbers(0.003, 0.02)
@@ -253,7 +253,7 @@ def titled(title: str, *lines: str) -> str:
 
 
 def title_of(text: str, suffix: str, yaxis: str) -> Figure:
-    """Above a subplot, from its left edge."""
+    """Return a title above a subplot, from its left edge."""
     place = {"xref": f"x{suffix} domain", "yref": f"{yaxis} domain", "x": 0, "y": 1, "yshift": 6}
     anchors = {"xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False}
     return {"text": text, **place, **anchors, "font": {"size": 13, "color": "@ink"}}
@@ -290,5 +290,5 @@ def digits(values: Sequence[float], count: int = 4) -> list[float | None]:
 
 
 def escaped(text: str) -> str:
-    """For HTML, and for plotly's idea of it, in which dollars are formulas and per cents places to be filled."""
+    """Escape for HTML and for plotly, which takes dollars for formulas and per cents for places to be filled."""
     return html.escape(printable(text), quote=False).replace("$", "&#36;").replace("%", "&#37;")

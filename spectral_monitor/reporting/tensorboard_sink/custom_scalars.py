@@ -141,7 +141,7 @@ def _pattern(key: str, names: Sequence[str], rest: str) -> str:
 
 
 def _groups(names: Sequence[str]) -> list[list[str]]:
-    """Names that begin with another one share its chart.
+    """Return the names of each chart: those that begin with another name share its chart.
 
     Example:
         >>> _groups(["spread", "loss", "loss_predicted"])

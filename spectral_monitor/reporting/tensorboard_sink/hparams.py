@@ -76,7 +76,7 @@ def _first(logdir: str) -> tuple[dict[str, Any], float]:
 
 
 def _add(content: Any, metrics: Sequence[str]) -> None:
-    """Metrics into an experiment; a session info has none."""
+    """Add metrics to an experiment; a session info has none."""
     from tensorboard.plugins.hparams.api_pb2 import MetricInfo, MetricName
 
     if content.HasField("experiment"):

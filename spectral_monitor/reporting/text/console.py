@@ -42,7 +42,7 @@ def rendered(table: Table) -> str:
 
 
 def _drawn(table: Table, console: Console) -> str:
-    """As text with the terminal's codes, which a progress bar that has taken standard output over understands too."""
+    """Return text with the terminal's codes: a progress bar that has taken over standard output passes them on too."""
     from rich import box
     from rich.table import Table as Grid
     from rich.text import Text

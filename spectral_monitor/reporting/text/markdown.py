@@ -87,7 +87,7 @@ def _quantity_row(key: str) -> tuple[str, ...]:
 
 
 def escaped(text: str) -> str:
-    r"""Text that says in Markdown what it says, in a table's cell too.
+    r"""Escape a text so that Markdown shows it as it is, in a table's cell too.
 
     Example:
         >>> print(escaped("blocks.0.w_q|<b>"))
@@ -108,7 +108,7 @@ def _row(root: Verdict, measurement: Measurement) -> tuple[str, ...]:
 
 
 def _multiplied(measurement: Measurement) -> list[tuple[str, float]]:
-    """Layers whose learning rate is multiplied with something else than 1, and with what."""
+    """Return the layers whose learning rate is multiplied by another factor than 1, and the factor."""
     values = measurement.values.get("lr_multiplier")
     if values is None:
         return []

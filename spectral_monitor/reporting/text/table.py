@@ -148,7 +148,7 @@ def summary_line(measurement: Measurement) -> str:
 
 
 def number(value: float) -> str:
-    """Two or three digits, whatever the size; "-" for NaN.
+    """Return a number with two or three digits, whatever its size; "-" for NaN.
 
     Example:
         >>> [number(value) for value in (0.0, 0.0123, 0.456, 7.891, 45.67, 123.4, 12345.0, math.nan)]

@@ -29,7 +29,7 @@ COLUMNS = (
 
 
 def charts(history: History, asked: Sequence[str] = ()) -> dict[str, Any]:
-    """Key -> a chart of lines over steps for each question that has an answer, and for each quantity asked for.
+    """Return key -> a chart of lines over steps, for each question with an answer and each quantity asked for.
 
     Args:
         history: the measurements.
@@ -66,7 +66,7 @@ def _about(quantity: str, linear: bool) -> str:
 
 
 def pictures(history: History) -> dict[str, Any]:
-    """Key -> a picture of layer by step; none without matplotlib."""
+    """Return key -> a picture of layer by step; none without matplotlib."""
     import wandb
 
     readings = {quantity: panel.reading for panel in PANELS for quantity in panel.quantities}
@@ -151,7 +151,7 @@ def _logarithms(drawn: dict[str, list[tuple[int, float]]]) -> dict[str, list[tup
 
 
 def _mean(values: Tensor, signed: bool) -> Tensor:
-    """Over the layers that have a value, step by step; (layers, steps) -> (steps,)."""
+    """Return the mean over the layers that have a value, step by step; (layers, steps) -> (steps,)."""
     return values.nanmean(0) if signed else values.log().nanmean(0).exp()
 
 

@@ -24,7 +24,7 @@ LONGEST = 40
 
 
 def sweep_figure(result: SweepResult) -> Figure:
-    """Curves are geometric means over seeds, bands go from the least to the most; see :meth:`SweepResult.figure`."""
+    """Draw geometric means over seeds as curves, least to most as bands; see :meth:`SweepResult.figure`."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -90,7 +90,7 @@ def _panel(axis: Axes, slopes: Sequence[Slope], colours: dict[str, Any], off: Se
 
 
 def _room(axis: Axes) -> None:
-    """At least one and a half decades, so that what is flat looks flat."""
+    """Show at least one and a half decades, so that what is flat looks flat."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     low, high = map(math.log10, axis.get_ylim())

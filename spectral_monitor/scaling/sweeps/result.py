@@ -99,7 +99,7 @@ class SweepResult:
 def evaluated(
     recipe: SweepConfig, keys: Sequence[RunKey], points: Iterable[Point], axis: Axis, step: int
 ) -> SweepResult:
-    """Slopes at a step, of all the points there should be; those that are missing are said to be."""
+    """Return the slopes at a step, of all the points there should be; missing ones are named."""
     found = {point.key: point for point in points}
     slopes: list[Slope] = []
     excluded: list[str] = []
@@ -113,7 +113,7 @@ def evaluated(
 
 
 def _split(key: RunKey, axis: str) -> tuple[int, int | None]:
-    """Its place on the axis, and beside it."""
+    """Return the size of a point along the axis, and the other one."""
     if axis == "width":
         return key.width, key.depth
     assert key.depth is not None
@@ -149,7 +149,7 @@ class _Group:
         self.layers = list(dict.fromkeys(label for size in reversed(self.sizes) for label in self.names.get(size, {})))
 
     def _drop_twins(self) -> None:
-        """Networks that are the same at two sizes count once."""
+        """Leave out a size at which all shapes are those of a smaller one."""
         seen: dict[tuple[Any, ...], int] = {}
         for size, infos in sorted(self.infos.items()):
             shapes = tuple((info.name, info.shape) for info in infos)
@@ -224,7 +224,7 @@ class _Group:
         return value, ""
 
     def _note(self, layer: str) -> str:
-        """Sizes that leave the layer's shape as it is; other layers may change what it does all the same."""
+        """Return the sizes that leave the layer's shape as it is; other layers may still change what it does."""
         if self.axis != "width":
             return ""
         by_shape: dict[tuple[int, ...], list[int]] = {}
@@ -272,14 +272,16 @@ class _Group:
 
 
 def _geometric_mean(values: Sequence[float]) -> float:
-    """NaN of nothing, and of values that are not all positive."""
+    """Return the geometric mean; NaN of nothing, and of values that are not all positive."""
     if not values or min(values) <= 0:
         return math.nan
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def labels(infos: Mapping[int, Sequence[LayerInfo]], axis: str) -> dict[int, dict[str, str]]:
-    """For each size, label -> name of the layer there. Biases and gains are left out, unless there is nothing else.
+    """Return, for each size, label -> name of the layer there.
+
+    Biases and gains are left out, unless there is nothing else.
 
     Against width a layer is what has its name. With depth their number changes: of those that differ by the number in
     their name alone the first, the middle one and the last are followed.

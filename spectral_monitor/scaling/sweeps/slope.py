@@ -92,7 +92,7 @@ class Slope:
         return 0.0 if math.isnan(self.predicted) else self.predicted
 
     def to_row(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return a dict of plain values."""
         return {
             "layer": self.layer,
             "quantity": self.quantity,
@@ -111,7 +111,7 @@ class Slope:
 
 
 def exponent(value: float) -> str:
-    """Two digits; never -0.
+    """Return an exponent with two decimals; never -0.
 
     Example:
         >>> exponent(-0.001), exponent(0.98)

@@ -35,7 +35,7 @@ def sweep_table(result: SweepResult) -> Table:
 
 
 def _place(slope: Slope, off: Sequence[Slope]) -> tuple[int, float]:
-    """Sorting keeps the network's order among what is in order."""
+    """Return the key by which rows are sorted: offenders first; others keep the network's order."""
     if slope.verdict in OFFENDERS:
         return slope not in off, -slope.distance
     return 2 + _REST.index(slope.verdict), 0.0
