@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, overload
 
@@ -103,13 +104,13 @@ class NormalizedUpdates(Optimizer):
                     lr *= rows.get(self._follows[p], 1.0)
                 update = self._sized(self._layers[p], p - before[p], lr)
                 p.copy_(before[p] + update)
-                if p in self._tables and 0 < (largest := largest_row(self._tables[p], update)) < float("inf"):
+                if p in self._tables and 0 < (largest := largest_row(self._tables[p], update)) < math.inf:
                     rows[p] = largest / lr
         return loss
 
     def _sized(self, layer: Layer, update: Tensor, lr: float) -> Tensor:
         sizes = self._sizes(layer, update)
-        return update * by_entry(layer, update, [lr / size if 0 < size < float("inf") else 1.0 for size in sizes])
+        return update * by_entry(layer, update, [lr / size if 0 < size < math.inf else 1.0 for size in sizes])
 
     def _sizes(self, layer: Layer, update: Tensor) -> list[float]:
         """Return the natural norm of each block."""

@@ -178,7 +178,8 @@ class _NetworkSlopes:
 
     def slope(self, quantity: str, name: str) -> float:
         """Return the slope of one layer; NaN where nothing is predicted."""
-        matrix, operator = self._role(name) != "vector", self._role(name) == "operator"
+        role = self._role(name)
+        matrix, dense = role != "vector", role in DENSE
         if len({info.blocks for info in self._infos[name]}) > 1:
             return math.nan
         still = self._start and quantity == "alignment"  # what is about to blow up has not yet
@@ -192,20 +193,20 @@ class _NetworkSlopes:
             return self._contribution(name)
         if quantity == "weight_natural":
             return self._weight(name)
-        if quantity in UPDATES and self._role(name) in DENSE:
+        if quantity in UPDATES and dense:
             return self._updates[name] + self._of(name, lambda s, n, m: math.sqrt(m / n))
-        if quantity in ("weight_norm", "weight_fro") and self._role(name) in DENSE:
+        if quantity in ("weight_norm", "weight_fro") and dense:
             spectral = quantity == "weight_norm"
             return self._of(name, lambda s, n, m: s.std * (n**0.5 + m**0.5 if spectral else (n * m) ** 0.5))
-        if quantity == "weight_stable_rank" and self._role(name) in DENSE:
+        if quantity == "weight_stable_rank" and dense:
             return self._of(name, lambda s, n, m: n * m / (n**0.5 + m**0.5) ** 2)
         if quantity in ("update_ratio", "drift_ratio") and matrix:
-            if self._tied and self._role(name) == "embedding":
+            if self._tied and role == "embedding":
                 return math.nan
             return self._updates[name] - self._weight(name)
-        if quantity == "drift_fro_ratio" and self._role(name) in DENSE:
+        if quantity == "drift_fro_ratio" and dense:
             return self.slope("update_fro", name) - self.slope("weight_fro", name)
-        return self._of_features(quantity, name) if operator or self._starts(name) else math.nan
+        return self._of_features(quantity, name) if role == "operator" or self._starts(name) else math.nan
 
     def _starts(self, name: str) -> bool:
         """Return whether it is a readout that has not moved."""

@@ -100,7 +100,7 @@ class AutocastState:
         """True if some of it computes in half precision."""
         return any(enabled and dtype.itemsize < 4 for _, enabled, dtype in self.states)
 
-    def without(self) -> AutocastState:
+    def disabled(self) -> AutocastState:
         """Return the same forward's, in full precision."""
         return AutocastState(tuple((device, False, dtype) for device, _, dtype in self.states))
 

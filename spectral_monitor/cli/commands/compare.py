@@ -54,7 +54,7 @@ def _compare(args: argparse.Namespace) -> None:
     key = _quantity(args.quantity, *runs)
     a, b, said = _pair(*runs, key, args.step)
     pairs = _values(a, b, key)
-    kept = matching(args.layer, list(pairs))
+    kept = matching(args.layer, pairs)
     pairs = {name: pair for name, pair in pairs.items() if name in kept}
     judged = [
         latest_judged([record for record in run if record.step <= of.step]) or of

@@ -44,7 +44,7 @@ def _export(args: argparse.Namespace) -> None:
             need_parquet()
     run = records(args.place)
     layers = matching(args.layer, [info.name for info in run[-1].layers])
-    quantities = matching(args.quantity, list(dict.fromkeys(key for r in run for key in r.values)), "quantity")
+    quantities = matching(args.quantity, dict.fromkeys(key for r in run for key in r.values), "quantity")
     rows = (row for row in long_rows(run) if row[1] in layers and row[3] in quantities)
     if args.output is None:
         _write(rows, sys.stdout)

@@ -32,7 +32,7 @@ def _inspect(args: argparse.Namespace) -> None:
     from spectral_monitor.reporting.text.console import rendered
 
     found = inspect(args.file)
-    kept = matching(args.layer, list(found.roles))
+    kept = matching(args.layer, found.roles)
     if args.json:
         rows = [plain_row(row) for row in found.to_rows() if row["layer"] in kept]
         print(json.dumps(rows, indent=2, allow_nan=False))
