@@ -31,14 +31,14 @@ Blocks = dict[str, list[tuple[str, nn.Parameter]]]
 SETTLED = 1e-4
 """Relative change of a factor, from one pass over the batches to the next, at which it is taken to be found."""
 
-MOST_PASSES = 50
+MAX_PASSES = 50
 """To find factors where a layer feeds itself; else no more are needed than there are layers."""
 
 UNSURE = 0.01
 """Relative error by rounding at which a change of features is no longer believed."""
 
 
-CUT = 0.1
+MAX_BYPASS = 0.1
 """Share of the loss decrease that may go another way than through what the readout is given."""
 
 
@@ -130,7 +130,7 @@ class Trial:
             for layer in layers:
                 if layer.module is not None:
                     hooks.enter_context(layer.module.register_forward_hook(partial(rescale, layer)))
-            for _ in range(max(MOST_PASSES, len(layers) + 2)):
+            for _ in range(max(MAX_PASSES, len(layers) + 2)):
                 before = dict(factors)
                 calls.clear()
                 for _ in self.losses():
@@ -288,7 +288,7 @@ def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer:
         updates += update
     velocity = trial.velocity(readout, look, parameters, updates)
     carried = float(F.contribution(look.b, velocity)) / before if before else math.nan
-    if not abs(carried - 1) < CUT:
+    if not abs(carried - 1) < MAX_BYPASS:
         raise ValueError(
             f"what the readout, {readout.info.name!r}, is given carries {carried:.2f} of the loss decrease of the "
             "weights before it: not all signal passes there (Theorem 2.1 needs that). Is another layer the readout?"

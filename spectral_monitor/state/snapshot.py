@@ -37,7 +37,7 @@ from spectral_monitor.state.objects import (
     set_generator_state,
 )
 
-LARGE = 10_000
+MAX_ITEMS = 10_000
 """Containers of more items are put back, but their items not looked into."""
 
 
@@ -226,7 +226,7 @@ class Snapshot:
         base = base_of(box)
         content = list(base.items(box) if issubclass(base, dict) else base.__iter__(box))
         self._undo.append(partial(refill, box, content))
-        if len(content) > LARGE:
+        if len(content) > MAX_ITEMS:
             return []
         return [value for _, value in content] if issubclass(base, dict) else content
 

@@ -16,7 +16,7 @@ from spectral_monitor.reporting.content.tally import JUDGED_BY, latest_judged, o
 from spectral_monitor.reporting.text.lines import Column, aligned, printable, text_column
 from spectral_monitor.suggestions import unknown
 
-SHOWN = 20
+MAX_ROWS = 20
 """Rows, of the layers that differ most, without ``--all``."""
 ALIKE = 1.5
 """Factor below which nobody calls two runs different."""
@@ -38,7 +38,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--quantity", metavar="KEY", help=f"default: {JUDGED_BY[0]}")
     add_layer(parser)
     parser.add_argument("--step", type=int, metavar="N", help="the measurements of this optimizer step")
-    parser.add_argument("--all", action="store_true", help=f"a row for every layer, not for {SHOWN} of them")
+    parser.add_argument("--all", action="store_true", help=f"a row for every layer, not for {MAX_ROWS} of them")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write a page with the curves of both; needs plotly"
     )
@@ -193,7 +193,7 @@ def _distance(pair: tuple[float, float]) -> float:
 def _table(
     names: Sequence[str], pairs: dict[str, tuple[float, float]], judged: Sequence[Measurement], every: bool
 ) -> list[str]:
-    shown = names if every else names[:SHOWN]
+    shown = names if every else names[:MAX_ROWS]
     sides = [(run, set(off(record))) for run, record in zip("AB", judged, strict=True)]
     where = [" and ".join(run for run, layers in sides if name in layers) for name in shown]
     a, b = zip(*(pairs[name] for name in shown), strict=True)

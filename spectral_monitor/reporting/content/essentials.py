@@ -42,9 +42,9 @@ OVERLAID = (
     *(f"drift_ratio/{ALL}/median", f"bfa_cos/{ALL}/median", f"update_stable_rank/{ALL}/median"),
 )
 """Numbers that have the same key in every network, so that runs of different networks can be laid over each other."""
-FEW = 16
+MAX_LAYERS_ONE_BY_ONE = 16
 """Matrices of a network in which each is logged."""
-FAMILIES, SINGLES, TOLD = 12, 20, 8
+MAX_FAMILIES, MAX_SINGLES, MAX_WITH_VERDICT = 12, 20, 8
 """Families, layers without one, and layers that have had a verdict, that are logged at most."""
 
 
@@ -108,15 +108,15 @@ def grouped(layers: tuple[LayerInfo, ...]) -> Groups:
         (['h.*.mlp'], (0, 1, 2))
     """
     matrices = tuple(i for i, info in enumerate(layers) if info.is_matrix)
-    if len(matrices) <= FEW:
+    if len(matrices) <= MAX_LAYERS_ONE_BY_ONE:
         return Groups(matrices, {}, matrices)
     found = families_of([layers[i].name for i in matrices])
     alone = found.pop(OTHERS, [])
     # The largest families; layers of the others are single ones, and if those are many, a family of their own.
     most = sorted(found, key=lambda name: -len(found[name]))
-    alone = sorted([*alone, *(k for name in most[FAMILIES:] for k in found[name])])
-    families = {name: found[name] for name in found if name in most[:FAMILIES]}
-    if len(alone) > SINGLES:
+    alone = sorted([*alone, *(k for name in most[MAX_FAMILIES:] for k in found[name])])
+    families = {name: found[name] for name in found if name in most[:MAX_FAMILIES]}
+    if len(alone) > MAX_SINGLES:
         families, alone = {**families, OTHERS: alone}, []
     placed = {name: tuple(matrices[k] for k in places) for name, places in families.items()}
     return Groups(matrices, placed, tuple(matrices[k] for k in alone))
@@ -212,7 +212,7 @@ def _told(measurement: Measurement, groups: Groups) -> list[int]:
     place = {info.name: i for i, info in enumerate(measurement.layers)}
     ever = sorted(measurement.flags, key=lambda name: -measurement.flags[name])
     found = [place[name] for name in ever if name in place and place[name] not in groups.singles]
-    return found[:TOLD]
+    return found[:MAX_WITH_VERDICT]
 
 
 def checked_log(log: object) -> Log:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spectral_monitor.measurement import LayerInfo, Measurement
 
-COLUMNS = 256
+MAX_COLUMNS = 256
 """Steps that are kept; a picture has no more room."""
 
 
@@ -37,7 +37,7 @@ class Thinned:
         layers: of the latest measurement; if a later one has others, what was there is dropped.
     """
 
-    def __init__(self, columns: int = COLUMNS) -> None:
+    def __init__(self, columns: int = MAX_COLUMNS) -> None:
         self.layers: tuple[LayerInfo, ...] = ()
         self._columns = columns
         self._every = 1
@@ -105,7 +105,7 @@ class History(Thinned):
         ([1, 3, 5, 7], torch.Size([1, 4]), [3, 6])
     """
 
-    def __init__(self, columns: int = COLUMNS) -> None:
+    def __init__(self, columns: int = MAX_COLUMNS) -> None:
         super().__init__(columns)
         self._of: dict[str, Thinned] = {}
 

@@ -21,20 +21,20 @@ from spectral_monitor.reporting.html.families import colour, family_traces
 from spectral_monitor.reporting.html.figures import Figure, digits, drawable, escaped, labels, line, title_of, titled
 from spectral_monitor.reporting.html.limit_lines import limit_traces, widened
 
-FEW = 14
+MAX_LAYERS_IN_LEGEND = 14
 """Layers that each have a place in the legend; more of them have one by family."""
-LINES = 120
+MAX_LINES = 120
 """Layers that are drawn, at most; a browser takes its time for more."""
-CROWD = 5
+MAX_THICK_LINES = 5
 """Layers outside, at most, that each have a thick line and a place in the legend."""
-POINTS = 1500
+MAX_MARKERS = 1500
 """Of all curves of a quantity together; if there are more, only the lines are drawn."""
-DECADES = 9.0
+MAX_DECADES = 9.0
 """Below the largest value; what is smaller is drawn at the bottom."""
 OUTSIDE = "off now"
-LINE = 40
+TITLE_WIDTH = 40
 """Characters of a line below a chart's title."""
-BESIDE, PLOT = 3, 258
+MAX_CHARTS_IN_ROW, CHART_HEIGHT = 3, 258
 """Charts in a row, at most; pixels of a chart's height."""
 GAP = 0.09
 """Between two charts, for what is written beside the second one; of the width."""
@@ -69,7 +69,7 @@ def drawn(rows: Sequence[int], first: Sequence[bool]) -> list[int]:
     """
     found: list[int] = []
     for some in ([i for i in rows if first[i]], [i for i in rows if not first[i]]):
-        room = min(len(some), LINES - len(found))
+        room = min(len(some), MAX_LINES - len(found))
         found += [some[k * (len(some) - 1) // max(1, room - 1)] for k in range(room)]
     return sorted(found)
 
@@ -101,8 +101,10 @@ def curves(
         "legend": {"tracegroupgap": 0, "itemsizing": "constant"},
     }
     data: list[Figure] = []
-    few = all(int(found.values(key)[rows].isfinite().any(1).sum()) <= FEW for key, found in known.items())
-    meanings = {key: wrap(QUANTITIES[key].meaning, LINE) for key in known}
+    few = all(
+        int(found.values(key)[rows].isfinite().any(1).sum()) <= MAX_LAYERS_IN_LEGEND for key, found in known.items()
+    )
+    meanings = {key: wrap(QUANTITIES[key].meaning, TITLE_WIDTH) for key in known}
     for key, words in meanings.items():
         words += [f"healthy: {QUANTITIES[key].limits}"] if QUANTITIES[key].limits else []
     most = max(map(len, meanings.values()))
@@ -136,14 +138,14 @@ def _grid(count: int, between: int) -> tuple[int, list[tuple[list[float], list[f
         count: of the charts.
         between: pixels from one row to the next.
     """
-    rows = -(-count // BESIDE)
+    rows = -(-count // MAX_CHARTS_IN_ROW)
     beside = -(-count // rows)
     width = (1 - GAP * (beside - 1)) / beside
-    pixels = rows * PLOT + (rows - 1) * between
+    pixels = rows * CHART_HEIGHT + (rows - 1) * between
     domains = []
     for row, column in (divmod(place, beside) for place in range(count)):
-        left, top = column * (width + GAP), 1 - row * (PLOT + between) / pixels
-        domains.append(([left, min(1.0, left + width)], [max(0.0, top - PLOT / pixels), top]))
+        left, top = column * (width + GAP), 1 - row * (CHART_HEIGHT + between) / pixels
+        domains.append(([left, min(1.0, left + width)], [max(0.0, top - CHART_HEIGHT / pixels), top]))
     return pixels, domains
 
 
@@ -173,7 +175,7 @@ class _Chart:
             self.limits = torch.tensor(band).expand_as(self.limits)
         verdicts = set(off(now))
         self.outside = [name in verdicts for name in self.names]
-        self.crowd = sum(self.outside) > CROWD
+        self.crowd = sum(self.outside) > MAX_THICK_LINES
         self.few = few
         self.of_every, self.every_name = values[every], [now.layers[i].name for i in every]
         self.families = {} if self.few else families_of(self.every_name)
@@ -201,7 +203,7 @@ class _Chart:
             pad = 0.06 * (finite.max() - finite.min()).item() or 0.1 * finite.abs().max().item() or 1.0
             return finite.min().item() - pad, finite.max().item() + pad
         high = finite.max().item()
-        low = max(finite[finite > 0].min().item(), high * 10**-DECADES)
+        low = max(finite[finite > 0].min().item(), high * 10**-MAX_DECADES)
         limits = [x for x in self.limits.flatten().tolist() if low / 5 < x < high * 5]
         low, high = min([low, *limits]), max([high, *limits])
         if bool((finite < low).any()):
@@ -222,7 +224,7 @@ class _Chart:
 
     def lines(self) -> Iterator[Figure]:
         """Return a line for each layer; lines outside the band come last, on top."""
-        dots = self.values.numel() <= POINTS or len(self.steps) == 1
+        dots = self.values.numel() <= MAX_MARKERS or len(self.steps) == 1
         for k in sorted(range(len(self.names)), key=lambda k: self.outside[k]):
             name, out, values = escaped(self.names[k]), self.outside[k], self.values[k].tolist()
             below = self.log and any(value < self.low for value in values)

@@ -18,7 +18,7 @@ from spectral_monitor.condition.verdict import short
 from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.measurement import DENSE, NODE, Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.history import COLUMNS, Thinned
+from spectral_monitor.reporting.content.history import MAX_COLUMNS, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named
 from spectral_monitor.reporting.content.panels import pictured
 from spectral_monitor.reporting.content.tally import off
@@ -26,9 +26,9 @@ from spectral_monitor.reporting.content.typical import VS_TYPICAL, powers_of_two
 from spectral_monitor.reporting.text.lines import printable
 from spectral_monitor.reporting.text.table import number
 
-CELLS = 40_000
+MAX_CELLS = 40_000
 """Values of a quantity that are drawn, at most: of very deep networks fewer steps."""
-EVERY_CELL = 850_000
+MAX_CELLS_OF_PAGE = 850_000
 """Values of all quantities together, at most, for a page that still opens."""
 ROW, ROOM = 26, (170, 580)
 """Height of a layer while there is room, and of all of them at least and at most, in pixels."""
@@ -50,7 +50,7 @@ def drawable(measurements: Sequence[Measurement], quantity: str) -> Thinned | No
     """Return the measurements at which any layer has a value, thinned out if they are too many; else ``None``."""
     count = max(1, len(measurements[-1].layers))
     every = count * max(1, len(measurements[-1].values))
-    history = Thinned(max(8, min(COLUMNS, CELLS // count, EVERY_CELL // every)))
+    history = Thinned(max(8, min(MAX_COLUMNS, MAX_CELLS // count, MAX_CELLS_OF_PAGE // every)))
     for measurement in measurements:
         if quantity in measurement.values and measurement.values[quantity].isfinite().any():
             history.add(measurement)

@@ -15,7 +15,7 @@ from spectral_monitor.reporting.files.run_facts import RunFacts
 from spectral_monitor.reporting.html.figures import Figure, digits, escaped, line
 from spectral_monitor.reporting.text.table import number
 
-SLIDES = 60
+MAX_SLIDER_STEPS = 60
 """Measurements that the step slider stops at, at most, evenly, with the last one."""
 LOSS_HINT = (
     "No loss curve: nothing in this run's folder holds a training loss. Log one under a name such as train_loss, "
@@ -77,7 +77,7 @@ def by_step(measurements: Sequence[Measurement], now: Measurement, keys: Sequenc
         ``steps``; ``now``, the place of its step; ``rows``, the layers; ``columns``, key -> step -> layer -> number;
         ``off``, for each step the places of layers that are off.
     """
-    apart = max(1, math.ceil(len(measurements) / SLIDES))
+    apart = max(1, math.ceil(len(measurements) / MAX_SLIDER_STEPS))
     some = [m for k, m in enumerate(reversed(measurements)) if k % apart == 0 or m is now][::-1]
     rows = [i for i, info in enumerate(now.layers) if info.is_matrix]
     names = [now.layers[i].name for i in rows]

@@ -19,7 +19,7 @@ from spectral_monitor.reporting.content.tally import is_judged, latest_judged, n
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend, vs_typical
 from spectral_monitor.reporting.files.run_facts import RunFacts
 from spectral_monitor.reporting.files.runs import settle
-from spectral_monitor.reporting.html.curves import FEW, LINES, curves, depth_colours
+from spectral_monitor.reporting.html.curves import MAX_LAYERS_IN_LEGEND, MAX_LINES, curves, depth_colours
 from spectral_monitor.reporting.html.figures import Figure, escaped, overview
 from spectral_monitor.reporting.html.limit_lines import limit_sentences
 from spectral_monitor.reporting.html.page import need_plotly, page
@@ -37,7 +37,7 @@ from spectral_monitor.reporting.html.parts import (
 from spectral_monitor.reporting.text.lines import Column
 from spectral_monitor.reporting.text.table import ARROWS, measurement_rows, number, summary_line
 
-FOLDED = 44
+MAX_UNFOLDED_NAME = 44
 """Characters of a layer's name beyond which it is folded."""
 MAX_NAMES = 5
 """Layers that the answer names; the table below it has all."""
@@ -247,14 +247,14 @@ def _key(now: Measurement) -> str:
     colours = ", ".join(depth_colours(5))
     count = sum(info.is_matrix for info in now.layers)
     drawn = (
-        f" Of {count} layers {LINES} are drawn, evenly, with the output layer and those that are off."
-        if count > LINES
+        f" Of {count} layers {MAX_LINES} are drawn, evenly, with the output layer and those that are off."
+        if count > MAX_LINES
         else ""
     )
     curves = (
         '<p class="soft">Below, a curve for each layer: <span class="key" style="background: linear-gradient(to right, '
         f'{colours})"></span> from the first to the last, '
-        if count <= FEW
+        if count <= MAX_LAYERS_IN_LEGEND
         else '<p class="soft">Below, an area for each family of layers, from its lowest to its highest value, with its '
         "median as a line, and a curve for each layer of no family. Point at an area, or at a layer in the table, to "
         "see that layer; search to see only some. "
@@ -330,7 +330,7 @@ def _footer(measurements: Sequence[Measurement], notes: Sequence[str]) -> str:
 
 
 def _name(layer: str) -> str:
-    return f'<span class="name{" folded" if len(layer) > FOLDED else ""}">{escaped(layer)}</span>'
+    return f'<span class="name{" folded" if len(layer) > MAX_UNFOLDED_NAME else ""}">{escaped(layer)}</span>'
 
 
 def _names(layers: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SUMMARY = f"{PREFIX}/summary"
 ENDS = f"/(?:{'|'.join(SPREAD)})"
 """What follows the name of a family, as a regular expression."""
-MANY = 24
+MAX_OPEN_CHARTS = 24
 """Of more charts than that, only the first category is open at first."""
 
 
@@ -44,7 +44,7 @@ def layout(layers: tuple[LayerInfo, ...], tags: Collection[str]) -> Layout:
 
     drawn = [(panel.question, list(_charts(panel, layers, tags))) for panel in PANELS]
     drawn = [(question, charts) for question, charts in drawn if charts]
-    many = sum(len(charts) for _, charts in drawn) > MANY
+    many = sum(len(charts) for _, charts in drawn) > MAX_OPEN_CHARTS
     categories = [Category(title=name, chart=charts, closed=many and i > 0) for i, (name, charts) in enumerate(drawn)]
     return Layout(category=categories)
 

@@ -10,7 +10,7 @@ from spectral_monitor.layers.output_layers import BY_PLACE
 from spectral_monitor.messages import some
 from spectral_monitor.reporting.content.families import family_of, folded_names, places_in
 from spectral_monitor.reporting.content.labels import measured_parts, role_name, unprefixed
-from spectral_monitor.reporting.text.folding import SHOWN
+from spectral_monitor.reporting.text.folding import MAX_UNFOLDED_LAYERS
 from spectral_monitor.reporting.text.lines import Table, printable, text_column, unmeasured_lines
 from spectral_monitor.reporting.text.table import WIDTH, fans
 
@@ -43,7 +43,9 @@ def role_rows(anatomy: Anatomy, folded: bool = True, when: str = "") -> Table:
     if folded:
         bare = unprefixed(tuple(names))
         names = [bare[name] for name in names]
-    groups = _groups(matrices, names) if folded and len(matrices) > SHOWN else [[i] for i in range(len(matrices))]
+    groups = [[i] for i in range(len(matrices))]
+    if folded and len(matrices) > MAX_UNFOLDED_LAYERS:
+        groups = _groups(matrices, names)
     columns = []
     if matrices:
         first = [matrices[group[0]] for group in groups]

@@ -18,7 +18,7 @@ from spectral_monitor.reporting.content.typical import VS_TYPICAL
 from spectral_monitor.reporting.heatmap import heatmap
 
 CHARTS, PICTURES, VERDICTS = "spectral/charts", "spectral/heatmaps", "spectral/verdicts"
-LINES = 16
+MAX_LINES = 16
 """In a chart; of more layers the families are shown."""
 DIGITS = 6
 """Of a point of a line."""
@@ -130,10 +130,10 @@ def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, lis
     measured = [i for i in rows if values[i].isfinite().any()]
     alone = measured
     drawn = {}
-    if len(measured) > LINES:
+    if len(measured) > MAX_LINES:
         outside = off(history.measurements[-1])
-        alone = sorted((i for i in measured if names[i] in outside), key=lambda i: outside.index(names[i]))[:LINES]
-        for family, places in list(families_of([names[i] for i in measured]).items())[:LINES]:
+        alone = sorted((i for i in measured if names[i] in outside), key=lambda i: outside.index(names[i]))[:MAX_LINES]
+        for family, places in list(families_of([names[i] for i in measured]).items())[:MAX_LINES]:
             line = _mean(values[[measured[k] for k in places]], QUANTITIES[quantity].signed)
             drawn[f"{family} (mean of {len(places)})"] = line
     drawn |= {names[i]: values[i] for i in alone}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PANEL = 3.6
 """Inches, both ways."""
 COLUMNS = 4
-LONGEST = 40
+MAX_LAYERS_IN_LEGEND = 40
 """Layers in the legend."""
 
 
@@ -136,7 +136,7 @@ def _legend(figure: Figure, result: SweepResult, colours: dict[str, Any]) -> Non
 
     off = {slope.layer for slope in result.off}
     names = list(colours)
-    names = names[:: max(1, math.ceil(len(names) / LONGEST))]  # spread over the network
+    names = names[:: max(1, math.ceil(len(names) / MAX_LAYERS_IN_LEGEND))]  # spread over the network
     handles = [
         Line2D([], [], color=colours[name], linewidth=2.2 if name in off else 1.2, marker="o", markersize=4, label=name)
         for name in names
