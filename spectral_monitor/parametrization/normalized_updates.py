@@ -26,19 +26,19 @@ class NormalizedUpdates(Optimizer):
     Learning, Eq. 17, where that is SGD); with :func:`~spectral_monitor.spectral_init_` for Eq. 16 the condition holds
     from the first step on, at every width. The learning rate is the relative change of features per layer.
 
-    Each block of a fused matrix is normalized by itself, a convolution by the sum over its taps, an embedding by its
-    largest row, biases and gains by their RMS. A matrix that is embedding and readout at once is normalized as the
-    readout, and the other embeddings of its width, which are added to the same stream, move by its largest row, as
-    :func:`~spectral_monitor.spectral_init_` scales them. What :func:`~spectral_monitor.layers.dissect` cannot measure
-    moves as the other optimizer moves it. An update of zero stays zero. Weight decay is part of the update, so better
-    left out.
+    Each block of a fused matrix is normalized by itself. Convolutions are normalized by the sum over their taps,
+    embeddings by their largest row, biases and gains by their RMS. A matrix that is embedding and readout at once is
+    normalized as the readout. The other embeddings of its width, which are added to the same stream, move by its
+    largest row, as :func:`~spectral_monitor.spectral_init_` scales them. What
+    :func:`~spectral_monitor.layers.dissect` cannot measure moves as the other optimizer moves it. An update of zero
+    stays zero. Weight decay is part of the update, so better left out.
 
     Args:
         optimizer: whose directions are taken, with any learning rates: they count as ``lr`` here, and schedulers may
             be made of either. Its state, and so what ``state_dict`` gives, is the only one there is.
         module: whose parameters it has.
-        norm: ``"spectral"``, or ``"frobenius"``, which is cheaper, as no singular value is looked for, and makes
-            updates smaller by the root of their stable rank, which is small.
+        norm: ``"spectral"``, or ``"frobenius"``, which is cheaper, as no singular value is looked for. It makes updates
+            smaller by the root of their stable rank, which is small.
         roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
 
     Raises:

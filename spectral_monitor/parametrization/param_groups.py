@@ -47,8 +47,8 @@ def spectral_param_groups(
 
     * Fans are those of a block of a fused matrix; of blocks that differ, those of the largest.
     * A convolution's fan_in counts taps, ``in / groups * taps``: the natural norm of a kernel is the sum over its
-      taps, so each may move by its share. Under ``"sgd"`` fan_out is the number of all outputs, in a grouped
-      convolution too, for the gradient of one output becomes smaller with the number of all.
+      taps, so each may move by its share. Under ``"sgd"`` fan_out counts all outputs, in a grouped convolution too:
+      the gradient of one output becomes smaller with the number of all.
     * A parameter that is embedding and readout at once follows the readout's rule, and so do all embeddings of its
       width, which are added to the same stream: else the positions, say, would outrun the tokens.
     * What :func:`~spectral_monitor.layers.dissect` cannot measure, or finds to be part of a computed weight (weight
@@ -59,7 +59,7 @@ def spectral_param_groups(
         lr: the learning rate, of features: a step of ``"adam"`` moves a feature by about ``lr`` through each layer.
         optimizer: the family of update rules.
         roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
-        weight_decay: divided by what ``lr`` is multiplied by, so that a decay apart from the gradient (AdamW) takes
+        weight_decay: divided by what ``lr`` is multiplied by. So a decay apart from the gradient (AdamW) takes
             ``lr * weight_decay`` off every weight in a step. Without momentum that is so for SGD too. To be left out
             for Adam, whose decay goes through its normalization. By default the optimizer's own, unchanged.
 

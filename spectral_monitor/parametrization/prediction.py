@@ -81,10 +81,10 @@ def predict(
     A network is a chain unless the parametrization has branches. A chain keeps its signal at any depth only with a
     standard deviation of ``sqrt(2/n)``, and ReLUs; else nothing is predicted of what has passed through features.
 
-    Powers of n and m are taken at the fans the layers really have, so that a layer between fixed and growing fans has
-    the slope it will show. Where an update grows with the width, nothing is predicted of features and contributions:
-    they blow up within steps, each in its own way. What hangs on constants, such as which of two powers is ahead at
-    small widths, or a batch of examples larger than a layer, theory does not know.
+    Powers of n and m are taken at the fans the layers really have. So a layer between fixed and growing fans has the
+    slope it will show. Where an update grows with the width, nothing is predicted of features and contributions:
+    they blow up within steps, each in its own way. Theory does not know what depends on constants, such as which of two
+    powers is ahead at small widths. Nor does it know batches of more examples than a layer has units.
 
     Embeddings that are tied to a readout follow its rule, and so begin smaller than 1. What gradients and features make
     of that hangs on normalization: there nothing is predicted of updates by sgd, ``feature_rms``, contributions and

@@ -137,8 +137,8 @@ class Parametrization:
         """Return what your forward must multiply the output of each branch by before it is added to the stream.
 
         Nothing is written on a module, so this part of the parametrization is yours: ``x + multiplier * block(x)``.
-        Any number in proportion to it does, such as that of the blocks for that of the hidden matrices, as long as it
-        is the same function of the depth at every depth.
+        Any number in proportion to it will do, such as the number of blocks instead of that of hidden matrices. It must
+        be the same function of the depth at every depth.
 
         Args:
             depth: L, the number of hidden matrices, or of blocks.

@@ -70,8 +70,8 @@ def can_draw() -> bool:
 def heatmap(history: History, quantity: str) -> Pixels | None:
     """Draw a picture of a quantity, a row for each matrix and a column for each measurement that has it.
 
-    ``update_natural``, and all that is held against a reference, is shown as its ratio to that, with the limits of
-    the band as lines on the colour bar. What was not measured is grey, the names of layers that are off now are red.
+    A quantity with a reference, such as ``update_natural``, is shown as its ratio to that; lines on the colour bar are
+    the limits of the band. What was not measured is grey, the names of layers that are off now are red.
     Settings of matplotlib are neither used nor changed.
 
     Args:

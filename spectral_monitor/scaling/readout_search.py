@@ -29,8 +29,9 @@ def normalize_backward(
 
     If the readout is zero, the factor is the learning rate of the step of its block that leads there from zero.
 
-    The search begins where outputs are small and the sensitivity is the inverse of the factor; once there is one on
-    either side, it goes between the two, by turns where the line through their logarithms meets 0 and in the middle.
+    The search begins where outputs are small and the sensitivity is the inverse of the factor. Once there is a factor
+    on either side, it goes between the two. By turns it takes the point where the line through their logarithms meets
+    0, and the middle.
 
     Raises:
         ValueError: no factor does; a zero readout without a gradient; see :func:`equal_contributions`.

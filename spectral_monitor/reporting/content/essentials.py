@@ -1,8 +1,9 @@
 """The numbers that loggers are given: few enough for a deep network, chosen to answer the questions of the panels.
 
-Every number is in the file of a run. A logger gets, of each essential quantity, every matrix of a small network; of a
-deep one the lowest, the median and the highest over all matrices and over each family (the same place in each block),
-and single layers that have no family or have had a verdict. That is at most 600 numbers a measured step.
+Every number is in the file of a run. Of each essential quantity a logger gets every matrix of a small network. Of a
+deep one it gets the lowest, the median and the highest of all matrices, and of each family (the same place in each
+block). Layers without a family, and layers that have had a verdict, come one by one. That is at most 600 numbers a
+measured step.
 """
 
 from __future__ import annotations

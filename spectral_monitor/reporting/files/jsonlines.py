@@ -35,7 +35,7 @@ def run_file_name(place: int) -> str:
 class JSONLinesSink:
     """Appends every measurement to a file, one line of JSON each, for tools of your own and for ``spectral-monitor``.
 
-    The first line, and one whenever the layers change, describes the layers; every other is a measurement, whose
+    The first line, and one whenever the layers change, describes the layers; every other is a measurement. Its
     ``values`` have a list for each quantity, in the order of the layers, with ``null`` where there is no value. Why
     there is none is in ``reasons``: those that are others than in the last line with that quantity, ``null`` where one
     is gone. The file is opened for each line, so that it may be moved or read at any time.
@@ -148,8 +148,8 @@ def _column(values: Tensor) -> list[float | str | None]:
 def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
     """Read the measurements in a file that a :class:`JSONLinesSink` wrote, in its order, to six digits.
 
-    A line that is not complete is left out at the end, as in a file that is being written, and where another run goes
-    on in the same file, as after a process was killed.
+    An incomplete line is left out at the end, as in a file that is being written. It is also left out where another
+    run goes on in the same file, as after a process was killed.
 
     Raises:
         ValueError: it is no such file, or a line in its middle is broken.

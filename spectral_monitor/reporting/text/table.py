@@ -43,8 +43,8 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
 
     Args:
         measurement: what is shown.
-        folded: whether layers that follow from a root share a row, and so, in a network of many, do healthy layers
-            that are close to typical and layers that were not judged for the same reason.
+        folded: whether layers that follow from a root share a row. In a network of many layers, so do healthy layers
+            close to typical, and layers that were not judged for the same reason.
     """
     ratios, band = vs_typical(measurement), limits(measurement)
     found = rows(measurement, ratios, folded)

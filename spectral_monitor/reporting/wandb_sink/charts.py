@@ -106,8 +106,8 @@ def _corrected(history: History) -> bool:
 def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, list[tuple[int, float]]]:
     """Return the lines of a quantity: name of a line -> its points, step and value.
 
-    A line for each layer if they are few. Of many, one for each family with the geometric mean of its layers (the mean,
-    of quantities that may be below 0), and one for each layer that a root verdict names now, the worst first.
+    A line for each layer if they are few. Of many, a line for each family: the geometric mean of its layers, or the
+    mean of quantities that may be below 0. Each layer that a root verdict names now has a line too, the worst first.
 
     Args:
         history: the measurements.

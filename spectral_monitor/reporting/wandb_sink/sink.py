@@ -56,7 +56,7 @@ class WandbSink:
     root verdicts there are and were at most.
     When a root verdict begins, W&B sends an alert; layers that follow from it are counted there and send none. It sends
     another when layers are healthy again. In the end the page of ``spectral-monitor report`` is logged, if plotly is
-    installed, and the run's profile is saved as an artifact, ``"spectral-profile"``, for
+    installed. The run's profile is saved as an artifact, ``"spectral-profile"``, for
     ``SpectralCondition(reference=...)`` in another run.
 
     Args:

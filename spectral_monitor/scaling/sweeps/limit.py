@@ -206,7 +206,7 @@ def reference_run(
 
     Args:
         make_module: from a width to a module, as for :func:`~spectral_monitor.scaling.sweep`: an ``nn.Sequential`` of
-            two linear layers, with or without an activation such as ``nn.Tanh`` between them, or a module around one
+            two linear layers, with or without an activation such as ``nn.Tanh`` between them. Or a module around one
             that has all its parameters and returns the loss.
         data: as for ``sweep``; for the order of your training give its batches as a list.
         parametrization: with maximal updates, such as ``MUP``.
