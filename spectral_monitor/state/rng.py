@@ -28,9 +28,7 @@ class RandomState:
     def now(cls) -> RandomState:
         """Return the present state."""
         numpy = sys.modules.get("numpy")
-        cuda = (
-            tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-        )
+        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
         numpy_state = numpy.random.get_state() if numpy is not None else None
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda)
 

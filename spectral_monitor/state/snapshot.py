@@ -42,7 +42,6 @@ MAX_ITEMS = 10_000
 
 
 _TORCH_OWN = frozenset(key for key in vars(nn.Module()) if key != "training")
-_TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(key for key in _TORCH_OWN if key.startswith(("_forward_", "_backward_")))
 
 
@@ -211,16 +210,15 @@ class Snapshot:
     def _module(self, module: nn.Module) -> list[Any]:
         space, attributes = vars(module), _ModuleAttributes(module)
         self._undo.append(attributes)
-        own = (*module.buffers(recurse=False), *module.children())
-        own = (*module.parameters(recurse=False), *own) if self._weights else own
-        tables = _TABLES if self._weights else ("_buffers",)
         hooks = [space[key] for key in _HOOKS if key in space]
+        own = [*module.buffers(recurse=False), *module.children(), space.get("_buffers")]
         if self._weights:
+            own = [*module.parameters(recurse=False), *own, space.get("_parameters"), space.get("_modules")]
             for hook_table in hooks:
                 self._container(hook_table)
         else:
             self._undo.append(_WithoutNew(hooks))
-        return [*attributes.before.values(), *own, *(space.get(table) for table in tables)]
+        return [*attributes.before.values(), *own]
 
     def _container(self, box: Any) -> list[Any]:
         base = base_of(box)
