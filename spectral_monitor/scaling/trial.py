@@ -212,20 +212,24 @@ class Trial:
                     pass
             return torch.cat([x.double().flatten() for x in inputs])
 
+        def shifted(length: float, least: float) -> tuple[Tensor, float]:
+            """Return half of what two opposite steps change, and its size relative to the inputs."""
+            half = (given(length) - given(-length)) / 2
+            change = _norm(half) / _norm(look.h)
+            if not math.isfinite(change) or change * UNSURE < least:
+                raise ValueError(
+                    f"what the readout, {readout.info.name!r}, is given changes by {change:.1e} of its size, too "
+                    f"little for features rounded to {look.eps:.1e}"
+                )
+            return half, change
+
         target = math.sqrt(look.eps)
         sizes = [(_norm(start), _norm(along)) for start, along in zip(before, direction, strict=True)]
         length = target * min((size / along for size, along in sizes if along > 0 and size > 0), default=1.0)
         try:
-            for attempt in range(2):
-                moved = (given(length) - given(-length)) / 2
-                change = _norm(moved) / _norm(look.h)
-                if not math.isfinite(change) or (attempt and change * UNSURE < look.eps):
-                    raise ValueError(
-                        f"what the readout, {readout.info.name!r}, is given changes by {change:.1e} of its size, too "
-                        f"little for features rounded to {look.eps:.1e}"
-                    )
-                if not attempt:
-                    length *= target / max(change, look.eps * UNSURE)
+            _, change = shifted(length, least=0.0)
+            length *= target / max(change, look.eps * UNSURE)
+            moved, _ = shifted(length, least=look.eps)
         finally:
             for parameter, start in zip(parameters, before, strict=True):
                 parameter.copy_(start)
