@@ -177,17 +177,15 @@ class _Chart:
         self.outside = [name in verdicts for name in self.names]
         self.crowd = sum(self.outside) > MAX_THICK_LINES
         self.few = few
-        self.of_every, self.every_name = values[every], [now.layers[i].name for i in every]
-        self.families = {} if self.few else families_of(self.every_name)
-        self.family = {self.every_name[k]: (n, of) for n, (of, some) in enumerate(self.families.items()) for k in some}
+        self.all_values, self.all_names = values[every], [now.layers[i].name for i in every]
+        self.families = {} if self.few else families_of(self.all_names)
+        self.family = {self.all_names[k]: (n, of) for n, (of, some) in enumerate(self.families.items()) for k in some}
         # Layers that are off have a red line.
-        self.inside = {
-            of: [k for k in some if self.every_name[k] not in verdicts] for of, some in self.families.items()
-        }
+        self.inside = {of: [k for k in some if self.all_names[k] not in verdicts] for of, some in self.families.items()}
         depth = depth_colours(len(now.layers))
         colours = [depth[i] for i in rows] if few else [colour(self.family[name][0]) for name in self.names]
         self.colours = ["@danger" if out else tint for out, tint in zip(self.outside, colours, strict=True)]
-        finite = self.of_every[self.of_every.isfinite()]
+        finite = self.all_values[self.all_values.isfinite()]
         self.log = not QUANTITIES[key].bounded and bool((finite >= 0).all() and (finite > 0).any())
         self.low, self.high = self._range(finite)
 
@@ -258,8 +256,8 @@ class _Chart:
         """Return the legend where not every layer has an entry: families of layers, on which one can click."""
         if self.crowd:
             yield self._group(OUTSIDE, OUTSIDE, sum(self.outside), "@danger", "solid", 500)
-        bare = unprefixed(tuple(self.every_name))
-        first = {of: bare[self.every_name[some[0]]] for of, some in self.families.items()}
+        bare = unprefixed(tuple(self.all_names))
+        first = {of: bare[self.all_names[some[0]]] for of, some in self.families.items()}
         names = {of: OTHERS if of == OTHERS else family_of(name) for of, name in first.items()}
         short = shortened(tuple(names.values()))
         for n, (of, some) in enumerate(self.inside.items()):
@@ -268,7 +266,7 @@ class _Chart:
     def family_bands(self) -> Iterator[Figure]:
         """Yield the traces of families, which the page shows unless single layers are asked for."""
         found = {of: some for of, some in self.inside.items() if some and of != OTHERS}
-        yield from family_traces(self.key, self.of_every, found, self.log, self.low)
+        yield from family_traces(self.key, self.all_values, found, self.log, self.low)
 
     def _group(self, of: str, name: str, count: int, colour: str, dash: str, rank: int) -> Figure:
         return line(

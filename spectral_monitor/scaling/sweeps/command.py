@@ -46,7 +46,7 @@ def run_sweep(args: argparse.Namespace) -> None:
             seeds=args.seeds,
             steps=args.steps,
             quantities=args.quantities,
-            parametrization=None if args.parametrization is None else PARAMETRIZATIONS[args.parametrization],
+            parametrization=PARAMETRIZATIONS.get(args.parametrization),
             optimizer=args.optimizer,
             lr=args.lr,
             processes=args.processes,

@@ -261,9 +261,9 @@ class _Group:
     def _labelled(self, size: int) -> tuple[list[LayerInfo], dict[str, LayerPosition]]:
         """Return the layers of a size and their places: against depth those that have labels, by these."""
         infos, places = self.infos[size], self.places[size]
-        label = {name: label for label, name in self.names[size].items()}
         if self.axis == "width":
             return list(infos), dict(places)
+        label = {name: label for label, name in self.names[size].items()}
         followed = [info for info in infos if info.name in label]
         return (
             [replace(info, name=label[info.name]) for info in followed],
