@@ -19,21 +19,11 @@ from spectral_monitor.reporting.content.tally import is_judged, latest_judged, n
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend, vs_typical
 from spectral_monitor.reporting.files.run_facts import RunFacts
 from spectral_monitor.reporting.files.runs import settle
+from spectral_monitor.reporting.html import parts
 from spectral_monitor.reporting.html.curves import MAX_LAYERS_IN_LEGEND, MAX_LINES, curves, depth_colours
 from spectral_monitor.reporting.html.figures import Figure, escaped, overview
 from spectral_monitor.reporting.html.limit_lines import limit_sentences
 from spectral_monitor.reporting.html.page import need_plotly, page
-from spectral_monitor.reporting.html.parts import (
-    LOSS_HINT,
-    bar,
-    by_step,
-    contents,
-    facts,
-    glossary,
-    loss_figure,
-    loss_words,
-    with_measured_loss,
-)
 from spectral_monitor.reporting.text.lines import Column
 from spectral_monitor.reporting.text.table import ARROWS, measurement_rows, number, summary_line
 
@@ -90,8 +80,8 @@ def report(
         raise ValueError("there is nothing to report on: no measurements")
     now = _judged(run)
     told = latest_judged(run) or run[-1]
-    about = with_measured_loss(about or RunFacts(), run)
-    loss = loss_figure(about)
+    about = parts.with_measured_loss(about or RunFacts(), run)
+    loss = parts.loss_figure(about)
     figures: dict[str, Figure] = {} if loss is None else {"loss-figure": loss}
     steps: dict[str, Sequence[int]] = {}
     sections = [_verdicts(told if told.roots else now), _run(about, run, now)]
@@ -120,11 +110,12 @@ def report(
     thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run) else []
     keys, table = _layers(now)
     known_keys = [key for panel in PANELS for key in panel.quantities if any(key in m.values for m in run)]
-    sections += [table, glossary(known_keys), _footer(run, [*thinned, *omitted, *notes, *limit_sentences(run, limit)])]
+    foot = [*thinned, *omitted, *notes, *limit_sentences(run, limit)]
+    sections += [table, parts.glossary(known_keys), _footer(run, foot)]
     chapters += [("layers", "All layers"), ("glossary", "Glossary")]
-    slides = by_step(run, now, keys)
+    slides = parts.by_step(run, now, keys)
     families = any(trace.get("uid", "").startswith("F") for figure in figures.values() for trace in figure["data"])
-    top = [_header(told, run, now, contents(chapters)), bar(slides, families)]
+    top = [_header(told, run, now, parts.contents(chapters)), parts.bar(slides, families)]
     body = "\n".join(filter(None, [*top, *sections]))
     layers = [[escaped(info.name), info.name] for info in now.layers if info.is_matrix]
     title = f"{escaped(headlines(told)[0])} &middot; step {run[-1].step}"
@@ -223,9 +214,9 @@ def _of_layer(name: str) -> str:
 
 def _run(about: RunFacts, measurements: Sequence[Measurement], now: Measurement) -> str:
     """Return the section on the run: facts, and the place of its loss curve, or how to get one."""
-    words = loss_words(about)
-    drawn = _drawing("loss-figure", words) if words else f'<p class="soft">{escaped(LOSS_HINT)}</p>'
-    return f'<section id="run"><h2>The run</h2>{facts(about, measurements, now)}{drawn}</section>'
+    words = parts.loss_words(about)
+    drawn = _drawing("loss-figure", words) if words else f'<p class="soft">{escaped(parts.LOSS_HINT)}</p>'
+    return f'<section id="run"><h2>The run</h2>{parts.facts(about, measurements, now)}{drawn}</section>'
 
 
 def _overview(now: Measurement) -> str:

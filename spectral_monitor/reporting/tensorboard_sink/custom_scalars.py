@@ -73,21 +73,21 @@ def _of_quantities(
     """
     groups = grouped(layers)
     for quantity in panel.quantities:
-        for key, title in (
-            (log2_of(quantity), f"{QUANTITIES[quantity].title} {VS_TYPICAL}, log2"),
-            (quantity, f"{QUANTITIES[quantity].title} ({QUANTITIES[quantity].counted_in})"),
+        entry = QUANTITIES[quantity]
+        for key, title, band in (
+            (log2_of(quantity), f"{entry.title} {VS_TYPICAL}, log2", ""),
+            (quantity, f"{entry.title} ({entry.counted_in})", f" (OK: {entry.limits})" if entry.limits else ""),
         ):
             if not any(tag.startswith(f"{group(key)}/") for tag in tags):
                 continue
-            compared = key != quantity
             limits = _limits(key, tags)
-            healthy = " (OK within limits)" if limits else _healthy(quantity, compared)
+            healthy = " (OK within limits)" if limits else band
             if not groups.families:
                 names = [layers[i].name for i in groups.singles]
                 yield f"{title}{healthy}: every layer", [_pattern(key, names, ""), *limits]
                 continue
             yield f"{title}{healthy}: all layers", [_pattern(key, [ALL], ENDS), *limits]
-            if compared and panel is PANELS[0]:
+            if key != quantity and panel is PANELS[0]:
                 yield from _of_families(key, title, groups, layers, tags)
             else:
                 families = [_pattern(key, list(map(family_key, groups.families)), "/median")]
@@ -121,11 +121,6 @@ def _limits(key: str, tags: Collection[str]) -> list[str]:
     """Return the pattern of a quantity's limits, if it has any."""
     stem = f"{group(key)}/{LIMITS}/"
     return [f"{re.escape(stem)}(?:low|high)$"] if any(tag.startswith(stem) for tag in tags) else []
-
-
-def _healthy(quantity: str, compared: bool) -> str:
-    words = QUANTITIES[quantity].limits
-    return f" (OK: {words})" if words and not compared else ""
 
 
 def _pattern(key: str, names: Sequence[str], rest: str) -> str:
