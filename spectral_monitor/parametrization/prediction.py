@@ -12,8 +12,6 @@ from spectral_monitor.parametrization.param_groups import Family, check_family
 from spectral_monitor.parametrization.rules import Parametrization, Scale
 
 Axis = Literal["width", "depth"]
-UPDATES = ("update_norm", "update_fro")
-DRIFTS = ("feature_change", "feature_drift")
 UNSTABLE = (
     *("feature_change", "feature_change_local", "feature_drift"),
     *("contribution", "sensitivity", "bfa_cos", "alignment"),
@@ -193,7 +191,7 @@ class _NetworkSlopes:
             return self._contribution(name)
         if quantity == "weight_natural":
             return self._weight(name)
-        if quantity in UPDATES and dense:
+        if quantity in ("update_norm", "update_fro") and dense:
             return self._updates[name] + self._of(name, lambda s, n, m: math.sqrt(m / n))
         if quantity in ("weight_norm", "weight_fro") and dense:
             spectral = quantity == "weight_norm"
@@ -221,7 +219,7 @@ class _NetworkSlopes:
             return math.nan
         if quantity == "feature_change_local":
             return self._updates[name] - self._features(name)
-        if quantity in DRIFTS:
+        if quantity in ("feature_change", "feature_drift"):
             return self._change(name) - self._features(name)
         if quantity == "sensitivity" and not self._tied:
             return -self._of(name, lambda s, n, m: m) - self._backward(name) - self._cosine(name)

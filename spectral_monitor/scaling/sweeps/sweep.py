@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,8 @@ def _keys(
 ) -> tuple[list[RunKey], Axis]:
     """Return all points, the small ones first, and what slopes are against."""
     w, d = _sizes("widths", widths), [None] if depths is None else _sizes("depths", depths)
-    count = integer(seeds)
-    s = integers(seeds) if count is None else list(range(count))
+    how_many = integer(seeds)
+    s = integers(seeds) if how_many is None else list(range(how_many))
     if not s or min(s) < 0:
         raise SweepError(f"seeds must be how many (>= 1) or a list of integers >= 0, got {seeds!r}")
     axis: Axis = "depth" if len(w) < FEWEST <= len(d) else "width"
@@ -247,14 +248,8 @@ def _progress(total: int, done: int, show: bool) -> Iterator[Callable[[RunKey], 
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
-        count = done
-
-        def advance(key: RunKey) -> None:
-            nonlocal count
-            count += 1
-            print(f"sweep: {count} of {total} points, {key}", file=sys.stderr)
-
-        yield advance
+        counts = count(done + 1)
+        yield lambda key: print(f"sweep: {next(counts)} of {total} points, {key}", file=sys.stderr)
         return
     with tqdm(total=total, initial=done, desc="sweep", unit="point") as bar:
 
