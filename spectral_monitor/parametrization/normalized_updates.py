@@ -27,9 +27,8 @@ class NormalizedUpdates(Optimizer):
     from the first step on, at every width. The learning rate is the relative change of features per layer.
 
     Each block of a fused matrix is normalized by itself. Convolutions are normalized by the sum over their taps,
-    embeddings by their largest row, biases and gains by their RMS. A matrix that is embedding and readout at once is
-    normalized as the readout. The other embeddings of its width, which are added to the same stream, move by its
-    largest row, as :func:`~spectral_monitor.spectral_init_` scales them. What
+    embeddings by their largest row, biases and gains by their RMS. A matrix that is embedding and readout at once, and
+    the other embeddings of its width, move as :func:`~spectral_monitor.spectral_init_` scales them. What
     :func:`~spectral_monitor.layers.dissect` cannot measure moves as the other optimizer moves it. An update of zero
     stays zero. Weight decay is part of the update, so better left out.
 

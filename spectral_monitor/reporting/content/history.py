@@ -11,8 +11,6 @@ from spectral_monitor.measurement import LayerInfo, Measurement
 
 MAX_COLUMNS = 256
 """Steps that are kept; a picture has no more room."""
-
-
 EARLY = (3, 10)
 """Measurements after which there are pictures, whatever the interval: most happens at the beginning."""
 

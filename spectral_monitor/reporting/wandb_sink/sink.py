@@ -63,10 +63,7 @@ class WandbSink:
         run: what ``wandb.init`` returned.
         settings: of the monitor; they go into the run's config, under ``"spectral_monitor"``.
         heatmap_every: charts, pictures and the table after measurements 3 and 10, every n-th and the last; 0 for none.
-        log: ``"essential"``; ``"all"`` for every number too, as ``spectral/<quantity>/<layer>``; or patterns of single
-            numbers that are logged besides.
-        asked: quantities that are essential besides.
-        offset: added to the number of optimizer steps taken, for loggers that count from 0.
+        log, asked, offset: as in :class:`~spectral_monitor.reporting.TensorBoardSink`.
 
     Example:
         >>> # sink = WandbSink(wandb.init(project="mine"))
